@@ -1,0 +1,116 @@
+"""Checks: how an error reads, which values the host can check, and the debug switch for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_debug = False
+
+
+def set_debug_checks(enabled: bool) -> None:
+    """Check block ids, slots, lengths and block mappings that live on a device too, at the cost of a sync a call.
+
+    Off by default: such values are checked on the host, once a step, where the metadata is built. On the CPU, where
+    reading a value costs no sync, they are always checked.
+    """
+    global _debug
+    _debug = bool(enabled)
+
+
+def debug_checks() -> bool:
+    """Whether :func:`set_debug_checks` is on."""
+    return _debug
+
+
+def expect(condition: Any, argument: str, expected: str, got: Any) -> None:
+    """Raise a ValueError that says what ``argument`` should be and what came, unless ``condition`` holds.
+
+    ``condition`` may be symbolic: then it becomes a guard or a runtime assertion, and specialises nothing.
+    """
+    if condition is True:
+        return
+    if condition is False:
+        raise ValueError(_message(argument, expected, got))
+    torch._check_value(condition, lambda: _message(argument, expected, got))
+
+
+def _message(argument: str, expected: str, got: Any) -> str:
+    return f"{argument}: expected {expected}, got {describe(got)}"
+
+
+def describe(value: Any) -> str:
+    """A tensor as its dtype, shape and device; anything else as it prints."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)} on {value.device}"
+    return str(value)
+
+
+def tensor(
+    argument: str,
+    value: Tensor,
+    shape: Sequence[Any],
+    dtypes: torch.dtype | Sequence[torch.dtype] | None = None,
+    device: torch.device | None = None,
+    names: str = "",
+) -> None:
+    """Check rank, sizes (None: any), dtype and device of one tensor; ``names`` is the shape in the project's letters."""
+    expect(value.dim() == len(shape), argument, f"{len(shape)} dimensions {names}".rstrip(), value)
+    for dim, size in enumerate(shape):
+        if size is not None:
+            expect(value.shape[dim] == size, argument, f"{size} in dimension {dim} of {names}", value)
+    if dtypes is not None:
+        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+        expect(value.dtype in allowed, argument, " or ".join(str(d).removeprefix("torch.") for d in allowed), value)
+    if device is not None:
+        expect(value.device == device, argument, f"a tensor on {device}", value)
+
+
+def in_range(argument: str, values: Tensor, low: int, high: int, unit: str) -> None:
+    """Check that every value lies in ``[low, high)``. Reads values: for the host or the debug switch."""
+    wrong = (values < low) | (values >= high)
+    if values.numel() and bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{argument}: expected {unit} in [{low}, {high}), got {int(values[tuple(where)])} at {where}")
+
+
+def slots(slot_mapping: Tensor, num_slots: int) -> None:
+    """Check ``slot_mapping`` against the cache's size; negative slots are padding. Reads values."""
+    in_range("slot_mapping", slot_mapping.clamp(min=-1), -1, num_slots, "slots (negative ones are skipped)")
+
+
+def batch(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, T: int, N: int, B: int) -> None:
+    """Check the values of a batch: lengths, query ranges and the block ids that the lengths need. Reads values."""
+    M = block_tables.shape[1]
+    in_range("seq_lens", seq_lens, 0, M * B + 1, f"lengths that {M} blocks of {B} tokens can hold,")
+    in_range("query_start_loc", query_start_loc, 0, T + 1, "rows of query")
+    expect(bool((query_start_loc.diff() >= 0).all()), "query_start_loc", "values that do not fall", query_start_loc.tolist())
+    expect(int(query_start_loc[0]) == 0, "query_start_loc", "0 first", int(query_start_loc[0]))
+    needed_blocks(block_tables, seq_lens, N, B)
+
+
+def needed_blocks(block_tables: Tensor, seq_lens: Tensor, N: int, B: int, argument: str = "block_tables") -> None:
+    """Check the block ids that the lengths need; other entries may hold anything. Reads values."""
+    need = torch.arange(block_tables.shape[1], device=block_tables.device) < (seq_lens[:, None] + B - 1) // B
+    in_range(argument, block_tables.where(need, 0), 0, max(N, 1), f"ids of the {N} blocks of the cache")
+
+
+def block_mapping(mapping: Tensor, num_src: int, num_dst: int, *, same_cache: bool) -> None:
+    """Check pairs (source, destination): ids in range, no destination twice, and within one cache no block in both
+    roles, so that the order of the copies cannot matter. Reads values."""
+    src, dst = mapping.unbind(1)
+    in_range("block_mapping[:, 0]", src, 0, num_src, "source blocks")
+    in_range("block_mapping[:, 1]", dst, 0, num_dst, "destination blocks")
+    ids, counts = dst.unique(return_counts=True)
+    expect(ids.numel() == dst.numel(), "block_mapping", "each destination once", f"{ids[counts > 1][:4].tolist()} twice")
+    if same_cache:
+        both = ids[torch.isin(ids, src)]
+        expect(
+            both.numel() == 0,
+            "block_mapping",
+            "no block as both source and destination",
+            f"{both[:4].tolist()} in both roles",
+        )

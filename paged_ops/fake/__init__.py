@@ -1,0 +1,26 @@
+"""Fake kernels: the static checks of every op, and its result as an empty tensor.
+
+They run at compile time on fake tensors, and first thing in every lowering on the real ones, so that errors, shapes,
+dtypes and strides agree by construction. They read no values and specialise nothing.
+"""
+
+from paged_ops.fake.attention import (
+    attention_schedule,
+    cascade_attention,
+    merge_attention_states,
+    paged_attention,
+    paged_attention_with_lse,
+)
+from paged_ops.fake.cache import copy_blocks, gather_kv, reshape_and_cache, swap_blocks
+
+__all__ = [
+    "attention_schedule",
+    "cascade_attention",
+    "copy_blocks",
+    "gather_kv",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "reshape_and_cache",
+    "swap_blocks",
+]

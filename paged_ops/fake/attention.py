@@ -1,0 +1,154 @@
+"""Fakes of the attention ops. Letters as in :mod:`paged_ops.ops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops import checks, masks
+from paged_ops.checks import expect
+from paged_ops.fake.cache import check_cache, result
+from paged_ops.features import Features, conflicts
+from paged_ops.layouts import MODEL_DTYPES, PagedKV
+
+OUTPUT_FP8 = torch.float8_e4m3fn
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+    **features: Any,
+) -> Tensor:
+    f = Features(**features)
+    paged = _check_query_and_cache(query, kv_cache, f)
+    _check_batch(block_tables, seq_lens, query_start_loc, query.device)
+    _check_features(query, paged, f)
+    if f.schedule is not None:
+        checks.tensor("schedule", f.schedule, (seq_lens.shape[0] + 1,), torch.int32, query.device, "[S + 1]")
+    return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
+
+
+def paged_attention_with_lse(
+    query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    out, lse = out or (None, None)
+    output = paged_attention(query, *args, out=out, **kwargs)
+    return output, result("lse", lse, query, query.shape[:2], torch.float32)
+
+
+def attention_schedule(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    checks.tensor("seq_lens", seq_lens, (None,), torch.int32, names="[S]")
+    S = seq_lens.shape[0]
+    checks.tensor("query_start_loc", query_start_loc, (S + 1,), torch.int32, seq_lens.device, "[S + 1]")
+    for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_size", head_size)):
+        expect(number > 0, name, "a positive number", number)
+    expect(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of the {num_kv_heads} key/value heads", num_heads)
+    _check_masks(Features(causal=causal, sliding_window=sliding_window, attention_chunk=attention_chunk))
+    return result("schedule", out, seq_lens, (S + 1,), torch.int32)
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    checks.tensor("out_a", out_a, (None, None, None), MODEL_DTYPES, names="[T, H, Dv]")
+    T, H, Dv = out_a.shape
+    checks.tensor("lse_a", lse_a, (T, H), torch.float32, out_a.device, "[T, H]")
+    checks.tensor("out_b", out_b, (T, H, Dv), out_a.dtype, out_a.device, "[T, H, Dv]")
+    checks.tensor("lse_b", lse_b, (T, H), torch.float32, out_a.device, "[T, H]")
+    out, lse = out or (None, None)
+    return result("out", out, out_a, (T, H, Dv), out_a.dtype), result("lse", lse, lse_a, (T, H), torch.float32)
+
+
+def cascade_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    prefix_block_table: Tensor,
+    prefix_len: Tensor,
+    suffix_block_tables: Tensor,
+    suffix_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+    **features: Any,
+) -> Tensor:
+    f = Features(**features)
+    paged = _check_query_and_cache(query, kv_cache, f)
+    checks.tensor("prefix_block_table", prefix_block_table, (1, None), torch.int32, query.device, "[1, Mp]")
+    checks.tensor("prefix_len", prefix_len, (1,), torch.int32, query.device, "[1]")
+    _check_batch(suffix_block_tables, suffix_lens, query_start_loc, query.device, "suffix_block_tables", "suffix_lens")
+    _check_features(query, paged, f)
+    return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
+
+
+def _check_query_and_cache(query: Tensor, kv_cache: Tensor, f: Features) -> PagedKV:
+    checks.tensor("query", query, (None, None, None), MODEL_DTYPES, names="[T, H, D]")
+    paged = check_cache(kv_cache, f.value_cache, f.k_scale, f.v_scale, f.kv_cache_dtype, query.dtype)
+    expect(kv_cache.device == query.device, "kv_cache", f"a tensor on {query.device}, the query's device", kv_cache)
+    _, H, D = query.shape
+    K = paged.num_kv_heads
+    expect(D == paged.head_size, "query", f"head size {paged.head_size}, the cache's, in [T, H, D]", query)
+    if K > 0:
+        expect(H % K == 0, "query", f"a multiple of the cache's {K} key/value heads as H in [T, H, D]", query)
+    return paged
+
+
+def _check_batch(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    device: torch.device,
+    tables: str = "block_tables",
+    lens: str = "seq_lens",
+) -> None:
+    checks.tensor(lens, seq_lens, (None,), torch.int32, device, "[S]")
+    S = seq_lens.shape[0]
+    checks.tensor(tables, block_tables, (S, None), torch.int32, device, "[S, M]")
+    checks.tensor("query_start_loc", query_start_loc, (S + 1,), torch.int32, device, "[S + 1]")
+
+
+def _check_features(query: Tensor, paged: PagedKV, f: Features) -> None:
+    H = query.shape[1]
+    _check_masks(f)
+    expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
+    for name, per_head in (("alibi_slopes", f.alibi_slopes), ("sinks", f.sinks)):
+        if per_head is not None:
+            checks.tensor(name, per_head, (H,), torch.float32, query.device, "[H]")
+    if f.output_scale is not None:
+        checks.tensor("output_scale", f.output_scale, (1,), torch.float32, query.device, "[1]")
+    if f.block_sparse is not None:
+        masks.check_block_sparse(f.block_sparse, paged.block_size)
+    for reason in conflicts(f._asdict()):
+        raise ValueError(reason)
+
+
+def _check_masks(f: Features) -> None:
+    expect(f.sliding_window >= 0, "sliding_window", "0 (off) or a number of tokens", f.sliding_window)
+    expect(f.attention_chunk >= 0, "attention_chunk", "0 (off) or a number of tokens", f.attention_chunk)
+
+
+def _output_shape(query: Tensor, paged: PagedKV) -> tuple[int, int, int]:
+    return query.shape[0], query.shape[1], paged.value_head_size
+
+
+def _output_dtype(query: Tensor, f: Features) -> torch.dtype:
+    return query.dtype if f.output_scale is None else OUTPUT_FP8

@@ -1,0 +1,125 @@
+"""Fakes of the cache ops, and the checks of a cache that all ops share. Letters as in :mod:`paged_ops.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_ops import checks
+from paged_ops.checks import expect
+from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, PagedKV, element_dtype, paged_kv
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    checks.tensor("key", key, (None, None, None), MODEL_DTYPES, names="[T', K, D]")
+    paged = check_cache(kv_cache, value_cache, k_scale, v_scale, kv_cache_dtype, key.dtype)
+    expect(kv_cache.device == key.device, "kv_cache", f"a tensor on {key.device}, the key's device", kv_cache)
+    K, D, Dv = paged.num_kv_heads, paged.head_size, paged.value_head_size
+    checks.tensor("key", key, (None, K, D), names="[T', K, D]")
+    checks.tensor("value", value, (key.shape[0], K, Dv), key.dtype, key.device, "[T', K, Dv]")
+    checks.tensor("slot_mapping", slot_mapping, (None,), (torch.int64, torch.int32), key.device, "[T]")
+    rows = slot_mapping.shape[0] <= key.shape[0]
+    expect(rows, "slot_mapping", f"at most the {key.shape[0]} rows of key", slot_mapping)
+
+
+def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    _check_caches("kv_caches", kv_caches)
+    _check_mapping(block_mapping)
+    if kv_caches:
+        devices = (kv_caches[0].device, torch.device("cpu"))
+        expect(block_mapping.device in devices, "block_mapping", f"a tensor on {devices[0]} or the CPU", block_mapping)
+
+
+def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    _check_caches("src_caches", src_caches)
+    _check_caches("dst_caches", dst_caches)
+    expect(len(dst_caches) == len(src_caches), "dst_caches", f"{len(src_caches)} caches, as src_caches", len(dst_caches))
+    for index, (src, dst) in enumerate(zip(src_caches, dst_caches, strict=True)):
+        block = tuple(src.shape[1:])
+        expect(tuple(dst.shape[1:]) == block, f"dst_caches[{index}]", f"blocks of shape {list(block)}, as the source", dst)
+        expect(dst.dtype == src.dtype, f"dst_caches[{index}]", f"{src.dtype}, as the source", dst)
+    _check_mapping(block_mapping)
+    expect(block_mapping.device.type == "cpu", "block_mapping", "a tensor on the CPU", block_mapping)
+
+
+def gather_kv(
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    paged = check_cache(kv_cache, value_cache, k_scale, v_scale, kv_cache_dtype)
+    checks.tensor("seq_lens", seq_lens, (None,), torch.int32, kv_cache.device, "[S]")
+    checks.tensor("block_tables", block_tables, (seq_lens.shape[0], None), torch.int32, kv_cache.device, "[S, M]")
+    expect(num_tokens >= 0, "num_tokens", "0 or more rows", num_tokens)
+    stored = element_dtype(kv_cache, kv_cache_dtype)
+    if dtype is None:
+        expect(stored not in FP8_DTYPES, "dtype", "float32, float16 or bfloat16 (required for an fp8 cache)", dtype)
+        dtype = stored
+    expect(dtype in MODEL_DTYPES, "dtype", "float32, float16 or bfloat16", dtype)
+    key, value = out or (None, None)
+    K = paged.num_kv_heads
+    return (
+        result("key", key, kv_cache, (num_tokens, K, paged.head_size), dtype),
+        result("value", value, kv_cache, (num_tokens, K, paged.value_head_size), dtype),
+    )
+
+
+def check_cache(
+    kv_cache: Tensor,
+    value_cache: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_cache_dtype: str,
+    model_dtype: torch.dtype | None = None,
+) -> PagedKV:
+    """Check form, dtype and scales of a cache; ``model_dtype`` is what a cache that is not fp8 must have."""
+    paged = paged_kv(kv_cache, value_cache)
+    fp8 = element_dtype(kv_cache, kv_cache_dtype) in FP8_DTYPES
+    if not fp8 and model_dtype is not None:
+        expect(kv_cache.dtype == model_dtype, "kv_cache", f"the model's {model_dtype}, or fp8", kv_cache)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            expect(fp8, name, f"None, as a {kv_cache.dtype} cache has no scales", scale)
+            checks.tensor(name, scale, (None,), torch.float32, kv_cache.device, "[1] or [K]")
+            sizes = (1, paged.num_kv_heads)
+            expect(scale.shape[0] in sizes, name, f"shape [1] or [{paged.num_kv_heads}]", scale)
+    return paged
+
+
+def result(name: str, given: Tensor | None, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor to fill: a new one on the device of ``like``, or the one that an .out overload was given."""
+    if given is None:
+        return like.new_empty(shape, dtype=dtype)
+    checks.tensor(name, given, shape, dtype, like.device, str(list(shape)))
+    expect(given.is_contiguous(), name, "a contiguous tensor", given)
+    return given
+
+
+def _check_caches(argument: str, caches: Sequence[Tensor]) -> None:
+    for index, cache in enumerate(caches):
+        expect(cache.dim() >= 1, f"{argument}[{index}]", "blocks in dimension 0", cache)
+        expect(cache.device == caches[0].device, f"{argument}[{index}]", f"a tensor on {caches[0].device}", cache)
+
+
+def _check_mapping(block_mapping: Tensor) -> None:
+    checks.tensor("block_mapping", block_mapping, (None, 2), torch.int64, names="[P, 2]")

@@ -1,0 +1,89 @@
+"""The optional arguments of attention as one value, and which of them exclude each other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES
+
+
+class Features(NamedTuple):
+    """The keyword arguments of :func:`paged_ops.paged_attention`, for fakes and lowerings: ``Features(**kwargs)``."""
+
+    value_cache: Tensor | None = None
+    causal: bool = True
+    sliding_window: int = 0
+    attention_chunk: int = 0
+    soft_cap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    block_sparse: Sequence[int] | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    output_scale: Tensor | None = None
+    kv_cache_dtype: str = "auto"
+    schedule: Tensor | None = None
+
+
+# Pairs that have no meaning together: block-sparse kernels skip by its pattern alone, and a distance needs an order.
+EXCLUSIVE = (
+    ("block_sparse", "alibi_slopes"),
+    ("block_sparse", "sliding_window"),
+    ("block_sparse", "attention_chunk"),
+    ("block_sparse", "soft_cap"),
+    ("block_sparse", "causal=False"),
+    ("causal=False", "sliding_window"),
+    ("causal=False", "attention_chunk"),
+)
+# What a caller may ask of supports() besides an op's arguments: what the tensors would show.
+PROPERTIES = (
+    "dtype",
+    "cache_dtype",
+    "head_size",
+    "value_head_size",
+    "block_size",
+    "num_heads",
+    "num_kv_heads",
+    "layout",
+)
+
+
+def conflicts(features: Mapping[str, Any]) -> list[str]:
+    """Why these arguments and properties cannot go together on any device, one sentence each."""
+    reasons = [f"{a} cannot be combined with {b}" for a, b in EXCLUSIVE if _on(features, a) and _on(features, b)]
+    dtype, cache_dtype = features.get("dtype"), features.get("cache_dtype")
+    if dtype is not None and dtype not in MODEL_DTYPES:
+        reasons.append(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
+    if cache_dtype in MODEL_DTYPES and dtype is not None and cache_dtype != dtype:
+        reasons.append(f"cache_dtype: expected the model's {dtype} or fp8, got {cache_dtype}")
+    fp8 = cache_dtype in FP8_DTYPES or features.get("kv_cache_dtype", "auto") != "auto"
+    if not fp8 and (cache_dtype is not None or dtype is not None):
+        reasons += [f"{name} needs an fp8 cache" for name in ("k_scale", "v_scale") if _on(features, name)]
+    H, K = features.get("num_heads"), features.get("num_kv_heads")
+    if H and K and H % K:
+        reasons.append(f"num_heads: expected a multiple of num_kv_heads {K}, got {H}")
+    D, Dv = features.get("head_size"), features.get("value_head_size")
+    if D and Dv and D != Dv and features.get("layout") is not None:
+        reasons.append("value_head_size: other than head_size only in the separate form (key and value cache, no layout)")
+    return reasons
+
+
+def check_names(op: str, features: Mapping[str, Any]) -> None:
+    """Raise ValueError for a feature that is neither an argument of the op nor a property of its tensors."""
+    from paged_ops.op import OPS
+
+    known = {*inspect.signature(OPS[op]).parameters, *PROPERTIES}
+    for name in features:
+        if name not in known:
+            raise ValueError(f"features: expected arguments of {op} or {PROPERTIES}, got {name!r}")
+
+
+def _on(features: Mapping[str, Any], feature: str) -> bool:
+    if feature == "causal=False":
+        return features.get("causal", True) is False
+    value = features.get(feature)
+    return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)

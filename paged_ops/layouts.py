@@ -1,0 +1,216 @@
+"""The forms of a paged cache: names, shapes, and strided views that make them one.
+
+Letters: N blocks, B tokens a block, K key/value heads, D head size, Dv value head size, x = 16 / itemsize.
+
+Every op takes four forms, told apart by rank and by whether ``value_cache`` is given:
+
+=============  ==========================================  ======================  ================================
+form           kv_cache                                    value_cache             whose
+=============  ==========================================  ======================  ================================
+combined       [N, 2, B, K, D], any strides                -                       the default; HND is a view of it
+interleaved    [N, B, 2K, D], key h at 2h, value at 2h+1   -                       TPU ragged paged attention
+separate       [N, B, K, D], any strides                   [N, B, K, Dv]           engines with two tensors
+x-packed       [N, K, D/x, B, x]                           [N, K, D, B]            the classic PagedAttention cache
+=============  ==========================================  ======================  ================================
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_ops.checks import expect
+
+
+class Layout(str, enum.Enum):
+    """How a cache of one layer lies in memory."""
+
+    NHD = "NHD"  # [N, 2, B, K, D]
+    HND = "HND"  # [N, 2, K, B, D]
+    INTERLEAVED = "INTERLEAVED"  # [N, B, 2K, D]
+    X_PACKED = "X_PACKED"  # flat [2, N, B*K*D], split into its pair by split_kv_cache
+
+    __str__ = str.__str__
+
+
+class PagedKV(NamedTuple):
+    """A cache in any form as two views: ``key [N, B, K, D/x, x]`` (x = D where it is not packed), ``value [N, B, K, Dv]``."""
+
+    key: Tensor
+    value: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        return self.key.shape[3] * self.key.shape[4]
+
+    @property
+    def value_head_size(self) -> int:
+        return self.value.shape[3]
+
+
+def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None) -> PagedKV:
+    """The one home of "which form is this": checks ``kv_cache`` and ``value_cache`` and returns them as views."""
+    rank = kv_cache.dim()
+    expect(rank in (4, 5), "kv_cache", "4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
+    if value_cache is None:
+        if rank == 5:
+            expect(kv_cache.shape[1] == 2, "kv_cache", "2 planes (keys, values) in dimension 1 of [N, 2, B, K, D]", kv_cache)
+            key, value = kv_cache.unbind(1)
+        else:
+            expect(kv_cache.shape[2] % 2 == 0, "kv_cache", "an even dimension 2 of [N, B, 2K, D]", kv_cache)
+            key, value = kv_cache[:, :, 0::2], kv_cache[:, :, 1::2]
+        return PagedKV(key.unsqueeze(3), value)
+    expect(value_cache.dim() == 4, "value_cache", "4 dimensions [N, B, K, Dv] or [N, K, D, B]", value_cache)
+    expect(value_cache.dtype == kv_cache.dtype, "value_cache", f"the dtype of kv_cache, {kv_cache.dtype}", value_cache)
+    expect(value_cache.device == kv_cache.device, "value_cache", f"a tensor on {kv_cache.device}", value_cache)
+    expect(value_cache.shape[0] == kv_cache.shape[0], "value_cache", f"the {kv_cache.shape[0]} blocks of kv_cache", value_cache)
+    if rank == 4:
+        same = value_cache.shape[1:3] == kv_cache.shape[1:3]
+        expect(same, "value_cache", f"the B, K of kv_cache, {list(kv_cache.shape[1:3])}, in [N, B, K, Dv]", value_cache)
+        return PagedKV(kv_cache.unsqueeze(3), value_cache)
+    _, K, packs, B, x = kv_cache.shape
+    expect(x == 16 // kv_cache.element_size(), "kv_cache", "x = 16 / itemsize last in [N, K, D/x, B, x]", kv_cache)
+    same = tuple(value_cache.shape[1:]) == (K, packs * x, B)
+    expect(same, "value_cache", f"[N, K, D, B] = [N, {K}, {packs * x}, {B}] beside an x-packed kv_cache", value_cache)
+    return PagedKV(kv_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2))
+
+
+def kv_cache_shape(
+    layout: Layout | str, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+) -> tuple[int, ...]:
+    """The shape to allocate for one layer; :func:`kv_cache_view` makes of it what the ops take."""
+    N, B, K, D = num_blocks, block_size, num_kv_heads, head_size
+    return {
+        Layout.NHD: (N, 2, B, K, D),
+        Layout.HND: (N, 2, K, B, D),
+        Layout.INTERLEAVED: (N, B, 2 * K, D),
+        Layout.X_PACKED: (2, N, B * K * D),
+    }[_layout(layout)]
+
+
+def kv_cache_view(layout: Layout | str, storage: Tensor) -> Tensor:
+    """The allocated tensor in the form that the ops take: HND as a ``[N, 2, B, K, D]`` view, others as they are.
+
+    An x-packed cache stays flat: :func:`split_kv_cache` splits it inside the compiled function.
+    """
+    return storage.transpose(2, 3) if _layout(layout) is Layout.HND else storage
+
+
+def allocate_kv_cache(
+    layout: Layout | str,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    pin_memory: bool = False,
+) -> Tensor:
+    """A zeroed cache of one layer in the form that the ops take."""
+    shape = kv_cache_shape(layout, num_blocks, block_size, num_kv_heads, head_size)
+    return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+
+
+def split_kv_cache(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple[Tensor, Tensor]:
+    """The x-packed pair ``[N, K, D/x, B, x]``, ``[N, K, D, B]`` as views of a flat cache ``[2, N, B*K*D]``.
+
+    Call it inside the compiled function: two slices of one storage that enter a graph as two inputs are copied whole.
+    """
+    x = 16 // kv_cache.element_size()
+    expect(kv_cache.dim() == 3 and kv_cache.shape[0] == 2, "kv_cache", "the flat cache [2, N, B*K*D]", kv_cache)
+    expect(head_size % x == 0, "head_size", f"a multiple of x = {x} for {kv_cache.dtype}", head_size)
+    row = num_kv_heads * head_size
+    expect(kv_cache.shape[2] % row == 0, "kv_cache", f"a multiple of K*D = {row} in dimension 2 of [2, N, B*K*D]", kv_cache)
+    N, B = kv_cache.shape[1], kv_cache.shape[2] // row
+    key_cache = kv_cache[0].view(N, num_kv_heads, head_size // x, B, x)
+    return key_cache, kv_cache[1].view(N, num_kv_heads, head_size, B)
+
+
+_DEFAULTS = {"cpu": Layout.NHD, "cuda": Layout.NHD, "xla": Layout.INTERLEAVED}
+_chosen: dict[str, Layout] = {}
+
+
+def get_default_layout(device: torch.device | str) -> Layout:
+    """The layout of new caches on a device: what :func:`set_default_layout` chose, else the device's own."""
+    kind = torch.device(device).type
+    return _chosen.get(kind, _DEFAULTS.get(kind, Layout.NHD))
+
+
+def set_default_layout(layout: Layout | str | None, device: torch.device | str | None = None) -> None:
+    """Choose the layout of new caches in this process, for one device or (None) for all; None as layout undoes it."""
+    kinds = list(_DEFAULTS) if device is None else [torch.device(device).type]
+    for kind in kinds:
+        _chosen.pop(kind, None)
+        if layout is not None:
+            _chosen[kind] = _layout(layout)
+
+
+def preferred_tpu_block_size(max_model_len: int) -> int:
+    """Tokens a block that suit a TPU: the next power of two of ``max_model_len``, over 16, within 16..256."""
+    return min(max(_next_power_of_two(max_model_len) // 16, 16), 256)
+
+
+def min_tpu_block_size(max_model_len: int, max_num_seqs: int) -> int:
+    """The fewest tokens a block at which the int32 block tables fit half of a TPU's 1 MiB of scalar memory.
+
+    The power of two at or above ``max_model_len / (1 MiB / 2 / max_num_seqs / 4)``.
+    """
+    blocks_per_seq = max(1, (1 << 20) // 2 // max_num_seqs // 4)
+    return _next_power_of_two(-(-max_model_len // blocks_per_seq))
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _layout(layout: Layout | str) -> Layout:
+    try:
+        return Layout(layout)
+    except ValueError:
+        raise ValueError(f"layout: expected one of {[str(each) for each in Layout]}, got {layout!r}") from None
+
+
+# What the fp8 names of kv_cache_dtype mean: the dtype of uint8 storage, and the float8 dtypes that agree with them
+# (fnuz is the flavour of ROCm's gfx94x).
+_FP8 = {
+    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fnuz),
+    "fp8_e4m3": (torch.float8_e4m3fn, torch.float8_e4m3fnuz),
+    "fp8_e5m2": (torch.float8_e5m2, torch.float8_e5m2fnuz),
+}
+FP8_DTYPES = (*_FP8["fp8_e4m3"], *_FP8["fp8_e5m2"])
+MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def element_dtype(kv_cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
+    """What a cache's elements are: its own dtype, or what ``kv_cache_dtype`` says of uint8 storage."""
+    names = ("auto", *_FP8)
+    expect(kv_cache_dtype in names, "kv_cache_dtype", f"one of {names}", repr(kv_cache_dtype))
+    if kv_cache_dtype == "auto":
+        allowed = (*MODEL_DTYPES, *FP8_DTYPES)
+        expect(
+            kv_cache.dtype in allowed,
+            "kv_cache",
+            "float32, float16, bfloat16 or float8 (uint8 needs kv_cache_dtype='fp8_e4m3' or 'fp8_e5m2')",
+            kv_cache,
+        )
+        return kv_cache.dtype
+    agreeing = _FP8[kv_cache_dtype]
+    expect(
+        kv_cache.dtype in (torch.uint8, *agreeing), "kv_cache", f"uint8 or {agreeing[0]} ({kv_cache_dtype=})", kv_cache
+    )
+    return agreeing[0] if kv_cache.dtype == torch.uint8 else kv_cache.dtype

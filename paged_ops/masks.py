@@ -1,0 +1,107 @@
+"""Which keys a query sees: one predicate a feature, on positions.
+
+``i`` is the position of a query, ``j`` of a key, both counted from the start of their sequence; they are integer
+tensors that broadcast, and a predicate returns a bool tensor. A tile of keys is skipped when no pair in it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_ops.checks import expect
+
+
+def causal(i: Tensor, j: Tensor) -> Tensor:
+    """A query sees itself and what came before it."""
+    return j <= i
+
+
+def sliding_window(i: Tensor, j: Tensor, window: int) -> Tensor:
+    """A query sees the last ``window`` positions, its own among them."""
+    return i - j < window
+
+
+def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
+    """A query sees the chunk that it stands in (chunked-local attention, Llama-4)."""
+    return i.div(chunk, rounding_mode="floor") == j.div(chunk, rounding_mode="floor")
+
+
+class BlockSparse(NamedTuple):
+    """Local blocks plus a vertical stride (Phi-3-small): the argument ``block_sparse`` of the attention ops.
+
+    With ``qb = i // block_size`` and ``kb = j // block_size`` a causal pair is kept when ``qb - kb < local_blocks`` or
+    ``(kb + offset) % vert_stride == 0``. The offset is 1 with ``homo_head``; else it slides over the query heads, or
+    over the key/value heads with ``homo_head_group`` (:func:`block_sparse_offsets`). ``rank`` and ``world_size`` are
+    those of tensor parallelism. Source: the block-sparse attention of the Phi-3 technical report (arXiv:2404.14219).
+    """
+
+    block_size: int
+    local_blocks: int
+    vert_stride: int
+    homo_head: bool = False
+    homo_head_group: bool = False
+    rank: int = 0
+    world_size: int = 1
+
+
+def check_block_sparse(params: Sequence[int], cache_block_size: int) -> BlockSparse:
+    """The seven numbers as a BlockSparse, or a ValueError that names the one that is wrong."""
+    expect(len(params) == 7, "block_sparse", "7 numbers (see paged_ops.BlockSparse)", f"{len(params)}")
+    sparse = BlockSparse(*params)
+    expect(
+        sparse.block_size > 0 and sparse.block_size % cache_block_size == 0,
+        "block_sparse.block_size",
+        f"a positive multiple of the cache's block size {cache_block_size}",
+        sparse.block_size,
+    )
+    expect(sparse.local_blocks >= 0, "block_sparse.local_blocks", "0 or more", sparse.local_blocks)
+    expect(sparse.vert_stride >= 1, "block_sparse.vert_stride", "1 or more", sparse.vert_stride)
+    expect(not (sparse.homo_head and sparse.homo_head_group), "block_sparse", "one of homo_head, homo_head_group", "both")
+    ranks = f"0 <= rank < world_size = {sparse.world_size}"
+    expect(0 <= sparse.rank < sparse.world_size, "block_sparse.rank", ranks, sparse.rank)
+    return sparse
+
+
+def block_sparse_offsets(sparse: BlockSparse, H: int, K: int) -> list[int]:
+    """The offset of the vertical stride for each of this rank's H query heads (K key/value heads)."""
+    if sparse.homo_head:
+        return [1] * H
+    heads = K if sparse.homo_head_group else H
+    step = max(1, int(sparse.vert_stride / (sparse.world_size * heads)))
+    per_head = [(sparse.rank * heads + head) * step + 1 for head in range(heads)]
+    return [per_head[h * heads // H] for h in range(H)]
+
+
+def block_sparse(i: Tensor, j: Tensor, offset: Tensor | int, sparse: BlockSparse) -> Tensor:
+    """Local blocks or a vertical stripe; causality is not included."""
+    qb = i.div(sparse.block_size, rounding_mode="floor")
+    kb = j.div(sparse.block_size, rounding_mode="floor")
+    return (qb - kb < sparse.local_blocks) | ((kb + offset) % sparse.vert_stride == 0)
+
+
+def keep(
+    i: Tensor,
+    j: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    is_causal: bool,
+    window: int = 0,
+    chunk: int = 0,
+    sparse: BlockSparse | None = None,
+) -> Tensor:
+    """All of a call's predicates for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``."""
+    i, j = i[None, :, None], j[None, None, :]
+    kept = causal(i, j) if is_causal else torch.ones_like(i - j, dtype=torch.bool)
+    if window:
+        kept = kept & sliding_window(i, j, window)
+    if chunk:
+        kept = kept & attention_chunk(i, j, chunk)
+    if sparse is not None:
+        offset = torch.tensor(block_sparse_offsets(sparse, num_heads, num_kv_heads), device=i.device)[:, None, None]
+        kept = kept & block_sparse(i, j, offset, sparse)
+    return kept

@@ -1,0 +1,161 @@
+"""The mechanism: an op is declared once, everything else is found by its name.
+
+A declaration in :mod:`paged_ops.ops` is a Python signature with a docstring and no body. From it :func:`op` infers the
+schema and defines ``torch.ops.paged_ops.<name>``; then it looks for a function of the same name in
+
+* :mod:`paged_ops.fake` - static checks, and the result as an empty tensor (the meta kernel);
+* one module a dispatch key (:data:`LOWERINGS`) - how it runs there, imported at the first call.
+
+A functional op also gets an ``.out`` overload that takes the same arguments and the preallocated results and returns
+nothing, so that it is a plain mutating op to every torch version; its fake and its lowerings take the results as ``out``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Dispatch key -> the module that lowers every op for it. ROCm is CUDA to the dispatcher.
+LOWERINGS = {
+    "CPU": "paged_ops.lowerings.cpu",
+    "CUDA": "paged_ops.lowerings.gpu",
+    "XLA": "paged_ops.lowerings.tpu",
+}
+DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "rocm": "CUDA", "xla": "XLA"}
+
+LIBRARY = torch.library.Library("paged_ops", "DEF")
+OPS: dict[str, Callable[..., Any]] = {}
+
+
+def op(*, mutates: Sequence[str] = (), out: Sequence[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare an op: ``mutates`` names the tensors it writes, ``out`` the results of a functional one."""
+
+    def declare(signature: Callable[P, R]) -> Callable[P, R]:
+        name = signature.__name__
+        schema = torch.library.infer_schema(signature, mutates_args=mutates)
+        _define(name, schema)
+        if out:
+            _define(f"{name}.out", _out_schema(schema, out), len(out))
+        default = getattr(torch.ops.paged_ops, name).default
+
+        @functools.wraps(signature)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.is_grad_enabled():
+                _refuse_grad(name, args, kwargs)
+            return default(*args, **kwargs)
+
+        OPS[name] = call
+        return call
+
+    return declare
+
+
+def lowering(name: str, key: str) -> Callable[..., Any]:
+    """The function that runs op ``name`` under dispatch key ``key``; NotImplementedError names both if there is none."""
+    module = _import(key)
+    if isinstance(module, str):
+        raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {module}")
+    found = getattr(module, name, None)
+    if found is None:
+        raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {LOWERINGS[key]} lacks it")
+    return found
+
+
+def supports(op: str, device: str, **features: Any) -> list[str]:
+    """Why ``op`` would not run on ``device`` with ``features``: an empty list is yes.
+
+    ``device`` is ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"xla"``. ``features`` are arguments of the op by their names
+    with the values that the call would have, where True stands for a tensor (``sinks=True``, ``sliding_window=128``,
+    ``causal=False``), and the properties that tensors would show: ``dtype`` (of the model), ``head_size``,
+    ``value_head_size``, ``block_size``, ``num_heads``, ``num_kv_heads``, ``layout``.
+
+    Raises ValueError for an op, a device or a feature that does not exist.
+    """
+    from paged_ops import features as known
+
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {sorted(OPS)}, got {op!r}")
+    if device not in DISPATCH_KEYS:
+        raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device!r}")
+    known.check_names(op, features)
+    key = DISPATCH_KEYS[device]
+    try:
+        lowering(op, key)
+    except NotImplementedError as error:
+        return [str(error)]
+    reasons = known.conflicts(features)
+    unsupported = getattr(_import(key), "unsupported", None)
+    if unsupported is not None:
+        reasons += unsupported(op, device, features)
+    return reasons
+
+
+def _define(name: str, schema: str, num_out: int = 0) -> None:
+    base = name.partition(".")[0]
+    # Not tagged torch.Tag.out: inductor 2.13 passes keyword-only scalars twice to an .out overload that it picks itself.
+    LIBRARY.define(name + schema)
+    # Without a kernel under Autograd a cache written in grad mode could not be written again in place.
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    for key in LOWERINGS:
+        LIBRARY.impl(name, _late(lambda key=key: lowering(base, key), num_out), key)
+    torch.library.register_fake(f"paged_ops::{name}", _late(lambda: _fake(base), num_out), lib=LIBRARY)
+
+
+def _late(find: Callable[[], Callable[..., Any]], num_out: int) -> Callable[..., Any]:
+    """A kernel that finds its function at the first call; of an .out overload it hands on the results as ``out``."""
+    function: Callable[..., Any] | None = None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal function
+        if function is None:
+            function = find()
+        return function(*args, **kwargs)
+
+    def kernel_out(*args: Any, **kwargs: Any) -> None:
+        results = tuple(kwargs.pop(name) for name in list(kwargs)[-num_out:])
+        kernel(*args, **kwargs, out=results[0] if num_out == 1 else results)
+
+    return kernel_out if num_out else kernel
+
+
+def _fake(name: str) -> Callable[..., Any]:
+    from paged_ops import fake
+
+    return getattr(fake, name)
+
+
+def _out_schema(schema: str, names: Sequence[str]) -> str:
+    arguments = re.fullmatch(r"\((.*)\) -> .*", schema)
+    assert arguments is not None, schema
+    star = "" if "*" in arguments[1] else ", *"
+    results = ", ".join(f"Tensor(out{i}!) {name}" for i, name in enumerate(names))
+    return f"({arguments[1]}{star}, {results}) -> ()"
+
+
+@functools.cache
+def _import(key: str) -> ModuleType | str:
+    """The module of lowerings for a dispatch key, or the reason why it cannot be imported."""
+    try:
+        return importlib.import_module(LOWERINGS[key])
+    except ImportError as error:
+        return str(error)
+
+
+def _refuse_grad(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise RuntimeError(
+                    f"paged_ops.{name} has no backward, but an argument of shape {list(tensor.shape)} requires grad: "
+                    "call it under torch.no_grad(), or detach the tensor"
+                )

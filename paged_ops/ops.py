@@ -1,0 +1,296 @@
+"""Every op, declared once: signature, what it mutates, and its meaning. :mod:`paged_ops.op` finds the rest by name.
+
+Letters, one legend for the whole project: T tokens of the batch (padded), S sequences (padded), H query heads,
+K key/value heads, D head size, Dv value head size (= D unless said), N blocks in the cache, B tokens a block,
+M columns of a block table, P pairs of blocks.
+
+What all ops share:
+
+* **Cache.** ``kv_cache`` and ``value_cache`` take the forms of :mod:`paged_ops.layouts`, in the model's dtype or in fp8
+  (``float8_*``, or ``uint8`` named by ``kv_cache_dtype="fp8"|"fp8_e4m3"|"fp8_e5m2"``). ``k_scale`` and ``v_scale`` are
+  float32 ``[1]`` or ``[K]``, ``stored = real / scale``; absent means 1; given on a cache that is not fp8 is an error.
+* **Padding.** Slots of padding are negative. Padding sequences have ``seq_lens`` 0 and an empty query range (the tail
+  of ``query_start_loc`` repeats its last value). Rows of ``query`` past ``query_start_loc[S]`` give output 0 and lse
+  -inf. Block-table entries that no length needs, blocks that no sequence owns and the tail of a last block are not
+  read: they may hold anything, NaN too.
+* **Empty tensors.** With no blocks, tokens or sequences, writes do nothing and attention returns zeros.
+* **Errors.** A wrong rank, shape, dtype, device or combination raises ValueError with the argument, what was expected
+  and what came, before anything is written, in eager and at compile time alike. Values (block ids, slots, lengths) are
+  checked on the CPU, on other devices under :func:`paged_ops.set_debug_checks`.
+* **Autograd.** No op has a backward; an argument that requires grad raises in grad mode.
+"""
+
+# No "from __future__ import annotations": the schemas are inferred from the annotations.
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_ops.op import op
+
+
+@op(mutates=("kv_cache", "value_cache"))
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    """Write the keys and values of new tokens into the cache, in place.
+
+    Row t of ``key`` and ``value`` goes to slot ``s = slot_mapping[t]``: block ``s // B``, offset ``s % B``. An fp8
+    cache stores ``real / scale`` in float32, rounded to nearest even, saturated at the largest finite value; NaN stays.
+
+    Args:
+        key: ``[T', K, D]``, any strides (a slice of a fused qkv is fine), the cache's dtype or, if that is fp8, any
+            model dtype.
+        value: ``[T', K, Dv]``, as key.
+        kv_cache: the cache, mutated; see :mod:`paged_ops.layouts` for its forms.
+        slot_mapping: int32 or int64 ``[T]``, ``T <= T'``: rows past it are padding. A negative slot is skipped. Two
+            rows with one slot: either may stay. A slot at or past ``N*B`` is an error.
+        value_cache: the values' cache in the separate and x-packed forms, mutated.
+        k_scale, v_scale: float32 ``[1]`` or ``[K]`` of an fp8 cache.
+        kv_cache_dtype: what uint8 storage holds.
+
+    Source: the slot-mapped write of PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+    """
+
+
+@op(out=("out",))
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    value_cache: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    block_sparse: Sequence[int] | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    schedule: Tensor | None = None,
+) -> Tensor:
+    """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
+
+    Sequence s owns rows ``query_start_loc[s] : query_start_loc[s+1]`` of ``query``: the last ``q_len`` of its
+    ``seq_lens[s]`` tokens, all of which are in the cache. Row r stands at position ``i = seq_len - q_len + r`` and, for
+    head h with key/value head ``h // (H/K)``, over the keys j that it sees::
+
+        logit[j] = cap(scale * q . (k_scale * k[j])) + alibi_slopes[h] * (j - i)      cap(x) = soft_cap * tanh(x / soft_cap)
+        lse      = log(exp(sinks[h]) + sum_j exp(logit[j]))
+        out      = sum_j exp(logit[j] - lse) * v_scale * v[j]
+
+    Softmax and sums are float32. A row that sees no key gives 0 and lse = its sink (-inf without sinks).
+
+    Args:
+        query: ``[T, H, D]``, float32, float16 or bfloat16; H a multiple of K; any strides.
+        kv_cache: the cache (:mod:`paged_ops.layouts`), in the query's dtype or fp8.
+        block_tables: int32 ``[S, M]``: row s lists the blocks of sequence s.
+        seq_lens: int32 ``[S]``: tokens of each sequence in the cache, this step's among them; 0 for padding.
+        query_start_loc: int32 ``[S + 1]``, starting at 0.
+        scale: factor of the logits, usually ``D ** -0.5``.
+        value_cache: the values' cache in the separate form (where Dv may differ from D) and the x-packed form.
+        causal: see keys ``j <= i``; False: every ``j < seq_len`` (cross and encoder attention, a cascade's prefix).
+        sliding_window: see keys with ``i - j < sliding_window`` (the token itself counts); 0 is off.
+        attention_chunk: see keys with ``i // attention_chunk == j // attention_chunk``; 0 is off.
+        soft_cap: bound of the logits, before masks and biases; 0 is off.
+        alibi_slopes: float32 ``[H]`` (Press et al. 2021, arXiv:2108.12409).
+        sinks: float32 ``[H]``: an extra logit a head that takes part in the sum and has no value; never scaled, capped
+            or biased (gpt-oss; Xiao et al. 2023, arXiv:2309.17453).
+        block_sparse: :class:`paged_ops.BlockSparse`: local blocks plus a vertical stride.
+        k_scale, v_scale: float32 ``[1]`` or ``[K]`` of an fp8 cache.
+        output_scale: float32 ``[1]``: return ``clamp(out / output_scale)`` as float8_e4m3fn.
+        kv_cache_dtype: what uint8 storage holds.
+        schedule: :func:`attention_schedule` of this step; only makes it faster.
+
+    Returns:
+        ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.
+
+    Block-sparse refuses ALiBi, window, chunk, soft cap and causal=False; causal=False refuses window and chunk.
+    Window and chunk together mean both. Sources: PagedAttention (arXiv:2309.06180), FlashAttention-2
+    (arXiv:2307.08691), soft cap of Gemma-2 (arXiv:2408.00118), chunks of Llama-4.
+    """
+
+
+@op(out=("out", "lse"))
+def paged_attention_with_lse(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    value_cache: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    block_sparse: Sequence[int] | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    schedule: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
+
+    Rows of padding have lse -inf, sinks or not. Two calls over disjoint keys combine exactly by
+    :func:`merge_attention_states`.
+    """
+
+
+@op(out=("schedule",))
+def attention_schedule(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+) -> Tensor:
+    """How the work of one step lies over its sequences, computed on the device without a sync: once a step, for all layers.
+
+    The running total of tiles (128 packed query rows x 128 keys that some row may see) up to each sequence, by which a
+    kernel's programs can take equal shares however ragged the batch. Pass it as ``schedule``; treat it as opaque.
+
+    Args:
+        seq_lens, query_start_loc: as in :func:`paged_attention`.
+        num_heads, num_kv_heads, head_size: H, K, D of the layers that will use it.
+        causal, sliding_window, attention_chunk: as these layers have them.
+
+    Returns:
+        int32 ``[S + 1]``, starting at 0. Idea: the stream-K schedule of matrix products (Osama et al. 2023, arXiv:2301.03598).
+    """
+
+
+@op(out=("out", "lse"))
+def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine two partial attentions over disjoint keys, exactly.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``. An lse of +inf
+    is read as -inf: an empty side, whose output is not read. Both sides empty: output 0, lse -inf. At most one side
+    may have counted sinks.
+
+    Args:
+        out_a, out_b: ``[T, H, Dv]`` of one dtype, float32, float16 or bfloat16.
+        lse_a, lse_b: float32 ``[T, H]``, natural log.
+
+    Returns:
+        out ``[T, H, Dv]`` in the dtype of out_a, lse float32 ``[T, H]``. Source: section 2.2 of FlashInfer
+        (Ye et al. 2025, arXiv:2501.01005).
+    """
+
+
+@op(out=("out",))
+def cascade_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    prefix_block_table: Tensor,
+    prefix_len: Tensor,
+    suffix_block_tables: Tensor,
+    suffix_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    value_cache: Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Tensor:
+    """Attention of a batch whose sequences all begin with one shared prefix, which is read once.
+
+    Equal to :func:`paged_attention` over prefix and suffix together: all rows of the batch attend to the prefix as one
+    long query with causal off, each sequence attends to its own suffix, and the two merge. All lengths are device
+    tensors, so that one captured graph serves any prefix. :func:`paged_ops.use_cascade_attention` says when it pays.
+    Window, chunk, ALiBi and block-sparse depend on distances across the seam and have no argument here.
+
+    Args:
+        query, kv_cache, query_start_loc, scale, value_cache, soft_cap, k_scale, v_scale, output_scale, kv_cache_dtype:
+            as in :func:`paged_attention`.
+        prefix_block_table: int32 ``[1, Mp]``, the blocks of the prefix.
+        prefix_len: int32 ``[1]``, its tokens, whole blocks.
+        suffix_block_tables: int32 ``[S, M]``, each sequence's blocks after the prefix.
+        suffix_lens: int32 ``[S]``, tokens after the prefix, this step's among them.
+        sinks: counted with the suffix.
+
+    Returns:
+        ``[T, H, Dv]``. Sources: Hydragen (arXiv:2402.05099), cascade inference of FlashInfer.
+    """
+
+
+@op(mutates=("kv_caches",))
+def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    """Copy whole blocks inside each of a list of caches (layers; keys and values), in one launch.
+
+    Args:
+        kv_caches: tensors with the block first (``[N, ...]``), of one device, mutated; an empty list is a no-op.
+        block_mapping: int64 ``[P, 2]`` of (source, destination), on the caches' device or on the CPU. One source may
+            go to many destinations. A destination named twice, or a block that is both source and destination, is an
+            error: checked for a mapping on the CPU, elsewhere under :func:`paged_ops.set_debug_checks`.
+    """
+
+
+@op(mutates=("dst_caches",))
+def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    """Copy whole blocks from one list of caches to another: between devices, or between a device and the host.
+
+    Asynchronous on the current stream where the host side is pinned: later work on that stream is ordered after it, a
+    host reader waits (:meth:`paged_ops.KVCache.synchronize`). A host cache that is not pinned works, synchronously.
+
+    Args:
+        src_caches, dst_caches: lists of the same length; each pair has one block shape and dtype; dst is mutated.
+        block_mapping: int64 ``[P, 2]`` of (source, destination) on the CPU. A destination named twice is an error, and
+            so is a block in both roles when a cache is swapped with itself.
+    """
+
+
+@op(out=("key", "value"))
+def gather_kv(
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The cached keys and values of a batch as ragged tensors: the bridge to any dense attention.
+
+    Token j of sequence s lands in row ``sum(seq_lens[:s]) + j``. Rows past ``sum(seq_lens)`` are 0; tokens past the
+    capacity are dropped.
+
+    Args:
+        kv_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, kv_cache_dtype: as in :func:`paged_attention`.
+        num_tokens: rows of the results, so that no sync is needed.
+        dtype: float32, float16 or bfloat16 of the results; by default the cache's; required for an fp8 cache, which is
+            dequantised (``stored * scale``).
+
+    Returns:
+        key ``[num_tokens, K, D]``, value ``[num_tokens, K, Dv]``.
+    """
