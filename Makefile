@@ -1,0 +1,51 @@
+# Each target sets up all that it needs; the second run starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+TORCH := $(shell sed -n '/^dev = /,$$ s/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+PYTEST := $(BIN)/python -m pytest -q
+# One thread a process: two workers on two cores would otherwise fight. Inductor's caches do not key on an op's
+# schema or kernels, so tests never read them.
+TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+INTERPRETER_TESTS := $(wildcard tests/test_gpu_interpreter.py)
+AOT_TESTS := $(wildcard tests/test_gpu_aot.py)
+
+.PHONY: demo test test-cpu test-interpreter test-aot lint format compiler
+.DEFAULT_GOAL := test
+
+demo: compiler $(INSTALLED)
+	$(BIN)/paged-ops demo
+
+# A file of tests that does not exist is not run, and is not called passed either.
+test: test-cpu $(if $(INTERPRETER_TESTS),test-interpreter) $(if $(AOT_TESTS),test-aot)
+
+test-cpu: compiler $(INSTALLED)
+	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu)" tests
+
+test-interpreter: compiler $(INSTALLED)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interpreter $(or $(INTERPRETER_TESTS),tests)
+
+test-aot: compiler $(INSTALLED)
+	$(TEST_ENV) $(PYTEST) -n 2 -m aot $(or $(AOT_TESTS),tests)
+
+lint: compiler $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+compiler:
+	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+	  echo "paged_ops: no C++ compiler found. torch.compile needs one on the CPU: install g++ or clang++, or set CXX."; exit 1; }
+
+# torch first and alone: a later requirement must not choose another build of it.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "paged_ops: $(PYTHON) is older than Python 3.10. Set PYTHON=/path/to/python3."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[hf,dev]"
+	touch $@
