@@ -45,7 +45,7 @@ def op(*, mutates: Sequence[str] = (), out: Sequence[str] = ()) -> Callable[[Cal
         schema = torch.library.infer_schema(signature, mutates_args=mutates)
         _define(name, schema)
         if out:
-            _define(f"{name}.out", _out_schema(schema, out), len(out))
+            _define(f"{name}.out", _out_schema(schema, out), out)
         default = getattr(torch.ops.paged_ops, name).default
 
         @functools.wraps(signature)
@@ -100,18 +100,18 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     return reasons
 
 
-def _define(name: str, schema: str, num_out: int = 0) -> None:
+def _define(name: str, schema: str, out: Sequence[str] = ()) -> None:
     base = name.partition(".")[0]
     # Not tagged torch.Tag.out: inductor 2.13 passes keyword-only scalars twice to an .out overload that it picks itself.
     LIBRARY.define(name + schema)
     # Without a kernel under Autograd a cache written in grad mode could not be written again in place.
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for key in LOWERINGS:
-        LIBRARY.impl(name, _late(lambda key=key: lowering(base, key), num_out), key)
-    torch.library.register_fake(f"paged_ops::{name}", _late(lambda: _fake(base), num_out), lib=LIBRARY)
+        LIBRARY.impl(name, _late(lambda key=key: lowering(base, key), out), key)
+    torch.library.register_fake(f"paged_ops::{name}", _late(lambda: _fake(base), out), lib=LIBRARY)
 
 
-def _late(find: Callable[[], Callable[..., Any]], num_out: int) -> Callable[..., Any]:
+def _late(find: Callable[[], Callable[..., Any]], out: Sequence[str]) -> Callable[..., Any]:
     """A kernel that finds its function at the first call; of an .out overload it hands on the results as ``out``."""
     function: Callable[..., Any] | None = None
 
@@ -122,10 +122,10 @@ def _late(find: Callable[[], Callable[..., Any]], num_out: int) -> Callable[...,
         return function(*args, **kwargs)
 
     def kernel_out(*args: Any, **kwargs: Any) -> None:
-        results = tuple(kwargs.pop(name) for name in list(kwargs)[-num_out:])
-        kernel(*args, **kwargs, out=results[0] if num_out == 1 else results)
+        results = tuple(kwargs.pop(name) for name in out)
+        kernel(*args, **kwargs, out=results[0] if len(out) == 1 else results)
 
-    return kernel_out if num_out else kernel
+    return kernel_out if out else kernel
 
 
 def _fake(name: str) -> Callable[..., Any]:

@@ -170,7 +170,7 @@ def attention_schedule(
 ) -> Tensor:
     """How the work of one step lies over its sequences, computed on the device without a sync: once a step, for all layers.
 
-    The running total of tiles (128 packed query rows x 128 keys that some row may see) up to each sequence, by which a
+    The running total of tiles (128 packed query rows by 128 keys that some row may see) up to each sequence, by which a
     kernel's programs can take equal shares however ragged the batch. Pass it as ``schedule``; treat it as opaque.
 
     Args:

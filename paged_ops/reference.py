@@ -1,0 +1,239 @@
+"""What every op means, in plain torch, one sequence and one token at a time: written to be read, not to be fast.
+
+Same names and arguments as :mod:`paged_ops.ops`, with which the letters of the shapes are shared. The reference computes
+in the dtype of its query (or of ``out_a``) and also takes float64, in which nothing is rounded: that is the truth that
+lowerings are measured against. Given float64, lse is float64 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops import masks
+from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
+
+# attention_schedule counts tiles of this many packed query rows and this many keys.
+SCHEDULE_TILE = 128
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    stored = element_dtype(kv_cache, kv_cache_dtype)
+    paged = _typed(paged_kv(kv_cache, value_cache), stored)
+    for t, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, paged.block_size)
+            cell = paged.key[block, offset]  # [K, D/x, x]
+            cell.copy_(quantise(key[t], k_scale, stored).view(cell.shape))
+            paged.value[block, offset] = quantise(value[t], v_scale, stored)
+
+
+def paged_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return paged_attention_with_lse(query, *args, **kwargs)[0]
+
+
+def paged_attention_with_lse(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    value_cache: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    block_sparse: Sequence[int] | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    schedule: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    dtype, (T, H, _) = query.dtype, query.shape
+    paged = _typed(paged_kv(kv_cache, value_cache), element_dtype(kv_cache, kv_cache_dtype))
+    K = paged.num_kv_heads
+    sparse = None if block_sparse is None else masks.check_block_sparse(block_sparse, paged.block_size)
+    out = query.new_zeros(T, H, paged.value_head_size)
+    lse = torch.full((T, H), -torch.inf, dtype=torch.promote_types(dtype, torch.float32), device=query.device)
+    starts = query_start_loc.tolist()
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[s], starts[s + 1]
+        if start == end:
+            continue
+        q_len = end - start
+        k, v = _read_sequence(paged, block_tables[s], seq_len, k_scale, v_scale, dtype)  # [n, K, D], [n, K, Dv]
+        k, v = k.repeat_interleave(H // max(K, 1), 1), v.repeat_interleave(H // max(K, 1), 1)  # [n, H, D], [n, H, Dv]
+        i = torch.arange(q_len, device=query.device) + (seq_len - q_len)  # positions of the queries
+        j = torch.arange(len(k), device=query.device)  # and of the keys
+
+        logits = torch.einsum("qhd,khd->hqk", query[start:end], k) * scale
+        if soft_cap:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        if alibi_slopes is not None:
+            logits = logits + alibi_slopes[:, None, None].to(dtype) * (j[None, :] - i[:, None]).to(dtype)
+        kept = masks.keep(i, j, H, K, is_causal=causal, window=sliding_window, chunk=attention_chunk, sparse=sparse)
+        logits = logits.masked_fill(~kept, -torch.inf)
+        if sinks is not None:  # one more logit a head, with the value 0
+            logits = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(H, q_len, 1)], 2)
+            v = torch.cat([v, v.new_zeros(1, *v.shape[1:])])
+
+        total = torch.logsumexp(logits, 2)  # [H, q]; -inf for a row that sees nothing
+        weights = torch.exp(logits - total[:, :, None]).nan_to_num(0.0)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
+        lse[start:end] = total.T
+    if output_scale is not None:
+        out = quantise(out, output_scale, torch.float8_e4m3fn)
+    return out, lse
+
+
+def attention_schedule(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+) -> Tensor:
+    schedule = [0]
+    starts = query_start_loc.tolist()
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        q_len = starts[s + 1] - starts[s]
+        first = max(seq_len - q_len, 0)  # the first query's position decides how far back keys are seen
+        oldest = 0
+        if sliding_window:
+            oldest = max(oldest, first - sliding_window + 1)
+        if attention_chunk:
+            oldest = max(oldest, first // attention_chunk * attention_chunk)
+        query_tiles = -(-q_len * (num_heads // num_kv_heads) // SCHEDULE_TILE)
+        key_tiles = -(-(seq_len - oldest) // SCHEDULE_TILE)
+        schedule.append(schedule[-1] + query_tiles * max(key_tiles, 0))
+    return torch.tensor(schedule, dtype=torch.int32, device=seq_lens.device)
+
+
+def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    empty = -torch.inf
+    lse_a = lse_a.masked_fill(lse_a == torch.inf, empty).to(torch.promote_types(out_a.dtype, torch.float32))
+    lse_b = lse_b.masked_fill(lse_b == torch.inf, empty).to(lse_a.dtype)
+    lse = torch.logaddexp(lse_a, lse_b)  # [T, H]
+    out = torch.zeros_like(out_a)
+    for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.exp(side_lse - lse)[:, :, None].to(side.dtype)
+        out += torch.where(side_lse[:, :, None] == empty, 0.0, weight * side)
+    return out, lse
+
+
+def cascade_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    prefix_block_table: Tensor,
+    prefix_len: Tensor,
+    suffix_block_tables: Tensor,
+    suffix_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    **features: Any,
+) -> Tensor:
+    """By its definition: ordinary attention over prefix and suffix together."""
+    value_cache = features.get("value_cache")
+    prefix = int(prefix_len)
+    blocks = -(-prefix // max(paged_kv(kv_cache, value_cache).block_size, 1))
+    S = suffix_lens.shape[0]
+    tables = torch.cat([prefix_block_table[:, :blocks].expand(S, -1), suffix_block_tables], 1)
+    q_lens = query_start_loc.diff()
+    lens = torch.where(q_lens > 0, suffix_lens + prefix, 0)
+    return paged_attention(query, kv_cache, tables, lens, query_start_loc, scale, **features)
+
+
+def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    for cache in kv_caches:
+        for src, dst in block_mapping.tolist():
+            cache[dst] = cache[src]
+
+
+def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    for src_cache, dst_cache in zip(src_caches, dst_caches, strict=True):
+        for src, dst in block_mapping.tolist():
+            dst_cache[dst] = src_cache[src]
+
+
+def gather_kv(
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    paged = _typed(paged_kv(kv_cache, value_cache), element_dtype(kv_cache, kv_cache_dtype))
+    dtype = paged.key.dtype if dtype is None else dtype
+    key = kv_cache.new_zeros((num_tokens, paged.num_kv_heads, paged.head_size), dtype=dtype)
+    value = kv_cache.new_zeros((num_tokens, paged.num_kv_heads, paged.value_head_size), dtype=dtype)
+    row = 0
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        k, v = _read_sequence(paged, block_tables[s], seq_len, k_scale, v_scale, dtype)
+        fits = max(0, min(len(k), num_tokens - row))
+        key[row : row + fits], value[row : row + fits] = k[:fits], v[:fits]
+        row += len(k)
+    return key, value
+
+
+def quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``real / scale`` as ``dtype``. For fp8: in float32, nearest even, saturated, NaN kept; scale is ``[1]`` or ``[K]``."""
+    if dtype not in FP8_DTYPES:
+        return real.to(dtype)
+    real = real.float()
+    if scale is not None:
+        real = real / scale[:, None]
+    largest = torch.finfo(dtype).max
+    return real.clamp(-largest, largest).to(dtype)
+
+
+def dequantise(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``stored * scale`` in ``dtype``; the product is taken in float32 at least."""
+    if scale is None:
+        return stored.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (stored.to(wide) * scale[:, None].to(wide)).to(dtype)
+
+
+def _read_sequence(
+    paged: PagedKV, block_table: Tensor, seq_len: int, k_scale: Tensor | None, v_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[n, K, D]`` and values ``[n, K, Dv]`` of one sequence, n = seq_len (0 from a cache without blocks)."""
+    B = paged.block_size
+    if paged.num_blocks == 0:
+        seq_len = 0
+    j = torch.arange(seq_len, device=block_table.device)
+    block, offset = block_table[j // max(B, 1)].long(), j % max(B, 1)
+    key, value = paged.key[block, offset], paged.value[block, offset]  # [n, K, D/x, x], [n, K, Dv]
+    return dequantise(key.flatten(2), k_scale, dtype), dequantise(value, v_scale, dtype)
+
+
+def _typed(paged: PagedKV, stored: torch.dtype) -> PagedKV:
+    """The views with uint8 storage read as the fp8 dtype that it holds."""
+    return paged if paged.key.dtype == stored else PagedKV(paged.key.view(stored), paged.value.view(stored))
