@@ -1,0 +1,108 @@
+"""Every declared op, on every case, against the reference: `pytest tests/test_ops.py --device cuda` on a GPU."""
+
+import inspect
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import paged_ops
+from paged_ops import fake, op, reference, testing
+from paged_ops.features import Features
+
+ALL = [(name, case) for name, cases in testing.CASES.items() for case in cases]
+COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
+
+
+def ids(pairs):
+    return [f"{name}-{case.name}" for name, case in pairs]
+
+
+@pytest.mark.parametrize(("name", "case"), ALL, ids=ids(ALL))
+def test_matches_reference(name, case, device):
+    testing.check(name, case, device)
+
+
+FUNCTIONAL = [(name, case) for name, case in COMPILED if not testing.mutated_arguments(name)]
+
+
+@pytest.mark.parametrize(("name", "case"), FUNCTIONAL, ids=ids(FUNCTIONAL))
+def test_out_overload(name, case, device):
+    testing.check_out(name, case, device)
+
+
+@pytest.mark.parametrize(("name", "case"), COMPILED, ids=ids(COMPILED))
+def test_opcheck(name, case, device):
+    inputs = case.inputs(device)
+    overload = getattr(torch.ops.paged_ops, name).default
+    with torch.no_grad():
+        torch.library.opcheck(
+            overload,
+            inputs.args,
+            inputs.kwargs,
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+
+
+@pytest.mark.parametrize("name", sorted(op.OPS))
+def test_declared_once_found_everywhere(name):
+    declared = inspect.signature(op.OPS[name])
+    assert name in paged_ops.__all__
+    assert testing.CASES[name], "an op without cases is an op without tests"
+    assert inspect.getdoc(op.OPS[name])
+    assert callable(getattr(fake, name))
+    assert callable(op.lowering(name, "CPU"))
+    explicit = inspect.signature(getattr(reference, name)).parameters
+    named = [p.name for p in explicit.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    assert [n for n in declared.parameters if n in named] == named
+
+
+def test_features_are_the_keyword_arguments_of_attention():
+    for name in ("paged_attention", "paged_attention_with_lse"):
+        keyword_only = [p for p in inspect.signature(op.OPS[name]).parameters.values() if p.kind == p.KEYWORD_ONLY]
+        assert {p.name: p.default for p in keyword_only} == Features()._asdict()
+
+
+def test_results_have_one_home(device):
+    """An op that finds no lowering says so, names both, and never falls back."""
+    with pytest.raises(NotImplementedError, match=r"paged_ops\.copy_blocks: no lowering for XLA yet"):
+        op.lowering("copy_blocks", "XLA")
+
+
+def test_requires_grad_is_refused(device):
+    inputs = testing.case_named("paged_attention", "decode-fp32").inputs(device)
+    query = inputs.args[0].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="no backward"):
+        paged_ops.paged_attention(query, *inputs.args[1:], **inputs.kwargs)
+    with torch.no_grad():
+        paged_ops.paged_attention(query, *inputs.args[1:], **inputs.kwargs)
+
+
+def test_cache_written_in_grad_mode_stays_writable(device):
+    inputs = testing.case_named("reshape_and_cache", "nhd-fp32").inputs(device)
+    for _ in range(2):
+        paged_ops.reshape_and_cache(*inputs.args, **inputs.kwargs)
+    inputs.args[2].zero_()
+    assert not inputs.args[2].requires_grad
+
+
+def test_schemas():
+    """The schemas are public: a change here breaks exported programs."""
+    packets = [getattr(torch.ops.paged_ops, name) for name in sorted(op.OPS)]
+    schemas = [str(getattr(packet, overload)._schema) for packet in packets for overload in packet.overloads()]
+    assert_expected_inline("\n".join(schemas), """\
+paged_ops::attention_schedule(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt num_kv_heads, SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0) -> Tensor
+paged_ops::attention_schedule.out(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt num_kv_heads, SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, Tensor(out0!) schedule) -> ()
+paged_ops::cascade_attention(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len, Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto") -> Tensor
+paged_ops::cascade_attention.out(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len, Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor(out0!) out) -> ()
+paged_ops::copy_blocks(Tensor(a0!)[] kv_caches, Tensor block_mapping) -> ()
+paged_ops::gather_kv(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens, *, Tensor? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", ScalarType? dtype=None) -> (Tensor, Tensor)
+paged_ops::gather_kv.out(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens, *, Tensor? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", ScalarType? dtype=None, Tensor(out0!) key, Tensor(out1!) value) -> ()
+paged_ops::merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)
+paged_ops::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(out0!) out, Tensor(out1!) lse) -> ()
+paged_ops::paged_attention(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None) -> Tensor
+paged_ops::paged_attention.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None, Tensor(out0!) out) -> ()
+paged_ops::paged_attention_with_lse(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None) -> (Tensor, Tensor)
+paged_ops::paged_attention_with_lse.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None, Tensor(out0!) out, Tensor(out1!) lse) -> ()
+paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *, Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()
+paged_ops::swap_blocks(Tensor[] src_caches, Tensor(a1!)[] dst_caches, Tensor block_mapping) -> ()""")
