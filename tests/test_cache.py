@@ -1,0 +1,740 @@
+"""The cache: directed cases, errors, and long random walks whose tensor contents are checked at every step."""
+
+import copy
+import random
+import zlib
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+import paged_ops.cache
+from paged_ops.cache import BlockAllocator, BlockPool, KVCache, OutOfBlocks
+from paged_ops.layouts import Layout, paged_kv, split_kv_cache
+
+
+def state(cache: BlockAllocator) -> object:
+    """All bookkeeping, to compare before and after a refused call."""
+    pools = [
+        (pool.ref_counts, pool._free, list(pool._idle), pool._block_of, pool._prefix_of)
+        for pool in (cache.pool, cache.host_pool)
+    ]
+    seqs = {
+        key: (seq.tokens, seq.blocks, seq.num_computed, seq.prefixes, seq.swapped)
+        for key, seq in cache._sequences.items()
+    }
+    memo = {id(prefix): prefix for pool in pools for prefix in pool[4] if prefix is not None}
+    memo |= {id(prefix): prefix for seq in cache._sequences.values() for prefix in seq.prefixes}
+    return copy.deepcopy((pools, seqs, cache._copies, cache.stats()), memo)
+
+
+def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
+    """No block is lost, none is in two places, and each has exactly as many references as owners."""
+    assert [owners[block] for block in range(pool.num_blocks)] == pool.ref_counts
+    places = [*pool._free, *pool._idle, *(block for block, count in enumerate(pool.ref_counts) if count)]
+    assert sorted(places) == list(range(pool.num_blocks))
+    assert pool.num_free == len(pool._free) + len(pool._idle)
+    known = {prefix: block for block, prefix in enumerate(pool._prefix_of) if prefix is not None}
+    assert known == pool._block_of
+    assert all(pool._prefix_of[block] is not None for block in pool._idle)
+    assert all(pool._prefix_of[block] is None for block in pool._free)
+
+
+def check_invariants(cache: BlockAllocator) -> None:
+    device: Counter[int] = Counter(cache._copies.values())
+    host: Counter[int] = Counter()
+    for seq in cache._sequences.values():
+        (host if seq.swapped else device).update(seq.blocks)
+        num_tokens = seq.num_computed if seq.swapped else len(seq.tokens)
+        assert len(seq.blocks) == -(-num_tokens // cache.block_size)
+        assert len(set(seq.blocks)) == len(seq.blocks)
+        assert len(seq.prefixes) - 1 == seq.num_computed // cache.block_size
+    check_pool(cache.pool, device)
+    check_pool(cache.host_pool, host)
+    assert not set(cache._copies) & set(cache._copies.values())
+    for seq in cache._sequences.values():
+        if not seq.swapped and seq.num_computed < len(seq.tokens):  # nobody else owns a block that it is going to write
+            for block in seq.blocks[seq.num_computed // cache.block_size :]:
+                assert device[block] - list(cache._copies.values()).count(block) == 1
+    stats = cache.stats()
+    assert stats.used_blocks == sum(count > 0 for count in device.values())
+    assert stats.used_blocks + stats.free_blocks == stats.num_blocks == cache.num_blocks
+    assert stats.shared_blocks == sum(count > 1 for count in device.values())
+    assert stats.host_used_blocks == sum(count > 0 for count in host.values())
+
+
+@dataclass
+class Expected:
+    """What the model of the walk knows of one sequence; `contents[p]` stands for the keys and values of token p."""
+
+    extra_key: int
+    tokens: list[int] = field(default_factory=list)
+    contents: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    swapped: bool = False
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:  # a token's keys and values depend on everything before it
+            before = self.contents[-1] if self.contents else self.extra_key
+            self.contents.append(zlib.crc32(f"{token}".encode(), before))
+            self.tokens.append(token)
+
+    def truncate(self) -> None:
+        del self.tokens[self.num_computed :], self.contents[self.num_computed :]
+
+
+class Walk:
+    """Random calls on a cache, a model of what it should hold, and a comparison after every call."""
+
+    def __init__(self, cache: KVCache, num_kv_heads: int, head_size: int, seed: int) -> None:
+        self.cache = cache
+        self.random = random.Random(seed)
+        self.live: dict[int, Expected] = {}
+        self.history: list[Expected] = []
+        self.next_id = 0
+        self.events: Counter[str] = Counter()
+        self.modulus = 255 if cache.dtype.itemsize == 1 else 1 << 20
+        self.device_views = self.views(cache.layers, num_kv_heads, head_size)
+        self.host_views = self.views(cache.host_layers, num_kv_heads, head_size)
+
+    def views(self, layers: list[Tensor], num_kv_heads: int, head_size: int) -> list[Tensor]:
+        """Keys and values of each layer with dimensions [N, B, ...], fp8 as its bits."""
+        if self.cache.dtype.itemsize == 1:
+            layers = [layer.view(torch.uint8) for layer in layers]
+        if self.cache.layout is Layout.X_PACKED:
+            pairs = [paged_kv(*split_kv_cache(layer, num_kv_heads, head_size)) for layer in layers]
+        else:
+            pairs = [paged_kv(layer) for layer in layers]
+        return [view for pair in pairs for view in pair]
+
+    def values(self, contents: list[int], channel: int) -> Tensor:
+        """Differs between layers and between keys and values; never 0, which is memory that nobody wrote."""
+        return torch.tensor([(content + 7919 * channel) % self.modulus + 1 for content in contents])
+
+    def write(self, seq_id: int, stop: int) -> None:
+        """What the model's step does: writes the reserved tokens up to `stop` where the cache says."""
+        expected, size = self.live[seq_id], self.cache.block_size
+        slots = torch.tensor(self.cache.slots(seq_id, stop=stop))
+        for channel, view in enumerate(self.device_views):
+            values = self.values(expected.contents[expected.num_computed : stop], channel).to(view.dtype)
+            view[slots // size, slots % size] = values.view(-1, *[1] * (view.dim() - 2)).expand(-1, *view.shape[2:])
+
+    def check_contents(self) -> None:
+        size = self.cache.block_size
+        for views, swapped in ((self.device_views, False), (self.host_views, True)):
+            pending = {} if swapped else self.cache._copies
+            slots: list[int] = []
+            contents: list[int] = []
+            for seq_id, expected in self.live.items():
+                if expected.swapped == swapped:
+                    # What a block waits for is still, unharmed, in the source of its copy.
+                    blocks = [pending.get(block, block) for block in self.cache._sequences[seq_id].blocks]
+                    slots += [blocks[p // size] * size + p % size for p in range(expected.num_computed)]
+                    contents += expected.contents[: expected.num_computed]
+            where = torch.tensor(slots, dtype=torch.int64)
+            for channel, view in enumerate(views):
+                found = view[where // size, where % size].flatten(1).long()
+                assert (found == self.values(contents, channel)[:, None]).all(), f"wrong content in {channel=}"
+
+    def check(self) -> None:
+        check_invariants(self.cache)
+        assert self.cache._sequences.keys() == self.live.keys()
+        for seq_id, expected in self.live.items():
+            assert self.cache.num_tokens(seq_id) == len(expected.tokens)
+            assert self.cache.num_computed_tokens(seq_id) == expected.num_computed
+            assert self.cache.is_swapped_out(seq_id) == expected.swapped
+            assert self.cache._sequences[seq_id].tokens == expected.tokens
+        self.check_contents()
+
+    def attempt(self, name: str, possible: bool, *args: object) -> bool:
+        """Calls a method whose predicate said whether blocks suffice; a refusal must change nothing."""
+        if possible:
+            self.result = getattr(self.cache, name)(*args)
+            self.events[name] += 1
+            return True
+        before = state(self.cache)
+        with pytest.raises(OutOfBlocks, match=r"expected .* free blocks, got"):
+            getattr(self.cache, name)(*args)
+        after = state(self.cache)
+        assert before == after
+        self.events[f"{name} refused"] += 1
+        return False
+
+    def pick(self, swapped: bool = False) -> int | None:
+        ids = [seq_id for seq_id, expected in self.live.items() if expected.swapped == swapped]
+        return self.random.choice(ids) if ids else None
+
+    def tokens(self, most: int) -> list[int]:
+        return [self.random.randrange(2) for _ in range(self.random.randint(1, most))]
+
+    def admit(self) -> None:
+        size = self.cache.block_size
+        extra_key, prompt = self.random.choice([0, 0, 0, 1]), []
+        if self.history and self.random.random() < 0.8:
+            known = self.random.choice(self.history)
+            extra_key, prompt = known.extra_key, known.tokens[: self.random.randint(0, len(known.tokens))]
+        prompt = (prompt + self.tokens(2 * size))[: 6 * size]
+        expected, seq_id = Expected(extra_key), self.next_id
+        if self.attempt("admit", self.cache.can_admit(prompt, extra_key), seq_id, prompt, extra_key):
+            expected.extend(prompt)
+            expected.num_computed = self.result
+            assert self.result % size == 0
+            assert self.result < len(prompt)
+            self.live[seq_id] = expected
+            self.history = [*self.history[-20:], expected]
+            self.next_id += 1
+
+    def append(self) -> None:
+        if (seq_id := self.pick()) is not None:
+            tokens = self.tokens(3 if self.random.random() < 0.7 else self.cache.block_size + 1)
+            if self.attempt("append", self.cache.can_append(seq_id, len(tokens)), seq_id, tokens):
+                self.live[seq_id].extend(tokens)
+
+    def step(self) -> None:
+        """One step of an engine: the copies, then for some sequences a part of their reserved tokens."""
+        self.cache.flush_copies()
+        for seq_id, expected in self.live.items():
+            reserved = len(expected.tokens) - expected.num_computed
+            if not expected.swapped and reserved and self.random.random() < 0.6:
+                stop = expected.num_computed + self.random.choice([reserved, self.random.randint(1, reserved)])
+                self.write(seq_id, stop)
+                self.cache.commit(seq_id, stop - expected.num_computed)
+                expected.num_computed = stop
+                self.events["commit"] += 1
+
+    def rollback(self) -> None:
+        if (seq_id := self.pick()) is not None and self.live[seq_id].num_computed:
+            self.cache.rollback(seq_id)
+            self.live[seq_id].truncate()
+            self.events["rollback"] += 1
+
+    def fork(self) -> None:
+        if (parent := self.pick()) is None:
+            return
+        expected = self.live[parent]
+        if expected.num_computed < len(expected.tokens):
+            with pytest.raises(ValueError, match="not committed"):
+                self.cache.fork(parent, self.next_id)
+            return
+        self.cache.fork(parent, self.next_id)
+        self.live[self.next_id] = copy.deepcopy(expected)
+        self.next_id += 1
+        self.events["fork"] += 1
+
+    def free(self) -> None:
+        if (seq_id := self.pick(swapped=self.random.random() < 0.2)) is not None:
+            self.cache.free(seq_id)
+            self.events["free swapped" if self.live.pop(seq_id).swapped else "free"] += 1
+
+    def swap_out(self) -> None:
+        if (seq_id := self.pick()) is not None:
+            self.cache.flush_copies()
+            if self.attempt("swap_out", self.cache.can_swap_out(seq_id), seq_id):
+                self.live[seq_id].swapped = True
+                self.cache.synchronize()
+
+    def swap_in(self) -> None:
+        seq_id = self.pick(swapped=True)
+        if seq_id is not None and self.attempt("swap_in", self.cache.can_swap_in(seq_id), seq_id):
+            self.live[seq_id].swapped = False
+
+    def run(self, steps: int) -> None:
+        moves = [self.admit, self.append, self.step, self.rollback, self.fork, self.free, self.swap_out, self.swap_in]
+        for _ in range(steps):
+            refusals = self.events["append refused"] + self.events["admit refused"]
+            self.random.choices(moves, weights=[4, 8, 6, 0.5, 2, 2, 1.5, 3])[0]()
+            if self.events["append refused"] + self.events["admit refused"] > refusals:
+                self.random.choice([self.free, self.free, self.swap_out])()  # what an engine does about it
+            self.check()
+        for seq_id in list(self.live):
+            self.cache.free(seq_id)
+            del self.live[seq_id]
+        self.cache.flush_copies()
+        self.check()
+        assert self.cache.pool.num_free == self.cache.num_blocks
+        assert self.cache.host_pool.num_free == self.cache.host_pool.num_blocks
+
+
+EVENTS = ("admit", "append", "commit", "rollback", "fork", "free", "free swapped", "swap_out", "swap_in")
+REFUSALS = ("admit refused", "append refused", "swap_out refused", "swap_in refused")
+
+
+def test_random_walk() -> None:
+    cache = KVCache(2, 40, 4, 1, 2, num_host_blocks=12)
+    walk = Walk(cache, 1, 2, seed=1)
+    walk.run(10_000)
+    assert all(walk.events[name] > 30 for name in EVENTS + REFUSALS), walk.events
+    stats = cache.stats()
+    assert min(stats.copied_blocks, stats.swapped_out_blocks, stats.swapped_in_blocks) > 100, stats
+    assert 0.1 < stats.hit_tokens / stats.admitted_tokens < 0.9, stats
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 48, 544])
+def test_random_walk_over_block_sizes(block_size: int) -> None:
+    cache = KVCache(1, 30, block_size, 1, 1, num_host_blocks=10)
+    walk = Walk(cache, 1, 1, seed=block_size)
+    walk.run(600)
+    assert all(walk.events[name] for name in EVENTS), walk.events
+    assert (cache.stats().copied_blocks > 0) == (block_size > 1)
+    assert cache.stats().hit_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_random_walk_over_layouts(layout: Layout, dtype: torch.dtype) -> None:
+    cache = KVCache(2, 24, 4, 2, 16, dtype=dtype, layout=layout, num_host_blocks=8)
+    assert all(layer.dtype is dtype for layer in cache.layers + cache.host_layers)
+    walk = Walk(cache, 2, 16, seed=5)
+    walk.modulus = 255 if dtype is torch.bfloat16 else walk.modulus  # integers that the dtype can tell apart
+    walk.run(250)
+    assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
+
+
+def admit_computed(cache: BlockAllocator, seq_id: Hashable, tokens: list[int], extra_key: Hashable = None) -> int:
+    cached = cache.admit(seq_id, tokens, extra_key)
+    cache.take_copies()
+    cache.commit(seq_id, len(tokens) - cached)
+    return cached
+
+
+def test_full_prefix_blocks_are_shared_once_committed() -> None:
+    cache = BlockAllocator(16, 4)
+    prompt = list(range(10))
+    assert cache.admit("a", prompt) == 0
+    assert cache.admit("same step", prompt) == 0
+    cache.commit("a", 5)  # a chunk: one full block
+    assert cache.admit("b", prompt) == 4
+    assert cache.block_ids("b")[0] == cache.block_ids("a")[0]
+    assert cache.block_ids("b")[1] != cache.block_ids("a")[1]
+    cache.commit("a", 5)
+    assert cache.admit("c", prompt) == 8
+    assert cache.block_ids("c")[:2] == cache.block_ids("a")[:2]
+    assert cache.admit("d", [*prompt[:4], 99, *prompt[5:]]) == 4
+    assert cache.stats().shared_blocks == 2
+    assert (cache.stats().admitted_tokens, cache.stats().hit_tokens) == (50, 16)
+
+
+def test_generated_tokens_are_shared_too() -> None:
+    cache = BlockAllocator(8, 2)
+    admit_computed(cache, "a", [1])
+    cache.append("a", [2])
+    assert cache.admit("early", [1, 2, 3]) == 0
+    cache.commit("a", 1)
+    assert cache.admit("late", [1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_at_least_one_token_is_computed(block_size: int) -> None:
+    cache = BlockAllocator(16, block_size)
+    prompt = list(range(8))
+    admit_computed(cache, "a", prompt)
+    assert cache.admit("b", prompt) == 8 - block_size
+    assert cache.slots("b") == cache.slots("b", 8 - block_size, 8)
+    assert not set(cache.slots("b")) & set(cache.slots("a", 0, 8))
+
+
+def test_equal_hashes_are_not_equal_tokens() -> None:
+    assert hash((-1, -1)) == hash((-2, -2))
+    cache = BlockAllocator(16, 2)
+    admit_computed(cache, "a", [-1, -1, 5, 6, 0])
+    assert cache.admit("b", [-2, -2, 5, 6, 0]) == 0
+    assert cache.admit("c", [-1, -1, 5, 6, 0]) == 4
+
+
+def test_same_block_after_another_prefix_is_not_shared() -> None:
+    cache = BlockAllocator(16, 2)
+    admit_computed(cache, "a", [1, 2, 3, 4, 0])
+    assert cache.admit("b", [9, 9, 3, 4, 0]) == 0
+
+
+def test_extra_key_separates() -> None:
+    cache = BlockAllocator(16, 2)
+    admit_computed(cache, "a", [1, 2, 3], "adapter 1")
+    assert cache.admit("b", [1, 2, 3], "adapter 2") == 0
+    assert cache.admit("c", [1, 2, 3]) == 0
+    assert cache.admit("d", [1, 2, 3], "adapter 1") == 2
+
+
+@pytest.mark.parametrize("make", [tuple, iter, torch.tensor, lambda ids: torch.tensor(ids).numpy()])
+def test_token_ids_of_any_kind_are_the_same_tokens(make) -> None:
+    cache = BlockAllocator(16, 2)
+    admit_computed(cache, "a", [1, 2, 3])
+    assert cache.can_admit(make([1, 2, 3]))
+    assert cache.admit("b", make([1, 2, 3])) == 2
+
+
+def test_idle_blocks_come_back_until_evicted_least_recent_first() -> None:
+    cache = BlockAllocator(6, 2)
+    for seq_id, tokens in (("a", [1, 1, 0]), ("b", [2, 2, 0]), ("c", [3, 3, 0])):
+        admit_computed(cache, seq_id, tokens)
+    for seq_id in "abc":
+        cache.free(seq_id)
+    assert (cache.stats().used_blocks, cache.stats().idle_blocks, cache.stats().free_blocks) == (0, 3, 6)
+    assert admit_computed(cache, "a", [1, 1, 0]) == 2  # used again: now the most recent
+    cache.free("a")
+    cache.admit("large", list(range(10, 18)))  # three free blocks and the least recent idle one
+    assert cache.stats().idle_blocks == 2
+    cache.free("large")
+    assert cache.admit("b", [2, 2, 0]) == 0
+    assert cache.admit("c", [3, 3, 0]) == 2
+    assert cache.admit("a", [1, 1, 0]) == 2
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
+    cache = BlockAllocator(4, 2)
+    admit_computed(cache, "a", list(range(8)))
+    cache.free("a")
+    cache.admit("b", [90, 91, 92])
+    cache.free("b")
+    assert cache.admit("a", list(range(8))) == 4
+
+
+def test_a_prefix_is_found_again_after_its_start_was_evicted_and_recomputed() -> None:
+    cache = BlockAllocator(8, 2)
+    cache.admit("a", [1, 2, 3])
+    cache.admit("b", [1, 2, 5, 6, 7])
+    cache.commit("a", 3)
+    cache.commit("b", 5)  # its own copy of [1, 2] stays unknown, its [5, 6] follows the known prefix
+    cache.free("a")
+    cache.admit("filler", list(range(10, 20)))
+    assert cache.stats().idle_blocks == 0
+    cache.free("filler")
+    assert cache.admit("c", [1, 2, 5, 6, 7]) == 0
+    cache.commit("c", 2)
+    assert cache.admit("d", [1, 2, 5, 6, 7]) == 4
+    assert cache.block_ids("d")[1] == cache.block_ids("b")[1]
+
+
+def test_admission_counts_the_idle_blocks_that_it_shares() -> None:
+    cache = BlockAllocator(3, 2)
+    admit_computed(cache, "a", [1, 2, 3, 4])
+    cache.free("a")
+    assert cache.admit("a", [1, 2, 3, 4, 5, 6]) == 4
+    cache.free("a")
+    assert not cache.can_admit([1, 2, 3, 4, 5, 6, 7])
+
+
+def test_a_long_prefix_needs_no_recursion() -> None:
+    cache = BlockAllocator(50_001, 1)
+    admit_computed(cache, "a", list(range(50_000)))
+    assert cache.admit("b", [*range(40_000), -1]) == 40_000
+    cache.free("a")
+    cache.free("b")
+    cache.admit("c", [0] * 50_001)
+    del cache
+
+
+def test_copy_on_write() -> None:
+    cache = BlockAllocator(16, 4)
+    admit_computed(cache, "a", [1, 2, 3, 4, 5])
+    cache.fork("a", "b")
+    cache.fork("a", "c")
+    shared = cache.block_ids("a")
+    assert cache.block_ids("b") == cache.block_ids("c") == shared
+    cache.append("b", [6])
+    cache.append("c", [7])
+    cache.append("a", [8])  # the last owner writes in place
+    assert cache.block_ids("a") == shared
+    b, c = cache.block_ids("b"), cache.block_ids("c")
+    assert b[0] == c[0] == shared[0]
+    assert len({b[1], c[1], shared[1]}) == 3
+    assert sorted(cache.take_copies()) == sorted([(shared[1], b[1]), (shared[1], c[1])])
+    assert cache.take_copies() == []
+    for seq_id in "abc":
+        cache.commit(seq_id, 1)
+        assert cache.slots(seq_id, 5, 6) == [cache.block_ids(seq_id)[1] * 4 + 1]
+    check_invariants(cache)
+
+
+def test_no_copy_where_a_new_block_starts() -> None:
+    cache = BlockAllocator(16, 4)
+    admit_computed(cache, "a", [1, 2, 3, 4])
+    cache.fork("a", "b")
+    cache.append("a", [5])
+    cache.append("b", [5])
+    assert cache.take_copies() == []
+    assert cache.block_ids("a")[0] == cache.block_ids("b")[0]
+
+
+def test_a_pending_copy_holds_its_source_and_ends_with_its_destination() -> None:
+    cache = BlockAllocator(3, 4)
+    admit_computed(cache, "a", [1, 2])
+    cache.fork("a", "b")
+    (source,) = cache.block_ids("a")
+    cache.append("b", [3])
+    cache.free("a")
+    assert cache.stats().free_blocks == 1  # not the source, although no sequence has it
+    cache.admit("c", [7])
+    assert cache.block_ids("c") != [source]
+    cache.free("c")
+    cache.free("b")
+    assert cache.take_copies() == []
+    assert cache.stats().free_blocks == 3
+
+
+def test_copies_of_copies_take_the_first_source() -> None:
+    cache = BlockAllocator(8, 4)
+    admit_computed(cache, "a", [1, 2])
+    cache.fork("a", "b")
+    (source,) = cache.block_ids("a")
+    cache.append("b", [3])
+    cache.rollback("b")
+    cache.fork("b", "c")
+    cache.append("c", [4])
+    assert sorted(cache._copies.values()) == [source, source]
+    check_invariants(cache)
+    cache.free("b")
+    assert cache.take_copies() == [(source, cache.block_ids("c")[0])]
+
+
+def test_rollback_drops_what_was_not_committed() -> None:
+    cache = BlockAllocator(8, 2)
+    admit_computed(cache, "a", [1, 2, 3])
+    cache.append("a", [4, 5, 6])
+    cache.commit("a", 1)
+    cache.rollback("a")
+    assert (cache.num_tokens("a"), len(cache.block_ids("a")), cache.stats().free_blocks) == (4, 2, 6)
+    assert cache.admit("b", [1, 2, 3, 4, 5]) == 4
+
+
+def test_swap_keeps_what_is_shared_where_it_is() -> None:
+    cache = BlockAllocator(8, 2, num_host_blocks=8)
+    admit_computed(cache, "a", [1, 2, 3, 4, 5])
+    cache.fork("a", "b")
+    device = cache.block_ids("a")
+    assert [source for source, _ in cache.swap_out("a")] == device
+    assert [source for source, _ in cache.swap_out("b")] == device[2:]  # its full blocks are on the host already
+    assert cache.stats().host_used_blocks == 4
+    assert len(cache.swap_in("b")) == 1  # its full blocks are still idle on the device
+    assert cache.block_ids("b")[:2] == device[:2]
+    cache.append("b", [6])  # alone on its last block: no copy on write
+    assert cache.take_copies() == []
+    cache.commit("b", 1)
+    check_invariants(cache)
+
+
+def test_swapped_content_is_shared_again() -> None:
+    cache = BlockAllocator(4, 2, num_host_blocks=4)
+    admit_computed(cache, "a", [1, 2, 3])
+    cache.swap_out("a")
+    cache.admit("filler", list(range(10, 18)))
+    cache.free("filler")
+    assert cache.stats().idle_blocks == 0
+    assert len(cache.swap_in("a")) == 2
+    assert cache.admit("b", [1, 2, 3]) == 2
+
+
+def test_reserved_tokens_need_no_host_block_and_survive_a_swap() -> None:
+    cache = BlockAllocator(8, 2, num_host_blocks=2)
+    admit_computed(cache, "a", [1, 2, 3])
+    cache.append("a", [4, 5, 6])
+    assert len(cache.swap_out("a")) == 2
+    assert len(cache.swap_in("a")) == 1
+    assert (cache.num_tokens("a"), cache.num_computed_tokens("a"), len(cache.block_ids("a"))) == (6, 3, 3)
+    cache.commit("a", 3)
+
+
+def test_a_swapped_sequence_can_be_freed() -> None:
+    cache = BlockAllocator(4, 2, num_host_blocks=4)
+    admit_computed(cache, "a", [1, 2, 3])
+    cache.swap_out("a")
+    cache.free("a")
+    assert cache.stats().host_free_blocks == 4
+    check_invariants(cache)
+
+
+def test_slots() -> None:
+    cache = BlockAllocator(8, 3)
+    cache.admit("a", list(range(5)))
+    first, second = cache.block_ids("a")
+    assert cache.slots("a") == [first * 3, first * 3 + 1, first * 3 + 2, second * 3, second * 3 + 1]
+    cache.commit("a", 2)
+    assert cache.slots("a", stop=4) == [first * 3 + 2, second * 3]
+
+
+def prepared(num_host_blocks: int = 1) -> KVCache:
+    """Six blocks of two: "full" has 2 of 3 tokens computed, "out" is swapped out, "wait" waits for a copy of "fork"."""
+    cache = KVCache(1, 6, 2, 1, 2, num_host_blocks=num_host_blocks)
+    admit_computed(cache, "out", [9])
+    cache.swap_out("out")
+    cache.admit("full", [1, 2, 3])
+    cache.commit("full", 2)
+    admit_computed(cache, "fork", [5])
+    cache.fork("fork", "wait")
+    cache.append("wait", [6])
+    return cache
+
+
+BAD_CALLS = [
+    ("admit", ("full", [1]), ValueError, "seq_id: 'full' is in use"),
+    ("admit", ("out", [1]), ValueError, "seq_id: 'out' is in use"),
+    ("admit", ("new", []), ValueError, "token_ids: expected at least one token, got none"),
+    ("can_admit", ([],), ValueError, "token_ids: expected at least one token, got none"),
+    ("admit", ("new", list(range(20))), OutOfBlocks, "device cache: expected 10 free blocks, got 2 of 6"),
+    ("append", ("nobody", [1]), ValueError, "seq_id: 'nobody' is unknown"),
+    ("append", ("out", [1]), ValueError, "seq_id: 'out' is swapped out"),
+    ("append", ("full", list(range(9))), OutOfBlocks, "device cache: expected 4 free blocks, got 2 of 6"),
+    ("can_append", ("full", -1), ValueError, "num_tokens: expected at least 0, got -1"),
+    ("commit", ("full", 2), ValueError, r"num_written: expected 0\.\.1 .*, got 2"),
+    ("commit", ("full", -1), ValueError, r"num_written: expected 0\.\.1 .*, got -1"),
+    ("commit", ("nobody", 1), ValueError, "seq_id: 'nobody' is unknown"),
+    ("commit", ("out", 0), ValueError, "seq_id: 'out' is swapped out"),
+    ("commit", ("wait", 1), ValueError, "seq_id: the last block of 'wait' waits for a copy"),
+    ("rollback", ("out",), ValueError, "seq_id: 'out' is swapped out"),
+    ("fork", ("full", "new"), ValueError, "parent_id: 'full' has 1 reserved tokens that are not committed"),
+    ("fork", ("fork", "full"), ValueError, "seq_id: 'full' is in use"),
+    ("fork", ("nobody", "new"), ValueError, "seq_id: 'nobody' is unknown"),
+    ("fork", ("out", "new"), ValueError, "seq_id: 'out' is swapped out"),
+    ("free", ("nobody",), ValueError, "seq_id: 'nobody' is unknown: never admitted, or freed already"),
+    ("swap_in", ("full",), ValueError, "seq_id: 'full' is not swapped out"),
+    ("swap_in", ("nobody",), ValueError, "seq_id: 'nobody' is unknown"),
+    ("can_swap_in", ("full",), ValueError, "seq_id: 'full' is not swapped out"),
+    ("can_swap_out", ("out",), ValueError, "seq_id: 'out' is swapped out"),
+    ("block_ids", ("out",), ValueError, "seq_id: 'out' is swapped out"),
+    ("block_ids", ("nobody",), ValueError, "seq_id: 'nobody' is unknown"),
+    ("num_tokens", ("nobody",), ValueError, "seq_id: 'nobody' is unknown"),
+    ("slots", ("full", 2, 4), ValueError, r"start, stop: expected a range within 0\.\.3, got 2\.\.4"),
+    ("slots", ("full", -1, 2), ValueError, r"start, stop: expected a range within 0\.\.3, got -1\.\.2"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "error", "message"), BAD_CALLS)
+def test_a_bad_call_says_why_and_changes_nothing(name: str, args: tuple, error: type[Exception], message: str) -> None:
+    cache = prepared()
+    before, bytes_before = state(cache), cache.layers[0].clone()
+    with pytest.raises(error, match=message):
+        getattr(cache, name)(*args)
+    assert state(cache) == before
+    assert torch.equal(cache.layers[0], bytes_before)
+
+
+def test_swaps_that_do_not_fit_change_nothing() -> None:
+    cache = prepared()
+    cache.flush_copies()
+    before = state(cache)
+    with pytest.raises(OutOfBlocks, match="host cache: expected 1 free blocks, got 0 of 1"):
+        cache.swap_out("fork")
+    assert state(cache) == before
+    cache.append("full", [4, 5, 6])
+    cache.admit("last", [8, 8])
+    before = state(cache)
+    assert not cache.can_swap_in("out")
+    with pytest.raises(OutOfBlocks, match="device cache: expected 1 free blocks, got 0 of 6"):
+        cache.swap_in("out")
+    assert state(cache) == before
+
+
+def test_double_free() -> None:
+    cache = BlockAllocator(4, 2, num_host_blocks=2)
+    admit_computed(cache, "a", [1, 2, 3])
+    cache.free("a")
+    with pytest.raises(ValueError, match="freed already"):
+        cache.free("a")
+    pool = BlockPool(4, "device")
+    (block,) = pool.take([None])
+    pool.release(block)
+    with pytest.raises(ValueError, match="double free of block 0 of the device cache"):
+        pool.release(block)
+    with pytest.raises(ValueError, match="block: 0 of the device cache is free"):
+        pool.share(block)
+
+
+@pytest.mark.parametrize("block", [-1, 4])
+def test_foreign_blocks(block: int) -> None:
+    pool = BlockPool(4, "host")
+    for call in (pool.share, pool.release):
+        with pytest.raises(ValueError, match=rf"block: expected an id in 0\.\.3 of the host cache, got {block}"):
+            call(block)
+
+
+def test_copies_must_be_taken_before_a_swap() -> None:
+    cache = BlockAllocator(8, 4, num_host_blocks=8)
+    admit_computed(cache, "a", [1, 2])
+    cache.fork("a", "b")
+    cache.append("b", [3])
+    before = state(cache)
+    with pytest.raises(ValueError, match="copies are pending"):
+        cache.swap_out("b")
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_blocks", -1), ("block_size", 0), ("num_host_blocks", -1), ("num_layers", 0), ("head_size", 0)],
+)
+def test_bad_sizes(name: str, value: int) -> None:
+    sizes = {"num_layers": 1, "num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_size": 1} | {name: value}
+    with pytest.raises(ValueError, match=f"{name}: expected at least {value + 1}, got {value}"):
+        KVCache(**sizes)
+
+
+def test_bad_dtype() -> None:
+    with pytest.raises(ValueError, match=r"dtype: expected .*, got torch.int8"):
+        KVCache(1, 1, 1, 1, 1, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (Layout.NHD, (5, 2, 3, 2, 8)),
+        (Layout.HND, (5, 2, 3, 2, 8)),
+        (Layout.INTERLEAVED, (5, 3, 4, 8)),
+        (Layout.X_PACKED, (2, 5, 48)),
+        ("HND", (5, 2, 3, 2, 8)),
+    ],
+)
+def test_layers_and_bytes(layout: Layout | str, shape: tuple[int, ...]) -> None:
+    sizes = {"num_layers": 4, "block_size": 3, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
+    cache = KVCache(num_blocks=5, layout=layout, num_host_blocks=2, **sizes)
+    assert [tuple(layer.shape) for layer in cache.layers] == [shape] * 4
+    assert len({layer.untyped_storage().data_ptr() for layer in cache.layers}) == 4
+    assert cache.nbytes == 4 * 5 * 2 * 3 * 2 * 8 * 2
+    assert cache.host_nbytes == 4 * 2 * 2 * 3 * 2 * 8 * 2
+    assert KVCache.num_blocks_for(cache.nbytes, **sizes) == 5
+    assert KVCache.num_blocks_for(cache.nbytes - 1, **sizes) == 4
+    if layout == Layout.HND:
+        assert cache.layers[0].transpose(2, 3).is_contiguous()
+
+
+def test_a_cache_of_no_blocks() -> None:
+    cache = KVCache(1, 0, 16, 1, 4)
+    assert cache.nbytes == 0
+    assert not cache.can_admit([1])
+    with pytest.raises(OutOfBlocks):
+        cache.admit("a", [1])
+    cache.flush_copies()
+    cache.synchronize()
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_all_layers_move_in_one_call(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, list[list[int]]]] = []
+
+    def spy(name: str) -> None:
+        real = getattr(paged_ops.cache, name)
+
+        def call(*args) -> None:
+            calls.append((name, len(args[0]), args[-1].tolist()))
+            real(*args)
+
+        monkeypatch.setattr(paged_ops.cache, name, call)
+
+    spy("copy_blocks")
+    spy("swap_blocks")
+    cache = KVCache(3, 8, 2, 1, 4, layout=layout, num_host_blocks=4)
+    tensors = 6 if layout is Layout.X_PACKED else 3
+    admit_computed(cache, "a", [1])
+    cache.fork("a", "b")
+    cache.fork("a", "c")
+    cache.append("b", [2])
+    cache.append("c", [3])
+    a, b, c = (cache.block_ids(seq_id)[0] for seq_id in "abc")
+    cache.flush_copies()
+    cache.flush_copies()
+    assert calls == [("copy_blocks", tensors, [[a, b], [a, c]])]
+    (pair,) = cache.swap_out("a")
+    (back,) = cache.swap_in("a")
+    assert calls[1:] == [("swap_blocks", tensors, [list(pair)]), ("swap_blocks", tensors, [list(back)])]
