@@ -1,0 +1,56 @@
+"""Cascade attention out of the other ops: one composition for every device. Letters as in :mod:`paged_ops.ops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops import fake
+
+
+def cascade_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    prefix_block_table: Tensor,
+    prefix_len: Tensor,
+    suffix_block_tables: Tensor,
+    suffix_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    **features: Any,
+) -> Tensor:
+    """All rows attend to the prefix as one long query, each sequence to its own suffix, and the two merge: no sync.
+
+    Sinks are counted once, with the suffix; the merge needs real numbers, so ``output_scale`` comes after it.
+    """
+    arguments = (
+        query,
+        kv_cache,
+        prefix_block_table,
+        prefix_len,
+        suffix_block_tables,
+        suffix_lens,
+        query_start_loc,
+        scale,
+    )
+    out = fake.cascade_attention(*arguments, sinks=sinks, output_scale=output_scale, out=out, **features)
+    attention = torch.ops.paged_ops.paged_attention_with_lse.default
+    merge = torch.ops.paged_ops.merge_attention_states
+    rows = query_start_loc[-1:]
+    one_query = torch.cat([torch.zeros_like(rows), rows])
+    prefix = attention(query, kv_cache, prefix_block_table, prefix_len, one_query, scale, causal=False, **features)
+    suffix = attention(
+        query, kv_cache, suffix_block_tables, suffix_lens, query_start_loc, scale, sinks=sinks, **features
+    )
+    if output_scale is None:
+        merge.out(*prefix, *suffix, out=out, lse=torch.empty_like(prefix[1]))
+        return out
+    merged, _ = merge.default(*prefix, *suffix)
+    largest = torch.finfo(out.dtype).max
+    return out.copy_((merged.float() / output_scale).clamp(-largest, largest))
