@@ -1,0 +1,71 @@
+"""What the documents say is true: the example runs, names and links exist, the support table is the generated one."""
+
+import operator
+import re
+from pathlib import Path
+
+import pytest
+
+import paged_ops
+from paged_ops import cache, features, layouts, masks, metadata
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def test_readme_example_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) <= 12
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == "torch.Size([5, 8, 64])"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_relative_links_exist(document):
+    text = (ROOT / document).read_text()
+    targets = re.findall(r"\]\(([^)#]+)", text) + re.findall(r"^\[[^]]+\]: (\S+)", text, re.MULTILINE)
+    missing = [t for t in targets if "://" not in t and not (ROOT / document).parent.joinpath(t).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", ["docs/design.md", "CONTRIBUTING.md"])
+def test_named_files_exist(document):
+    named = re.findall(r"`((?:paged_ops|tests|docs|scripts)/[\w./]+)`", (ROOT / document).read_text())
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_folder_listing_is_complete():
+    """The listing of docs/design.md names each module and package of paged_ops, and nothing else."""
+    listing = re.search(r"\npaged_ops/\n(.*?)\ntests/", (ROOT / "docs/design.md").read_text(), re.DOTALL)[1]
+    listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
+    present = {
+        path.name
+        for path in (ROOT / "paged_ops").iterdir()
+        if not path.name.startswith("__pycache__") and (path.suffix == ".py" or path.is_dir())
+    }
+    assert listed == present
+
+
+def equivalents() -> list[str]:
+    """What the second columns of docs/coming-from-vllm.md name: identifiers in backticks, without their arguments."""
+    tables = (ROOT / "docs/coming-from-vllm.md").read_text().partition("## PagedAttention")[2]
+    rows = [line.strip("|").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
+    code = [name for row in rows if row[1] != "paged_ops" for name in re.findall(r"`([^`]+)`", row[1])]
+    return sorted({re.split(r"[(=]", name)[0].removeprefix("paged_ops.") for name in code})
+
+
+def test_equivalents_of_vllm_exist():
+    modules = [paged_ops, metadata, layouts, masks, cache]
+    fields = {*metadata.AttentionMetadata.__dataclass_fields__, *masks.BlockSparse._fields, *features.Features._fields}
+    methods = set(dir(metadata.AttentionMetadataBuilder))
+
+    def exists(name: str) -> bool:
+        if name.partition(".")[0] in fields | methods | {"dtype"}:
+            return True
+        return any(operator.attrgetter(name)(module) for module in modules if hasattr(module, name.partition(".")[0]))
+
+    names = equivalents()
+    assert len(names) > 30
+    assert [name for name in names if not exists(name)] == []
