@@ -57,7 +57,7 @@ def tensor(
     device: torch.device | None = None,
     names: str = "",
 ) -> None:
-    """Check rank, sizes (None: any), dtype and device of one tensor; ``names`` is the shape in the project's letters."""
+    """Check rank, sizes (None: any), dtype and device of one tensor; ``names`` is its shape in letters."""
     expect(value.dim() == len(shape), argument, f"{len(shape)} dimensions {names}".rstrip(), value)
     for dim, size in enumerate(shape):
         if size is not None:
@@ -87,7 +87,12 @@ def batch(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, T: in
     M = block_tables.shape[1]
     in_range("seq_lens", seq_lens, 0, M * B + 1, f"lengths that {M} blocks of {B} tokens can hold,")
     in_range("query_start_loc", query_start_loc, 0, T + 1, "rows of query")
-    expect(bool((query_start_loc.diff() >= 0).all()), "query_start_loc", "values that do not fall", query_start_loc.tolist())
+    expect(
+        bool((query_start_loc.diff() >= 0).all()),
+        "query_start_loc",
+        "values that do not fall",
+        query_start_loc.tolist(),
+    )
     expect(int(query_start_loc[0]) == 0, "query_start_loc", "0 first", int(query_start_loc[0]))
     needed_blocks(block_tables, seq_lens, N, B)
 
@@ -105,7 +110,9 @@ def block_mapping(mapping: Tensor, num_src: int, num_dst: int, *, same_cache: bo
     in_range("block_mapping[:, 0]", src, 0, num_src, "source blocks")
     in_range("block_mapping[:, 1]", dst, 0, num_dst, "destination blocks")
     ids, counts = dst.unique(return_counts=True)
-    expect(ids.numel() == dst.numel(), "block_mapping", "each destination once", f"{ids[counts > 1][:4].tolist()} twice")
+    expect(
+        ids.numel() == dst.numel(), "block_mapping", "each destination once", f"{ids[counts > 1][:4].tolist()} twice"
+    )
     if same_cache:
         both = ids[torch.isin(ids, src)]
         expect(

@@ -68,7 +68,9 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
         reasons.append(f"num_heads: expected a multiple of num_kv_heads {K}, got {H}")
     D, Dv = features.get("head_size"), features.get("value_head_size")
     if D and Dv and D != Dv and features.get("layout") is not None:
-        reasons.append("value_head_size: other than head_size only in the separate form (key and value cache, no layout)")
+        reasons.append(
+            "value_head_size: other than head_size only in the separate form (key and value cache, no layout)"
+        )
     return reasons
 
 

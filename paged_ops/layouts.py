@@ -37,7 +37,7 @@ class Layout(str, enum.Enum):
 
 
 class PagedKV(NamedTuple):
-    """A cache in any form as two views: ``key [N, B, K, D/x, x]`` (x = D where it is not packed), ``value [N, B, K, Dv]``."""
+    """A cache in any form as two views: ``key [N, B, K, D/x, x]`` (x = D if not packed) and ``value [N, B, K, Dv]``."""
 
     key: Tensor
     value: Tensor
@@ -69,7 +69,12 @@ def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None) -> PagedKV:
     expect(rank in (4, 5), "kv_cache", "4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
     if value_cache is None:
         if rank == 5:
-            expect(kv_cache.shape[1] == 2, "kv_cache", "2 planes (keys, values) in dimension 1 of [N, 2, B, K, D]", kv_cache)
+            expect(
+                kv_cache.shape[1] == 2,
+                "kv_cache",
+                "2 planes (keys, values) in dimension 1 of [N, 2, B, K, D]",
+                kv_cache,
+            )
             key, value = kv_cache.unbind(1)
         else:
             expect(kv_cache.shape[2] % 2 == 0, "kv_cache", "an even dimension 2 of [N, B, 2K, D]", kv_cache)
@@ -78,7 +83,12 @@ def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None) -> PagedKV:
     expect(value_cache.dim() == 4, "value_cache", "4 dimensions [N, B, K, Dv] or [N, K, D, B]", value_cache)
     expect(value_cache.dtype == kv_cache.dtype, "value_cache", f"the dtype of kv_cache, {kv_cache.dtype}", value_cache)
     expect(value_cache.device == kv_cache.device, "value_cache", f"a tensor on {kv_cache.device}", value_cache)
-    expect(value_cache.shape[0] == kv_cache.shape[0], "value_cache", f"the {kv_cache.shape[0]} blocks of kv_cache", value_cache)
+    expect(
+        value_cache.shape[0] == kv_cache.shape[0],
+        "value_cache",
+        f"the {kv_cache.shape[0]} blocks of kv_cache",
+        value_cache,
+    )
     if rank == 4:
         same = value_cache.shape[1:3] == kv_cache.shape[1:3]
         expect(same, "value_cache", f"the B, K of kv_cache, {list(kv_cache.shape[1:3])}, in [N, B, K, Dv]", value_cache)
@@ -135,7 +145,9 @@ def split_kv_cache(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple
     expect(kv_cache.dim() == 3 and kv_cache.shape[0] == 2, "kv_cache", "the flat cache [2, N, B*K*D]", kv_cache)
     expect(head_size % x == 0, "head_size", f"a multiple of x = {x} for {kv_cache.dtype}", head_size)
     row = num_kv_heads * head_size
-    expect(kv_cache.shape[2] % row == 0, "kv_cache", f"a multiple of K*D = {row} in dimension 2 of [2, N, B*K*D]", kv_cache)
+    expect(
+        kv_cache.shape[2] % row == 0, "kv_cache", f"a multiple of K*D = {row} in dimension 2 of [2, N, B*K*D]", kv_cache
+    )
     N, B = kv_cache.shape[1], kv_cache.shape[2] // row
     key_cache = kv_cache[0].view(N, num_kv_heads, head_size // x, B, x)
     return key_cache, kv_cache[1].view(N, num_kv_heads, head_size, B)

@@ -7,7 +7,7 @@ tensors that broadcast, and a predicate returns a bool tensor. A tile of keys is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class BlockSparse(NamedTuple):
 def check_block_sparse(params: Sequence[int], cache_block_size: int) -> BlockSparse:
     """The seven numbers as a BlockSparse, or a ValueError that names the one that is wrong."""
     expect(len(params) == 7, "block_sparse", "7 numbers (see paged_ops.BlockSparse)", f"{len(params)}")
-    sparse = BlockSparse(*params)
+    fields: Any = params
+    sparse = BlockSparse(*fields)
     expect(
         sparse.block_size > 0 and sparse.block_size % cache_block_size == 0,
         "block_sparse.block_size",
@@ -60,7 +61,9 @@ def check_block_sparse(params: Sequence[int], cache_block_size: int) -> BlockSpa
     )
     expect(sparse.local_blocks >= 0, "block_sparse.local_blocks", "0 or more", sparse.local_blocks)
     expect(sparse.vert_stride >= 1, "block_sparse.vert_stride", "1 or more", sparse.vert_stride)
-    expect(not (sparse.homo_head and sparse.homo_head_group), "block_sparse", "one of homo_head, homo_head_group", "both")
+    expect(
+        not (sparse.homo_head and sparse.homo_head_group), "block_sparse", "one of homo_head, homo_head_group", "both"
+    )
     ranks = f"0 <= rank < world_size = {sparse.world_size}"
     expect(0 <= sparse.rank < sparse.world_size, "block_sparse.rank", ranks, sparse.rank)
     return sparse

@@ -7,7 +7,7 @@ schema and defines ``torch.ops.paged_ops.<name>``; then it looks for a function 
 * one module a dispatch key (:data:`LOWERINGS`) - how it runs there, imported at the first call.
 
 A functional op also gets an ``.out`` overload that takes the same arguments and the preallocated results and returns
-nothing, so that it is a plain mutating op to every torch version; its fake and its lowerings take the results as ``out``.
+nothing: a plain mutating op to every torch version. Its fake and its lowerings take the results as ``out``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def op(*, mutates: Sequence[str] = (), out: Sequence[str] = ()) -> Callable[[Cal
 
 
 def lowering(name: str, key: str) -> Callable[..., Any]:
-    """The function that runs op ``name`` under dispatch key ``key``; NotImplementedError names both if there is none."""
+    """The function that runs op ``name`` under a dispatch key; NotImplementedError names both if there is none."""
     module = _import(key)
     if isinstance(module, str):
         raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {module}")
@@ -102,13 +102,13 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
 
 def _define(name: str, schema: str, out: Sequence[str] = ()) -> None:
     base = name.partition(".")[0]
-    # Not tagged torch.Tag.out: inductor 2.13 passes keyword-only scalars twice to an .out overload that it picks itself.
+    # Not tagged torch.Tag.out: inductor 2.13 passes keyword-only scalars twice to an .out overload it picks by tag.
     LIBRARY.define(name + schema)
     # Without a kernel under Autograd a cache written in grad mode could not be written again in place.
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for key in LOWERINGS:
-        LIBRARY.impl(name, _late(lambda key=key: lowering(base, key), out), key)
-    torch.library.register_fake(f"paged_ops::{name}", _late(lambda: _fake(base), out), lib=LIBRARY)
+        LIBRARY.impl(name, _late(functools.partial(lowering, base, key), out), key)
+    torch.library.register_fake(f"paged_ops::{name}", _late(functools.partial(_fake, base), out), lib=LIBRARY)
 
 
 def _late(find: Callable[[], Callable[..., Any]], out: Sequence[str]) -> Callable[..., Any]:

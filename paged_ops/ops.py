@@ -90,7 +90,8 @@ def paged_attention(
     ``seq_lens[s]`` tokens, all of which are in the cache. Row r stands at position ``i = seq_len - q_len + r`` and, for
     head h with key/value head ``h // (H/K)``, over the keys j that it sees::
 
-        logit[j] = cap(scale * q . (k_scale * k[j])) + alibi_slopes[h] * (j - i)      cap(x) = soft_cap * tanh(x / soft_cap)
+        cap(x)   = soft_cap * tanh(x / soft_cap)
+        logit[j] = cap(scale * q . (k_scale * k[j])) + alibi_slopes[h] * (j - i)
         lse      = log(exp(sinks[h]) + sum_j exp(logit[j]))
         out      = sum_j exp(logit[j] - lse) * v_scale * v[j]
 
@@ -168,7 +169,7 @@ def attention_schedule(
     sliding_window: int = 0,
     attention_chunk: int = 0,
 ) -> Tensor:
-    """How the work of one step lies over its sequences, computed on the device without a sync: once a step, for all layers.
+    """How the work of a step lies over its sequences: on the device, once a step for all layers, without a sync.
 
     The running total of tiles (128 packed query rows by 128 keys that some row may see) up to each sequence, by which a
     kernel's programs can take equal shares however ragged the batch. Pass it as ``schedule``; treat it as opaque.
@@ -179,7 +180,7 @@ def attention_schedule(
         causal, sliding_window, attention_chunk: as these layers have them.
 
     Returns:
-        int32 ``[S + 1]``, starting at 0. Idea: the stream-K schedule of matrix products (Osama et al. 2023, arXiv:2301.03598).
+        int32 ``[S + 1]``, starting at 0. Idea: stream-K matrix products (Osama et al. 2023, arXiv:2301.03598).
     """
 
 
@@ -187,9 +188,9 @@ def attention_schedule(
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Combine two partial attentions over disjoint keys, exactly.
 
-    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``. An lse of +inf
-    is read as -inf: an empty side, whose output is not read. Both sides empty: output 0, lse -inf. At most one side
-    may have counted sinks.
+    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``. An lse of
+    +inf is read as -inf: an empty side, whose output is not read. Both sides empty: output 0, lse -inf. At most one
+    side may have counted sinks.
 
     Args:
         out_a, out_b: ``[T, H, Dv]`` of one dtype, float32, float16 or bfloat16.
@@ -231,7 +232,7 @@ def cascade_attention(
         query, kv_cache, query_start_loc, scale, value_cache, soft_cap, k_scale, v_scale, output_scale, kv_cache_dtype:
             as in :func:`paged_attention`.
         prefix_block_table: int32 ``[1, Mp]``, the blocks of the prefix.
-        prefix_len: int32 ``[1]``, its tokens, whole blocks.
+        prefix_len: int32 ``[1]``, its tokens; they may end inside its last block.
         suffix_block_tables: int32 ``[S, M]``, each sequence's blocks after the prefix.
         suffix_lens: int32 ``[S]``, tokens after the prefix, this step's among them.
         sinks: counted with the suffix.

@@ -1,8 +1,8 @@
 """What every op means, in plain torch, one sequence and one token at a time: written to be read, not to be fast.
 
-Same names and arguments as :mod:`paged_ops.ops`, with which the letters of the shapes are shared. The reference computes
-in the dtype of its query (or of ``out_a``) and also takes float64, in which nothing is rounded: that is the truth that
-lowerings are measured against. Given float64, lse is float64 too.
+Same names, arguments and letters as :mod:`paged_ops.ops`. The reference computes in the dtype of its query (or of
+``out_a``) and also takes float64, in which nothing is rounded: that is the truth that lowerings are measured against.
+Given float64, lse is float64 too.
 """
 
 from __future__ import annotations
@@ -152,17 +152,21 @@ def cascade_attention(
     suffix_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    *,
+    sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
     **features: Any,
 ) -> Tensor:
-    """By its definition: ordinary attention over prefix and suffix together."""
-    value_cache = features.get("value_cache")
-    prefix = int(prefix_len)
-    blocks = -(-prefix // max(paged_kv(kv_cache, value_cache).block_size, 1))
-    S = suffix_lens.shape[0]
-    tables = torch.cat([prefix_block_table[:, :blocks].expand(S, -1), suffix_block_tables], 1)
-    q_lens = query_start_loc.diff()
-    lens = torch.where(q_lens > 0, suffix_lens + prefix, 0)
-    return paged_attention(query, kv_cache, tables, lens, query_start_loc, scale, **features)
+    rows = query_start_loc[-1:]  # the batch as one long query of as many rows
+    one_query = torch.cat([torch.zeros_like(rows), rows])
+    prefix = paged_attention_with_lse(
+        query, kv_cache, prefix_block_table, prefix_len, one_query, scale, causal=False, **features
+    )
+    suffix = paged_attention_with_lse(
+        query, kv_cache, suffix_block_tables, suffix_lens, query_start_loc, scale, sinks=sinks, **features
+    )
+    out, _ = merge_attention_states(*prefix, *suffix)
+    return out if output_scale is None else quantise(out, output_scale, torch.float8_e4m3fn)
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -203,7 +207,7 @@ def gather_kv(
 
 
 def quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``real / scale`` as ``dtype``. For fp8: in float32, nearest even, saturated, NaN kept; scale is ``[1]`` or ``[K]``."""
+    """``real / scale`` as ``dtype``. For fp8: in float32, nearest even, saturated, NaN kept; scale [1] or [K]."""
     if dtype not in FP8_DTYPES:
         return real.to(dtype)
     real = real.float()
@@ -222,7 +226,12 @@ def dequantise(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def _read_sequence(
-    paged: PagedKV, block_table: Tensor, seq_len: int, k_scale: Tensor | None, v_scale: Tensor | None, dtype: torch.dtype
+    paged: PagedKV,
+    block_table: Tensor,
+    seq_len: int,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Keys ``[n, K, D]`` and values ``[n, K, Dv]`` of one sequence, n = seq_len (0 from a cache without blocks)."""
     B = paged.block_size

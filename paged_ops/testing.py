@@ -1,8 +1,8 @@
 """Named cases, input makers and tolerances: what tests, benchmarks and lowerings from elsewhere share.
 
-``CASES[op]`` lists the cases of an op; ``case.inputs(device)`` makes its arguments; :func:`check` runs the op on them and
-compares it with the reference. Everything that an op must not read is NaN (or an id out of range), every buffer lies
-between guard regions, and preallocated outputs are filled with NaN first.
+``CASES[op]`` lists the cases of an op; ``case.inputs(device)`` makes its arguments; :func:`check` runs the op on them
+and compares it with the reference. Everything that an op must not read is NaN (or an id out of range), every buffer
+lies between guard regions, and preallocated outputs are filled with NaN first.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CacheSpec:
         return self.cache_dtype or self.dtype
 
     @property
-    def Dv(self) -> int:
+    def value_size(self) -> int:
         return self.value_head_size or self.head_size
 
     def allocate(self, memory: Memory, num_blocks: int) -> tuple[Tensor, Tensor | None]:
@@ -108,7 +108,7 @@ class CacheSpec:
         if self.form == "interleaved":
             return nan((N, B, 2 * K, D), self.stored), None
         if self.form == "separate":
-            return nan((N, B, K, D), self.stored), nan((N, B, K, self.Dv), self.stored)
+            return nan((N, B, K, D), self.stored), nan((N, B, K, self.value_size), self.stored)
         assert self.form == "x_packed", self.form
         x = 16 // self.stored.itemsize
         return nan((N, K, D // x, B, x), self.stored), nan((N, K, D, B), self.stored)
@@ -165,8 +165,8 @@ class AttentionCase:
         slots = _live_slots(tables.cpu(), lens.cpu(), spec.block_size)
         K = spec.num_kv_heads
         key = torch.randn(len(slots), K, spec.head_size, generator=generator)
-        value = torch.randn(len(slots), K, spec.Dv, generator=generator)
-        on_host = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
+        value = torch.randn(len(slots), K, spec.value_size, generator=generator)
+        on_host: dict[str, Any] = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
         host = kv_cache.cpu(), None if value_cache is None else value_cache.cpu()
         reference.reshape_and_cache(key, value, host[0], slots, value_cache=host[1], **on_host)
         kv_cache.copy_(host[0])
@@ -273,12 +273,12 @@ class WriteCase:
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
         memory, generator = Memory(device), torch.Generator().manual_seed(self.seed)
         spec, rows = self.cache, self.tokens + self.extra
-        K, D, Dv = spec.num_kv_heads, spec.head_size, spec.Dv
+        K, D, Dv = spec.num_kv_heads, spec.head_size, spec.value_size
         fused = memory.put(torch.randn(rows, K, 2 * D + Dv, generator=generator).to(spec.dtype))
         if self.special and fused.numel():
             flat = fused.view(-1)
-            for n, value in enumerate((torch.nan, torch.inf, -torch.inf, 1e4, -1e4, 1e-6, 0.0, -0.0)):
-                flat[n * 7 : n * 7 + 1] = value
+            for n, number in enumerate((torch.nan, torch.inf, -torch.inf, 1e4, -1e4, 1e-6, 0.0, -0.0)):
+                flat[n * 7 : n * 7 + 1] = number
         key, value = fused[..., D : 2 * D], fused[..., 2 * D :]
         if not self.strided:
             key, value = memory.put(key.contiguous()), memory.put(value.contiguous())
@@ -415,7 +415,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
         yield case(f"{form}-b48-decode-bf16", "decode", form=form, block_size=48, dtype=torch.bfloat16)
         for stored, name in ((F8_E4M3, "auto"), (F8_E5M2, "auto"), (torch.uint8, "fp8"), (torch.uint8, "fp8_e5m2")):
             scales = {"auto": "head", "fp8": "tensor"}.get(name)
-            fp8 = {"cache_dtype": stored, "kv_cache_dtype": name, "scales": scales, "form": form}
+            fp8: dict[str, Any] = {"cache_dtype": stored, "kv_cache_dtype": name, "scales": scales, "form": form}
             yield case(f"{form}-{_short(stored)}-{name}-fp16", dtype=torch.float16, **fp8)
     for D in (8, 13, 24, 32, 40, 72, 80, 96, 112, 120, 128, 192, 256):
         yield case(f"d{D}", head_size=D)
@@ -429,7 +429,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
         yield case(f"h{H}-k{K}", num_heads=H, num_kv_heads=K)
         yield case(f"h{H}-k{K}-decode-bf16", "decode", num_heads=H, num_kv_heads=K, dtype=torch.bfloat16)
     for kind in ({"homo_head": True}, {"homo_head_group": True}, {"rank": 1, "world_size": 2}, {"local_blocks": 0}):
-        sparse = SPARSE._replace(vert_stride=8)._replace(**kind)  # type: ignore[arg-type]
+        sparse = SPARSE._replace(vert_stride=8)._replace(**kind)
         for batch in ("long", "mixed", "decode"):
             name = f"sparse-{next(iter(kind))}-{batch}"
             yield case(name, batch, features=(("block_sparse", sparse), FEATURES["sinks"]))
@@ -556,9 +556,10 @@ COMPILED: dict[str, tuple[str, ...]] = {
     "reshape_and_cache": ("nhd-fp32", "hnd-bf16", "plane_first-fp16", "interleaved-fp32", "separate-e4m3-head-bf16",
                           "x_packed-fp16", "x_packed-e4m3-tensor-fp16-strided", "uint8-fp8_e5m2", "only-padding"),
     "paged_attention": ("decode-fp32", "mixed-bf16", "prefill-fp16", "holes-fp32", "padding_only-fp32", "window-cap",
-                        "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse", "hnd-all-features",
-                        "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16", "plane_first-uint8-fp8-fp16",
-                        "nhd-e5m2-auto-fp16", "fp8-output-bf16", "scheduled-window", "d192-dv128", "d13"),
+                        "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse",
+                        "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
+                        "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "scheduled-window",
+                        "d192-dv128", "d13"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
                                  "x_packed-all-features", "h71-k1", "b544-decode"),
     "attention_schedule": ("mixed", "holes-window-chunk"),
@@ -616,14 +617,17 @@ def assert_close(name: str, got: Tensor, plain: Tensor, truth: Tensor, largest: 
     got_, plain_, truth_ = got.detach().cpu().double(), plain.cpu().double(), truth.cpu().double()
     assert not got_.isnan().any(), f"{name}: NaN in {int(got_.isnan().sum())} of {got_.numel()} elements"
     infinite = truth_.isinf()
-    assert torch.equal(got_[infinite], truth_[infinite]) and not got_[~infinite].isinf().any(), f"{name}: infinities"
+    assert torch.equal(got_[infinite], truth_[infinite]), f"{name}: infinities are missing"
+    assert not got_[~infinite].isinf().any(), f"{name}: infinities where the truth is finite"
     if infinite.all():
         return
     got_, plain_, truth_ = got_[~infinite], plain_[~infinite], truth_[~infinite]
     floor = LSE_ULPS * ulp(torch.float32, float(truth_.abs().max())) if name == "lse" else ulp(got.dtype, largest)
     budget = 2 * float((plain_ - truth_).abs().max()) + floor
     error = float((got_ - truth_).abs().max())
-    assert error <= budget, f"{name}: error {error:.3g} over the budget {budget:.3g} ({got.dtype}, largest {largest:.3g})"
+    assert error <= budget, (
+        f"{name}: error {error:.3g} over the budget {budget:.3g} ({got.dtype}, largest {largest:.3g})"
+    )
 
 
 def assert_result(op: str, inputs: Inputs, before: Inputs, results: Any) -> None:
@@ -633,11 +637,8 @@ def assert_result(op: str, inputs: Inputs, before: Inputs, results: Any) -> None
     plain = function(*plain_call.args, **plain_call.kwargs)
     mutated = mutated_arguments(op)
     if mutated:
-        names = [a.name for a in getattr(torch.ops.paged_ops, op).default._schema.arguments]
         for name in mutated:
-            got = inputs.kwargs.get(name, inputs.args[names.index(name)] if names.index(name) < len(inputs.args) else None)
-            index = names.index(name)
-            want = plain_call.kwargs.get(name, plain_call.args[index] if index < len(plain_call.args) else None)
+            got, want = (_argument(op, call, name) for call in (inputs, plain_call))
             for a, b in zip(_tensors(got), _tensors(want), strict=True):
                 assert_same_bytes(name, a, b)
         return
@@ -654,13 +655,13 @@ def assert_result(op: str, inputs: Inputs, before: Inputs, results: Any) -> None
 
 def assert_same_bytes(name: str, got: Tensor, want: Tensor) -> None:
     """Raise AssertionError unless two tensors have the same dtype, shape and bits."""
-    assert got.dtype == want.dtype and got.shape == want.shape, f"{name}: {got.dtype} {list(got.shape)}"
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), f"{name}: {got.dtype} {list(got.shape)}"
     a, b = (t.detach().cpu().contiguous().view(torch.uint8) for t in (got, want))
     assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} bytes differ"
 
 
 def check(op: str, case: Case, device: torch.device | str = "cpu", function: Callable[..., Any] | None = None) -> None:
-    """Run an op (or ``function`` in its place) on a case, twice, and compare: right, deterministic, within its memory."""
+    """Run an op (or ``function`` for it) on a case, twice, and compare: right, deterministic, within its memory."""
     call = function or OPS[op]
     inputs = case.inputs(device)
     before = clone_inputs(inputs)
@@ -681,6 +682,11 @@ def check_out(op: str, case: Case, device: torch.device | str = "cpu") -> None:
     outs = [inputs.memory.nan(result.shape, result.dtype) for result in _tensors(results)]
     packet.out(*inputs.args, **inputs.kwargs, **dict(zip(names, outs, strict=True)))
     assert_result(op, inputs, before, outs)
+
+
+def _argument(op: str, call: Inputs, name: str) -> Any:
+    names = [a.name for a in getattr(torch.ops.paged_ops, op).default._schema.arguments]
+    return dict(zip(names, call.args, strict=False)).get(name, call.kwargs.get(name))
 
 
 def _tensors(value: Any) -> list[Tensor]:

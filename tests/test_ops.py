@@ -1,6 +1,7 @@
 """Every declared op, on every case, against the reference: `pytest tests/test_ops.py --device cuda` on a GPU."""
 
 import inspect
+import textwrap
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from expecttest import assert_expected_inline
 import paged_ops
 from paged_ops import fake, op, reference, testing
 from paged_ops.features import Features
+from paged_ops.layouts import FP8_DTYPES
 
 ALL = [(name, case) for name, cases in testing.CASES.items() for case in cases]
 COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
@@ -35,13 +37,25 @@ def test_out_overload(name, case, device):
 def test_opcheck(name, case, device):
     inputs = case.inputs(device)
     overload = getattr(torch.ops.paged_ops, name).default
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with torch.no_grad():
-        torch.library.opcheck(
-            overload,
-            inputs.args,
-            inputs.kwargs,
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
-        )
+        torch.library.opcheck(overload, inputs.args, inputs.kwargs, test_utils=utils)
+        # Schema checking multiplies its inputs, which torch cannot do in float8: there the same bytes go in as uint8.
+        args, kwargs = float8_as_uint8(inputs)
+        torch.library.opcheck(overload, args, kwargs, test_utils="test_schema")
+
+
+def float8_as_uint8(inputs):
+    def convert(value):
+        if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
+            return value.view(torch.uint8)
+        return [convert(each) for each in value] if isinstance(value, list) else value
+
+    kinds = {value.dtype for value in inputs.args if isinstance(value, torch.Tensor)} & set(FP8_DTYPES)
+    kwargs = {key: convert(value) for key, value in inputs.kwargs.items()}
+    if kinds:
+        kwargs["kv_cache_dtype"] = "fp8_e5m2" if kinds == {testing.F8_E5M2} else "fp8_e4m3"
+    return tuple(convert(value) for value in inputs.args), kwargs
 
 
 @pytest.mark.parametrize("name", sorted(op.OPS))
@@ -90,19 +104,64 @@ def test_schemas():
     """The schemas are public: a change here breaks exported programs."""
     packets = [getattr(torch.ops.paged_ops, name) for name in sorted(op.OPS)]
     schemas = [str(getattr(packet, overload)._schema) for packet in packets for overload in packet.overloads()]
-    assert_expected_inline("\n".join(schemas), """\
-paged_ops::attention_schedule(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt num_kv_heads, SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0) -> Tensor
-paged_ops::attention_schedule.out(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt num_kv_heads, SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, Tensor(out0!) schedule) -> ()
-paged_ops::cascade_attention(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len, Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto") -> Tensor
-paged_ops::cascade_attention.out(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len, Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor(out0!) out) -> ()
+    assert_expected_inline("\n\n".join(textwrap.fill(schema, 110) for schema in schemas), """\
+paged_ops::attention_schedule(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt num_kv_heads,
+SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0) -> Tensor
+
+paged_ops::attention_schedule.out(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt
+num_kv_heads, SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0,
+Tensor(out0!) schedule) -> ()
+
+paged_ops::cascade_attention(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len,
+Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor?
+value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor?
+output_scale=None, str kv_cache_dtype="auto") -> Tensor
+
+paged_ops::cascade_attention.out(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len,
+Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor?
+value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor?
+output_scale=None, str kv_cache_dtype="auto", Tensor(out0!) out) -> ()
+
 paged_ops::copy_blocks(Tensor(a0!)[] kv_caches, Tensor block_mapping) -> ()
-paged_ops::gather_kv(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens, *, Tensor? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", ScalarType? dtype=None) -> (Tensor, Tensor)
-paged_ops::gather_kv.out(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens, *, Tensor? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", ScalarType? dtype=None, Tensor(out0!) key, Tensor(out1!) value) -> ()
+
+paged_ops::gather_kv(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens, *, Tensor?
+value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", ScalarType?
+dtype=None) -> (Tensor, Tensor)
+
+paged_ops::gather_kv.out(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens, *, Tensor?
+value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", ScalarType?
+dtype=None, Tensor(out0!) key, Tensor(out1!) value) -> ()
+
 paged_ops::merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)
-paged_ops::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(out0!) out, Tensor(out1!) lse) -> ()
-paged_ops::paged_attention(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None) -> Tensor
-paged_ops::paged_attention.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None, Tensor(out0!) out) -> ()
-paged_ops::paged_attention_with_lse(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None) -> (Tensor, Tensor)
-paged_ops::paged_attention_with_lse.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]? block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str kv_cache_dtype="auto", Tensor? schedule=None, Tensor(out0!) out, Tensor(out1!) lse) -> ()
-paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *, Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()
+
+paged_ops::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(out0!)
+out, Tensor(out1!) lse) -> ()
+
+paged_ops::paged_attention(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor
+query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
+attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
+block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
+kv_cache_dtype="auto", Tensor? schedule=None) -> Tensor
+
+paged_ops::paged_attention.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor
+query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
+attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
+block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
+kv_cache_dtype="auto", Tensor? schedule=None, Tensor(out0!) out) -> ()
+
+paged_ops::paged_attention_with_lse(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
+Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
+SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
+block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
+kv_cache_dtype="auto", Tensor? schedule=None) -> (Tensor, Tensor)
+
+paged_ops::paged_attention_with_lse.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
+Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
+SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
+block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
+kv_cache_dtype="auto", Tensor? schedule=None, Tensor(out0!) out, Tensor(out1!) lse) -> ()
+
+paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *,
+Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()
+
 paged_ops::swap_blocks(Tensor[] src_caches, Tensor(a1!)[] dst_caches, Tensor block_mapping) -> ()""")

@@ -39,9 +39,9 @@ def paged_attention(
 def paged_attention_with_lse(
     query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    out, lse = out or (None, None)
-    output = paged_attention(query, *args, out=out, **kwargs)
-    return output, result("lse", lse, query, query.shape[:2], torch.float32)
+    given_out, given_lse = out or (None, None)
+    output = paged_attention(query, *args, out=given_out, **kwargs)
+    return output, result("lse", given_lse, query, query.shape[:2], torch.float32)
 
 
 def attention_schedule(
@@ -74,8 +74,9 @@ def merge_attention_states(
     checks.tensor("lse_a", lse_a, (T, H), torch.float32, out_a.device, "[T, H]")
     checks.tensor("out_b", out_b, (T, H, Dv), out_a.dtype, out_a.device, "[T, H, Dv]")
     checks.tensor("lse_b", lse_b, (T, H), torch.float32, out_a.device, "[T, H]")
-    out, lse = out or (None, None)
-    return result("out", out, out_a, (T, H, Dv), out_a.dtype), result("lse", lse, lse_a, (T, H), torch.float32)
+    given_out, given_lse = out or (None, None)
+    merged = result("out", given_out, out_a, (T, H, Dv), out_a.dtype)
+    return merged, result("lse", given_lse, lse_a, (T, H), torch.float32)
 
 
 def cascade_attention(

@@ -45,10 +45,14 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     _check_caches("src_caches", src_caches)
     _check_caches("dst_caches", dst_caches)
-    expect(len(dst_caches) == len(src_caches), "dst_caches", f"{len(src_caches)} caches, as src_caches", len(dst_caches))
+    expect(
+        len(dst_caches) == len(src_caches), "dst_caches", f"{len(src_caches)} caches, as src_caches", len(dst_caches)
+    )
     for index, (src, dst) in enumerate(zip(src_caches, dst_caches, strict=True)):
         block = tuple(src.shape[1:])
-        expect(tuple(dst.shape[1:]) == block, f"dst_caches[{index}]", f"blocks of shape {list(block)}, as the source", dst)
+        expect(
+            tuple(dst.shape[1:]) == block, f"dst_caches[{index}]", f"blocks of shape {list(block)}, as the source", dst
+        )
         expect(dst.dtype == src.dtype, f"dst_caches[{index}]", f"{src.dtype}, as the source", dst)
     _check_mapping(block_mapping)
     expect(block_mapping.device.type == "cpu", "block_mapping", "a tensor on the CPU", block_mapping)
