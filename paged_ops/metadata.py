@@ -40,12 +40,14 @@ class CascadeMetadata:
     suffix_lens: Tensor  # int32 [S]: seq_lens - common_prefix_len, 0 for padding
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AttentionMetadata:
     """One step's batch, as the ops and a model read it.
 
     A pytree whose every field is a leaf, integers too: it can be an argument of a compiled, exported or captured
     function. The integers are for the host and are not to be read inside a graph: there each value compiles again.
+    ``torch.export`` pins even an integer that is not read, unless its entry of ``dynamic_shapes`` (a list over
+    ``torch.utils._pytree.tree_leaves(metadata)``) is ``torch.export.Dim.DYNAMIC``.
 
     The tensors follow the padding contract: padding sequences come last, with length 0 and an empty query range, and so
     do padding tokens, with slot -1 and position 0. Block-table entries past a sequence's need may hold anything.
@@ -66,10 +68,11 @@ class AttentionMetadata:
         cascade: present when the step was built with a common prefix (and without ``fast_build``).
     """
 
-    query_start_loc: Tensor
+    # torch.export replaces the names of inputs in its guards as text, in this order: x_cpu has to come before x.
     query_start_loc_cpu: Tensor
-    seq_lens: Tensor
+    query_start_loc: Tensor
     seq_lens_cpu: Tensor
+    seq_lens: Tensor
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
@@ -81,9 +84,10 @@ class AttentionMetadata:
     cascade: CascadeMetadata | None = None
 
 
-# Named, so that an exported program that takes one can be saved.
+# Named and declared safe, so that an exported program that takes one can be saved and loaded.
 pytree.register_dataclass(CascadeMetadata, serialized_type_name="paged_ops.CascadeMetadata")
 pytree.register_dataclass(AttentionMetadata, serialized_type_name="paged_ops.AttentionMetadata")
+torch.serialization.add_safe_globals([CascadeMetadata, AttentionMetadata])
 
 
 class GraphSupport(enum.IntEnum):
@@ -460,13 +464,12 @@ class _Buffers:
         # An inference tensor could not be written outside that mode.
         with torch.inference_mode(False):
             storage = torch.zeros(starts[-1], dtype=torch.uint8, device=device, pin_memory=pinned)
-            return cls(
-                storage,
-                *(
-                    storage[start : start + size].view(dtype).view(shape)
-                    for start, size, (dtype, shape) in zip(starts, sizes, shapes, strict=False)
-                ),
-            )
+            parts = [
+                storage[start : start + size].view(dtype).view(shape)
+                for start, size, (dtype, shape) in zip(starts, sizes, shapes, strict=False)
+            ]
+            # To saving, exporting and the compiler's alias analysis each part is a tensor of its own.
+            return cls(storage, *(parts if pinned else map(torch.from_dlpack, parts)))
 
     def views(self, S: int, T: int) -> tuple[Tensor, ...]:
         return (
@@ -484,7 +487,7 @@ class _Buffers:
         for tensor, count in zip(tensors, rows, strict=True):
             if count == 0:
                 continue
-            start = int(tensor.storage_offset()) * tensor.itemsize
+            start = tensor.data_ptr() - self.storage.data_ptr()
             stop = start + count * tensor.stride(0) * tensor.itemsize
             # Sending 64 KiB of stale bytes takes 1-3 us, issuing another copy more.
             if ranges and start - ranges[-1][1] <= 64 << 10:
