@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout
+from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout, split_kv_cache
 from paged_ops.ops import copy_blocks, swap_blocks
 
 
@@ -108,7 +108,7 @@ class BlockPool:
 
     def remember(self, block: int, prefix: Prefix) -> None:
         """Makes ``find(prefix)`` give ``block``, unless another block holds the same content already."""
-        if self._prefix_of[block] is None and self._block_of.setdefault(prefix, block) == block:
+        if self._block_of.setdefault(prefix, block) == block:
             self._prefix_of[block] = prefix
 
     def _num_spare(self, plan: Sequence[int | None]) -> int:
@@ -177,13 +177,8 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        for name, value, least in (
-            ("num_blocks", num_blocks, 0),
-            ("block_size", block_size, 1),
-            ("num_host_blocks", num_host_blocks, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        _at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        _at_least(1, block_size=block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, "device")
@@ -286,26 +281,23 @@ class BlockAllocator:
         seq = self._live(seq_id)
         if self._copies:
             raise ValueError(f"seq_id: {seq_id!r} cannot be swapped out while copies are pending; flush copies first")
-        pairs = self._move(seq, self.pool, self.host_pool, self._num_blocks(seq.num_computed))
+        pairs = self._move(seq)
         self._num_swapped_out += len(pairs)
         return pairs
 
     def swap_in(self, seq_id: Hashable) -> list[tuple[int, int]]:
         """Brings a sequence back to the device; pairs (host block, device block) as in ``swap_out``."""
-        seq = self._swapped(seq_id)
-        pairs = self._move(seq, self.host_pool, self.pool, self._num_blocks(len(seq.tokens)))
+        pairs = self._move(self._swapped(seq_id))
         self._num_swapped_in += len(pairs)
         return pairs
 
     def can_swap_out(self, seq_id: Hashable) -> bool:
         """Whether ``swap_out`` would find the host blocks it needs now."""
-        seq = self._live(seq_id)
-        return self.host_pool.fits(self._plan(seq, self.host_pool, self._num_blocks(seq.num_computed)))
+        return self.host_pool.fits(self._swap_plan(self._live(seq_id)))
 
     def can_swap_in(self, seq_id: Hashable) -> bool:
         """Whether ``swap_in`` would find the blocks it needs now."""
-        seq = self._swapped(seq_id)
-        return self.pool.fits(self._plan(seq, self.pool, self._num_blocks(len(seq.tokens))))
+        return self.pool.fits(self._swap_plan(self._swapped(seq_id)))
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Takes the pending (source block, destination block) pairs, which the caller copies before anything else is
@@ -339,9 +331,11 @@ class BlockAllocator:
         return self._get(seq_id).num_computed
 
     def is_swapped_out(self, seq_id: Hashable) -> bool:
+        """Whether the sequence is on the host."""
         return self._get(seq_id).swapped
 
     def stats(self) -> CacheStats:
+        """Counts for logs and tests; O(N)."""
         pool, host = self.pool, self.host_pool
         return CacheStats(
             num_blocks=pool.num_blocks,
@@ -404,8 +398,7 @@ class BlockAllocator:
 
     def _growth(self, seq: _Sequence, num_tokens: int) -> tuple[bool, int]:
         """Whether an append must copy the last block first, and how many fresh blocks it needs in all."""
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}")
+        _at_least(0, num_tokens=num_tokens)
         copies_tail = False
         if num_tokens and len(seq.tokens) % self.block_size and self.pool.ref_counts[seq.blocks[-1]] > 1:
             held = sum(source == seq.blocks[-1] for source in self._copies.values())
@@ -417,14 +410,17 @@ class BlockAllocator:
         if self.pool.release(block) and block in self._copies:
             self._release(self._copies.pop(block))  # nobody wants the copy any more
 
-    def _plan(self, seq: _Sequence, target: BlockPool, num_blocks: int) -> list[int | None]:
+    def _swap_plan(self, seq: _Sequence) -> list[int | None]:
+        """On the side where the sequence is not: the host takes computed tokens alone, the device reserved ones too."""
+        target, num_tokens = (self.pool, len(seq.tokens)) if seq.swapped else (self.host_pool, seq.num_computed)
         found = [target.find(prefix) for prefix in seq.prefixes[1:]]
-        return found + [None] * (num_blocks - len(found))
+        return found + [None] * (self._num_blocks(num_tokens) - len(found))
 
-    def _move(self, seq: _Sequence, source: BlockPool, target: BlockPool, num_blocks: int) -> list[tuple[int, int]]:
-        plan = self._plan(seq, target, num_blocks)
+    def _move(self, seq: _Sequence) -> list[tuple[int, int]]:
+        source, target = (self.host_pool, self.pool) if seq.swapped else (self.pool, self.host_pool)
+        plan = self._swap_plan(seq)
         blocks = target.take(plan)
-        # The host side has blocks for computed tokens only, and zip stops at the shorter side.
+        # The shorter side, where zip stops, is the host's: no blocks for reserved tokens.
         pairs = [(old, new) for old, new, known in zip(seq.blocks, blocks, plan, strict=False) if known is None]
         for block, prefix in zip(blocks, seq.prefixes[1:], strict=False):
             target.remember(block, prefix)
@@ -464,26 +460,27 @@ class KVCache(BlockAllocator):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        layout: Layout | None = None,
+        layout: Layout | str | None = None,
         num_host_blocks: int = 0,
     ) -> None:
         super().__init__(num_blocks, block_size, num_host_blocks)
-        for name, value in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_size", head_size)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        _at_least(1, num_layers=num_layers, num_kv_heads=num_kv_heads, head_size=head_size)
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
             raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
         self.dtype = dtype
         self.device = torch.device(device)
-        self.layout = get_default_layout(self.device) if layout is None else Layout(layout)
+        chosen = get_default_layout(self.device) if layout is None else layout
         on_cuda = self.device.type == "cuda"
 
         def allocate(blocks: int, where: torch.device, pin_memory: bool) -> list[Tensor]:
             shape = (blocks, block_size, num_kv_heads, head_size)
-            return [allocate_kv_cache(self.layout, *shape, dtype, where, pin_memory) for _ in range(num_layers)]
+            return [allocate_kv_cache(chosen, *shape, dtype, where, pin_memory) for _ in range(num_layers)]
 
         self.layers = allocate(num_blocks, self.device, False)
         self.host_layers = allocate(num_host_blocks, torch.device("cpu"), on_cuda) if num_host_blocks else []
+        self.layout = Layout(chosen)
+        if self.layout is Layout.X_PACKED:
+            split_kv_cache(self.layers[0], num_kv_heads, head_size)  # refuses a head size that cannot be packed
         self._swapped_event = torch.cuda.Event() if on_cuda and num_host_blocks else None
         if self._swapped_event is not None:
             # The arguments keep the pinned memory alive until the last swap is done, also when the cache is dropped.
@@ -548,6 +545,12 @@ class KVCache(BlockAllocator):
         if self.layout is not Layout.X_PACKED:
             return layers
         return [plane for layer in layers for plane in layer.unbind(0)]
+
+
+def _at_least(least: int, **arguments: int) -> None:
+    for name, value in arguments.items():
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def _wait(event: torch.cuda.Event, pinned: list[Tensor]) -> None:

@@ -117,9 +117,9 @@ class Walk:
     def write(self, seq_id: int, stop: int) -> None:
         """What the model's step does: writes the reserved tokens up to `stop` where the cache says."""
         expected, size = self.live[seq_id], self.cache.block_size
-        slots = torch.tensor(self.cache.slots(seq_id, stop=stop))
+        slots = torch.tensor(self.cache.slots(seq_id, stop=stop), device=self.cache.device)
         for channel, view in enumerate(self.device_views):
-            values = self.values(expected.contents[expected.num_computed : stop], channel).to(view.dtype)
+            values = self.values(expected.contents[expected.num_computed : stop], channel).to(view.device, view.dtype)
             view[slots // size, slots % size] = values.view(-1, *[1] * (view.dim() - 2)).expand(-1, *view.shape[2:])
 
     def check_contents(self) -> None:
@@ -134,9 +134,9 @@ class Walk:
                     blocks = [pending.get(block, block) for block in self.cache._sequences[seq_id].blocks]
                     slots += [blocks[p // size] * size + p % size for p in range(expected.num_computed)]
                     contents += expected.contents[: expected.num_computed]
-            where = torch.tensor(slots, dtype=torch.int64)
             for channel, view in enumerate(views):
-                found = view[where // size, where % size].flatten(1).long()
+                where = torch.tensor(slots, dtype=torch.int64, device=view.device)
+                found = view[where // size, where % size].flatten(1).long().cpu()
                 assert (found == self.values(contents, channel)[:, None]).all(), f"wrong content in {channel=}"
 
     def check(self) -> None:
@@ -276,7 +276,7 @@ def test_random_walk() -> None:
 def test_random_walk_over_block_sizes(block_size: int) -> None:
     cache = KVCache(1, 30, block_size, 1, 1, num_host_blocks=10)
     walk = Walk(cache, 1, 1, seed=block_size)
-    walk.run(600)
+    walk.run(600 if block_size < 100 else 300)
     assert all(walk.events[name] for name in EVENTS), walk.events
     assert (cache.stats().copied_blocks > 0) == (block_size > 1)
     assert cache.stats().hit_tokens > 0
@@ -290,6 +290,16 @@ def test_random_walk_over_layouts(layout: Layout, dtype: torch.dtype) -> None:
     walk = Walk(cache, 2, 16, seed=5)
     walk.modulus = 255 if dtype is torch.bfloat16 else walk.modulus  # integers that the dtype can tell apart
     walk.run(250)
+    assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("layout", list(Layout))
+def test_random_walk_on_gpu(layout: Layout) -> None:
+    cache = KVCache(2, 40, 4, 2, 16, device="cuda", dtype=torch.float32, layout=layout, num_host_blocks=12)
+    assert all(layer.is_pinned() for layer in cache.host_layers)
+    Walk(cache, 2, 16, seed=3).run(500)
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
 
 
@@ -661,6 +671,18 @@ def test_copies_must_be_taken_before_a_swap() -> None:
     assert state(cache) == before
 
 
+def test_the_cache_does_pending_copies_before_a_swap() -> None:
+    cache = KVCache(1, 8, 4, 1, 1, num_host_blocks=8)
+    admit_computed(cache, "a", [1, 2])
+    (source,) = cache.block_ids("a")
+    cache.layers[0][source] = 7
+    cache.fork("a", "b")
+    cache.append("b", [3])
+    ((_, host),) = cache.swap_out("b")
+    cache.synchronize()
+    assert (cache.host_layers[0][host] == 7).all()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("num_blocks", -1), ("block_size", 0), ("num_host_blocks", -1), ("num_layers", 0), ("head_size", 0)],
@@ -669,6 +691,13 @@ def test_bad_sizes(name: str, value: int) -> None:
     sizes = {"num_layers": 1, "num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_size": 1} | {name: value}
     with pytest.raises(ValueError, match=f"{name}: expected at least {value + 1}, got {value}"):
         KVCache(**sizes)
+
+
+def test_bad_layouts() -> None:
+    with pytest.raises(ValueError, match=r"layout: expected one of .*'X_PACKED'.*, got 'NHDX'"):
+        KVCache(1, 1, 1, 1, 1, layout="NHDX")
+    with pytest.raises(ValueError, match="head_size: expected a multiple of x = 8"):
+        KVCache(1, 1, 1, 1, 12, layout=Layout.X_PACKED, dtype=torch.float16)
 
 
 def test_bad_dtype() -> None:
