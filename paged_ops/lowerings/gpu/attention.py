@@ -1,0 +1,777 @@
+"""Paged attention on GPUs: two kernels over the same parts, and a merge. CUDA and ROCm run the same source.
+
+Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D and Dv head sizes, N blocks, B tokens a
+block, P programs. Inside kernels also M packed query rows (``q_len`` tokens by G heads, so that every key and value is
+read once for all of them) and N keys of a tile.
+
+* ``split_kernel`` serves every sequence whose rows fit one tile of M rows: decode and speculative widths. Its P
+  programs take equal contiguous shares of the running total of key tiles over (sequence, key/value head), which each
+  of them counts on the device: no host plan, and one captured graph is balanced for any lengths. A unit of work that
+  lies in one share goes to the output, one that is cut leaves parts in a workspace.
+* ``merge_kernel`` combines the parts of a cut unit in a fixed order.
+* ``prefill_kernel`` serves the longer sequences by tiles of query rows, longest first.
+
+Which kernel serves a sequence is decided by its length, on the device. Ideas: stream-K (Osama et al. 2023,
+arXiv:2301.03598), FlashAttention-2 (arXiv:2307.08691), Flash-Decoding (Dao et al. 2023), the packing of grouped heads
+from FlashInfer (arXiv:2501.01005).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_ops import checks, fake, masks
+from paged_ops.features import Features
+from paged_ops.layouts import PagedKV, element_dtype, paged_kv
+from paged_ops.lowerings.gpu import tiles
+from paged_ops.lowerings.gpu.device import on_device, target
+from paged_ops.lowerings.gpu.features import (
+    LN2,
+    LOG2E,
+    finish,
+    keep,
+    keep_block_sparse,
+    load_queries,
+    load_tile,
+    logits2,
+    softmax_step,
+    sparse_tile_is_seen,
+)
+from paged_ops.lowerings.gpu.fp8 import E4M3FN, fp8_format, quantise
+
+# attention_schedule counts tiles of this many packed query rows and this many keys.
+SCHEDULE_TILE = tl.constexpr(128)
+
+
+def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
+    out = fake.paged_attention(query, *args, out=out, **features)
+    _attend(Features(**features), out, None, query, *args)
+    return out
+
+
+def paged_attention_with_lse(
+    query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **features: Any
+) -> tuple[Tensor, Tensor]:
+    out_, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
+    _attend(Features(**features), out_, lse, query, *args)
+    return out_, lse
+
+
+def attention_schedule(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    schedule = fake.attention_schedule(
+        seq_lens,
+        query_start_loc,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
+        out=out,
+    )
+    S = seq_lens.shape[0]
+    schedule_kernel[(1,)](
+        schedule,
+        seq_lens,
+        query_start_loc,
+        S,
+        num_heads // num_kv_heads,
+        sliding_window,
+        attention_chunk,
+        WINDOW=sliding_window > 0,
+        CHUNK=attention_chunk > 0,
+        BLOCK_S=tiles.sequences_at_once(S),
+        num_warps=4,
+    )
+    return schedule
+
+
+def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
+    """Why an attention op would not run on ``device`` ("cuda" or "rocm") with these features and properties."""
+    reasons = []
+    cache_dtype = features.get("cache_dtype")
+    if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
+    D, Dv = features.get("head_size"), features.get("value_head_size")
+    for name, size in (("head_size", D), ("value_head_size", Dv)):
+        if size is not None and size > tiles.LARGEST_HEAD:
+            reasons.append(f"{name}: at most {tiles.LARGEST_HEAD} on {device}, got {size}")
+    return reasons
+
+
+def _attend(
+    f: Features,
+    out: Tensor,
+    lse: Tensor | None,
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+) -> None:
+    paged = paged_kv(kv_cache, f.value_cache)
+    N, B, K, D, Dv = *paged.key.shape[:3], paged.head_size, paged.value_head_size
+    (T, H, _), S = query.shape, seq_lens.shape[0]
+    if checks.debug_checks():
+        checks.batch(block_tables, seq_lens, query_start_loc, T, N, B)
+    if not (out.numel() and D and S and K):
+        out.view(torch.uint8).zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return
+    stored = element_dtype(kv_cache, f.kv_cache_dtype)
+    for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", _properties(stored, D, Dv)):
+        raise ValueError(reason)
+    if not (N and B and block_tables.shape[1]):
+        seq_lens, B = torch.zeros_like(seq_lens), max(B, 1)
+
+    G = H // K
+    key, value, cache_format = _readable(paged, stored, fp8_format(kv_cache, f.kv_cache_dtype))
+    sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
+    first_offset, offset_step, heads_an_offset = _sparse_offsets(sparse, H, K)
+    plan = tiles.plan(query.dtype, key.dtype, T, S, G, D, Dv, query.device)
+
+    tensors = (query, key, value, block_tables, seq_lens, query_start_loc, f.alibi_slopes, f.sinks)
+    scales = (f.k_scale, f.v_scale, f.output_scale)
+    numbers = (
+        *query.stride(),
+        *(key.stride(n) for n in (0, 1, 2, 3, 4)),
+        *value.stride(),
+        *block_tables.stride(),
+        int(f.k_scale is not None and f.k_scale.shape[0] > 1),
+        int(f.v_scale is not None and f.v_scale.shape[0] > 1),
+        float(scale),
+        float(f.soft_cap),
+        f.sliding_window,
+        f.attention_chunk,
+        *((1, 0, 1) if sparse is None else sparse[:3]),
+        first_offset,
+        offset_step,
+        S,
+    )
+    fixed = {
+        "CAUSAL": bool(f.causal),
+        "WINDOW": f.sliding_window > 0,
+        "CHUNK": f.attention_chunk > 0,
+        "SOFT_CAP": f.soft_cap > 0,
+        "SPARSE": sparse is not None,
+        "HEADS_AN_OFFSET": heads_an_offset,
+        "G": G,
+        "B": B,
+        "D": D,
+        "Dv": Dv,
+        "D_PAD": tiles.padded(D),
+        "DV_PAD": tiles.padded(Dv),
+        "X": key.shape[4],
+        "FORMAT": cache_format,
+        "BLOCK_S": tiles.sequences_at_once(S),
+    }
+    filled = out.view(torch.uint8) if f.output_scale is not None else out
+    split, prefill = plan.split, plan.prefill
+    P = plan.programs
+    parts = query.new_empty((P, 2, split.block_m, Dv), dtype=torch.float32)
+    part_lse = query.new_empty((P, 2, split.block_m), dtype=torch.float32)
+    cuts = query.new_empty((P, 4), dtype=torch.int32)
+    split_kernel[(P,)](
+        filled,
+        lse,
+        parts,
+        part_lse,
+        cuts,
+        *tensors,
+        *scales,
+        *numbers,
+        T,
+        K,
+        **fixed,
+        BLOCK_M=split.block_m,
+        BLOCK_N=split.block_n,
+        num_warps=split.num_warps,
+        num_stages=split.num_stages,
+    )
+    merge_kernel[(P, split.block_m)](
+        filled,
+        lse,
+        parts,
+        part_lse,
+        cuts,
+        f.output_scale,
+        H,
+        G=G,
+        Dv=Dv,
+        DV_PAD=tiles.padded(Dv),
+        BLOCK_M=split.block_m,
+        PARTS=16,
+        num_warps=2,
+    )
+    if T * G > split.block_m:
+        prefill_kernel[(K, T // (prefill.block_m // G) + S)](
+            filled,
+            lse,
+            *tensors,
+            *scales,
+            *numbers,
+            **fixed,
+            SPLIT_M=split.block_m,
+            BLOCK_M=prefill.block_m,
+            BLOCK_N=prefill.block_n,
+            num_warps=prefill.num_warps,
+            num_stages=prefill.num_stages,
+        )
+
+
+def _readable(paged: PagedKV, stored: torch.dtype, cache_format: int) -> tuple[Tensor, Tensor, int]:
+    """Key and value views as a kernel reads them: fp8 in its own type where the target converts it, else its bits."""
+    if not cache_format:
+        return paged.key, paged.value, 0
+    if target().native_fp8:
+        return paged.key.view(stored), paged.value.view(stored), 0
+    return paged.key.view(torch.uint8), paged.value.view(torch.uint8), cache_format
+
+
+def _properties(stored: torch.dtype, D: int, Dv: int) -> dict[str, Any]:
+    return {"cache_dtype": stored, "head_size": D, "value_head_size": Dv}
+
+
+def _sparse_offsets(sparse: masks.BlockSparse | None, H: int, K: int) -> tuple[int, int, int]:
+    """The stripe's offset of query head h as ``first + (h // heads_an_offset) * step``."""
+    if sparse is None or sparse.homo_head:
+        return 1, 0, 1
+    heads = K if sparse.homo_head_group else H
+    step = max(1, int(sparse.vert_stride / (sparse.world_size * heads)))
+    return sparse.rank * heads * step + 1, step, H // heads
+
+
+@triton.jit
+def attend(
+    acc,
+    m,
+    l,
+    q,
+    i,  # [M] positions of the rows
+    first_i,
+    slopes,  # [M]
+    factor,
+    seq_len,
+    oldest,  # no row sees a key before it
+    first_tile,
+    end_tile,
+    block_table,
+    stride_m,
+    keys,  # tuple: base of a head, strides n, b, dx, d
+    values,  # tuple: base of a head, strides n, b, d
+    soft_cap,
+    window,
+    chunk,
+    sparse,  # tuple: block, local blocks, vertical stride, offset of each row [M], of each head [G]
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SPARSE: tl.constexpr,
+    MASKED: tl.constexpr,  # off where every row sees every key of the tiles
+    B: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    X: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Let the rows ``q [M, D]`` see the key tiles ``first_tile : end_tile``."""
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
+    for tile in range(first_tile, end_tile):
+        j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        live = j < seq_len
+        if WINDOW or CHUNK:
+            live = live & (j >= oldest)
+        seen = True
+        if SPARSE:
+            seen = sparse_tile_is_seen(first_i, j, live, sparse[4], sparse[0], sparse[1], sparse[2])
+        if seen:
+            block = tl.load(block_table + (j // B) * stride_m, mask=live, other=0).to(tl.int64)
+            offset = j % B
+            k = load_tile(
+                keys[0], block, offset, live, keys[1], keys[2], keys[3], keys[4], D, D_PAD, X, FORMAT, q.dtype
+            )
+            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
+            if MASKED:
+                kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
+                if SPARSE:
+                    kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
+                logits = tl.where(kept, logits, float("-inf"))
+            v = load_tile(
+                values[0], block, offset, live, values[1], values[2], 0, values[3], Dv, DV_PAD, Dv, FORMAT, q.dtype
+            )
+            acc, m, l = softmax_step(logits, v, acc, m, l, PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def store_rows(out, lse, result, lse2, row_token, row_head, row_live, output_scale, H, Dv: tl.constexpr, DV_PAD: tl.constexpr):
+    """Rows ``[M, Dv]`` to ``out [T, H, Dv]`` (contiguous), as e4m3 with an output_scale, and their lse in natural log."""
+    d = tl.arange(0, DV_PAD)
+    row = row_token.to(tl.int64) * H + row_head
+    mask = row_live[:, None] & (d < Dv)[None, :]
+    if output_scale is not None:
+        result = quantise(result / tl.load(output_scale), E4M3FN, False)
+    tl.store(out + row[:, None] * Dv + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        tl.store(lse + row, lse2 * LN2, mask=row_live)
+
+
+@triton.jit
+def oldest_key(first_i, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that the query at ``first_i``, and so any later one, may see."""
+    first_i = tl.maximum(first_i, 0)
+    oldest = first_i * 0
+    if WINDOW:
+        oldest = tl.maximum(oldest, first_i - window + 1)
+    if CHUNK:
+        oldest = tl.maximum(oldest, first_i // chunk * chunk)
+    return oldest
+
+
+@triton.jit
+def sequence(
+    s, live, seq_lens, query_start_loc, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of sequences s: the first row, the number of tokens and of keys, and the range of key tiles of a key/value head.
+
+    The range is empty for sequences that are not split_kernel's. A live row has at least one tile even without keys.
+    """
+    start = tl.load(query_start_loc + s, mask=live, other=0)
+    q_len = tl.load(query_start_loc + s + 1, mask=live, other=0) - start
+    seq_len = tl.load(seq_lens + s, mask=live, other=0)
+    first_tile = oldest_key(seq_len - q_len, window, chunk, WINDOW, CHUNK) // BLOCK_N
+    end_tile = tl.maximum(tl.cdiv(seq_len, BLOCK_N), first_tile + 1)
+    mine = (q_len > 0) & (q_len * G <= BLOCK_M)
+    return start, q_len, seq_len, first_tile, tl.where(mine, end_tile, first_tile)
+
+
+@triton.jit
+def split_kernel(
+    out,
+    lse,
+    parts,  # [P, 2, M, Dv] float32: what a program saw of a unit that began before its share (0) or goes on after it (1)
+    part_lse,  # [P, 2, M] float32, to base 2
+    cuts,  # [P, 4] int32: first row, tokens, key/value head and last program of a unit that is cut first by this program
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    query_start_loc,
+    alibi_slopes,
+    sinks,
+    k_scale,
+    v_scale,
+    output_scale,
+    q_stride_t,
+    q_stride_h,
+    q_stride_d,
+    k_stride_n,
+    k_stride_b,
+    k_stride_k,
+    k_stride_dx,
+    k_stride_d,
+    v_stride_n,
+    v_stride_b,
+    v_stride_k,
+    v_stride_d,
+    table_stride_s,
+    table_stride_m,
+    k_scale_stride,
+    v_scale_stride,
+    scale,
+    soft_cap,
+    window,
+    chunk,
+    sparse_block,
+    local_blocks,
+    vert_stride,
+    first_offset,
+    offset_step,
+    S,
+    T,
+    K,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SPARSE: tl.constexpr,
+    HEADS_AN_OFFSET: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    X: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    p = tl.program_id(0)
+    P = tl.num_programs(0)
+    H = K * G
+    r = tl.arange(0, BLOCK_M)
+    row_head_in_group = r % G
+
+    # Rows of padding: nobody else writes them.
+    for t in range(tl.load(query_start_loc + S) + p, T, P):
+        for h in range(0, H, BLOCK_M):
+            nothing = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+            unseen = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            store_rows(out, lse, nothing, unseen, t + r * 0, h + r, h + r < H, output_scale, H, Dv, DV_PAD)
+
+    # This program's share of the key tiles of all units, start : end, and the sequence s that it starts in.
+    lane = tl.arange(0, BLOCK_S)
+    total = 0
+    for chunk_of_s in range(0, S, BLOCK_S):
+        s_ = chunk_of_s + lane
+        _, _, _, first_, end_ = sequence(
+            s_, s_ < S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
+        )
+        total += tl.sum(end_ - first_) * K
+    share = total // P
+    longer = total - share * P  # so many programs take one tile more
+    start = p * share + tl.minimum(p, longer)
+    end = start + share + tl.where(p < longer, 1, 0)
+    s = 0
+    before = 0  # tiles of the sequences before s
+    total = 0
+    for chunk_of_s in range(0, S, BLOCK_S):
+        s_ = chunk_of_s + lane
+        _, _, _, first_, end_ = sequence(
+            s_, s_ < S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
+        )
+        tiles_ = (end_ - first_) * K
+        passed = (total + tl.cumsum(tiles_, 0) <= start) & (s_ < S)
+        s += tl.sum(passed.to(tl.int32))
+        before += tl.sum(tl.where(passed, tiles_, 0))
+        total += tl.sum(tiles_)
+
+    cut_row = 0
+    cut_tokens = 0
+    cut_head = 0
+    cut_last = -1
+    position = start
+    while position < end:
+        row_start, q_len, seq_len, first_tile, end_tile = sequence(
+            s, s < S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
+        )
+        tiles = end_tile - first_tile
+        stop = before + tiles * K
+        # A sequence without tiles is passed over: its range of the loop below is empty.
+        while position < tl.minimum(stop, end):
+            kh = (position - before) // tiles
+            unit = before + kh * tiles  # where the unit (s, kh) starts
+            part_end = tl.minimum(unit + tiles, end)
+
+            row_live = r < q_len * G
+            row_token = row_start + r // G
+            row_head = kh * G + row_head_in_group
+            first_i = seq_len - q_len
+            i = first_i + r // G
+            q = load_queries(query, row_token, row_head, row_live, q_stride_t, q_stride_h, q_stride_d, D, D_PAD)
+            factor = scale
+            if k_scale is not None:
+                factor = scale * tl.load(k_scale + kh * k_scale_stride)
+            slopes = None
+            if alibi_slopes is not None:
+                slopes = tl.load(alibi_slopes + row_head)
+            head_offset = first_offset + ((kh * G + tl.arange(0, triton.next_power_of_2(G)) % G) // HEADS_AN_OFFSET) * offset_step
+            row_offset = first_offset + (row_head // HEADS_AN_OFFSET) * offset_step
+            acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
+            if sinks is not None:
+                if position == unit:  # the first part counts the sink
+                    m = tl.load(sinks + row_head) * LOG2E
+                    l = tl.where(m > float("-inf"), 1.0, 0.0)
+            acc, m, l = attend(
+                acc, m, l, q, i, first_i, slopes, factor, seq_len,
+                oldest_key(first_i, window, chunk, WINDOW, CHUNK),
+                first_tile + position - unit, first_tile + part_end - unit,
+                block_tables + s.to(tl.int64) * table_stride_s, table_stride_m,
+                (key_cache + kh.to(tl.int64) * k_stride_k, k_stride_n, k_stride_b, k_stride_dx, k_stride_d),
+                (value_cache + kh.to(tl.int64) * v_stride_k, v_stride_n, v_stride_b, v_stride_d),
+                soft_cap, window, chunk,
+                (sparse_block, local_blocks, vert_stride, row_offset, head_offset),
+                CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+            )  # fmt: skip
+            result, lse2 = finish(acc, m, l)
+            if v_scale is not None:
+                result = result * tl.load(v_scale + kh * v_scale_stride)
+            if (position == unit) & (part_end == unit + tiles):
+                store_rows(out, lse, result, lse2, row_token, row_head, row_live, output_scale, H, Dv, DV_PAD)
+            else:
+                slot = p * 2 + tl.where(position == unit, 1, 0)
+                part_row = slot.to(tl.int64) * BLOCK_M + r
+                d = tl.arange(0, DV_PAD)
+                tl.store(parts + part_row[:, None] * Dv + d[None, :], result, mask=row_live[:, None] & (d < Dv)[None, :])
+                tl.store(part_lse + part_row, lse2, mask=row_live)
+                if position == unit:
+                    cut_row = row_start
+                    cut_tokens = q_len
+                    cut_head = kh
+                    # The program whose share holds the unit's last tile.
+                    last = unit + tiles - 1
+                    of_longer = longer * (share + 1)
+                    cut_last = tl.where(
+                        last < of_longer,
+                        last // (share + 1),
+                        longer + (last - of_longer) // tl.maximum(share, 1),
+                    )
+            position = part_end
+        before = stop
+        s += 1
+    tl.store(cuts + p * 4, cut_row)
+    tl.store(cuts + p * 4 + 1, cut_tokens)
+    tl.store(cuts + p * 4 + 2, cut_head)
+    tl.store(cuts + p * 4 + 3, cut_last)
+
+
+@triton.jit
+def merge_kernel(
+    out,
+    lse,
+    parts,
+    part_lse,
+    cuts,
+    output_scale,
+    H,
+    G: tl.constexpr,
+    Dv: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One row of the unit that program p was the first to cut: its parts are p's second and later programs' first."""
+    p = tl.program_id(0)
+    r = tl.program_id(1)
+    last = tl.load(cuts + p * 4 + 3)
+    if last < 0:
+        return
+    tokens = tl.load(cuts + p * 4 + 1)
+    if r >= tokens * G:
+        return
+    d = tl.arange(0, DV_PAD)
+    acc = tl.zeros([DV_PAD], tl.float32)
+    m = float("-inf")
+    l = 0.0
+    for first in range(p, last + 1, PARTS):
+        program = first + tl.arange(0, PARTS)
+        live = program <= last
+        row = (program * 2 + tl.where(program == p, 1, 0)).to(tl.int64) * BLOCK_M + r
+        lse2 = tl.load(part_lse + row, mask=live, other=float("-inf"))  # [PARTS]
+        part = tl.load(parts + row[:, None] * Dv + d[None, :], mask=live[:, None] & (d < Dv)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(lse2, 0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(lse2 - shift)
+        decay = tl.exp2(m - shift)
+        acc = acc * decay + tl.sum(part * weight[:, None], 0)
+        l = l * decay + tl.sum(weight, 0)
+        m = m_new
+    result, total2 = finish(acc[None, :], tl.full([1], 0.0, tl.float32) + m, tl.full([1], 0.0, tl.float32) + l)
+    one = tl.arange(0, 1)
+    row_token = tl.load(cuts + p * 4) + r // G + one
+    row_head = tl.load(cuts + p * 4 + 2) * G + r % G + one
+    store_rows(out, lse, result, total2, row_token, row_head, one == 0, output_scale, H, Dv, DV_PAD)
+
+
+@triton.jit
+def prefill_kernel(
+    out,
+    lse,
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    query_start_loc,
+    alibi_slopes,
+    sinks,
+    k_scale,
+    v_scale,
+    output_scale,
+    q_stride_t,
+    q_stride_h,
+    q_stride_d,
+    k_stride_n,
+    k_stride_b,
+    k_stride_k,
+    k_stride_dx,
+    k_stride_d,
+    v_stride_n,
+    v_stride_b,
+    v_stride_k,
+    v_stride_d,
+    table_stride_s,
+    table_stride_m,
+    k_scale_stride,
+    v_scale_stride,
+    scale,
+    soft_cap,
+    window,
+    chunk,
+    sparse_block,
+    local_blocks,
+    vert_stride,
+    first_offset,
+    offset_step,
+    S,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SPARSE: tl.constexpr,
+    HEADS_AN_OFFSET: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    X: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLIT_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    TOKENS: tl.constexpr = BLOCK_M // G
+    kh = tl.program_id(0)
+    H = tl.num_programs(0) * G
+    # Later tiles see more keys: they start first.
+    query_tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    # Sequence s starts at tile query_start_loc[s] // TOKENS + s, which leaves room for its last, partial tile.
+    s = -1
+    for chunk_of_s in range(0, S, BLOCK_S):
+        s_ = chunk_of_s + tl.arange(0, BLOCK_S)
+        tile_ = tl.load(query_start_loc + s_, mask=s_ < S, other=0) // TOKENS + s_
+        s += tl.sum(((tile_ <= query_tile) & (s_ < S)).to(tl.int32))
+    row_start = tl.load(query_start_loc + s)
+    q_len = tl.load(query_start_loc + s + 1) - row_start
+    seq_len = tl.load(seq_lens + s)
+    first_token = (query_tile - row_start // TOKENS - s) * TOKENS
+    if (first_token >= q_len) | (q_len * G <= SPLIT_M):
+        return
+
+    r = tl.arange(0, BLOCK_M)
+    token = first_token + r // G
+    row_live = (r < TOKENS * G) & (token < q_len)
+    row_head = kh * G + r % G
+    first_i = seq_len - q_len + first_token
+    last_i = seq_len - q_len + tl.minimum(first_token + TOKENS, q_len) - 1
+    i = seq_len - q_len + token
+    q = load_queries(query, row_start + token, row_head, row_live, q_stride_t, q_stride_h, q_stride_d, D, D_PAD)
+    factor = scale
+    if k_scale is not None:
+        factor = scale * tl.load(k_scale + kh * k_scale_stride)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + row_head)
+    head_offset = first_offset + ((kh * G + tl.arange(0, triton.next_power_of_2(G)) % G) // HEADS_AN_OFFSET) * offset_step
+    row_offset = first_offset + (row_head // HEADS_AN_OFFSET) * offset_step
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        m = tl.load(sinks + row_head) * LOG2E
+        l = tl.where(m > float("-inf"), 1.0, 0.0)
+
+    # Key tiles: masked ones that begin before what every row sees, full ones, masked ones to the end.
+    oldest = oldest_key(first_i, window, chunk, WINDOW, CHUNK)
+    first_tile = oldest // BLOCK_N
+    newest = seq_len
+    full_end = seq_len // BLOCK_N
+    if CAUSAL:
+        newest = tl.minimum(seq_len, last_i + 1)
+        full_end = tl.maximum(first_i + 1, 0) // BLOCK_N
+    end_tile = tl.maximum(tl.cdiv(newest, BLOCK_N), first_tile)
+    full_first = tl.cdiv(oldest_key(last_i, window, chunk, WINDOW, CHUNK), BLOCK_N)
+    if SPARSE:
+        full_end = first_tile
+    full_first = tl.minimum(tl.maximum(full_first, first_tile), end_tile)
+    full_end = tl.minimum(tl.maximum(full_end, full_first), end_tile)
+
+    block_table = block_tables + s.to(tl.int64) * table_stride_s
+    keys = (key_cache + kh.to(tl.int64) * k_stride_k, k_stride_n, k_stride_b, k_stride_dx, k_stride_d)
+    values = (value_cache + kh.to(tl.int64) * v_stride_k, v_stride_n, v_stride_b, v_stride_d)
+    sparse = (sparse_block, local_blocks, vert_stride, row_offset, head_offset)
+    if WINDOW or CHUNK:
+        acc, m, l = attend(
+            acc, m, l, q, i, first_i, slopes, factor, seq_len, oldest, first_tile, full_first,
+            block_table, table_stride_m, keys, values, soft_cap, window, chunk, sparse,
+            CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+        )  # fmt: skip
+    if not SPARSE:
+        acc, m, l = attend(
+            acc, m, l, q, i, first_i, slopes, factor, seq_len, oldest, full_first, full_end,
+            block_table, table_stride_m, keys, values, soft_cap, window, chunk, sparse,
+            CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, False,
+            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+        )  # fmt: skip
+    acc, m, l = attend(
+        acc, m, l, q, i, first_i, slopes, factor, seq_len, oldest, full_end, end_tile,
+        block_table, table_stride_m, keys, values, soft_cap, window, chunk, sparse,
+        CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+        B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+    )  # fmt: skip
+    result, lse2 = finish(acc, m, l)
+    if v_scale is not None:
+        result = result * tl.load(v_scale + kh * v_scale_stride)
+    store_rows(out, lse, result, lse2, row_start + token, row_head, row_live, output_scale, H, Dv, DV_PAD)
+
+
+@triton.jit
+def schedule_kernel(
+    schedule,
+    seq_lens,
+    query_start_loc,
+    S,
+    G,
+    window,
+    chunk,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    total = 0
+    tl.store(schedule, total)
+    for chunk_of_s in range(0, S, BLOCK_S):
+        s = chunk_of_s + tl.arange(0, BLOCK_S)
+        live = s < S
+        q_len = tl.load(query_start_loc + s + 1, mask=live, other=0) - tl.load(query_start_loc + s, mask=live, other=0)
+        seq_len = tl.load(seq_lens + s, mask=live, other=0)
+        oldest = oldest_key(seq_len - q_len, window, chunk, WINDOW, CHUNK)
+        tiles = tl.cdiv(q_len * G, SCHEDULE_TILE) * tl.cdiv(tl.maximum(seq_len - oldest, 0), SCHEDULE_TILE)
+        tl.store(schedule + 1 + s, total + tl.cumsum(tiles, 0), mask=live)
+        total += tl.sum(tiles)

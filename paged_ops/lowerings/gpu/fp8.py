@@ -1,0 +1,118 @@
+"""float8 in integer arithmetic, the same bits on every target: many GPUs lack a conversion that rounds and saturates,
+Triton refuses e4m3fn on some, and its interpreter neither saturates nor rounds right.
+
+An fp8 tensor is passed to a kernel as uint8, and its format as one of the constants below.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_ops.layouts import element_dtype
+from paged_ops.lowerings.gpu.device import target
+
+NOT_FP8 = tl.constexpr(0)
+E4M3FN = tl.constexpr(1)  # bias 7, largest 448, no infinities, NaN 0x7f
+E5M2 = tl.constexpr(2)  # bias 15, largest 57344, the upper byte of a float16
+E4M3FNUZ = tl.constexpr(3)  # bias 8, largest 240, no infinities, no -0, NaN 0x80
+E5M2FNUZ = tl.constexpr(4)  # bias 16, largest 57344, no infinities, no -0, NaN 0x80
+
+_FORMATS = {
+    torch.float8_e4m3fn: E4M3FN.value,
+    torch.float8_e5m2: E5M2.value,
+    torch.float8_e4m3fnuz: E4M3FNUZ.value,
+    torch.float8_e5m2fnuz: E5M2FNUZ.value,
+}
+
+
+def fp8_format(kv_cache: Tensor, kv_cache_dtype: str) -> int:
+    """The format of a cache's elements, 0 for a cache that is not fp8; uint8 storage holds what the target prefers."""
+    dtype = element_dtype(kv_cache, kv_cache_dtype)
+    found = _FORMATS.get(dtype, 0)
+    if found and kv_cache.dtype == torch.uint8 and target().fnuz:
+        found += 2
+    return found
+
+
+@triton.jit
+def quantise(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 to the bits of an fp8 format: to nearest even, saturated, NaN kept. NATIVE: the target can (cuda >= 89)."""
+    if NATIVE and FORMAT == 1:
+        return _cvt_e4m3(real)
+    elif NATIVE and FORMAT == 2:
+        return _cvt_e5m2(real)
+    else:
+        return _round_bits(real, FORMAT)
+
+
+@triton.jit
+def dequantise(stored, FORMAT: tl.constexpr):
+    """The bits of an fp8 format as float32, exactly."""
+    if FORMAT == 2:
+        return (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    sign = (stored & 0x80).to(tl.uint32) << 24
+    magnitude = (stored & 0x7F).to(tl.uint32)
+    MANTISSA: tl.constexpr = 2 if FORMAT == 4 else 3
+    BIAS: tl.constexpr = 7 if FORMAT == 1 else 8 if FORMAT == 3 else 16
+    # Moving exponent and mantissa to float32's places leaves subnormals, which are multiples of the smallest one.
+    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    subnormal = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA))
+    real = tl.where(magnitude < (1 << MANTISSA), subnormal, normal)
+    real = (real.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    if FORMAT == 1:
+        return tl.where(magnitude == 0x7F, float("nan"), real)
+    return tl.where(stored == 0x80, float("nan"), real)
+
+
+@triton.jit
+def _round_bits(real, FORMAT: tl.constexpr):
+    MANTISSA: tl.constexpr = 3 if FORMAT == 1 or FORMAT == 3 else 2
+    BIAS: tl.constexpr = 7 if FORMAT == 1 else 15 if FORMAT == 2 else 8 if FORMAT == 3 else 16
+    LARGEST: tl.constexpr = 0x43E00000 if FORMAT == 1 else 0x43700000 if FORMAT == 3 else 0x47600000  # as float32
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    bits = real.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    magnitude = tl.minimum(magnitude, LARGEST)
+    # Half of the last place, less one unless that place is odd, makes the truncation round to nearest even.
+    normal = ((magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Adding a power of two whose last place is the smallest subnormal lets the adder round to a multiple of it.
+    MAGIC: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
+    MAGIC_BITS: tl.constexpr = (127 + 1 - BIAS - MANTISSA + 23) << 23
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + MAGIC).to(tl.uint32, bitcast=True) - MAGIC_BITS
+    code = tl.where(magnitude < ((127 + 1 - BIAS) << 23), subnormal, normal)
+    sign = (bits >> 24) & 0x80
+    if FORMAT == 1 or FORMAT == 2:
+        code = tl.where(is_nan, 0x7F, code) | sign
+    else:
+        code = tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def _cvt_e4m3(real):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
+        " mov.b32 $0, {lo, hi}; }",
+        "=r,r,r,r,r",
+        [real],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _cvt_e5m2(real):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;"
+        " mov.b32 $0, {lo, hi}; }",
+        "=r,r,r,r,r",
+        [real],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )

@@ -1,0 +1,73 @@
+"""How large the tiles of the attention kernels are and how many programs share the work: tuned numbers, or a heuristic."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from paged_ops.lowerings.gpu.device import tuned
+
+LARGEST_HEAD = 256
+# Where there is no device to ask (Triton's interpreter) so many programs share the work.
+INTERPRETER_PROGRAMS = 5
+
+
+class Tile(NamedTuple):
+    """The tile of one kernel: packed query rows, keys, and how Triton compiles it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Plan(NamedTuple):
+    """What one call launches: the same for all batches of its shapes."""
+
+    split: Tile
+    prefill: Tile
+    programs: int
+
+
+def padded(size: int) -> int:
+    """A head size as a matrix instruction takes it."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def sequences_at_once(S: int) -> int:
+    """How many sequences a program counts in one vector."""
+    return min(max(16, triton.next_power_of_2(S)), 1024)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    T: int,
+    S: int,
+    G: int,
+    D: int,
+    Dv: int,
+    device: torch.device,
+) -> Plan:
+    """The tiles for a batch of T rows in S sequences; shapes only bound it, so any batch within them is right."""
+    group = triton.next_power_of_2(G)
+    # A batch of few rows a sequence (decode, speculative widths) fits tiles of that many rows.
+    rows = triton.next_power_of_2(-(-T // S) * group)
+    split_m = max(16, rows if rows <= 64 else group)
+    if device.type == "cpu":
+        split, prefill, programs = Tile(split_m, 16, 4, 1), Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
+    else:
+        numbers = tuned("paged_attention")
+        width = max(padded(D), padded(Dv))
+        kind = "fp32" if dtype == torch.float32 else "fp8" if stored.itemsize == 1 else "16bit"
+        split_n, split_warps, split_stages, per_sm = numbers["split"][kind][str(width)]
+        prefill_m, *prefill_rest = numbers["prefill"][kind][str(width)]
+        split, prefill = Tile(split_m, split_n, split_warps, split_stages), Tile(max(prefill_m, group), *prefill_rest)
+        if split_m > 16:
+            split = split._replace(num_warps=max(4, split_warps))
+        programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    return Plan(split, prefill, programs)
