@@ -30,8 +30,8 @@ def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
     return i.div(chunk, rounding_mode="floor") == j.div(chunk, rounding_mode="floor")
 
 
-class BlockSparse(NamedTuple):
-    """Local blocks plus a vertical stride (Phi-3-small): the argument ``block_sparse`` of the attention ops.
+class SparsePattern(NamedTuple):
+    """Local blocks plus a vertical stride (Phi-3-small).
 
     With ``qb = i // block_size`` and ``kb = j // block_size`` a causal pair is kept when ``qb - kb < local_blocks`` or
     ``(kb + offset) % vert_stride == 0``. The offset is 1 with ``homo_head``; else it slides over the query heads, or
@@ -42,17 +42,30 @@ class BlockSparse(NamedTuple):
     block_size: int
     local_blocks: int
     vert_stride: int
-    homo_head: bool = False
-    homo_head_group: bool = False
+    homo_head: int = 0
+    homo_head_group: int = 0
     rank: int = 0
     world_size: int = 1
 
 
-def check_block_sparse(params: Sequence[int], cache_block_size: int) -> BlockSparse:
-    """The seven numbers as a BlockSparse, or a ValueError that names the one that is wrong."""
+def BlockSparse(  # noqa: N802 - reads as a type, but the dispatcher and dynamo want a plain list of integers
+    block_size: int,
+    local_blocks: int,
+    vert_stride: int,
+    homo_head: bool = False,
+    homo_head_group: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+) -> list[int]:
+    """The argument ``block_sparse`` of the attention ops, from the fields of :class:`SparsePattern`."""
+    return [block_size, local_blocks, vert_stride, int(homo_head), int(homo_head_group), rank, world_size]
+
+
+def check_block_sparse(params: Sequence[int], cache_block_size: int) -> SparsePattern:
+    """The seven numbers by their names, or a ValueError that names the one that is wrong."""
     expect(len(params) == 7, "block_sparse", "7 numbers (see paged_ops.BlockSparse)", f"{len(params)}")
     fields: Any = params
-    sparse = BlockSparse(*fields)
+    sparse = SparsePattern(*fields)
     expect(
         sparse.block_size > 0 and sparse.block_size % cache_block_size == 0,
         "block_sparse.block_size",
@@ -69,7 +82,7 @@ def check_block_sparse(params: Sequence[int], cache_block_size: int) -> BlockSpa
     return sparse
 
 
-def block_sparse_offsets(sparse: BlockSparse, H: int, K: int) -> list[int]:
+def block_sparse_offsets(sparse: SparsePattern, H: int, K: int) -> list[int]:
     """The offset of the vertical stride for each of this rank's H query heads (K key/value heads)."""
     if sparse.homo_head:
         return [1] * H
@@ -79,7 +92,7 @@ def block_sparse_offsets(sparse: BlockSparse, H: int, K: int) -> list[int]:
     return [per_head[h * heads // H] for h in range(H)]
 
 
-def block_sparse(i: Tensor, j: Tensor, offset: Tensor | int, sparse: BlockSparse) -> Tensor:
+def block_sparse(i: Tensor, j: Tensor, offset: Tensor | int, sparse: SparsePattern) -> Tensor:
     """Local blocks or a vertical stripe; causality is not included."""
     qb = i.div(sparse.block_size, rounding_mode="floor")
     kb = j.div(sparse.block_size, rounding_mode="floor")
@@ -95,7 +108,7 @@ def keep(
     is_causal: bool,
     window: int = 0,
     chunk: int = 0,
-    sparse: BlockSparse | None = None,
+    sparse: SparsePattern | None = None,
 ) -> Tensor:
     """All of a call's predicates for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``."""
     i, j = i[None, :, None], j[None, None, :]

@@ -378,7 +378,7 @@ BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
     "long": ((1, 700), (130, 390), (1, 257)),
     "padding_only": (),
 }
-SPARSE = masks.BlockSparse(block_size=16, local_blocks=2, vert_stride=3)
+SPARSE = masks.SparsePattern(block_size=16, local_blocks=2, vert_stride=3)
 FEATURES: dict[str, tuple[str, Any]] = {
     "noncausal": ("causal", False),
     "window": ("sliding_window", 13),
@@ -386,7 +386,7 @@ FEATURES: dict[str, tuple[str, Any]] = {
     "cap": ("soft_cap", 2.0),
     "alibi": ("alibi_slopes", True),
     "sinks": ("sinks", True),
-    "sparse": ("block_sparse", SPARSE),
+    "sparse": ("block_sparse", [*SPARSE]),
 }
 
 
@@ -432,7 +432,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
         sparse = SPARSE._replace(vert_stride=8)._replace(**kind)
         for batch in ("long", "mixed", "decode"):
             name = f"sparse-{next(iter(kind))}-{batch}"
-            yield case(name, batch, features=(("block_sparse", sparse), FEATURES["sinks"]))
+            yield case(name, batch, features=(("block_sparse", [*sparse]), FEATURES["sinks"]))
     for name in ("window", "chunk", "sinks", "alibi", "noncausal"):
         yield case(f"{name}-long", "long", features=(FEATURES[name],))
         yield case(f"{name}-past-keys", "query_past_keys", features=(FEATURES[name],))

@@ -58,7 +58,7 @@ def equivalents() -> list[str]:
 
 def test_equivalents_of_vllm_exist():
     modules = [paged_ops, metadata, layouts, masks, cache]
-    fields = {*metadata.AttentionMetadata.__dataclass_fields__, *masks.BlockSparse._fields, *features.Features._fields}
+    fields = {*metadata.AttentionMetadata.__dataclass_fields__, *masks.SparsePattern._fields, *features.Features._fields}
     methods = set(dir(metadata.AttentionMetadataBuilder))
 
     def exists(name: str) -> bool:

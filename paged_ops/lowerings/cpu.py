@@ -259,7 +259,7 @@ def _general(
     j: int,
     scale: float,
     f: Features,
-    sparse: masks.BlockSparse | None,
+    sparse: masks.SparsePattern | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:

@@ -1,0 +1,450 @@
+"""The ops inside torch.compile, torch.export and AOTInductor: equal to eager, no graph break, no copy, no recompile."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import paged_ops
+from paged_ops import layouts, testing
+from paged_ops.inspection import CompileReport
+from paged_ops.op import OPS
+
+COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
+T, H, K, D, B, N = 4, 8, 2, 32, 16, 64
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def compile_(function, dynamic=None):
+    return torch.compile(function, fullgraph=True, dynamic=dynamic)
+
+
+def tensor_arguments(inputs):
+    """A call as a function of its tensors (and lists of them), as a model would make it."""
+    tensors = {n: v for n, v in enumerate(inputs.args) if isinstance(v, (torch.Tensor, list))}
+    named = {name: v for name, v in inputs.kwargs.items() if isinstance(v, torch.Tensor)}
+    fixed = {name: v for name, v in inputs.kwargs.items() if name not in named}
+
+    def call(op, tensors, named):
+        args = [tensors.get(n, value) for n, value in enumerate(inputs.args)]
+        return op(*args, **named, **fixed)
+
+    return call, tensors, named
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("name", "case"), COMPILED, ids=[f"{name}-{case.name}" for name, case in COMPILED])
+def test_compiled_equals_eager(name, case, dynamic, device):
+    inputs = case.inputs(device)
+    before = testing.clone_inputs(inputs)
+    call, tensors, named = tensor_arguments(inputs)
+    with CompileReport() as report:
+        results = compile_(functools.partial(call, OPS[name]), dynamic)(tensors, named)
+    testing.assert_result(name, inputs, before, results)
+    assert report.graph_breaks == report.cache_copies == 0, report.copies
+    eager = testing.clone_inputs(before)
+    for got, want in zip(flat(results), flat(OPS[name](*eager.args, **eager.kwargs)), strict=True):
+        testing.assert_same_bytes(name, got, want)
+
+
+def flat(results):
+    return [] if results is None else [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+# How a cache can reach a graph ---------------------------------------------------------------------------------------
+
+
+def step(qkv, kv_cache, tables, lens, starts, slots, value_cache=None):
+    """What a layer does: write, then attend."""
+    query, key, value = qkv.split([H, K, K], dim=1)
+    paged_ops.reshape_and_cache(key, value, kv_cache, slots, value_cache=value_cache)
+    return paged_ops.paged_attention(query, kv_cache, tables, lens, starts, D**-0.5, value_cache=value_cache)
+
+
+def next_layer(qkv, out):
+    return torch.cat([qkv[:, :H] + out, qkv[:, H:]], dim=1)
+
+
+def decode_batch(tokens=T, length=20, device="cpu"):
+    tables = torch.arange(tokens * 2, dtype=torch.int32, device=device).view(tokens, 2)
+    lens = torch.full((tokens,), length, dtype=torch.int32, device=device)
+    starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+    slots = tables[:, (length - 1) // B].long() * B + (length - 1) % B
+    return torch.randn(tokens, H + 2 * K, D, device=device), tables, lens, starts, slots
+
+
+def cache(*lead, device="cpu"):
+    return torch.randn(*lead, N, 2, B, K, D, device=device)
+
+
+class Layer(nn.Module):
+    """Holds its cache; ``how`` says in which way."""
+
+    def __init__(self, how, device):
+        super().__init__()
+        if how == "buffer":
+            self.register_buffer("kv", cache(device=device))
+        elif how == "attribute":
+            self.kv = cache(device=device)
+        else:
+            self.kv = [cache(device=device)]
+
+    def forward(self, *batch):
+        qkv, *rest = batch
+        return step(qkv, self.kv[0] if isinstance(self.kv, list) else self.kv, *rest)
+
+
+def one_argument(device):
+    return (lambda kv, qkv, *rest: step(qkv, kv, *rest)), (cache(device=device),)
+
+
+def hnd_view(device):
+    kv = layouts.allocate_kv_cache("HND", N, B, K, D, torch.float32, device)
+    return (lambda kv, qkv, *rest: step(qkv, kv, *rest)), (kv,)
+
+
+def sliced_inside(device):
+    def function(planes, qkv, *rest):
+        return step(qkv, planes[0], *rest, value_cache=planes[1])
+
+    return function, (torch.randn(2, N, B, K, D, device=device),)
+
+
+def unbound_inside(device):
+    def function(kv, qkv, *rest):
+        key_cache, value_cache = kv.unbind(1)
+        return step(qkv, key_cache, *rest, value_cache=value_cache)
+
+    return function, (cache(device=device),)
+
+
+def split_inside(device):
+    def function(kv, qkv, *rest):
+        key_cache, value_cache = paged_ops.split_kv_cache(kv, K, D)
+        return step(qkv, key_cache, *rest, value_cache=value_cache)
+
+    shape = layouts.kv_cache_shape("X_PACKED", N, B, K, D)
+    return function, (torch.randn(shape, device=device),)
+
+
+def arena_inside(device):
+    def function(arena, qkv, *rest):
+        for layer in range(3):
+            qkv = next_layer(qkv, step(qkv, arena[layer], *rest))
+        return qkv
+
+    return function, (cache(3, device=device),)
+
+
+def arena_slices_as_list(device):
+    def function(layers, qkv, *rest):
+        for kv in layers:
+            qkv = next_layer(qkv, step(qkv, kv, *rest))
+        return qkv
+
+    return function, (list(cache(3, device=device).unbind(0)),)
+
+
+def list_of_caches(device):
+    function, _ = arena_slices_as_list(device)
+    return function, ([cache(device=device) for _ in range(3)],)
+
+
+def separate_storages(device):
+    def function(key_cache, value_cache, qkv, *rest):
+        return step(qkv, key_cache, *rest, value_cache=value_cache)
+
+    return function, tuple(torch.randn(N, B, K, D, device=device) for _ in range(2))
+
+
+def module_buffer(device):
+    return Layer("buffer", device), ()
+
+
+def module_attribute(device):
+    return Layer("attribute", device), ()
+
+
+def module_list(device):
+    return Layer("list", device), ()
+
+
+def uint8_with_dtype_name(device):
+    def function(kv, qkv, tables, lens, starts, slots):
+        query, key, value = qkv.split([H, K, K], dim=1)
+        paged_ops.reshape_and_cache(key, value, kv, slots, kv_cache_dtype="fp8")
+        return paged_ops.paged_attention(query, kv, tables, lens, starts, D**-0.5, kv_cache_dtype="fp8")
+
+    return function, (torch.zeros(N, 2, B, K, D, dtype=torch.uint8, device=device),)
+
+
+def out_overload(device):
+    def function(kv, out, qkv, tables, lens, starts, slots):
+        query, key, value = qkv.split([H, K, K], dim=1)
+        paged_ops.reshape_and_cache(key, value, kv, slots)
+        torch.ops.paged_ops.paged_attention.out(query, kv, tables, lens, starts, D**-0.5, out=out)
+        return out + 1
+
+    return function, (cache(device=device), torch.empty(T, H, D, device=device))
+
+
+def copy_of_all_layers(device):
+    def function(layers, mapping, qkv, *rest):
+        paged_ops.copy_blocks(layers, mapping)
+        return step(qkv, layers[0], *rest)
+
+    mapping = torch.tensor([[0, 40], [1, 41]], device=device)
+    return function, ([cache(device=device) for _ in range(3)], mapping)
+
+
+WITHOUT_COPY = [
+    one_argument,
+    hnd_view,
+    sliced_inside,
+    unbound_inside,
+    split_inside,
+    arena_inside,
+    arena_slices_as_list,
+    list_of_caches,
+    separate_storages,
+    module_buffer,
+    module_attribute,
+    module_list,
+    uint8_with_dtype_name,
+    out_overload,
+    copy_of_all_layers,
+]
+
+
+def tensors_of(caches):
+    return [t for each in caches for t in (each if isinstance(each, list) else [each])]
+
+
+def clone_all(caches):
+    return [[t.clone() for t in each] if isinstance(each, list) else each.clone() for each in caches]
+
+
+@pytest.mark.parametrize("way", WITHOUT_COPY, ids=lambda way: way.__name__)
+def test_no_cache_copy(way, device):
+    function, caches = way(device)
+    batch = decode_batch(device=device)
+    sized = [t for t in tensors_of(caches) if t.numel() > T * H * D] or [cache(device=device)]
+    eager_caches = clone_all(caches)
+    with CompileReport(caches=sized) as report:
+        compiled = compile_(function)(*caches, *batch)
+    assert report.graphs == 1
+    assert report.graph_breaks == report.recompiles == report.cache_copies == 0, report.copies
+    # Modules hold their cache: the same tokens written once more change nothing.
+    eager = function(*eager_caches, *batch)
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+    for got, want in zip(tensors_of(caches), tensors_of(eager_caches), strict=True):
+        testing.assert_same_bytes("cache", got, want)
+
+
+def two_slices_as_inputs(device):
+    planes = torch.randn(2, N, B, K, D, device=device)
+
+    def function(key_cache, value_cache, qkv, *rest):
+        return step(qkv, key_cache, *rest, value_cache=value_cache)
+
+    return function, (planes[0], planes[1])
+
+
+def test_the_lint_catches_copies(device):
+    function, caches = two_slices_as_inputs(device)
+    with CompileReport(caches=caches) as report:
+        compile_(function)(*caches, *decode_batch(device=device))
+    assert report.cache_copies > 0
+
+
+# Recompiles ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_graph_for_all_batch_sizes(device):
+    """mark_unbacked: batches of 0, 1, 2, 7, 19 tokens, any context, any width of the block tables: one graph."""
+    kv = cache(device=device)
+    compiled = compile_(step)
+    with CompileReport(caches=[kv]) as report:
+        for tokens, length in ((7, 20), (0, 1), (1, 1), (2, 31), (19, 17), (7, 32)):
+            qkv, tables, lens, starts, slots = decode_batch(tokens, length, device)
+            if tokens == 1:
+                tables = torch.cat([tables, torch.full_like(tables, 99)], 1)
+            for tensor in (qkv, lens, starts, slots):
+                torch._dynamo.decorators.mark_unbacked(tensor, 0)
+            for dim in (0, 1):
+                torch._dynamo.decorators.mark_unbacked(tables, dim)
+            expected = step(qkv, kv.clone(), tables, lens, starts, slots)
+            torch.testing.assert_close(compiled(qkv, kv, tables, lens, starts, slots), expected, rtol=0, atol=0)
+    assert report.graphs == 1, report.recompile_reasons
+    assert report.recompiles == report.graph_breaks == report.cache_copies == 0, report.copies
+
+
+def test_mark_dynamic_recompiles_for_no_size(device):
+    kv = cache(device=device)
+    compiled = compile_(step)
+    with CompileReport(caches=[kv]) as report:
+        for tokens, length in ((7, 20), (2, 31), (19, 17), (3, 5)):
+            qkv, *rest = decode_batch(tokens, length, device)
+            for tensor in (qkv, *rest):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            compiled(qkv, kv, *rest)
+    assert report.graphs == 1, report.recompile_reasons
+    assert report.recompiles == 0
+
+
+def test_no_recompile_from_layer_to_layer(device):
+    """One graph serves layers that differ in their cache only."""
+    compiled = compile_(step)
+    batch = decode_batch(device=device)
+    with CompileReport() as report:
+        for _ in range(4):
+            compiled(batch[0], cache(device=device), *batch[1:])
+    assert report.graphs == 1, report.recompile_reasons
+
+
+def test_symbolic_integers(device):
+    """A window, a chunk and a capacity that vary from call to call become symbols, not new graphs."""
+    case = testing.case_named("paged_attention", "decode-fp32")
+    inputs = case.inputs(device)
+
+    def function(window, chunk, capacity, query, kv, tables, lens, starts):
+        out = paged_ops.paged_attention(
+            query, kv, tables, lens, starts, 0.125, sliding_window=window, attention_chunk=chunk
+        )
+        return out, paged_ops.gather_kv(kv, tables, lens, capacity)[0]
+
+    compiled = compile_(function, dynamic=True)
+    with CompileReport() as report:
+        for window, chunk, capacity in ((5, 64, 300), (9, 32, 70), (33, 100, 11)):
+            got = compiled(window, chunk, capacity, *inputs.args[:5])
+            want = function(window, chunk, capacity, *inputs.args[:5])
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert report.graphs == 1, report.recompile_reasons
+
+
+def test_block_sparse_made_inside(device):
+    inputs = testing.case_named("paged_attention", "decode-fp32").inputs(device)
+
+    def function(local_blocks, *args):
+        return paged_ops.paged_attention(*args, 0.125, block_sparse=paged_ops.BlockSparse(16, local_blocks, 3, True))
+
+    compiled = compile_(function, dynamic=True)
+    for local_blocks in (1, 2):
+        args = (local_blocks, *inputs.args[:5])
+        torch.testing.assert_close(compiled(*args), function(*args), rtol=0, atol=0)
+
+
+# Export and ahead-of-time --------------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """Two layers over their own caches: embeds, writes, attends, projects."""
+
+    def __init__(self, layout="NHD", **features):
+        super().__init__()
+        self.qkv = nn.Linear(H * D, (H + 2 * K) * D)
+        self.features = features
+        self.layout = layout
+        for layer in range(2):
+            shape = layouts.kv_cache_shape(layout, N, B, K, D)
+            self.register_buffer(f"kv{layer}", torch.zeros(shape))
+
+    def forward(self, hidden, tables, lens, starts, slots):
+        for storage in (self.kv0, self.kv1):
+            query, key, value = self.qkv(hidden).view(-1, H + 2 * K, D).split([H, K, K], dim=1)
+            if self.layout == "X_PACKED":
+                kv, value_cache = paged_ops.split_kv_cache(storage, K, D)
+            else:
+                kv, value_cache = layouts.kv_cache_view(self.layout, storage), None
+            paged_ops.reshape_and_cache(key, value, kv, slots, value_cache=value_cache)
+            scale = D**-0.5
+            out = paged_ops.paged_attention(
+                query, kv, tables, lens, starts, scale, value_cache=value_cache, **self.features
+            )
+            hidden = hidden + out.flatten(1)
+        return hidden
+
+
+def decoder_and_batch(layout="NHD", **features):
+    torch.manual_seed(0)
+    _, *batch = decode_batch()
+    return Decoder(layout, **features).eval(), (torch.randn(T, H * D), *batch)
+
+
+# What a process that imports only torch and paged_ops does with a saved program.
+RUN_ELSEWHERE = """
+import sys, torch, paged_ops
+assert not {"transformers", "triton", "jax"} & set(sys.modules), "only torch and paged_ops"
+kind, program, data = sys.argv[1:]
+batch, expected = torch.load(data)
+if kind == "export":
+    run = torch.export.load(program).module()
+else:
+    run = torch._inductor.aoti_load_package(program)
+for _ in range(2):  # the second time the tokens are in the cache already
+    torch.testing.assert_close(run(*batch), expected, rtol=1e-5, atol=1e-5)
+bigger = [torch.cat([t, t[-1:]]) for t in batch[:3]]
+starts, slots = torch.arange(len(bigger[0]) + 1, dtype=torch.int32), torch.cat([batch[4], batch[4].new_full((1,), -1)])
+out = run(*bigger, starts, slots)
+torch.testing.assert_close(out[:-1], expected, rtol=1e-5, atol=1e-5)
+print("ran", kind)
+"""
+
+
+def run_elsewhere(kind, program, tmp_path, batch, expected):
+    data = tmp_path / "data.pt"
+    torch.save((batch, expected), data)
+    command = [sys.executable, "-c", RUN_ELSEWHERE, kind, str(program), str(data)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"ran {kind}"
+
+
+def exported(model, batch):
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    shapes = ({0: tokens}, {0: tokens}, {0: tokens}, {0: tokens + 1}, {0: tokens})
+    return torch.export.export(model, batch, dynamic_shapes=shapes, strict=False)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_export_keeps_the_ops(strict):
+    model, batch = decoder_and_batch()
+    program = torch.export.export(model, batch, strict=strict)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count("paged_ops.reshape_and_cache.default") == 2
+    assert targets.count("paged_ops.paged_attention.default") == 2
+
+
+def test_export_saved_and_loaded_elsewhere(tmp_path):
+    model, batch = decoder_and_batch()
+    program = exported(model, batch)
+    expected = model(*batch)
+    torch.export.save(program, tmp_path / "decoder.pt2")
+    run_elsewhere("export", tmp_path / "decoder.pt2", tmp_path, batch, expected)
+
+
+AOT = {
+    "nhd": {},
+    "hnd-window-cap": {"layout": "HND", "sliding_window": 9, "soft_cap": 5.0},
+    "x_packed-sparse": {"layout": "X_PACKED", "block_sparse": paged_ops.BlockSparse(16, 1, 2)},
+}
+
+
+@pytest.mark.parametrize("changes", AOT.values(), ids=AOT)
+def test_aot_inductor_package_elsewhere(changes, tmp_path):
+    model, batch = decoder_and_batch(**changes)
+    expected = Decoder.forward(model, *batch)
+    for kv in model.buffers():
+        kv.zero_()
+    package = tmp_path / "decoder.pt2"
+    torch._inductor.aoti_compile_and_package(exported(model, batch), package_path=str(package))
+    run_elsewhere("aoti", package, tmp_path, batch, expected)
