@@ -1,5 +1,6 @@
 """Paged attention and paged-cache ops as first-class PyTorch operators."""
 
+from paged_ops.cache import BlockAllocator, KVCache, OutOfBlocks
 from paged_ops.checks import set_debug_checks
 from paged_ops.layouts import (
     Layout,
@@ -7,10 +8,25 @@ from paged_ops.layouts import (
     get_default_layout,
     kv_cache_shape,
     kv_cache_view,
+    min_tpu_block_size,
+    preferred_tpu_block_size,
     set_default_layout,
     split_kv_cache,
 )
 from paged_ops.masks import BlockSparse
+from paged_ops.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    Batch,
+    GraphSupport,
+    block_ids_from_addresses,
+    collect_layer_hyperparameters,
+    common_layer_hyperparameters,
+    make_local_attention_virtual_batches,
+    reorder_batch_to_split_decodes_and_prefills,
+    split_decodes_and_prefills,
+    use_cascade_attention,
+)
 from paged_ops.op import supports
 from paged_ops.ops import (
     attention_schedule,
@@ -27,23 +43,39 @@ from paged_ops.ops import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "Batch",
+    "BlockAllocator",
     "BlockSparse",
+    "GraphSupport",
+    "KVCache",
     "Layout",
+    "OutOfBlocks",
     "allocate_kv_cache",
     "attention_schedule",
+    "block_ids_from_addresses",
     "cascade_attention",
+    "collect_layer_hyperparameters",
+    "common_layer_hyperparameters",
     "copy_blocks",
     "gather_kv",
     "get_default_layout",
     "kv_cache_shape",
     "kv_cache_view",
+    "make_local_attention_virtual_batches",
     "merge_attention_states",
+    "min_tpu_block_size",
     "paged_attention",
     "paged_attention_with_lse",
+    "preferred_tpu_block_size",
+    "reorder_batch_to_split_decodes_and_prefills",
     "reshape_and_cache",
     "set_debug_checks",
     "set_default_layout",
+    "split_decodes_and_prefills",
     "split_kv_cache",
     "supports",
     "swap_blocks",
+    "use_cascade_attention",
 ]
