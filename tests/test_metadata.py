@@ -309,6 +309,10 @@ BAD_STEPS = {
         lambda b: b.build(0, Batch([1, 5], [0, 0], [[0], [63, 64]])),
         r"block_ids: expected ids in \[0, 64\) .* got 64 at \[1, 1\]",
     ),
+    "first block past the cache": (
+        lambda b: b.build(0, Batch([5], [0], [[0, 64]])),
+        r"block_ids: expected ids in \[0, 64\) .* got 64 at \[0, 1\]",
+    ),
     "padding below the batch": (
         lambda b: b.build(0, batch_of([1, 1]), num_reqs=1),
         r"num_reqs: expected 2 \(of the batch\) to max_num_seqs = 6, got 1",
@@ -462,6 +466,9 @@ def test_use_cascade_attention():
     # Worked: 64 sequences read 8 * 64 * 4096 / 132 = 15887 keys a SM; 8 * ceil(64 * 4 / 128) = 16 tiles are one wave of
     # 4096 keys, the merge is 1.5 * 64 * 32 / 132 = 23 and the launches 700. They meet at P = (723) / (3.88 - 1) = 251.
     assert use(prefix=256)
+    # 40 sequences read 2.42 P, one wave is P, merge and launches are 715: they meet at 502.
+    assert use(n=40, prefix=512)
+    assert not use(n=40, prefix=496)
     # 16 sequences read 0.97 P a SM, but one wave takes P: splitting the plain decode over all SMs wins.
     assert not use(n=16, prefix=10**6) and use(n=16, prefix=10**6, sms=66)
     # One long prefill fills its tiles already: there is nothing to share.
