@@ -29,7 +29,7 @@ from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.device import on_device, target
+from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, on_device
 from paged_ops.lowerings.gpu.features import (
     LN2,
     LOG2E,
@@ -42,7 +42,7 @@ from paged_ops.lowerings.gpu.features import (
     softmax_step,
     sparse_tile_is_seen,
 )
-from paged_ops.lowerings.gpu.fp8 import E4M3FN, fp8_format, quantise
+from paged_ops.lowerings.gpu.fp8 import E4M3FN, FP8_FORMATS, encode_fp8
 
 # attention_schedule counts tiles of this many packed query rows and this many keys.
 SCHEDULE_TILE = tl.constexpr(128)
@@ -143,7 +143,7 @@ def _attend(
         seq_lens, B = torch.zeros_like(seq_lens), max(B, 1)
 
     G = H // K
-    key, value, cache_format = _readable(paged, stored, fp8_format(kv_cache, f.kv_cache_dtype))
+    key, value, cache_format = _readable(paged, stored)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     first_offset, offset_step, heads_an_offset = _sparse_offsets(sparse, H, K)
     plan = tiles.plan(query.dtype, key.dtype, T, S, G, D, Dv, query.device)
@@ -237,20 +237,21 @@ def _attend(
         )
 
 
-def _readable(paged: PagedKV, stored: torch.dtype, cache_format: int) -> tuple[Tensor, Tensor, int]:
+def _readable(paged: PagedKV, stored: torch.dtype) -> tuple[Tensor, Tensor, int]:
     """Key and value views as a kernel reads them: fp8 in its own type where the target converts it, else its bits."""
-    if not cache_format:
+    if stored not in FP8_FORMATS:
         return paged.key, paged.value, 0
-    if target().native_fp8:
+    if has_fp8_cvt():
         return paged.key.view(stored), paged.value.view(stored), 0
-    return paged.key.view(torch.uint8), paged.value.view(torch.uint8), cache_format
+    flavour = 2 if paged.key.dtype == torch.uint8 and fp8_is_fnuz() else 0
+    return paged.key.view(torch.uint8), paged.value.view(torch.uint8), FP8_FORMATS[stored] + flavour
 
 
 def _properties(stored: torch.dtype, D: int, Dv: int) -> dict[str, Any]:
     return {"cache_dtype": stored, "head_size": D, "value_head_size": Dv}
 
 
-def _sparse_offsets(sparse: masks.BlockSparse | None, H: int, K: int) -> tuple[int, int, int]:
+def _sparse_offsets(sparse: masks.SparsePattern | None, H: int, K: int) -> tuple[int, int, int]:
     """The stripe's offset of query head h as ``first + (h // heads_an_offset) * step``."""
     if sparse is None or sparse.homo_head:
         return 1, 0, 1
@@ -335,7 +336,7 @@ def store_rows(out, lse, result, lse2, row_token, row_head, row_live, output_sca
     row = row_token.to(tl.int64) * H + row_head
     mask = row_live[:, None] & (d < Dv)[None, :]
     if output_scale is not None:
-        result = quantise(result / tl.load(output_scale), E4M3FN, False)
+        result = encode_fp8(result / tl.load(output_scale), E4M3FN, False)
     tl.store(out + row[:, None] * Dv + d[None, :], result.to(out.dtype.element_ty), mask=mask)
     if lse is not None:
         tl.store(lse + row, lse2 * LN2, mask=row_live)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_ops.lowerings.gpu.fp8 import dequantise
+from paged_ops.lowerings.gpu.fp8 import decode_fp8
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -44,7 +44,7 @@ def load_tile(
         mask = mask & (d < SIZE)[None, :]
     tile = tl.load(base + row[:, None] + column[None, :], mask=mask, other=0.0)
     if FORMAT != 0:
-        tile = dequantise(tile, FORMAT)
+        tile = decode_fp8(tile, FORMAT)
     return tile.to(DTYPE)
 
 

@@ -9,10 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from paged_ops.layouts import element_dtype
-from paged_ops.lowerings.gpu.device import target
 
 NOT_FP8 = tl.constexpr(0)
 E4M3FN = tl.constexpr(1)  # bias 7, largest 448, no infinities, NaN 0x7f
@@ -20,7 +16,7 @@ E5M2 = tl.constexpr(2)  # bias 15, largest 57344, the upper byte of a float16
 E4M3FNUZ = tl.constexpr(3)  # bias 8, largest 240, no infinities, no -0, NaN 0x80
 E5M2FNUZ = tl.constexpr(4)  # bias 16, largest 57344, no infinities, no -0, NaN 0x80
 
-_FORMATS = {
+FP8_FORMATS = {
     torch.float8_e4m3fn: E4M3FN.value,
     torch.float8_e5m2: E5M2.value,
     torch.float8_e4m3fnuz: E4M3FNUZ.value,
@@ -28,17 +24,8 @@ _FORMATS = {
 }
 
 
-def fp8_format(kv_cache: Tensor, kv_cache_dtype: str) -> int:
-    """The format of a cache's elements, 0 for a cache that is not fp8; uint8 storage holds what the target prefers."""
-    dtype = element_dtype(kv_cache, kv_cache_dtype)
-    found = _FORMATS.get(dtype, 0)
-    if found and kv_cache.dtype == torch.uint8 and target().fnuz:
-        found += 2
-    return found
-
-
 @triton.jit
-def quantise(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """float32 to the bits of an fp8 format: to nearest even, saturated, NaN kept. NATIVE: the target can (cuda >= 89)."""
     if NATIVE and FORMAT == 1:
         return _cvt_e4m3(real)
@@ -49,12 +36,12 @@ def quantise(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def dequantise(stored, FORMAT: tl.constexpr):
+def decode_fp8(bits, FORMAT: tl.constexpr):
     """The bits of an fp8 format as float32, exactly."""
     if FORMAT == 2:
-        return (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    sign = (stored & 0x80).to(tl.uint32) << 24
-    magnitude = (stored & 0x7F).to(tl.uint32)
+        return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    sign = (bits & 0x80).to(tl.uint32) << 24
+    magnitude = (bits & 0x7F).to(tl.uint32)
     MANTISSA: tl.constexpr = 2 if FORMAT == 4 else 3
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 8 if FORMAT == 3 else 16
     # Moving exponent and mantissa to float32's places leaves subnormals, which are multiples of the smallest one.
@@ -64,7 +51,7 @@ def dequantise(stored, FORMAT: tl.constexpr):
     real = (real.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     if FORMAT == 1:
         return tl.where(magnitude == 0x7F, float("nan"), real)
-    return tl.where(stored == 0x80, float("nan"), real)
+    return tl.where(bits == 0x80, float("nan"), real)
 
 
 @triton.jit

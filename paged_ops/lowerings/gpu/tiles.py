@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import json
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from paged_ops.lowerings.gpu.device import tuned
+from paged_ops.lowerings.gpu.device import CONFIGS
+
 
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
@@ -61,7 +63,7 @@ def plan(
     if device.type == "cpu":
         split, prefill, programs = Tile(split_m, 16, 4, 1), Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
     else:
-        numbers = tuned("paged_attention")
+        numbers = _tuned()
         width = max(padded(D), padded(Dv))
         kind = "fp32" if dtype == torch.float32 else "fp8" if stored.itemsize == 1 else "16bit"
         split_n, split_warps, split_stages, per_sm = numbers["split"][kind][str(width)]
@@ -71,3 +73,10 @@ def plan(
             split = split._replace(num_warps=max(4, split_warps))
         programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     return Plan(split, prefill, programs)
+
+
+@functools.cache
+def _tuned() -> dict[str, Any]:
+    """The tiles of this device by its name, or of any."""
+    own = CONFIGS / f"attention_{torch.cuda.get_device_name().lower().replace(' ', '_')}.json"
+    return json.loads((own if own.exists() else CONFIGS / "attention_default.json").read_text())
