@@ -251,6 +251,7 @@ class AttentionMetadataBuilder:
         S = _padded("num_reqs", num_reqs, n, "max_num_seqs", self.max_num_seqs)
         T = _padded("num_tokens", num_tokens, t, "max_num_tokens", self.max_num_tokens)
         seq_lens = computed.to(torch.int64) + query_lens
+        _not_negative("num_computed_tokens + query_lens", seq_lens)  # int64 may have wrapped
         max_seq_len = _max(seq_lens)
         blocks = self._needed_blocks(batch.block_ids, seq_lens, max_seq_len)
         self._check_common_prefix(common_prefix_len, computed, blocks)

@@ -293,6 +293,10 @@ BAD_STEPS = {
         lambda b: b.build(0, Batch([1], [M * B], [list(range(9))])),
         r"num_computed_tokens \+ query_lens: .* at most 32 tokens \(8 blocks of 4\) .* got 33",
     ),
+    "past int64": (
+        lambda b: b.build(0, Batch([1], [2**63 - 1], [[0]])),
+        r"num_computed_tokens \+ query_lens: .* got -9223372036854775808",
+    ),
     "too few blocks": (
         lambda b: b.build(0, Batch([1], [4], torch.zeros(1, 1, dtype=torch.int32))),
         r"block_ids: expected 2 blocks for the 5 tokens .* got 1",
