@@ -8,7 +8,6 @@ one tensor that enter a graph as two inputs), so :class:`CompileReport` reads th
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.utils import ReinplaceCounters, counters, get_compilation_metrics, set_compilation_metrics_limit
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -45,8 +45,8 @@ class CompileReport:
     Judge with inductor only: the ``aot_eager`` backend always copies. A C++ wrapper (AOTInductor) is not Python, so
     there only inductor's own count tells.
 
-    Compile caches are off while the context is open: a graph from a cache would not be seen whole, and their keys do
-    not cover an op's schema.
+    The caches of whole graphs are off while the context is open: a graph from there would not be seen being made, and
+    their keys do not cover an op's schema.
 
     Args:
         caches: the tensors whose copies to look for by size.
@@ -90,18 +90,17 @@ class CompileReport:
         self._breaks_before = _graph_breaks()
         self._missed_before = ReinplaceCounters.get_total_missed()
         self._previous: Callable[[str], None] | None = GraphLowering.save_output_code
-        GraphLowering.save_output_code = self._inspect  # type: ignore[method-assign]
+        GraphLowering.save_output_code = self._inspect
         self._stack = ExitStack()
-        self._stack.enter_context(inductor_config.patch(force_disable_caches=True))
-        self._stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        self._stack.enter_context(inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False))
+        self._stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        GraphLowering.save_output_code = self._previous  # type: ignore[method-assign]
+        GraphLowering.save_output_code = self._previous
         self._graph_breaks = _graph_breaks() - self._breaks_before
         self._missed = ReinplaceCounters.get_total_missed() - self._missed_before
         metrics = get_compilation_metrics()[self._num_compiles :]
