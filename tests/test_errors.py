@@ -1,0 +1,328 @@
+"""Bad calls: each raises an error that names the argument, what was expected and what came, and changes no byte."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import paged_ops
+from paged_ops import masks, metadata, testing
+from paged_ops.op import OPS
+
+WRITE = ("reshape_and_cache", "nhd-fp32")
+ATTEND = ("paged_attention", "mixed-fp32")
+LSE = ("paged_attention_with_lse", "mixed-fp32")
+SEPARATE = ("paged_attention", "separate-fp16")
+PACKED = ("paged_attention", "x_packed-fp16")
+FP8 = ("paged_attention", "nhd-e4m3-auto-fp16")
+FP8_WRITE = ("reshape_and_cache", "nhd-e4m3-head-bf16")
+UINT8 = ("reshape_and_cache", "uint8-fp8")
+MERGE = ("merge_attention_states", "fp32-d32-h1")
+CASCADE = ("cascade_attention", "mixed-prefix64")
+SCHEDULE = ("attention_schedule", "mixed")
+COPY = ("copy_blocks", "nhd-fp32")
+SWAP = ("swap_blocks", "nhd-fp32")
+GATHER = ("gather_kv", "nhd-fp32")
+GATHER_FP8 = ("gather_kv", "nhd-e4m3-tensor-fp16")
+
+f32, f16, i32, i64 = torch.float32, torch.float16, torch.int32, torch.int64
+
+
+def ones(*shape, dtype=f32, device="cpu"):
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def meta(tensor):
+    return tensor.to("meta")
+
+
+# op and case, argument, what replaces it (a function of the right one, or a value), and what the message says
+STATIC = [
+    # reshape_and_cache
+    (WRITE, "key", lambda t: t[0], r"key: expected 3 dimensions \[T', K, D\], got a float32 tensor of shape \[2, 32\]"),
+    (WRITE, "key", lambda t: t[..., :16], r"key: expected 32 in dimension 2 of \[T', K, D\], got .*\[24, 2, 16\]"),
+    (WRITE, "key", lambda t: t.double(), r"key: expected float32 or float16 or bfloat16, got a float64 tensor"),
+    (WRITE, "value", lambda t: t[:, :1], r"value: expected 2 in dimension 1 of \[T', K, Dv\], got .*\[24, 1, 32\]"),
+    (WRITE, "value", lambda t: t[:5], r"value: expected 24 in dimension 0 of \[T', K, Dv\], got .*\[5, 2, 32\]"),
+    (WRITE, "value", lambda t: t.half(), r"value: expected float32, got a float16 tensor"),
+    (WRITE, "kv_cache", lambda t: t.half(), r"kv_cache: expected the model's torch.float32, or fp8, got a float16"),
+    (WRITE, "kv_cache", lambda t: t[:, :1], r"kv_cache: expected 2 planes .* in dimension 1 .*, got .*\[4, 1, 16, 2, 32\]"),
+    (WRITE, "kv_cache", lambda t: t[0, 0], r"kv_cache: expected 4 or 5 dimensions .*, got .*\[16, 2, 32\]"),
+    (WRITE, "kv_cache", lambda t: t[:, 0, :, :1], r"kv_cache: expected an even dimension 2 of \[N, B, 2K, D\], got"),
+    (WRITE, "kv_cache", lambda t: t.to(torch.uint8), r"kv_cache: expected float32, .* \(uint8 needs kv_cache_dtype"),
+    (WRITE, "kv_cache", meta, r"kv_cache: expected a tensor on cpu, the key's device, got .* on meta"),
+    (WRITE, "slot_mapping", lambda t: t[:, None], r"slot_mapping: expected 1 dimensions \[T\], got .*\[21, 1\]"),
+    (WRITE, "slot_mapping", lambda t: t.to(torch.int16), r"slot_mapping: expected int64 or int32, got a int16 tensor"),
+    (WRITE, "slot_mapping", lambda t: torch.cat([t, t]), r"slot_mapping: expected at most the 24 rows of key, got .*\[42\]"),
+    (WRITE, "slot_mapping", meta, r"slot_mapping: expected a tensor on cpu, got .* on meta"),
+    (WRITE, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got .*\[1\]"),
+    (WRITE, "v_scale", ones(2), r"v_scale: expected None, as a torch.float32 cache has no scales, got .*\[2\]"),
+    (WRITE, "kv_cache_dtype", "fp4", r"kv_cache_dtype: expected one of \('auto', 'fp8', .*\), got 'fp4'"),
+    (WRITE, "kv_cache_dtype", "fp8", r"kv_cache: expected uint8 or torch.float8_e4m3fn .*, got a float32 tensor"),
+    (WRITE, "value_cache", ones(4, 16, 2, 32), r"kv_cache: expected x = 16 / itemsize last .*, got"),
+    (UINT8, "kv_cache_dtype", "auto", r"kv_cache: expected float32, .*\(uint8 needs .*, got a uint8 tensor"),
+    (FP8_WRITE, "kv_cache_dtype", "fp8_e5m2", r"kv_cache: expected uint8 or torch.float8_e5m2 .*, got a float8_e4m3fn"),
+    (FP8_WRITE, "k_scale", ones(2), r"k_scale: expected shape \[1\] or \[3\], got .*\[2\]"),
+    (FP8_WRITE, "v_scale", ones(3, dtype=f16), r"v_scale: expected float32, got a float16 tensor"),
+    (FP8_WRITE, "v_scale", ones(1, 1), r"v_scale: expected 1 dimensions \[1\] or \[K\], got .*\[1, 1\]"),
+    # paged_attention
+    (ATTEND, "query", lambda t: t[0], r"query: expected 3 dimensions \[T, H, D\], got .*\[8, 64\]"),
+    (ATTEND, "query", lambda t: t[:, :7], r"query: expected a multiple of the cache's 2 key/value heads as H .*\[61, 7, 64\]"),
+    (ATTEND, "query", lambda t: t[..., :32], r"query: expected head size 64, the cache's, in \[T, H, D\], got .*32\]"),
+    (ATTEND, "query", lambda t: t.to(testing.F8_E4M3), r"query: expected float32 or float16 or bfloat16, got a float8"),
+    (ATTEND, "query", lambda t: t.half(), r"kv_cache: expected the model's torch.float16, or fp8, got a float32"),
+    (ATTEND, "kv_cache", meta, r"kv_cache: expected a tensor on cpu, the query's device, got .* on meta"),
+    (ATTEND, "block_tables", lambda t: t[0], r"block_tables: expected 2 dimensions \[S, M\], got"),
+    (ATTEND, "block_tables", lambda t: t.long(), r"block_tables: expected int32, got a int64 tensor"),
+    (ATTEND, "block_tables", lambda t: t[:3], r"block_tables: expected 7 in dimension 0 of \[S, M\], got .*\[3, "),
+    (ATTEND, "seq_lens", lambda t: t.long(), r"seq_lens: expected int32, got a int64 tensor"),
+    (ATTEND, "seq_lens", lambda t: t[None], r"seq_lens: expected 1 dimensions \[S\], got .*\[1, 7\]"),
+    (ATTEND, "query_start_loc", lambda t: t[:-1], r"query_start_loc: expected 8 in dimension 0 of \[S \+ 1\], got .*\[7\]"),
+    (ATTEND, "query_start_loc", lambda t: t.long(), r"query_start_loc: expected int32, got a int64 tensor"),
+    (ATTEND, "query_start_loc", meta, r"query_start_loc: expected a tensor on cpu, got .* on meta"),
+    (ATTEND, "sinks", ones(7), r"sinks: expected 8 in dimension 0 of \[H\], got .*\[7\]"),
+    (ATTEND, "sinks", ones(8, dtype=f16), r"sinks: expected float32, got a float16 tensor"),
+    (ATTEND, "alibi_slopes", ones(8, 1), r"alibi_slopes: expected 1 dimensions \[H\], got .*\[8, 1\]"),
+    (ATTEND, "output_scale", ones(8), r"output_scale: expected 1 in dimension 0 of \[1\], got .*\[8\]"),
+    (ATTEND, "sliding_window", -1, r"sliding_window: expected 0 \(off\) or a number of tokens, got -1"),
+    (ATTEND, "attention_chunk", -8, r"attention_chunk: expected 0 \(off\) or a number of tokens, got -8"),
+    (ATTEND, "soft_cap", -1.0, r"soft_cap: expected 0 \(off\) or a positive bound, got -1.0"),
+    (ATTEND, "schedule", ones(3, dtype=i32), r"schedule: expected 8 in dimension 0 of \[S \+ 1\], got .*\[3\]"),
+    (ATTEND, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
+    (ATTEND, "block_sparse", [16, 1], r"block_sparse: expected 7 numbers .*, got 2"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(24, 1, 1), r"block_sparse.block_size: expected a positive multiple .* 16, got 24"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(16, -1, 1), r"block_sparse.local_blocks: expected 0 or more, got -1"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(16, 1, 0), r"block_sparse.vert_stride: expected 1 or more, got 0"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(16, 1, 1, True, True), r"block_sparse: expected one of homo_head, .* got both"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(16, 1, 1, rank=2), r"block_sparse.rank: expected 0 <= rank < .* 1, got 2"),
+    (LSE, "query", lambda t: t[:, :, None], r"query: expected 3 dimensions \[T, H, D\], got .*\[61, 8, 1, 64\]"),
+    (SEPARATE, "value_cache", lambda t: t[:, :8], r"value_cache: expected the B, K of kv_cache, \[16, 2\]"),
+    (SEPARATE, "value_cache", lambda t: t[:2], r"value_cache: expected the \d+ blocks of kv_cache, got .*\[2, 16, 2, 64\]"),
+    (SEPARATE, "value_cache", lambda t: t.float(), r"value_cache: expected the dtype of kv_cache, torch.float16, got a float32"),
+    (SEPARATE, "value_cache", meta, r"value_cache: expected a tensor on cpu, got .* on meta"),
+    (SEPARATE, "value_cache", ones(1), r"value_cache: expected 4 dimensions \[N, B, K, Dv\] or \[N, K, D, B\], got"),
+    (PACKED, "value_cache", lambda t: t[:, :, :32], r"value_cache: expected \[N, K, D, B\] = \[N, 2, 64, 16\] beside an x-packed"),
+    (PACKED, "kv_cache", lambda t: t[..., :4], r"kv_cache: expected x = 16 / itemsize last in \[N, K, D/x, B, x\], got .*4\]"),
+    (FP8, "k_scale", ones(5), r"k_scale: expected shape \[1\] or \[2\], got .*\[5\]"),
+    # the other ops
+    (MERGE, "out_b", lambda t: t[:, :, :16], r"out_b: expected 32 in dimension 2 of \[T, H, Dv\], got .*\[13, 1, 16\]"),
+    (MERGE, "out_b", lambda t: t.half(), r"out_b: expected float32, got a float16 tensor"),
+    (MERGE, "lse_a", lambda t: t.T, r"lse_a: expected 13 in dimension 0 of \[T, H\], got .*\[1, 13\]"),
+    (MERGE, "lse_b", lambda t: t.double(), r"lse_b: expected float32, got a float64 tensor"),
+    (CASCADE, "prefix_len", lambda t: t[None], r"prefix_len: expected 1 dimensions \[1\], got .*\[1, 1\]"),
+    (CASCADE, "prefix_block_table", lambda t: t.expand(2, -1), r"prefix_block_table: expected 1 in dimension 0 of \[1, Mp\], got"),
+    (CASCADE, "suffix_lens", lambda t: t.long(), r"suffix_lens: expected int32, got a int64 tensor"),
+    (CASCADE, "suffix_block_tables", lambda t: t[:1], r"suffix_block_tables: expected 3 in dimension 0 of \[S, M\], got"),
+    (SCHEDULE, "num_heads", 7, r"num_heads: expected a multiple of the 2 key/value heads, got 7"),
+    (SCHEDULE, "num_kv_heads", 0, r"num_kv_heads: expected a positive number, got 0"),
+    (SCHEDULE, "query_start_loc", lambda t: t[1:], r"query_start_loc: expected 8 in dimension 0 of \[S \+ 1\], got .*\[7\]"),
+    (COPY, "block_mapping", lambda t: t.int(), r"block_mapping: expected int64, got a int32 tensor"),
+    (COPY, "block_mapping", lambda t: t[:, :1], r"block_mapping: expected 2 in dimension 1 of \[P, 2\], got .*\[4, 1\]"),
+    (COPY, "kv_caches", lambda ts: [ts[0], meta(ts[1])], r"kv_caches\[1\]: expected a tensor on cpu, got .* on meta"),
+    (SWAP, "dst_caches", lambda ts: ts[:2], r"dst_caches: expected 3 caches, as src_caches, got 2"),
+    (SWAP, "dst_caches", lambda ts: [ts[0], ts[1][:, :1], ts[2]], r"dst_caches\[1\]: expected blocks of shape \[2, 16, 2, 32\]"),
+    (SWAP, "dst_caches", lambda ts: [ts[0].half(), *ts[1:]], r"dst_caches\[0\]: expected torch.float32, as the source, got a float16"),
+    (SWAP, "block_mapping", meta, r"block_mapping: expected a tensor on the CPU, got .* on meta"),
+    (GATHER, "num_tokens", -1, r"num_tokens: expected 0 or more rows, got -1"),
+    (GATHER, "dtype", torch.float64, r"dtype: expected float32, float16 or bfloat16, got torch.float64"),
+    (GATHER, "block_tables", lambda t: t.long(), r"block_tables: expected int32, got a int64 tensor"),
+    (GATHER_FP8, "dtype", None, r"dtype: expected float32, float16 or bfloat16 \(required for an fp8 cache\), got None"),
+]  # fmt: skip
+
+
+def replaced(call, op, argument, change):
+    names = [a.name for a in getattr(torch.ops.paged_ops, op).default._schema.arguments]
+    named = dict(zip(names, call.args, strict=False)) | call.kwargs
+    named[argument] = change(named[argument]) if callable(change) else change
+    positional = [a.name for a in getattr(torch.ops.paged_ops, op).default._schema.arguments if not a.kwarg_only]
+    args = tuple(named.pop(name) for name in positional)
+    return replace(call, args=args, kwargs=named)
+
+
+def tensors_in(call):
+    values = [*call.args, *call.kwargs.values()]
+    flat = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    return [each for each in flat if isinstance(each, torch.Tensor) and each.device.type != "meta"]
+
+
+def raises(op, call, message):
+    with pytest.raises((ValueError, RuntimeError), match=message) as error:
+        OPS[op](*call.args, **call.kwargs)
+    return str(error.value)
+
+
+def unchanged(op, call, message):
+    """The error of a call, which wrote nothing."""
+    before = [t.clone() for t in tensors_in(call)]
+    text = raises(op, call, message)
+    for tensor, old in zip(tensors_in(call), before, strict=True):
+        testing.assert_same_bytes(f"an argument of {op}", tensor, old)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("where", "argument", "change", "message"),
+    STATIC,
+    ids=[f"{n}-{row[0][0]}-{row[1]}" for n, row in enumerate(STATIC)],
+)
+def test_static_error_is_the_same_in_eager_and_fake(where, argument, change, message):
+    op, case = where
+    call = replaced(testing.case_named(op, case).inputs(), op, argument, change)
+    eager = unchanged(op, call, message)
+    assert re.search(r"expected .*, got ", eager), eager
+    mode = FakeTensorMode()
+
+    def to_fake(value):
+        if isinstance(value, list):
+            return [to_fake(each) for each in value]
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    fake = replace(
+        call, args=tuple(map(to_fake, call.args)), kwargs={name: to_fake(v) for name, v in call.kwargs.items()}
+    )
+    with mode:
+        assert raises(op, fake, message) == eager
+
+
+EXCLUSIVE = [
+    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "alibi_slopes": ones(8)}, "block_sparse cannot be combined with alibi_slopes"),
+    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "sliding_window": 4}, "block_sparse cannot be combined with sliding_window"),
+    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "attention_chunk": 4}, "block_sparse cannot be combined with attention_chunk"),
+    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "soft_cap": 4.0}, "block_sparse cannot be combined with soft_cap"),
+    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "causal": False}, "block_sparse cannot be combined with causal=False"),
+    ({"causal": False, "sliding_window": 4}, "causal=False cannot be combined with sliding_window"),
+    ({"causal": False, "attention_chunk": 4}, "causal=False cannot be combined with attention_chunk"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "message"), EXCLUSIVE, ids=[message for _, message in EXCLUSIVE])
+def test_exclusive_features_are_named(features, message):
+    call = testing.case_named(*ATTEND).inputs()
+    call = replace(call, kwargs={**call.kwargs, **features})
+    for op in ("paged_attention", "paged_attention_with_lse"):
+        unchanged(op, call, message)
+        assert message in paged_ops.supports(op, "cpu", **features)
+    meta_call = replace(call, args=tuple(meta(v) if isinstance(v, torch.Tensor) else v for v in call.args))
+    meta_features = {name: meta(v) if isinstance(v, torch.Tensor) else v for name, v in features.items()}
+    with pytest.raises(ValueError, match=message):
+        paged_ops.paged_attention(*meta_call.args, **meta_features)
+
+
+# What only values show: checked on the CPU always.
+VALUES = [
+    (WRITE, "slot_mapping", lambda t: t.clone().fill_(64), r"slot_mapping: expected slots .* in \[-1, 64\), got 64 at \[0\]"),
+    (WRITE, "slot_mapping", lambda t: torch.where(t == t[7], 10**9, t), r"slot_mapping: .* got 1000000000 at \[7\]"),
+    (ATTEND, "seq_lens", lambda t: t * 100, r"seq_lens: expected lengths that \d+ blocks of 16 tokens can hold, in .* got 4000"),
+    (ATTEND, "seq_lens", lambda t: -t, r"seq_lens: expected lengths .*, got -40 at \[0\]"),
+    (ATTEND, "query_start_loc", lambda t: t + 1, r"query_start_loc: expected 0 first, got 1"),
+    (ATTEND, "query_start_loc", lambda t: t * 2, r"query_start_loc: expected rows of query in \[0, 62\), got"),
+    (ATTEND, "query_start_loc", lambda t: t.flip(0), r"query_start_loc: expected values that do not fall, got"),
+    (ATTEND, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks of the cache in .*, got 10"),
+    (ATTEND, "block_tables", lambda t: -t - 1, r"block_tables: expected ids .*, got -"),
+    (GATHER, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks"),
+    (GATHER, "seq_lens", lambda t: t + 999, r"seq_lens: expected lengths"),
+    (CASCADE, "prefix_block_table", lambda t: t + 1000, r"expected ids of the \d+ blocks of the cache in"),
+    (COPY, "block_mapping", torch.tensor([[0, 9]]), r"block_mapping\[:, 1\]: expected destination blocks in \[0, 9\), got 9 at \[0\]"),
+    (COPY, "block_mapping", torch.tensor([[-1, 0]]), r"block_mapping\[:, 0\]: expected source blocks in \[0, 9\), got -1"),
+    (COPY, "block_mapping", torch.tensor([[0, 4], [1, 4]]), r"block_mapping: expected each destination once, got \[4\] twice"),
+    (COPY, "block_mapping", torch.tensor([[0, 4], [4, 5]]), r"block_mapping: expected no block as both .*, got \[4\] in both"),
+    (COPY, "block_mapping", torch.tensor([[3, 3]]), r"block_mapping: expected no block as both source and destination, got \[3\]"),
+    (SWAP, "block_mapping", torch.tensor([[0, 1], [5, 1]]), r"block_mapping: expected each destination once, got \[1\] twice"),
+    (SWAP, "block_mapping", torch.tensor([[9, 0]]), r"block_mapping\[:, 0\]: expected source blocks in \[0, 9\), got 9"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "argument", "change", "message"),
+    VALUES,
+    ids=[f"{n}-{row[0][0]}-{row[1]}" for n, row in enumerate(VALUES)],
+)
+def test_values_are_checked_before_anything_is_written(where, argument, change, message):
+    op, case = where
+    unchanged(op, replaced(testing.case_named(op, case).inputs(), op, argument, change), message)
+
+
+def test_swapping_a_cache_with_itself_checks_both_roles():
+    cache = torch.arange(8.0).view(4, 2)
+    before = cache.clone()
+    with pytest.raises(ValueError, match="block_mapping: expected no block as both source and destination"):
+        paged_ops.swap_blocks([cache], [cache], torch.tensor([[0, 1], [1, 2]]))
+    assert torch.equal(cache, before)
+
+
+def builder(**changes):
+    sizes = {"block_size": 4, "max_num_seqs": 4, "max_num_tokens": 16, "max_blocks_per_seq": 3, "num_blocks": 8}
+    return metadata.AttentionMetadataBuilder(**(sizes | changes))
+
+
+def batch(query_lens=(1, 2), computed=(3, 4), blocks=((0,), (1, 2))):
+    return metadata.Batch(list(query_lens), list(computed), [list(ids) for ids in blocks])
+
+
+def cache(num_blocks=4, **changes):
+    sizes = {"num_layers": 1, "block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": f32} | changes
+    return paged_ops.KVCache(num_blocks=num_blocks, **sizes)
+
+
+def admitted(**changes):
+    made = cache(**changes)
+    made.admit("a", list(range(5)))
+    return made
+
+
+HOST = {
+    "too many sequences": (lambda: builder().build(0, batch([1] * 5, [0] * 5, [[0]] * 5)), "max_num_seqs"),
+    "too many tokens": (lambda: builder().build(0, batch([12, 12], [0, 0], [[0, 1, 2], [3, 4, 5]])), "max_num_tokens"),
+    "too many blocks": (lambda: builder().build(0, batch([1], [15], [[0, 1, 2, 3]])), r"expected at most 12 tokens \(3 blocks of 4\)"),
+    "a foreign block id": (lambda: builder().build(0, batch([1], [3], [[8]])), "block_ids"),
+    "too few blocks": (lambda: builder().build(0, batch([3], [3], [[0]])), "block_ids"),
+    "negative lengths": (lambda: builder().build(0, batch([-1], [3], [[0]])), "query_lens"),
+    "lists that disagree": (lambda: batch([1, 2], [3], [[0], [1]]), "num_computed_tokens"),
+    "unordered batch": (
+        lambda: metadata.split_decodes_and_prefills(builder().build(0, batch([5, 1], [0, 3], [[0, 1], [2]]))),
+        "batch|metadata",
+    ),
+    "chunk and block size": (
+        lambda: metadata.make_local_attention_virtual_batches(
+            6, torch.tensor([4]), torch.tensor([6]), torch.zeros(1, 3, dtype=i32), 4
+        ),
+        "chunk",
+    ),
+    "an address that is no block's": (
+        lambda: metadata.block_ids_from_addresses(
+            torch.tensor([[3]], dtype=i64), torch.tensor([1], dtype=i32), torch.zeros(4, 2, 4, 1, 8)
+        ),
+        "block_tables",
+    ),
+    "exhaustion": (lambda: cache().admit("a", list(range(17))), "block"),
+    "exhaustion while appending": (lambda: admitted().append("a", list(range(30))), "block"),
+    "admitted twice": (lambda: admitted().admit("a", [1]), "a"),
+    "an unknown sequence": (lambda: cache().free("nobody"), "nobody"),
+    "freed twice": (lambda: (made := admitted(), made.free("a"), made.free("a")), "a"),
+    "no host cache": (lambda: (made := admitted(), made.commit("a", 5), made.swap_out("a")), "host"),
+    "a sequence that is not swapped out": (lambda: admitted(num_host_blocks=4).swap_in("a"), "a"),
+    "forked onto itself": (lambda: admitted().fork("a", "a"), "a"),
+    "committed more than admitted": (lambda: admitted().commit("a", 6), "6"),
+    "an unknown layout": (lambda: paged_ops.kv_cache_shape("NDH", 1, 1, 1, 1), "layout: expected one of .*, got 'NDH'"),
+    "a head size that x does not divide": (
+        lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 160, dtype=f16), 1, 10),
+        "head_size: expected a multiple of x = 8 for torch.float16, got 10",
+    ),
+    "a flat cache of another shape": (
+        lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 100), 2, 8),
+        r"kv_cache: expected a multiple of K\*D = 16",
+    ),
+    "an unknown op": (lambda: paged_ops.supports("attend", "cpu"), "op: expected one of .*, got 'attend'"),
+    "an unknown device": (lambda: paged_ops.supports("copy_blocks", "abacus"), "device: expected one of .*, got 'abacus'"),
+    "an unknown feature": (lambda: paged_ops.supports("copy_blocks", "cpu", sinks=True), "features: expected .*, got 'sinks'"),
+    "sparse parameters": (lambda: masks.check_block_sparse([1, 2, 3], 1), "block_sparse: expected 7 numbers .*, got 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_host_side_misuse(name):
+    call, message = HOST[name]
+    with pytest.raises((ValueError, RuntimeError, KeyError), match=message):
+        call()
