@@ -1,0 +1,387 @@
+"""Writing into the cache and gathering from it on GPUs: streaming kernels of wide loads and stores.
+
+Letters as in :mod:`paged_ops.ops`: T tokens, S sequences, K key/value heads, D and Dv head sizes, N blocks, B tokens a
+block. Inside kernels also C columns of a token (its K*D elements) and U elements of a *vector*: the most that lie
+together in memory on both sides, up to 16 bytes of the cache. Tiles are ``[tokens, vectors, U]``, so that accesses are
+wide by construction, whatever the form of the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_ops import checks, fake
+from paged_ops.layouts import PagedKV, element_dtype, paged_kv
+from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, on_device, tuned
+from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, decode_fp8, encode_fp8
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    fake.reshape_and_cache(
+        key,
+        value,
+        kv_cache,
+        slot_mapping,
+        value_cache=value_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    T = slot_mapping.shape[0]
+    if not (T and kv_cache.numel()):
+        return
+    paged, FORMAT = _stored(paged_kv(kv_cache, value_cache), kv_cache, kv_cache_dtype)
+    if checks.debug_checks():
+        checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
+    with on_device(key):
+        plan = _plan("reshape_and_cache", T <= _few_tokens("reshape_and_cache"), *_form(paged, key, value))
+        write_kernel[(triton.cdiv(T, plan["BLOCK_T"]),)](
+            key,
+            value,
+            paged.key,
+            paged.value,
+            slot_mapping,
+            slot_mapping.stride(0),
+            k_scale,
+            v_scale,
+            T,
+            FORMAT=FORMAT,
+            NATIVE=FORMAT > 0 and has_fp8_cvt(),
+            K_SCALES=0 if k_scale is None else k_scale.shape[0],
+            V_SCALES=0 if v_scale is None else v_scale.shape[0],
+            **plan,
+        )
+
+
+def gather_kv(
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    key, value = fake.gather_kv(
+        kv_cache,
+        block_tables,
+        seq_lens,
+        num_tokens,
+        value_cache=value_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
+        out=out,
+    )
+    S = seq_lens.shape[0]
+    if not (S and block_tables.shape[1] and kv_cache.numel()):
+        return key.zero_(), value.zero_()
+    paged, FORMAT = _stored(paged_kv(kv_cache, value_cache), kv_cache, kv_cache_dtype)
+    if checks.debug_checks():
+        checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, paged.block_size)
+    if not num_tokens:
+        return key, value
+    with on_device(kv_cache):
+        plan = _plan("gather_kv", num_tokens <= _few_tokens("gather_kv"), *_form(paged, key, value))
+        gather_kernel[(triton.cdiv(num_tokens, plan["BLOCK_T"]),)](
+            key,
+            value,
+            paged.key,
+            paged.value,
+            block_tables,
+            block_tables.stride(0),
+            block_tables.stride(1),
+            seq_lens.cumsum(0, dtype=torch.int64),
+            S,
+            k_scale,
+            v_scale,
+            num_tokens,
+            FORMAT=FORMAT,
+            K_SCALES=0 if k_scale is None else k_scale.shape[0],
+            V_SCALES=0 if v_scale is None else v_scale.shape[0],
+            STEPS=S.bit_length(),
+            **plan,
+        )
+    return key, value
+
+
+class Side(NamedTuple):
+    """How keys (or values) lie in the dense tensor ``[T, K, D]`` and in the cache ``[N, B, K, D/x, x]``: all that a
+    kernel is compiled for. Strides are in elements."""
+
+    C: int  # columns: K * D
+    D: int
+    X: int
+    U: int  # elements of a vector
+    dense_t: int
+    dense_h: int
+    dense_d: int
+    block: int
+    token: int
+    head: int
+    pack: int
+    element: int
+    across: bool  # neighbours in memory are the tokens of a block, not the elements of a head (x-packed values)
+    wide: bool  # the offsets inside a token need int64
+
+
+def _form(paged: PagedKV, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """What decides how a launch is compiled, besides dtypes: shapes and strides, never how many tokens there are."""
+    k, v = paged
+    return k.shape[1:], k.stride(), v.shape[1:], v.stride(), key.stride(), value.stride(), k.element_size()
+
+
+def _few_tokens(op: str) -> int:
+    return tuned(op)["few_tokens"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    op: str,
+    few: bool,
+    key_shape: tuple[int, ...],
+    key_stride: tuple[int, ...],
+    value_shape: tuple[int, ...],
+    value_stride: tuple[int, ...],
+    dense_key: tuple[int, ...],
+    dense_value: tuple[int, ...],
+    itemsize: int,
+) -> dict[str, Any]:
+    """The constants of a launch. Few tokens are spread over more programs."""
+    B, K, Dv = value_shape
+    KEY = _side(key_shape, key_stride, dense_key, itemsize)
+    VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), dense_value, itemsize)
+    numbers = tuned(op)
+    elements, num_warps = (numbers[("few_" if few else "") + name] for name in ("elements", "num_warps"))
+    tokens = 16 if KEY.across or VALUE.across else 1
+    BLOCK_C = max(16, min(triton.next_power_of_2(max(KEY.C, VALUE.C)), elements // tokens))
+    BLOCK_T = max(tokens, elements // BLOCK_C)
+    return {"B": B, "KEY": KEY, "VALUE": VALUE, "BLOCK_T": BLOCK_T, "BLOCK_C": BLOCK_C, "num_warps": num_warps}
+
+
+def _side(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...], itemsize: int) -> Side:
+    _, K, packs, X = shape
+    block = stride[0]
+    # The stride of a dimension of size 1 says nothing.
+    token, head, pack, element = (s if n > 1 else 0 for n, s in zip(shape, stride[1:], strict=True))
+    dense_t, dense_h, dense_d = dense
+    dense_h = dense_h if K > 1 else 0
+    if X == 1:
+        element = 1
+    U = 1
+    if element == 1 and (dense_d == 1 or packs * X == 1):
+        U = math.gcd(16 // itemsize, X, block, token, head, pack, dense_t, dense_h)
+    extent = max((K - 1) * head + (packs - 1) * pack + (X - 1) * element, (K - 1) * dense_h + (packs * X - 1) * dense_d)
+    return Side(
+        C=K * packs * X,
+        D=packs * X,
+        X=X,
+        U=U,
+        dense_t=dense_t,
+        dense_h=dense_h,
+        dense_d=dense_d,
+        block=block,
+        token=token,
+        head=head,
+        pack=pack,
+        element=element,
+        across=element != 1 and token == 1,
+        wide=extent >= 2**31,
+    )
+
+
+def _stored(paged: PagedKV, kv_cache: Tensor, kv_cache_dtype: str) -> tuple[PagedKV, int]:
+    """The cache as kernels take it, fp8 as uint8, and the format of its elements: 0 where they are what they say."""
+    dtype = element_dtype(kv_cache, kv_cache_dtype)
+    if dtype not in FP8_FORMATS:
+        return paged, 0
+    FORMAT = FP8_FORMATS[dtype]
+    if kv_cache.dtype == torch.uint8:
+        return paged, FORMAT + 2 if fp8_is_fnuz() else FORMAT
+    return PagedKV(paged.key.view(torch.uint8), paged.value.view(torch.uint8)), FORMAT
+
+
+@triton.jit(do_not_specialize=["T"])
+def write_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    stride_slot,
+    k_scale,
+    v_scale,
+    T,
+    B: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(slot_mapping + t * stride_slot, mask=t < T, other=-1).to(tl.int64)
+    live = slot >= 0
+    slot = tl.where(live, slot, 0)
+    block, offset = slot // B, slot % B
+    # Both are loaded before either is stored: a store could be taken for a write to what is still to be loaded.
+    for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
+        k, k_head, k_mask = load_dense(key, t, live, first, KEY, BLOCK_C)
+        v, v_head, v_mask = load_dense(value, t, live, first, VALUE, BLOCK_C)
+        if FORMAT != 0:
+            k = to_fp8(k, k_scale, k_head, K_SCALES, FORMAT, NATIVE)
+            v = to_fp8(v, v_scale, v_head, V_SCALES, FORMAT, NATIVE)
+        store(paged_address(key_cache, block, offset, first, KEY, BLOCK_C), k, k_mask, KEY.across)
+        store(paged_address(value_cache, block, offset, first, VALUE, BLOCK_C), v, v_mask, VALUE.across)
+
+
+@triton.jit(do_not_specialize=["S", "num_tokens"])
+def gather_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    block_tables,
+    stride_s,
+    stride_m,
+    ends,  # [S] running total of seq_lens
+    S,
+    k_scale,
+    v_scale,
+    num_tokens,
+    B: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    FORMAT: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < num_tokens
+    # A row's sequence is the number of sequences that end at or before it, found bit by bit.
+    s = tl.zeros([BLOCK_T], tl.int64)
+    for step in tl.static_range(STEPS):
+        further = s + (1 << (STEPS - 1 - step))
+        end = tl.load(ends + further - 1, mask=further <= S, other=0)
+        s = tl.where((further <= S) & (end <= t), further, s)
+    live = inside & (s < S)
+    position = t - tl.load(ends + s - 1, mask=s > 0, other=0)
+    block = tl.load(block_tables + s * stride_s + position // B * stride_m, mask=live, other=0).to(tl.int64)
+    offset = position % B
+    for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
+        k_address, k_head, k_mask = dense_address(key, t, inside, first, KEY, BLOCK_C)
+        v_address, v_head, v_mask = dense_address(value, t, inside, first, VALUE, BLOCK_C)
+        k = load(paged_address(key_cache, block, offset, first, KEY, BLOCK_C), k_mask & live[:, None, None], KEY.across)
+        v = load(
+            paged_address(value_cache, block, offset, first, VALUE, BLOCK_C), v_mask & live[:, None, None], VALUE.across
+        )
+        if FORMAT != 0:
+            k = from_fp8(k, k_scale, k_head, K_SCALES, FORMAT)
+            v = from_fp8(v, v_scale, v_head, V_SCALES, FORMAT)
+        tl.store(k_address, k.to(key.dtype.element_ty), mask=k_mask)
+        tl.store(v_address, v.to(value.dtype.element_ty), mask=v_mask)
+
+
+@triton.jit
+def columns(first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The vectors of columns ``first : first + BLOCK_C``: their head, their first element in it, and which exist."""
+    vector = first // SIDE.U + tl.arange(0, BLOCK_C // SIDE.U)
+    per_head: tl.constexpr = SIDE.D // SIDE.U
+    head, d = vector // per_head, vector % per_head * SIDE.U
+    if SIDE.wide:
+        head, d = head.to(tl.int64), d.to(tl.int64)
+    return head, d, vector < SIDE.C // SIDE.U
+
+
+@triton.jit
+def dense_address(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Addresses ``[tokens, vectors, U]`` in ``[T, K, D]``, the heads of the vectors, and the mask."""
+    head, d, exists = columns(first, SIDE, BLOCK_C)
+    column = head * SIDE.dense_h + d * SIDE.dense_d
+    address = (dense + t * SIDE.dense_t)[:, None, None] + column[None, :, None] + tl.arange(0, SIDE.U)[None, None, :]
+    return address, head, live[:, None, None] & exists[None, :, None]
+
+
+@triton.jit
+def load_dense(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
+    address, head, mask = dense_address(dense, t, live, first, SIDE, BLOCK_C)
+    return tl.load(address, mask=mask), head, mask
+
+
+@triton.jit
+def paged_address(cache, block, offset, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Addresses ``[tokens, vectors, U]`` in the cache ``[N, B, K, D/x, x]``."""
+    head, d, _ = columns(first, SIDE, BLOCK_C)
+    column = head * SIDE.head + d // SIDE.X * SIDE.pack + d % SIDE.X * SIDE.element
+    row = cache + block * SIDE.block + offset * SIDE.token
+    return row[:, None, None] + column[None, :, None] + tl.arange(0, SIDE.U)[None, None, :]
+
+
+@triton.jit
+def store(address, values, mask, ACROSS: tl.constexpr):
+    """ACROSS lays the tokens of a tile over neighbouring threads, as they lie in memory."""
+    if ACROSS:
+        address, values = tl.permute(address, 2, 1, 0), tl.permute(values, 2, 1, 0)
+        mask = tl.permute(tl.broadcast_to(mask, values.shape[2], values.shape[1], values.shape[0]), 2, 1, 0)
+    tl.store(address, values, mask=mask)
+
+
+@triton.jit
+def load(address, mask, ACROSS: tl.constexpr):
+    """0 where masked."""
+    if ACROSS:
+        mask = tl.permute(tl.broadcast_to(mask, address.shape), 2, 1, 0)
+        return tl.permute(tl.load(tl.permute(address, 2, 1, 0), mask=mask, other=0), 2, 1, 0)
+    return tl.load(address, mask=mask, other=0)
+
+
+@triton.jit
+def load_scale(scale, head, SCALES: tl.constexpr):
+    """``[1]`` or ``[K]`` as what broadcasts over ``[tokens, vectors, U]``."""
+    if SCALES == 1:
+        return tl.load(scale)
+    return tl.load(scale + head, mask=head < SCALES, other=1.0)[None, :, None]
+
+
+@triton.jit
+def to_fp8(real, scale, head, SCALES: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    real = real.to(tl.float32)
+    if SCALES > 0:
+        real = tl.div_rn(real, load_scale(scale, head, SCALES))
+    return encode_fp8(real, FORMAT, NATIVE)
+
+
+@triton.jit
+def from_fp8(bits, scale, head, SCALES: tl.constexpr, FORMAT: tl.constexpr):
+    real = decode_fp8(bits, FORMAT)
+    if SCALES > 0:
+        real = real * load_scale(scale, head, SCALES)
+    return real

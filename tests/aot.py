@@ -1,0 +1,179 @@
+"""Ahead-of-time compilation: runs lowerings on tensors that only claim to be on a GPU, and compiles what they launch.
+
+``python tests/aot.py cuda:90`` compiles every variant for one target in this process and prints one JSON line each:
+the kernels that the call launched with their spills, and the expected instructions that are missing. Triton's driver is
+replaced by one that names the target, so kernels are specialised exactly as on that GPU; nothing runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import GPUDriver
+
+TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942", "hip:gfx950", "hip:gfx1100")
+NUM_PROCESSORS = {"cuda:80": 108, "cuda:90": 132, "cuda:100": 148}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One call of a lowering.
+
+    Attributes:
+        name: unique.
+        call: calls the lowering on tensors made by :func:`gpu` (their values are not read).
+        expect: prefix of a target ("cuda", "cuda:90", "hip:gfx942") -> regular expressions, each of which the assembly
+            of some kernel of the call must match.
+        refused: prefix of a target -> a regular expression that the ValueError raised there must match.
+        may_spill: prefixes of targets where a kernel of the call may spill registers, each with its reason in a comment.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    expect: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    may_spill: tuple[str, ...] = ()
+
+
+class OnGPU(torch.Tensor):
+    """A CPU tensor that says it is on the first GPU; so do its views and what is made from it."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return 0
+
+
+def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor of zeros that claims to be on the GPU; int32 and int64 ones too."""
+    return torch.zeros(shape, dtype=dtype).as_subclass(OnGPU)
+
+
+class Driver(GPUDriver):
+    """Says which GPU this is, and can do nothing else."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+        self.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 1 << 20})
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError
+
+
+def install(target: str) -> list[Any]:
+    """Make this process believe in the target; returns the list to which each launch appends its compiled kernel."""
+    backend, _, arch = target.partition(":")
+    is_cuda = backend == "cuda"
+    number = int(arch) if is_cuda else arch
+    warp = 32 if is_cuda or arch.startswith("gfx1") else 64
+    triton.runtime.driver.set_active(Driver(GPUTarget(backend, number, warp)))
+    major, minor = divmod(int(arch), 10) if is_cuda else (9, 4)
+    properties = SimpleNamespace(
+        name=f"{target} (compiled ahead of time)",
+        major=major,
+        minor=minor,
+        gcnArchName=f"{arch}:sramecc+:xnack-",
+        multi_processor_count=NUM_PROCESSORS.get(target, 104),
+    )
+    torch.version.hip = None if is_cuda else "6.4"
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.get_device_name = lambda device=None: properties.name
+    torch.cuda.get_device_capability = lambda device=None: (major, minor)
+    torch.cuda.is_current_stream_capturing = lambda: False
+
+    launched: list[Any] = []
+    run = triton.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        launched.append(kernel)
+        return kernel
+
+    triton.JITFunction.run = compile_only
+    return launched
+
+
+def spills(kernel: Any) -> int | None:
+    """Bytes (CUDA) or registers (AMD) that a kernel spills, None where the tools do not tell."""
+    if "amdgcn" in kernel.asm:
+        counts = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])
+        return sum(map(int, counts)) if counts else None
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    found = re.findall(r"STACK:(\d+)", usage)
+    return sum(map(int, found)) if found else None
+
+
+def compile_variant(variant: Variant, target: str, launched: list[Any]) -> dict[str, Any]:
+    """What became of one variant, as plain data."""
+    launched.clear()
+    error, start = None, time.perf_counter()
+    try:
+        variant.call()
+    except ValueError as refusal:
+        error = f"ValueError: {refusal}"
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"[-2000:]
+    expected = [pattern for prefix, patterns in variant.expect.items() if target.startswith(prefix) for pattern in patterns]
+    assembly = "\n".join(kernel.asm.get("ptx") or kernel.asm.get("amdgcn") for kernel in launched)
+    return {
+        "name": variant.name,
+        "error": error,
+        "kernels": {kernel.metadata.name: spills(kernel) for kernel in launched},
+        "missing": [pattern for pattern in expected if not re.search(pattern, assembly)],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def variants() -> list[Variant]:
+    """The committed list: every kernel variant that ships."""
+    found: list[Variant] = []
+    for module in ("aot_variants_cache", "aot_variants_attention"):
+        if (Path(__file__).parent / f"{module}.py").exists():
+            found += __import__(module).VARIANTS
+    return found
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.modules["aot"] = sys.modules["__main__"]  # the lists import this module by its name
+    compiled = install(sys.argv[1])
+    for each in variants():
+        if len(sys.argv) < 3 or re.search(sys.argv[2], each.name):
+            print(json.dumps(compile_variant(each, sys.argv[1], compiled)), flush=True)
