@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -444,7 +445,40 @@ def _attention_cases() -> Iterator[AttentionCase]:
     yield case("scheduled-window", schedule=True, features=(FEATURES["window"],))
     yield case("scheduled-decode-bf16", "decode", schedule=True, dtype=torch.bfloat16)
     yield case("no-padding", "decode", padding=(0, 0))
-    yield case("one-token", padding=(0, 0))
+    yield AttentionCase("one-token", ((1, 1),), padding=(0, 0))
+    yield from _random_cases(100)
+
+
+def _random_cases(count: int) -> Iterator[AttentionCase]:
+    """Seeded mixtures of everything, for what no list of pairs thinks of."""
+    rng = random.Random(0)
+    for n in range(count):
+        form = rng.choice(FORMS)
+        dtype = rng.choice(layouts.MODEL_DTYPES)
+        stored = rng.choice((None, None, F8_E4M3, F8_E5M2))
+        K, G = rng.choice(((1, 1), (1, 7), (2, 4), (3, 5), (4, 2), (2, 16)))
+        D = rng.choice((16, 32, 64, 80, 128, 192) if form == "x_packed" else (13, 24, 40, 64, 72, 96, 128, 256))
+        Dv = rng.choice((None, 32, 56)) if form == "separate" else None
+        scales = rng.choice((None, "tensor", "head")) if stored else None
+        spec = CacheSpec(form, K, D, Dv, rng.choice((1, 8, 16, 48, 64)), dtype, stored, "auto", scales)
+        names = [name for name in FEATURES if rng.random() < 0.4]
+        while not _allowed(*names):
+            names.remove(rng.choice(names))
+        if "sparse" in names and 16 % spec.block_size:
+            spec = dataclasses.replace(spec, block_size=16)
+        batch = [(min(q, n), n) for q, n in ((rng.choice((1, 1, 2, 5, 33)), rng.randint(1, 300)) for _ in range(6))]
+        yield AttentionCase(
+            f"random-{n}",
+            tuple(batch),
+            spec,
+            num_heads=K * G,
+            features=tuple(FEATURES[name] for name in names),
+            fp8_output=rng.random() < 0.1,
+            strided_query=rng.random() < 0.3,
+            schedule=rng.random() < 0.2,
+            padding=(rng.randint(0, 3), rng.randint(0, 5)),
+            seed=n,
+        )
 
 
 def _cache_specs() -> Iterator[tuple[str, CacheSpec]]:
