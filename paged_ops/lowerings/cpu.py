@@ -7,7 +7,7 @@ PyTorch where the features allow it and plain float32 matmuls over tiles where t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,12 @@ __all__ = [
     "swap_blocks",
 ]
 
-# Logits that are held at once, in elements: 16 MiB of float32.
+# Keys, and values, of a sequence that are gathered at once.
+SCRATCH_BYTES = 1 << 23
+# Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
+# Rows that share a mask: more see keys of their neighbours in vain, fewer make smaller products.
+MASKED_ROWS = 128
 # Copies between blocks go through a buffer of this many bytes.
 COPY_BYTES = 1 << 24
 # attention_schedule counts tiles of this many packed query rows and this many keys.
@@ -130,7 +134,9 @@ def merge_attention_states(
     output, lse = fake.merge_attention_states(out_a, lse_a, out_b, lse_b, out=out)
     lse_a, lse_b = (side.masked_fill(side == torch.inf, -torch.inf) for side in (lse_a, lse_b))
     merged = torch.logaddexp(lse_a, lse_b)
-    a, b = (_weighted(side, side_lse, merged) for side, side_lse in ((out_a, lse_a), (out_b, lse_b)))
+    shares = _share(lse_a, merged), _share(lse_b, merged)
+    # An empty side's output is not read: 0 * NaN would be NaN.
+    a, b = (torch.where(share > 0, share * side, 0.0) for share, side in zip(shares, (out_a, out_b), strict=True))
     output.copy_(a.add_(b))
     lse.copy_(merged)
     return output, lse
@@ -209,83 +215,210 @@ def _attend(
     query_start_loc: Tensor,
     scale: float,
 ) -> None:
-    stored = element_dtype(kv_cache, f.kv_cache_dtype)
-    paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
-    T, H, _ = query.shape
-    N, B, K = paged.num_blocks, paged.block_size, paged.num_kv_heads
-    empty = not (query.numel() and paged.key.numel() and paged.value.numel())
+    """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output."""
+    cache = _Cache(kv_cache, f)
+    empty = not (query.numel() and cache.key.numel() and cache.value.numel())
     lens = torch.zeros_like(seq_lens) if empty else seq_lens
-    checks.batch(block_tables, lens, query_start_loc, T, N, B)
+    checks.batch(block_tables, lens, query_start_loc, len(query), len(cache.key), cache.block_size)
     real = out if f.output_scale is None else torch.empty_like(out, dtype=query.dtype)
     real.zero_()
     lse.fill_(-torch.inf)
-    sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     starts = query_start_loc.tolist()
+    if f.sinks is not None:
+        lse[: starts[-1]] = f.sinks
     for s, n in enumerate(lens.tolist()):
         start, end = starts[s], starts[s + 1]
         first = n - (end - start)  # the position of the first row
         if f.causal and first < 0:
             start, first = start - first, 0  # rows before the sequence's start see nothing
-        if start >= end or n == 0:
-            continue
-        low = _oldest_key(first, f) // B * B
-        blocks = block_tables[s, low // B : -(-n // B)]
-        k = _dequantise(_gather(paged.key, blocks)[: n - low], f.k_scale, stored, query.dtype)
-        v = _dequantise(_gather(paged.value, blocks)[: n - low], f.v_scale, stored, query.dtype)
-        rows = max(1, TILE_ELEMENTS // (H * (n - low)))
-        for row in range(start, end, rows):
-            stop = min(row + rows, end)
-            i = first + row - start
-            a = _oldest_key(i, f) - low
-            b = (i + stop - row if f.causal else n) - low
-            q = query[row:stop].unflatten(1, (K, H // K))  # [q, K, G, D]
-            _general(
-                q, k[a:b], v[a:b], i, low + a, scale, f, sparse, real[row:stop].view(*q.shape[:3], -1), lse[row:stop]
-            )
-    if f.sinks is not None:
-        live = starts[-1]
-        total = torch.logaddexp(lse[:live], f.sinks)
-        real[:live] = _weighted(real[:live], lse[:live], total)
-        lse[:live] = total
+        if start < end and n > 0:
+            q = query[start:end].float().unflatten(1, (cache.num_kv_heads, -1))
+            sequence = _sequence if f.block_sparse is None else _sparse_sequence
+            part, part_lse = sequence(q, first, n, cache, block_tables[s], scale, f)
+            if f.sinks is not None:
+                sinks = f.sinks.view(part_lse.shape[1:])
+                total = torch.logaddexp(part_lse, sinks)
+                part, part_lse = part * _share(part_lse, total), total
+            real[start:end].view(part.shape).copy_(part)
+            lse[start:end].view(part_lse.shape).copy_(part_lse)
     if f.output_scale is not None:
         out.copy_(_quantise(real, f.output_scale, out.dtype))
 
 
-def _general(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: int,
-    j: int,
-    scale: float,
-    f: Features,
-    sparse: masks.SparsePattern | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attention with any feature in float32: rows from position i over keys from position j."""
+class _Cache:
+    """A cache to gather from, and float32 scratch for a chunk of one sequence's keys and values.
+
+    Rows of the scratch are a cache line longer than K*D: rows a power of two bytes apart share the few ways of one set
+    of the processor's cache, and matrix products over them evict their own operands.
+    """
+
+    def __init__(self, kv_cache: Tensor, f: Features):
+        paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
+        self.key, self.value, self.k_scale, self.v_scale = paged.key, paged.value, f.k_scale, f.v_scale
+        self.stored = element_dtype(kv_cache, f.kv_cache_dtype)
+        self.block_size, self.num_kv_heads = paged.block_size, paged.num_kv_heads
+        self.flash = paged.head_size == paged.value_head_size and not f.soft_cap and f.alibi_slopes is None
+        row_bytes = 4 * self.num_kv_heads * max(paged.head_size, paged.value_head_size, 1)
+        self.blocks_per_chunk = max(1, SCRATCH_BYTES // max(1, row_bytes * self.block_size))
+        self._scratch: dict[str, Tensor] = {}
+
+    def read(self, blocks: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Dequantised tokens of at most blocks_per_chunk blocks: keys ``[n, K, D]``, values ``[n, K, Dv]``."""
+        key = self._read("key", self.key[:, :, heads], blocks, self.k_scale, heads)
+        return key, self._read("value", self.value[:, :, heads], blocks, self.v_scale, heads)
+
+    def _read(self, name: str, cache: Tensor, blocks: Tensor, scale: Tensor | None, heads: slice) -> Tensor:
+        width = cache[0, 0].numel()
+        size = len(blocks) * self.block_size * (width + 16)
+        if name not in self._scratch or self._scratch[name].numel() < size:
+            self._scratch[name] = torch.empty(size)
+        rows = self._scratch[name][:size].view(-1, width + 16)[:, :width]
+        cells = rows.unflatten(1, cache.shape[2:]).unflatten(0, (len(blocks), -1))
+        if self.stored == rows.dtype:
+            torch.index_select(cache, 0, blocks, out=cells)
+        else:
+            cells.copy_(_real(cache.index_select(0, blocks), self.stored))
+        tokens = rows.unflatten(1, (cache.shape[2], -1))
+        return tokens if scale is None else tokens.mul_((scale if len(scale) == 1 else scale[heads])[:, None])
+
+
+def _sequence(
+    q: Tensor, first: int, n: int, cache: _Cache, block_table: Tensor, scale: float, f: Features
+) -> tuple[Tensor, Tensor]:
+    """Out ``[q, K, G, Dv]`` and lse ``[q, K, G]`` of rows ``q [q, K, G, D]``, the first at position first of n tokens.
+
+    Keys come in chunks, each meets its rows in tiles, and partial results merge by their lse: memory stays bounded.
+    """
+    B, chunk = cache.block_size, cache.blocks_per_chunk * cache.block_size
+    kernel = _flash if cache.flash else _matmul
+    total = None
+    for a in range(_oldest_key(first, f) // B * B, n, chunk):
+        b = min(a + chunk, n)
+        k, v = cache.read(block_table[a // B : -(-b // B)])
+        for r, stop, low, high in _tiles(q, first, a, b, f, cache.flash):
+            part = kernel(q[r:stop], k[low - a : high - a], v[low - a : high - a], first + r, low, scale, f)
+            if total is None and stop - r == len(q):
+                total = part
+            else:
+                total = total or _nothing(q, v)
+                _merge_into(total, slice(r, stop), part)
+    assert total is not None, "a live row without keys"
+    return total
+
+
+def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Which rows of q meet which of the keys a..b: tiles (row, end of rows, key, end of keys)."""
     rows, K, G, _ = q.shape
-    positions, keys = torch.arange(i, i + rows), torch.arange(j, j + len(k))
-    logits = torch.matmul(q.float().permute(1, 2, 0, 3).mul(scale), k.float().permute(1, 2, 0)[:, None])  # [K, G, q, n]
+    oldest, last = _oldest_key(first, f), first + rows - 1
+    same_oldest = _oldest_key(last, f) == oldest
+    a = max(a, oldest)
+    if not flash or not same_oldest:
+        step = MASKED_ROWS if flash else max(1, TILE_ELEMENTS // (K * G * (b - a)))
+        for r in range(max(0, a - first) if f.causal else 0, rows, step):
+            stop = min(r + step, rows)
+            low, high = max(a, _oldest_key(first + r, f)), min(b, first + stop) if f.causal else b
+            if low < high:
+                yield r, stop, low, high
+    elif rows == 1 or not f.causal:
+        yield 0, rows, a, b
+    else:
+        if a < first:  # history, which every row sees whole
+            yield 0, rows, a, min(b, first)
+        a = max(a, first)
+        if a < b:
+            yield a - first, b - first, a, b  # the diagonal
+        if a < b <= last:
+            yield b - first, rows, a, b  # and what lies below it
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
+    """A tile through PyTorch's flash kernel (D = Dv, no cap, no bias): rows from position i, keys from position j."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    rows, K, G, _ = q.shape
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, K, n, D]
+    if _all_seen(rows, k.shape[2], i, j, f):  # the query heads of a group are rows of one product
+        folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
+        out, lse = flash(folded, k, v, scale=scale)
+        return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1)
+    q, k, v = q.permute(2, 1, 0, 3), k.expand(G, -1, -1, -1), v.expand(G, -1, -1, -1)  # [G, K, q, D]
+    if i == j and _oldest_key(i + rows - 1, f) <= j:
+        out, lse = flash(q, k, v, is_causal=True, scale=scale)
+    else:
+        kept = _kept(rows, k.shape[2], i, j, f)
+        bias = torch.zeros(kept.shape).masked_fill_(~kept, -torch.inf)
+        out, lse = flash(q, k, v, attn_mask=bias, scale=scale)
+        lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel says 0 of a row that sees nothing
+    return out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+
+
+def _matmul(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
+    """A tile with soft cap, ALiBi or Dv != D: rows from position i, keys from position j."""
+    positions, keys = torch.arange(i, i + len(q)), torch.arange(j, j + len(k))
+    kept = None if _all_seen(len(q), len(k), i, j, f) else _kept(len(q), len(k), i, j, f)
+    distance = None if f.alibi_slopes is None else keys - positions[:, None]
+    return _softmax(q, k, v, scale, kept, f, distance)
+
+
+def _sparse_sequence(
+    q: Tensor, first: int, n: int, cache: _Cache, block_table: Tensor, scale: float, f: Features
+) -> tuple[Tensor, Tensor]:
+    """:func:`_sequence` with the block-sparse mask: only blocks that some row and head of a tile sees are read."""
+    assert f.block_sparse is not None
+    B, (rows, K, G, _) = cache.block_size, q.shape
+    sparse = masks.check_block_sparse(f.block_sparse, B)
+    offsets = torch.tensor(masks.block_sparse_offsets(sparse, K * G, K)).view(K, G, 1, 1)
+    total = _nothing(q, cache.value)
+    # Heads with one pattern go together, others one key/value head at a time, so that each skips its own blocks.
+    groups = [slice(None)] if bool((offsets == offsets[0, 0]).all()) else [slice(h, h + 1) for h in range(K)]
+    for r in range(0, rows, sparse.block_size):
+        tile = slice(r, min(r + sparse.block_size, rows))
+        i = torch.arange(first + tile.start, first + tile.stop)[:, None]
+        starts = torch.arange(0, int(i[-1]) + 1, B)
+        for heads in groups:
+            near = starts // sparse.block_size > int(i[0]) // sparse.block_size - sparse.local_blocks
+            far = ((starts // sparse.block_size + offsets[heads]) % sparse.vert_stride == 0).flatten(0, 2).any(0)
+            for blocks in (near | far).nonzero().squeeze(1).split(cache.blocks_per_chunk):
+                if not len(blocks):
+                    continue
+                k, v = cache.read(block_table[blocks], heads)
+                j = (blocks[:, None] * B + torch.arange(B)).flatten()
+                kept = masks.causal(i, j) & masks.block_sparse(i, j, offsets[heads], sparse)  # [K, G, q, n]
+                v.masked_fill_((j >= n)[:, None, None], 0.0)  # the tail of the last block: 0 * NaN would be NaN
+                _merge_into(total, tile, _softmax(q[tile, heads], k, v, scale, kept, f), heads)
+    return total
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Tensor | None, f: Features, distance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``softmax(logits) v`` as plain matrix products; kept and distance (j - i) are ``[..., q, n]``."""
+    K, G = q.shape[1:3]
+    logits = torch.matmul(q.permute(1, 2, 0, 3) * scale, k.permute(1, 2, 0)[:, None])  # [K, G, q, n]
     if f.soft_cap:
         logits = logits.div_(f.soft_cap).tanh_().mul_(f.soft_cap)
-    if f.alibi_slopes is not None:
-        logits += f.alibi_slopes.view(K, G, 1, 1) * (keys - positions[:, None])
-    kept = masks.keep(
-        positions,
-        keys,
-        K * G,
-        K,
-        is_causal=f.causal,
-        window=f.sliding_window,
-        chunk=f.attention_chunk,
-        sparse=sparse,
-    )
-    logits.masked_fill_(~(kept if len(kept) == 1 else kept.view(K, G, rows, -1)), -torch.inf)
-    total = torch.logsumexp(logits, 3, keepdim=True)
-    weights = logits.sub_(total.nan_to_num(neginf=0.0)).exp_()
-    out.copy_(torch.matmul(weights, v.float().transpose(0, 1)[:, None]).permute(2, 0, 1, 3))
-    lse.copy_(total.view(K * G, rows).T)
+    if distance is not None and f.alibi_slopes is not None:
+        logits += f.alibi_slopes.view(K, G, 1, 1) * distance
+    if kept is not None:
+        logits = logits.masked_fill_(~kept, -torch.inf)
+    lse = logits.logsumexp(3)
+    weights = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+    out = torch.matmul(weights, v.transpose(0, 1)[:, None])
+    return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+
+
+def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of rows that have seen no key yet."""
+    return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf)
+
+
+def _merge_into(
+    total: tuple[Tensor, Tensor], rows: slice, part: tuple[Tensor, Tensor], heads: slice = slice(None)
+) -> None:
+    """Merge a partial result into the running one, in place."""
+    (out, lse), (part_out, part_lse) = (each[rows, heads] for each in total), part
+    merged = torch.logaddexp(lse, part_lse)
+    out.mul_(_share(lse, merged)).add_(part_out * _share(part_lse, merged))
+    lse.copy_(merged)
 
 
 def _oldest_key(i: int, f: Features) -> int:
@@ -295,15 +428,25 @@ def _oldest_key(i: int, f: Features) -> int:
     return max(window, chunk, 0)
 
 
+def _all_seen(rows: int, n: int, i: int, j: int, f: Features) -> bool:
+    """Whether each of the rows from position i sees each of the n keys from position j."""
+    return not f.causal or (j + n - 1 <= i and _oldest_key(i + rows - 1, f) <= j)
+
+
+def _kept(rows: int, n: int, i: int, j: int, f: Features) -> Tensor:
+    positions, keys = torch.arange(i, i + rows), torch.arange(j, j + n)
+    kept = masks.keep(positions, keys, 1, 1, is_causal=f.causal, window=f.sliding_window, chunk=f.attention_chunk)
+    return kept[0]
+
+
 def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
     """The tokens of blocks, one after the other: ``[len(blocks) * B, K, D]``."""
     return cache.index_select(0, blocks).flatten(0, 1).flatten(2)
 
 
-def _weighted(side: Tensor, side_lse: Tensor, total: Tensor) -> Tensor:
-    """A side's share of a merged output, in float32; nothing of an empty side, whatever it holds."""
-    weight = torch.exp(side_lse - total)[..., None]
-    return torch.where(side_lse[..., None] == -torch.inf, 0.0, weight * side)
+def _share(lse: Tensor, total: Tensor) -> Tensor:
+    """The weight of a part in a merged output, ``exp(lse - total)``: 0 of an empty part, also where all are empty."""
+    return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None]
 
 
 def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
@@ -323,12 +466,18 @@ def _quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantise(cells: Tensor, scale: Tensor | None, stored: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """``stored * scale`` in ``dtype``."""
+    """``stored * scale`` in ``dtype``; scale is ``[1]`` or one a head of ``cells [n, K, D]``."""
+    real = _real(cells, stored)
+    return real.to(dtype) if scale is None else (real * scale[:, None]).to(dtype)
+
+
+def _real(cells: Tensor, stored: torch.dtype) -> Tensor:
+    """What the cells hold, not yet scaled; bytes of fp8 as float32."""
     if stored not in FP8_DTYPES:
-        return cells.to(dtype)
-    if scale is None:
-        return cells.view(stored).to(dtype)
-    return (cells.view(stored).float() * scale[:, None]).to(dtype)
+        return cells
+    # Looked up: PyTorch converts float8_e4m3fn one element at a time.
+    table = torch.arange(256, dtype=torch.uint8).view(stored).float()
+    return table.index_select(0, cells.flatten().int()).view(cells.shape)
 
 
 def _storage(cache: Tensor) -> Tensor:
