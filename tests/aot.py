@@ -1,8 +1,11 @@
-"""Ahead-of-time compilation: runs lowerings on tensors that only claim to be on a GPU, and compiles what they launch.
+"""Ahead-of-time compilation of every kernel variant that ships, for GPUs that need not be present.
 
-``python tests/aot.py cuda:90`` compiles every variant for one target in this process and prints one JSON line each:
-the kernels that the call launched with their spills, and the expected instructions that are missing. Triton's driver is
-replaced by one that names the target, so kernels are specialised exactly as on that GPU; nothing runs.
+``python tests/aot.py cuda:90`` compiles the variants for one target in this process and prints one JSON line each: its
+kernels with their spills, and the expected instructions that are missing. A variant is one of two things:
+
+* :class:`Variant`: a call of a lowering on tensors that only claim to be on a GPU. Triton's driver is replaced by one
+  that names the target, so that what the call launches is specialised exactly as on that GPU, and compiled, not run.
+* a dict with the types and constants of one kernel (tests/aot_variants_attention.py says how).
 """
 
 from __future__ import annotations
@@ -140,8 +143,10 @@ def spills(kernel: Any) -> int | None:
     return sum(map(int, found)) if found else None
 
 
-def compile_variant(variant: Variant, target: str, launched: list[Any]) -> dict[str, Any]:
+def compile_variant(variant: Variant | dict[str, Any], target: str, launched: list[Any]) -> dict[str, Any]:
     """What became of one variant, as plain data."""
+    if isinstance(variant, dict):
+        variant = from_types(variant, launched)
     launched.clear()
     error, start = None, time.perf_counter()
     try:
@@ -149,7 +154,10 @@ def compile_variant(variant: Variant, target: str, launched: list[Any]) -> dict[
     except ValueError as refusal:
         error = f"ValueError: {refusal}"
     except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"[-2000:]
+        innermost: BaseException = failure  # a kernel's error hides in the helper that it calls
+        while innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        error = f"{type(innermost).__name__}: {innermost}"[-2000:]
     expected = [pattern for prefix, patterns in variant.expect.items() if target.startswith(prefix) for pattern in patterns]
     assembly = "\n".join(kernel.asm.get("ptx") or kernel.asm.get("amdgcn") for kernel in launched)
     return {
@@ -161,19 +169,42 @@ def compile_variant(variant: Variant, target: str, launched: list[Any]) -> dict[
     }
 
 
-def variants() -> list[Variant]:
-    """The committed list: every kernel variant that ships."""
-    found: list[Variant] = []
-    for module in ("aot_variants_cache", "aot_variants_attention"):
-        if (Path(__file__).parent / f"{module}.py").exists():
-            found += __import__(module).VARIANTS
-    return found
+def from_types(kernel: dict[str, Any], launched: list[Any]) -> Variant:
+    """A dict of types and constants as a variant that compiles this one kernel."""
+    function = kernel["kernel"]
+    source = triton.compiler.ASTSource(
+        function,
+        kernel["signature"],
+        kernel["constexprs"],
+        {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in kernel["attrs"]},
+    )
+    options = {name: kernel[name] for name in ("num_warps", "num_stages")}
+
+    def call() -> None:
+        target = triton.runtime.driver.active.get_current_target()
+        launched.append(triton.compile(source, target=target, options=options))
+
+    expect = {target: tuple(map(re.escape, strings)) for target, strings in kernel["expect"].items()}
+    return Variant(kernel["name"], call, expect, kernel.get("refused", {}), kernel.get("may_spill", ()))
+
+
+def variants(target: str) -> list[Variant | dict[str, Any]]:
+    """The committed lists, without what does not ship for the target."""
+    import aot_variants_attention
+    import aot_variants_cache
+
+    dicts = aot_variants_attention.aot_variants()
+    return [*aot_variants_cache.VARIANTS, *(each for each in dicts if target in each.get("targets", TARGETS))]
+
+
+def name_of(variant: Variant | dict[str, Any]) -> str:
+    return variant["name"] if isinstance(variant, dict) else variant.name
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     sys.modules["aot"] = sys.modules["__main__"]  # the lists import this module by its name
     compiled = install(sys.argv[1])
-    for each in variants():
-        if len(sys.argv) < 3 or re.search(sys.argv[2], each.name):
+    for each in variants(sys.argv[1]):
+        if len(sys.argv) < 3 or re.search(sys.argv[2], name_of(each)):
             print(json.dumps(compile_variant(each, sys.argv[1], compiled)), flush=True)

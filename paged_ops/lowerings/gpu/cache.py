@@ -256,8 +256,10 @@ def write_kernel(
         if FORMAT != 0:
             k = to_fp8(k, k_scale, k_head, K_SCALES, FORMAT, NATIVE)
             v = to_fp8(v, v_scale, v_head, V_SCALES, FORMAT, NATIVE)
-        store(paged_address(key_cache, block, offset, first, KEY, BLOCK_C), k, k_mask, KEY.across)
-        store(paged_address(value_cache, block, offset, first, VALUE, BLOCK_C), v, v_mask, VALUE.across)
+        k_address = paged_address(key_cache, block, offset, first, KEY, BLOCK_C)
+        v_address = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
+        tl.store(k_address, turn(k, KEY), mask=turn(k_mask, KEY))
+        tl.store(v_address, turn(v, VALUE), mask=turn(v_mask, VALUE))
 
 
 @triton.jit(do_not_specialize=["S", "num_tokens"])
@@ -299,10 +301,10 @@ def gather_kernel(
     for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
         k_address, k_head, k_mask = dense_address(key, t, inside, first, KEY, BLOCK_C)
         v_address, v_head, v_mask = dense_address(value, t, inside, first, VALUE, BLOCK_C)
-        k = load(paged_address(key_cache, block, offset, first, KEY, BLOCK_C), k_mask & live[:, None, None], KEY.across)
-        v = load(
-            paged_address(value_cache, block, offset, first, VALUE, BLOCK_C), v_mask & live[:, None, None], VALUE.across
-        )
+        k_stored = paged_address(key_cache, block, offset, first, KEY, BLOCK_C)
+        v_stored = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
+        k = turn(tl.load(k_stored, mask=turn(k_mask & live[:, None, None], KEY), other=0), KEY)
+        v = turn(tl.load(v_stored, mask=turn(v_mask & live[:, None, None], VALUE), other=0), VALUE)
         if FORMAT != 0:
             k = from_fp8(k, k_scale, k_head, K_SCALES, FORMAT)
             v = from_fp8(v, v_scale, v_head, V_SCALES, FORMAT)
@@ -338,37 +340,34 @@ def load_dense(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr)
 
 @triton.jit
 def paged_address(cache, block, offset, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Addresses ``[tokens, vectors, U]`` in the cache ``[N, B, K, D/x, x]``."""
+    """Addresses in the cache ``[N, B, K, D/x, x]``: ``[tokens, vectors, U]``, or across ``[1, vectors, tokens]``, which
+    lays tokens over neighbouring threads, as they lie in memory."""
     head, d, _ = columns(first, SIDE, BLOCK_C)
     column = head * SIDE.head + d // SIDE.X * SIDE.pack + d % SIDE.X * SIDE.element
     row = cache + block * SIDE.block + offset * SIDE.token
-    return row[:, None, None] + column[None, :, None] + tl.arange(0, SIDE.U)[None, None, :]
+    if SIDE.across:
+        address = row[None, None, :] + column[None, :, None]
+    else:
+        address = row[:, None, None] + column[None, :, None] + tl.arange(0, SIDE.U)[None, None, :]
+    return address
 
 
 @triton.jit
-def store(address, values, mask, ACROSS: tl.constexpr):
-    """ACROSS lays the tokens of a tile over neighbouring threads, as they lie in memory."""
-    if ACROSS:
-        address, values = tl.permute(address, 2, 1, 0), tl.permute(values, 2, 1, 0)
-        mask = tl.permute(tl.broadcast_to(mask, values.shape[2], values.shape[1], values.shape[0]), 2, 1, 0)
-    tl.store(address, values, mask=mask)
-
-
-@triton.jit
-def load(address, mask, ACROSS: tl.constexpr):
-    """0 where masked."""
-    if ACROSS:
-        mask = tl.permute(tl.broadcast_to(mask, address.shape), 2, 1, 0)
-        return tl.permute(tl.load(tl.permute(address, 2, 1, 0), mask=mask, other=0), 2, 1, 0)
-    return tl.load(address, mask=mask, other=0)
+def turn(tile, SIDE: tl.constexpr):
+    """Between ``[tokens, vectors, U]`` and the shape of :func:`paged_address`."""
+    if SIDE.across:
+        tile = tl.permute(tile, 2, 1, 0)
+    return tile
 
 
 @triton.jit
 def load_scale(scale, head, SCALES: tl.constexpr):
     """``[1]`` or ``[K]`` as what broadcasts over ``[tokens, vectors, U]``."""
     if SCALES == 1:
-        return tl.load(scale)
-    return tl.load(scale + head, mask=head < SCALES, other=1.0)[None, :, None]
+        factor = tl.load(scale)
+    else:
+        factor = tl.load(scale + head, mask=head < SCALES, other=1.0)[None, :, None]
+    return factor
 
 
 @triton.jit

@@ -1,0 +1,56 @@
+"""The kernel variants of the cache ops that ship, for tests/aot.py: calls on tensors that claim to be on a GPU."""
+
+import torch
+from aot import Variant, gpu
+
+from paged_ops import layouts
+from paged_ops.lowerings import gpu as lowering
+
+LOAD, STORE = (rf"(global|buffer)_{op}_(dwordx4|b128)" for op in ("load", "store"))
+WIDE = {"cuda": (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"), "hip": (LOAD, STORE)}
+FP8 = {"cuda:90": (r"cvt\.rn\.satfinite\.e4m3x2\.f32",), "cuda:100": (r"cvt\.rn\.satfinite\.e4m3x2\.f32",)}
+N, B, K, D, T, S, M = 64, 16, 8, 128, 2048, 8, 16
+
+
+def cache(layout, stored, head_size=D):
+    storage = gpu(*layouts.kv_cache_shape(layout, N, B, K, head_size), dtype=stored)
+    view = layouts.kv_cache_view(layout, storage)
+    return layouts.split_kv_cache(view, K, head_size) if layout == "X_PACKED" else (view, None)
+
+
+def write(layout="NHD", dtype=torch.bfloat16, stored=None, tokens=T, scales=0, head_size=D):
+    def call():
+        kv_cache, value_cache = cache(layout, stored or dtype, head_size)
+        qkv = gpu(tokens, 6 * K, head_size, dtype=dtype)
+        scale = gpu(scales, dtype=torch.float32) if scales else None
+        slots = gpu(tokens, dtype=torch.int64)
+        key, value = qkv[:, 4 * K : 5 * K], qkv[:, 5 * K :]
+        lowering.reshape_and_cache(key, value, kv_cache, slots, value_cache=value_cache, k_scale=scale, v_scale=scale)
+
+    return call
+
+
+def gather(layout="NHD", dtype=torch.bfloat16, stored=None, scales=0):
+    def call():
+        kv_cache, value_cache = cache(layout, stored or dtype)
+        scale = gpu(scales, dtype=torch.float32) if scales else None
+        tables, lens = gpu(S, M, dtype=torch.int32), gpu(S, dtype=torch.int32)
+        lowering.gather_kv(
+            kv_cache, tables, lens, T, value_cache=value_cache, k_scale=scale, v_scale=scale, dtype=dtype
+        )
+
+    return call
+
+
+VARIANTS = [
+    Variant("write NHD bf16", write(), WIDE),
+    Variant("write NHD fp16, few tokens", write(dtype=torch.float16, tokens=64), WIDE),
+    Variant("write NHD fp32", write(dtype=torch.float32), WIDE),
+    Variant("write HND bf16, D 120", write("HND", head_size=120), WIDE),
+    Variant("write x-packed fp16", write("X_PACKED", dtype=torch.float16), WIDE),
+    Variant("write NHD bf16 to e4m3, scale [1]", write(stored=torch.float8_e4m3fn, scales=1), {**WIDE, **FP8}),
+    Variant("write INTERLEAVED fp32 to e5m2, scale [K]", write("INTERLEAVED", torch.float32, torch.float8_e5m2, scales=K), WIDE),
+    Variant("write NHD bf16 to e4m3fnuz", write(stored=torch.float8_e4m3fnuz), WIDE),
+    Variant("gather NHD bf16", gather(), WIDE),
+    Variant("gather x-packed e4m3 to bf16", gather("X_PACKED", stored=torch.float8_e4m3fn, scales=K)),
+]  # fmt: skip
