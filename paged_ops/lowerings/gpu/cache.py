@@ -251,15 +251,17 @@ def write_kernel(
     block, offset = slot // B, slot % B
     # Both are loaded before either is stored: a store could be taken for a write to what is still to be loaded.
     for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
-        k, k_head, k_mask = load_dense(key, t, live, first, KEY, BLOCK_C)
-        v, v_head, v_mask = load_dense(value, t, live, first, VALUE, BLOCK_C)
+        # Nor does what is loaded wait for the slots: rows to be skipped are there too.
+        k_dense, k_head, k_exists = dense_address(key, t, t < T, first, KEY, BLOCK_C)
+        v_dense, v_head, v_exists = dense_address(value, t, t < T, first, VALUE, BLOCK_C)
+        k, v = tl.load(k_dense, mask=k_exists), tl.load(v_dense, mask=v_exists)
         if FORMAT != 0:
             k = to_fp8(k, k_scale, k_head, K_SCALES, FORMAT, NATIVE)
             v = to_fp8(v, v_scale, v_head, V_SCALES, FORMAT, NATIVE)
         k_address = paged_address(key_cache, block, offset, first, KEY, BLOCK_C)
         v_address = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
-        tl.store(k_address, turn(k, KEY), mask=turn(k_mask, KEY))
-        tl.store(v_address, turn(v, VALUE), mask=turn(v_mask, VALUE))
+        tl.store(k_address, turn(k, KEY), mask=turn(k_exists & live[:, None, None], KEY))
+        tl.store(v_address, turn(v, VALUE), mask=turn(v_exists & live[:, None, None], VALUE))
 
 
 @triton.jit(do_not_specialize=["S", "num_tokens"])
@@ -333,12 +335,6 @@ def dense_address(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constex
 
 
 @triton.jit
-def load_dense(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
-    address, head, mask = dense_address(dense, t, live, first, SIDE, BLOCK_C)
-    return tl.load(address, mask=mask), head, mask
-
-
-@triton.jit
 def paged_address(cache, block, offset, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
     """Addresses in the cache ``[N, B, K, D/x, x]``: ``[tokens, vectors, U]``, or across ``[1, vectors, tokens]``, which
     lays tokens over neighbouring threads, as they lie in memory."""
@@ -374,8 +370,35 @@ def load_scale(scale, head, SCALES: tl.constexpr):
 def to_fp8(real, scale, head, SCALES: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     real = real.to(tl.float32)
     if SCALES > 0:
-        real = tl.div_rn(real, load_scale(scale, head, SCALES))
+        factor = load_scale(scale, head, SCALES)
+        if NATIVE:
+            real = divide(real, factor, SCALES)
+        else:
+            real = tl.div_rn(real, factor)
     return encode_fp8(real, FORMAT, NATIVE)
+
+
+@triton.jit
+def divide(real, scale, SCALES: tl.constexpr):
+    """``real / scale`` to nearest even, as far as fp8 can tell: one division a scale, and five operations a number.
+
+    Two corrections by the remainder make ``real * (1 / scale)`` the rounded quotient (Markstein 1990, Computation of
+    elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need none, and infinities
+    would not survive one.
+    """
+    usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate number could over- or underflow
+    if SCALES > 1:
+        usual = tl.min(usual.to(tl.int32)) > 0
+    if usual:
+        inverse = tl.div_rn(1.0, scale)
+        rough = real * inverse
+        quotient = tl.fma(tl.fma(-rough, scale, real), inverse, rough)
+        quotient = tl.fma(tl.fma(-quotient, scale, real), inverse, quotient)
+        size = tl.abs(rough)
+        quotient = tl.where((size > 2.0**-40) & (size < 2.0**20), quotient, rough)
+    else:
+        quotient = tl.div_rn(real, scale)
+    return quotient
 
 
 @triton.jit
