@@ -101,7 +101,7 @@ class _Request:
     tokens: list[int]  # prompt and output
     num_prompt: int
     params: SamplingParams
-    row: int = -1  # of the block table, while running
+    row: int = -1  # of the block table; -1 when not running
     num_blocks: int = 0  # written to that row
     generator: torch.Generator | None = None
     stop: frozenset[int] = field(default_factory=frozenset)
@@ -148,6 +148,7 @@ class GenerationLoop:
         self.max_num_tokens = max_num_tokens
         self.max_model_len = max_model_len
         self.stats = GenerationStats()
+        self._eager_step = step
         self._step: ModelStep = torch.compile(step, fullgraph=True) if compile else step
         self._is_warm = not compile
         self._inputs = _Inputs(kv_cache, max_num_seqs, max_num_tokens, max_model_len)
@@ -213,7 +214,9 @@ class GenerationLoop:
     @torch.no_grad()
     def warm_up(self) -> None:
         """Runs one step of padding only, and so compiles the graph that all batches use; the cache is not touched."""
-        self._step(*self._inputs.padding(), self.kv_cache.layers)
+        padding = self._inputs.padding()
+        self._eager_step(*padding, self.kv_cache.layers)  # the model's own errors, not wrapped by the compiler's
+        self._step(*padding, self.kv_cache.layers)
         self._is_warm = True
 
     @torch.no_grad()
@@ -247,10 +250,11 @@ class GenerationLoop:
     def _schedule(self) -> tuple[_Plan, _Plan]:
         """The decodes and the prefills of one step; their slots are reserved."""
         decodes: _Plan = []
+        prefilling = [request for request in self._running if not self._decodes(request)]
         preempted = False
-        for request in self._running.copy():
-            if request not in self._running or not self._decodes(request):
-                continue
+        for request in [request for request in self._running if self._decodes(request)]:
+            if request.row < 0:
+                continue  # preempted for an older one
             while not self.kv_cache.can_append(request.request_id):
                 victim = self._running[-1]
                 self._preempt(victim)
@@ -261,8 +265,8 @@ class GenerationLoop:
                 decodes.append(self._reserve_next(request))
         budget = self.max_num_tokens - len(decodes)
         prefills: _Plan = []
-        for request in self._running:
-            if not self._decodes(request) and budget and all(request is not other for other, _ in decodes):
+        for request in prefilling:
+            if budget and request.row >= 0:
                 budget -= self._prefill(request, budget, prefills)
         if not preempted:
             budget = self._resume(budget, decodes, prefills)
@@ -275,11 +279,11 @@ class GenerationLoop:
         return decodes, prefills
 
     def _resume(self, budget: int, decodes: _Plan, prefills: _Plan) -> int:
-        """Swaps sequences in, oldest first, while there is room for them and for one more block of each that runs."""
+        """Swaps sequences in, oldest first, while that leaves a block for each that runs: else they were back soon."""
         while self._swapped and budget and self._free_rows:
             request = self._swapped[0]
-            room = self._has_room(self.kv_cache.num_tokens(request.request_id) + 1)
-            if not (room and self.kv_cache.can_swap_in(request.request_id)):
+            needed = -(-(self.kv_cache.num_tokens(request.request_id) + 1) // self.kv_cache.block_size)
+            if self._running and self.kv_cache.pool.num_free - needed < len(self._running):
                 break
             self._swapped.popleft()
             self.kv_cache.swap_in(request.request_id)
@@ -292,13 +296,15 @@ class GenerationLoop:
         return budget
 
     def _admit(self, budget: int, prefills: _Plan) -> None:
+        """Admits waiting requests, oldest first, while that leaves a block for each that runs."""
         admitted = False
         for request in list(self._waiting):
             if not budget or not self._free_rows:
                 break
             if any(self._shares_unfinished_prefix(request, other) for other, _ in prefills):
                 continue  # one step later its prefix is in the cache
-            if not (self._has_room(len(request.tokens)) and self.kv_cache.can_admit(request.tokens)):
+            headroom = [-1] * (len(self._running) * self.kv_cache.block_size)
+            if not self.kv_cache.can_admit([*request.tokens, *headroom]):
                 break
             self._waiting.remove(request)
             self.stats.cached_tokens += self.kv_cache.admit(request.request_id, request.tokens)
@@ -308,11 +314,6 @@ class GenerationLoop:
         if admitted:  # only then can more blocks be shared than before
             shared = self.kv_cache.stats().shared_blocks
             self.stats.peak_shared_blocks = max(self.stats.peak_shared_blocks, shared)
-
-    def _has_room(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens leaves a block for each that runs: else it were preempted soon."""
-        needed = -(-num_tokens // self.kv_cache.block_size)
-        return not self._running or self.kv_cache.pool.num_free - needed >= len(self._running)
 
     def _shares_unfinished_prefix(self, request: _Request, other: _Request) -> bool:
         """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""
@@ -340,6 +341,7 @@ class GenerationLoop:
     def _stop(self, request: _Request) -> None:
         self._running.remove(request)
         self._free_rows.append(request.row)
+        request.row = -1
 
     def _preempt(self, request: _Request) -> None:
         """Takes a running sequence's blocks away: by swapping, or, if the host has no room, to be computed again."""
@@ -445,7 +447,10 @@ class _Inputs:
 
 def _sample(logits: Tensor, requests: list[_Request], rows: list[int]) -> list[int]:
     """The next token of each request, from its row of ``logits [S, V]``."""
-    tokens = logits.argmax(-1)[torch.as_tensor(rows)].tolist() if rows else []
+    if not rows:
+        return []
+    likeliest = logits.argmax(-1).tolist()
+    tokens = [likeliest[row] for row in rows]
     for i, (request, row) in enumerate(zip(requests, rows, strict=True)):
         if request.generator is not None:
             tokens[i] = int(sample_token(logits[row], request.params, request.generator))

@@ -156,16 +156,16 @@ class PagedCausalLM:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         name = type(model).__name__
+        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        for layer_type in layer_types:
+            if layer_type not in _LAYER_TYPES:
+                raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {name}")
         if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
             raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
         if model.config.is_encoder_decoder:
             raise ValueError(f"model: expected a decoder, got {name}, an encoder-decoder")
         if model.training:
             raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
-        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        for layer_type in layer_types:
-            if layer_type not in _LAYER_TYPES:
-                raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {name}")
         for rope_type in _rope_types(config):
             if rope_type in ("dynamic", "longrope"):
                 raise ValueError(
@@ -177,12 +177,24 @@ class PagedCausalLM:
                 "model: expected attn_temperature_tuning off, as it scales queries by their row, which in a paged batch"
                 f" is not their position, got it on in {name}; switch it off in the config for short contexts"
             )
+        try:
+            num_kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+            head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        except RuntimeError as error:  # how transformers answers when layers differ
+            raise ValueError(
+                f"model: expected one number and size of heads in all layers, got {name}: {error}"
+            ) from None
         model.set_attn_implementation(NAME)
         self.model = model
-        self.num_layers = _num_caches(config)
-        self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        self.head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        self.num_layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+        self.num_kv_heads, self.head_size = num_kv_heads, head_size
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The end-of-text tokens of the model's generation config."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
     def allocate_kv_cache(
         self,
@@ -241,11 +253,6 @@ def _cache_index(module: Any) -> int:
     layers = zip(config.kv_sharing_modes, config.layer_types, strict=True)
     kept = [i for i, (mode, layer_type) in enumerate(layers) if mode == "store" and layer_type == module.layer_type]
     return kept[-1]
-
-
-def _num_caches(config: Any) -> int:
-    """Layers that write keys and values: the last ones may reuse those of others."""
-    return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
 
 
 def _rope_types(config: Any) -> list[str]:

@@ -1,0 +1,311 @@
+"""Tiny Hugging Face models on a paged cache give the tokens that ``model.generate()`` gives, in eager and compiled."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+
+from paged_ops.cache import KVCache  # noqa: E402
+from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
+from paged_ops.inspection import CompileReport  # noqa: E402
+from paged_ops.integrations.transformers import PagedCausalLM, attention  # noqa: E402
+from paged_ops.layouts import Layout  # noqa: E402
+
+NEW_TOKENS = 12
+WINDOW = 8  # shorter than most prompts
+B = 4
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
+# A ragged batch of 16; the last four begin with the same 12 tokens.
+LENGTHS = (1, 2, 3, 5, 8, 9, 13, 16, 17, 21, 24, 33)
+SHARED, TAILS = 12, (1, 2, 6, 19)
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    initializer_range=0.15,  # large, so that logits differ by much more than float32 rounds
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **COMMON, **ALTERNATING, query_pre_attn_scalar=16, attn_logit_softcapping=2.0, tie_word_embeddings=False
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **COMMON,
+        **ALTERNATING,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+# Eager only: what else the attention function has a rule for.
+MORE_CONFIGS: dict[str, Any] = {
+    "llama4_chunks": lambda: transformers.Llama4TextConfig(
+        **COMMON,
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 0],
+        num_local_experts=2,
+        attn_temperature_tuning=False,
+        intermediate_size_mlp=128,
+    ),
+    "gemma3n_shared_kv": lambda: transformers.Gemma3nTextConfig(
+        **{**COMMON, "num_hidden_layers": 4, "intermediate_size": [128] * 4},
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=256,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+}
+# Seeds at which the likeliest token leads the second by at least 5e-4 of the largest logit, all along.
+SEEDS = {
+    "llama": 6,
+    "qwen3": 11,
+    "mistral": 5,
+    "gemma2": 3,
+    "gpt_oss": 3,
+    "llama4_chunks": 2,
+    "gemma3n_shared_kv": 6,
+}
+# A change to one feature of each model after which its text differs: else equality would not test that feature.
+FEATURES = {
+    "mistral": {"sliding_window": 4 * WINDOW},
+    "gemma2": {"sliding_window": 4 * WINDOW},
+    "gemma2 ": {"attn_logit_softcapping": 200.0},
+    "gpt_oss": {"sliding_window": 4 * WINDOW},
+    "gpt_oss ": {"sinks": -100.0},
+    "llama4_chunks": {"attention_chunk_size": 4 * WINDOW},
+}
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(length: int) -> list[int]:
+        return torch.randint(256, (length,), generator=generator).tolist()
+
+    shared = random(SHARED)
+    return [random(length) for length in LENGTHS] + [[*shared, *random(length)] for length in TAILS]
+
+
+def make_model(name: str, **changes: Any) -> Any:
+    config = {**CONFIGS, **MORE_CONFIGS}[name]()
+    sinks = changes.pop("sinks", 2.0)
+    for attribute, value in changes.items():
+        setattr(config, attribute, value)
+    torch.manual_seed(SEEDS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.constant_(parameter, sinks)
+    return model
+
+
+def generate_by_transformers(model: Any) -> list[list[int]]:
+    """One prompt at a time, so that nothing is padded."""
+    outputs = (model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0] for p in prompts())
+    return [output[len(p) :].tolist() for output, p in zip(outputs, prompts(), strict=True)]
+
+
+@functools.cache
+def expected(name: str) -> list[list[int]]:
+    return generate_by_transformers(make_model(name))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE_CONFIGS])
+def test_greedy_tokens_equal_generate_in_eager(name: str) -> None:
+    paged = PagedCausalLM(make_model(name))
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(256, B), max_num_seqs=16)
+    assert loop.generate(prompts(), GREEDY) == expected(name)
+    assert loop.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_equal_generate_compiled(name: str) -> None:
+    paged = PagedCausalLM(make_model(name))
+    # few blocks and a small budget: chunks of prompts, mixtures, swaps and shared prefixes in one graph
+    kv_cache = paged.allocate_kv_cache(56, B, num_host_blocks=56)
+    with CompileReport(kv_cache.layers) as report:
+        loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40, compile=True)
+        loop.warm_up()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert loop.generate(prompts(), GREEDY) == expected(name)
+            for first, last in ((0, 1), (3, 5), (5, 12)):
+                assert loop.generate(prompts()[first:last], GREEDY) == expected(name)[first:last]
+    assert (report.graphs, report.graph_breaks, report.recompiles) == (1, 0, 0), report.recompile_reasons
+    assert report.cache_copies == 0, report.copies
+    assert report.code[0].count("paged_ops.reshape_and_cache.default(") == 2
+    assert report.code[0].count("paged_ops.paged_attention.default(") == 2
+    assert loop.stats.swapped_out > 0
+    assert loop.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *MORE_CONFIGS])
+@torch.no_grad()
+def test_the_tokens_mean_something(name: str) -> None:
+    model = make_model(name)
+    tokens = [token for output in expected(name) for token in output]
+    assert len(set(tokens)) > 50
+    gaps = []
+    for prompt, output in zip(prompts(), expected(name), strict=True):
+        logits = model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        top = logits.topk(2).values
+        gaps.append(float((top[:, 0] - top[:, 1]).min() / logits.abs().max()))
+    assert min(gaps) > 5e-4, "some token is a matter of rounding: choose another seed"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature_changes_the_tokens(name: str) -> None:
+    assert generate_by_transformers(make_model(name.strip(), **FEATURES[name])) != expected(name.strip())
+
+
+@pytest.mark.parametrize("layout", [Layout.HND, Layout.INTERLEAVED, Layout.X_PACKED])
+def test_layouts_of_the_cache(layout: Layout) -> None:
+    paged = PagedCausalLM(make_model("llama"))
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(56, B, num_host_blocks=56, layout=layout), max_num_tokens=40)
+    assert loop.generate(prompts(), GREEDY) == expected("llama")
+    assert loop.stats.swapped_out > 0
+
+
+def test_bfloat16_and_fp8_caches_run() -> None:
+    paged = PagedCausalLM(make_model("qwen3").to(torch.bfloat16))
+    for dtype in (None, torch.float8_e4m3fn):
+        kv_cache = paged.allocate_kv_cache(256, 16, dtype=dtype)
+        assert kv_cache.dtype == (dtype or torch.bfloat16)
+        outputs = GenerationLoop(paged, kv_cache).generate(prompts(), GREEDY)
+        same = sum(a[0] == b[0] for a, b in zip(outputs, expected("qwen3"), strict=True))
+        assert same >= 10, "most first tokens survive the rounding"
+
+
+def test_stop_tokens_are_the_models() -> None:
+    model = make_model("llama")
+    assert PagedCausalLM(model).stop_token_ids == ()
+    for ids, expected_ids in ((5, (5,)), ([5, 7], (5, 7))):
+        model.generation_config.eos_token_id = ids
+        assert PagedCausalLM(model).stop_token_ids == expected_ids
+
+
+def refused(name: str, **changes: Any) -> Any:
+    config = getattr(transformers, name)(**{**COMMON, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: transformers.BloomForCausalLM(
+                transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+            ).eval(),
+            "model: expected one that calls AttentionInterface of transformers, got BloomForCausalLM",
+        ),
+        (lambda: make_model("llama").train(), "model: expected evaluation mode"),
+        (lambda: refused("Llama4TextConfig", num_local_experts=2), "attn_temperature_tuning off"),
+        (
+            lambda: refused(
+                "Phi3Config",
+                rope_parameters=dict(
+                    rope_type="longrope",
+                    rope_theta=1e4,
+                    short_factor=[1.0] * 8,
+                    long_factor=[2.0] * 8,
+                    original_max_position_embeddings=64,
+                ),
+            ),
+            "got rope_type 'longrope'",
+        ),
+        (lambda: refused("Qwen3NextConfig", num_experts=2), "model: expected layers of .* got 'linear_attention'"),
+    ],
+    ids=["alibi", "training", "temperature", "longrope", "linear"],
+)
+def test_models_that_cannot_be_served(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PagedCausalLM(make())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_model_that_looks_ahead_is_refused_before_it_is_compiled(compile: bool) -> None:
+    config = CONFIGS["gemma2"]()
+    config.use_bidirectional_attention = True
+    paged = PagedCausalLM(transformers.AutoModelForCausalLM.from_config(config).eval())
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(16, B), compile=compile)
+    with pytest.raises(ValueError, match="is_causal=False"):
+        loop.warm_up()
+
+
+def test_a_mask_of_the_models_own_is_refused() -> None:
+    from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+
+    model = make_model("llama")
+    PagedCausalLM(model)
+    arguments = dict(config=model.config, inputs_embeds=torch.zeros(1, 3, 64), attention_mask=None)
+    assert create_causal_mask(**arguments, past_key_values=None) is None
+    with pytest.raises(ValueError, match="attends to later tokens"):
+        create_bidirectional_mask(**arguments)
+    with pytest.raises(ValueError, match="overlays a mask"):
+        create_causal_mask(**arguments, past_key_values=None, or_mask_function=lambda *indices: True)
+
+
+def test_generate_on_a_paged_model_says_what_to_do() -> None:
+    model = make_model("llama")
+    PagedCausalLM(model)
+    with pytest.raises(ValueError, match=r'attention_metadata: .* model.set_attn_implementation\("sdpa"\)'):
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+    model.set_attn_implementation("sdpa")
+    assert generate_by_transformers(model) == expected("llama")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention_mask: expected none"),
+        ({"dropout": 0.1}, "dropout: expected none"),
+        ({"output_attentions": True}, "output_attentions: expected none"),
+        ({"is_causal": False}, "is_causal=False: expected none"),
+        ({"position_bias": torch.zeros(1, 4, 3, 3)}, "position_bias: expected none"),
+        (
+            {"query": torch.zeros(2, 4, 3, 16)},
+            r"query: expected the batch as one row \[1, H, T, D\], got \[2, 4, 3, 16\]",
+        ),
+        ({"value": torch.zeros(1, 2, 3, 8)}, "value: expected head size 16, the keys', .* got 8"),
+    ],
+)
+def test_arguments_that_cannot_be_served(changes: dict[str, Any], message: str) -> None:
+    kv_cache = KVCache(1, 4, B, 2, 16)
+    module = torch.nn.Module()
+    arguments: dict[str, Any] = dict(
+        query=torch.zeros(1, 4, 3, 16),
+        key=torch.zeros(1, 2, 3, 16),
+        value=torch.zeros(1, 2, 3, 16),
+        attention_mask=None,
+        kv_caches=kv_cache.layers,
+        attention_metadata=object(),  # never read
+    )
+    with pytest.raises(ValueError, match=message):
+        attention(module, **{**arguments, **changes})
+    assert not kv_cache.layers[0].any()
