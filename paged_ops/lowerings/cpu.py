@@ -7,6 +7,7 @@ PyTorch where the features allow it and plain float32 matmuls over tiles where t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ __all__ = [
     "swap_blocks",
 ]
 
-# Keys, and values, of a sequence that are gathered at once.
-SCRATCH_BYTES = 1 << 23
+# Keys of a sequence that are gathered at once, and values: together they should stay in the last-level cache.
+SCRATCH_BYTES = 1 << 22
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
 # Rows that share a mask: more see keys of their neighbours in vain, fewer make smaller products.
@@ -216,70 +217,81 @@ def _attend(
     scale: float,
 ) -> None:
     """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output."""
-    cache = _Cache(kv_cache, f)
-    empty = not (query.numel() and cache.key.numel() and cache.value.numel())
+    paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
+    empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     lens = torch.zeros_like(seq_lens) if empty else seq_lens
-    checks.batch(block_tables, lens, query_start_loc, len(query), len(cache.key), cache.block_size)
+    checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, paged.block_size)
     real = out if f.output_scale is None else torch.empty_like(out, dtype=query.dtype)
     real.zero_()
     lse.fill_(-torch.inf)
     starts = query_start_loc.tolist()
     if f.sinks is not None:
-        lse[: starts[-1]] = f.sinks
+        lse[: starts[-1]] = f.sinks  # of live rows that see no key
+    if not empty:
+        cache = _Cache(paged, f, element_dtype(kv_cache, f.kv_cache_dtype), max(lens.tolist(), default=0))
+        sequence = _sequence if f.block_sparse is None else _sparse_sequence
     for s, n in enumerate(lens.tolist()):
         start, end = starts[s], starts[s + 1]
         first = n - (end - start)  # the position of the first row
         if f.causal and first < 0:
             start, first = start - first, 0  # rows before the sequence's start see nothing
         if start < end and n > 0:
-            q = query[start:end].float().unflatten(1, (cache.num_kv_heads, -1))
-            sequence = _sequence if f.block_sparse is None else _sparse_sequence
+            q = query[start:end].float().unflatten(1, (paged.num_kv_heads, -1))
             part, part_lse = sequence(q, first, n, cache, block_tables[s], scale, f)
             if f.sinks is not None:
-                sinks = f.sinks.view(part_lse.shape[1:])
-                total = torch.logaddexp(part_lse, sinks)
-                part, part_lse = part * _share(part_lse, total), total
+                total = torch.logaddexp(part_lse, f.sinks.view(part_lse.shape[1:]))
+                part, part_lse = part * torch.exp(part_lse - total)[..., None], total
             real[start:end].view(part.shape).copy_(part)
             lse[start:end].view(part_lse.shape).copy_(part_lse)
     if f.output_scale is not None:
         out.copy_(_quantise(real, f.output_scale, out.dtype))
 
 
-class _Cache:
-    """A cache to gather from, and float32 scratch for a chunk of one sequence's keys and values.
+class _Plane:
+    """Keys or values to gather from, with float32 scratch for a chunk of one sequence.
 
     Rows of the scratch are a cache line longer than K*D: rows a power of two bytes apart share the few ways of one set
     of the processor's cache, and matrix products over them evict their own operands.
     """
 
-    def __init__(self, kv_cache: Tensor, f: Features):
-        paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
-        self.key, self.value, self.k_scale, self.v_scale = paged.key, paged.value, f.k_scale, f.v_scale
-        self.stored = element_dtype(kv_cache, f.kv_cache_dtype)
-        self.block_size, self.num_kv_heads = paged.block_size, paged.num_kv_heads
+    def __init__(self, cells: Tensor, stored: torch.dtype, scale: Tensor | None, blocks: int):
+        self.cells, self.stored, self.scale = cells, stored, scale
+        B, K, width = *cells.shape[1:3], math.prod(cells.shape[2:])
+        rows = torch.empty(blocks * B, width + 16)[:, :width]
+        self.scratch = rows.unflatten(1, cells.shape[2:]).unflatten(0, (blocks, B))  # as cells
+        self.tokens = rows.unflatten(1, (K, -1)).transpose(0, 1)  # [K, n, D]
+        self.staging = torch.empty(0 if stored == rows.dtype else blocks, *cells.shape[1:], dtype=cells.dtype)
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """The tokens of some blocks, dequantised: ``[K, n, D]``, followed by what the scratch held before."""
+        direct = self.stored == self.scratch.dtype
+        cells = torch.index_select(self.cells, 0, blocks, out=(self.scratch if direct else self.staging)[: len(blocks)])
+        if not direct:
+            self.scratch[: len(blocks)].copy_(_real(cells, self.stored))
+        if self.scale is not None:
+            self.tokens[:, : len(blocks) * self.cells.shape[1]].mul_(self.scale[:, None, None])
+        return self.tokens
+
+
+class _Cache:
+    """Both planes of a cache, for sequences of at most max_len tokens."""
+
+    def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, max_len: int):
+        self.paged, self.f, self.stored, self.max_len = paged, f, stored, max_len
         self.flash = paged.head_size == paged.value_head_size and not f.soft_cap and f.alibi_slopes is None
-        row_bytes = 4 * self.num_kv_heads * max(paged.head_size, paged.value_head_size, 1)
-        self.blocks_per_chunk = max(1, SCRATCH_BYTES // max(1, row_bytes * self.block_size))
-        self._scratch: dict[str, Tensor] = {}
+        B, row_bytes = paged.block_size, 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
+        self.blocks_per_chunk = min(max(1, SCRATCH_BYTES // (row_bytes * B)), -(-max_len // B))
+        self.key = _Plane(paged.key, stored, f.k_scale, self.blocks_per_chunk)
+        self.value = _Plane(paged.value, stored, f.v_scale, self.blocks_per_chunk)
 
-    def read(self, blocks: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Dequantised tokens of at most blocks_per_chunk blocks: keys ``[n, K, D]``, values ``[n, K, Dv]``."""
-        key = self._read("key", self.key[:, :, heads], blocks, self.k_scale, heads)
-        return key, self._read("value", self.value[:, :, heads], blocks, self.v_scale, heads)
-
-    def _read(self, name: str, cache: Tensor, blocks: Tensor, scale: Tensor | None, heads: slice) -> Tensor:
-        width = cache[0, 0].numel()
-        size = len(blocks) * self.block_size * (width + 16)
-        if name not in self._scratch or self._scratch[name].numel() < size:
-            self._scratch[name] = torch.empty(size)
-        rows = self._scratch[name][:size].view(-1, width + 16)[:, :width]
-        cells = rows.unflatten(1, cache.shape[2:]).unflatten(0, (len(blocks), -1))
-        if self.stored == rows.dtype:
-            torch.index_select(cache, 0, blocks, out=cells)
-        else:
-            cells.copy_(_real(cache.index_select(0, blocks), self.stored))
-        tokens = rows.unflatten(1, (cache.shape[2], -1))
-        return tokens if scale is None else tokens.mul_((scale if len(scale) == 1 else scale[heads])[:, None])
+    def head(self, h: int) -> _Cache:
+        """One key/value head."""
+        scales = {}
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(self.f, name)
+            scales[name] = scale if scale is None or len(scale) == 1 else scale[h : h + 1]
+        key, value = (plane[:, :, h : h + 1] for plane in self.paged)
+        return _Cache(PagedKV(key, value), self.f._replace(**scales), self.stored, self.max_len)
 
 
 def _sequence(
@@ -289,14 +301,15 @@ def _sequence(
 
     Keys come in chunks, each meets its rows in tiles, and partial results merge by their lse: memory stays bounded.
     """
-    B, chunk = cache.block_size, cache.blocks_per_chunk * cache.block_size
+    B, chunk = cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
     kernel = _flash if cache.flash else _matmul
     total = None
     for a in range(_oldest_key(first, f) // B * B, n, chunk):
         b = min(a + chunk, n)
-        k, v = cache.read(block_table[a // B : -(-b // B)])
+        blocks = block_table[a // B : -(-b // B)]
+        k, v = cache.key.read(blocks), cache.value.read(blocks)
         for r, stop, low, high in _tiles(q, first, a, b, f, cache.flash):
-            part = kernel(q[r:stop], k[low - a : high - a], v[low - a : high - a], first + r, low, scale, f)
+            part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, f)
             if total is None and stop - r == len(q):
                 total = part
             else:
@@ -335,8 +348,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     """A tile through PyTorch's flash kernel (D = Dv, no cap, no bias): rows from position i, keys from position j."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     rows, K, G, _ = q.shape
-    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, K, n, D]
-    if _all_seen(rows, k.shape[2], i, j, f):  # the query heads of a group are rows of one product
+    k, v, n = k[None], v[None], k.shape[1]
+    if _all_seen(rows, n, i, j, f):  # the query heads of a group are rows of one product
         folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
         out, lse = flash(folded, k, v, scale=scale)
         return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1)
@@ -344,7 +357,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     if i == j and _oldest_key(i + rows - 1, f) <= j:
         out, lse = flash(q, k, v, is_causal=True, scale=scale)
     else:
-        kept = _kept(rows, k.shape[2], i, j, f)
+        kept = _kept(rows, n, i, j, f)
         bias = torch.zeros(kept.shape).masked_fill_(~kept, -torch.inf)
         out, lse = flash(q, k, v, attn_mask=bias, scale=scale)
         lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel says 0 of a row that sees nothing
@@ -353,9 +366,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
 
 def _matmul(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
     """A tile with soft cap, ALiBi or Dv != D: rows from position i, keys from position j."""
-    positions, keys = torch.arange(i, i + len(q)), torch.arange(j, j + len(k))
-    kept = None if _all_seen(len(q), len(k), i, j, f) else _kept(len(q), len(k), i, j, f)
-    distance = None if f.alibi_slopes is None else keys - positions[:, None]
+    rows, n = len(q), k.shape[1]
+    kept = None if _all_seen(rows, n, i, j, f) else _kept(rows, n, i, j, f)
+    distance = None if f.alibi_slopes is None else torch.arange(j, j + n) - torch.arange(i, i + rows)[:, None]
     return _softmax(q, k, v, scale, kept, f, distance)
 
 
@@ -364,26 +377,26 @@ def _sparse_sequence(
 ) -> tuple[Tensor, Tensor]:
     """:func:`_sequence` with the block-sparse mask: only blocks that some row and head of a tile sees are read."""
     assert f.block_sparse is not None
-    B, (rows, K, G, _) = cache.block_size, q.shape
+    B, (rows, K, G, _) = cache.paged.block_size, q.shape
     sparse = masks.check_block_sparse(f.block_sparse, B)
     offsets = torch.tensor(masks.block_sparse_offsets(sparse, K * G, K)).view(K, G, 1, 1)
-    total = _nothing(q, cache.value)
-    # Heads with one pattern go together, others one key/value head at a time, so that each skips its own blocks.
-    groups = [slice(None)] if bool((offsets == offsets[0, 0]).all()) else [slice(h, h + 1) for h in range(K)]
+    total = _nothing(q, cache.value.tokens)
+    # Heads of one pattern go together, others one key/value head at a time, so that each skips its own blocks.
+    together = bool((offsets == offsets[0, 0]).all())
+    groups = [(slice(0, K), cache)] if together else [(slice(h, h + 1), cache.head(h)) for h in range(K)]
     for r in range(0, rows, sparse.block_size):
         tile = slice(r, min(r + sparse.block_size, rows))
         i = torch.arange(first + tile.start, first + tile.stop)[:, None]
-        starts = torch.arange(0, int(i[-1]) + 1, B)
-        for heads in groups:
-            near = starts // sparse.block_size > int(i[0]) // sparse.block_size - sparse.local_blocks
-            far = ((starts // sparse.block_size + offsets[heads]) % sparse.vert_stride == 0).flatten(0, 2).any(0)
-            for blocks in (near | far).nonzero().squeeze(1).split(cache.blocks_per_chunk):
-                if not len(blocks):
-                    continue
-                k, v = cache.read(block_table[blocks], heads)
+        kb = torch.arange(0, int(i[-1]) + 1, B) // sparse.block_size
+        near = kb > int(i[0]) // sparse.block_size - sparse.local_blocks
+        for heads, group in groups:
+            far = ((kb + offsets[heads]) % sparse.vert_stride == 0).flatten(0, 2).any(0)
+            seen = (near | far).nonzero().squeeze(1)
+            for blocks in seen.split(group.blocks_per_chunk) if len(seen) else ():
                 j = (blocks[:, None] * B + torch.arange(B)).flatten()
+                k, v = (plane.read(block_table[blocks])[:, : len(j)] for plane in (group.key, group.value))
+                v.masked_fill_((j >= n)[:, None], 0.0)  # the tail of the last block: 0 * NaN would be NaN
                 kept = masks.causal(i, j) & masks.block_sparse(i, j, offsets[heads], sparse)  # [K, G, q, n]
-                v.masked_fill_((j >= n)[:, None, None], 0.0)  # the tail of the last block: 0 * NaN would be NaN
                 _merge_into(total, tile, _softmax(q[tile, heads], k, v, scale, kept, f), heads)
     return total
 
@@ -393,7 +406,7 @@ def _softmax(
 ) -> tuple[Tensor, Tensor]:
     """``softmax(logits) v`` as plain matrix products; kept and distance (j - i) are ``[..., q, n]``."""
     K, G = q.shape[1:3]
-    logits = torch.matmul(q.permute(1, 2, 0, 3) * scale, k.permute(1, 2, 0)[:, None])  # [K, G, q, n]
+    logits = torch.matmul(q.permute(1, 2, 0, 3) * scale, k.mT[:, None])  # [K, G, q, n]
     if f.soft_cap:
         logits = logits.div_(f.soft_cap).tanh_().mul_(f.soft_cap)
     if distance is not None and f.alibi_slopes is not None:
@@ -402,7 +415,7 @@ def _softmax(
         logits = logits.masked_fill_(~kept, -torch.inf)
     lse = logits.logsumexp(3)
     weights = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
-    out = torch.matmul(weights, v.transpose(0, 1)[:, None])
+    out = torch.matmul(weights, v[:, None])
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
@@ -416,9 +429,9 @@ def _merge_into(
 ) -> None:
     """Merge a partial result into the running one, in place."""
     (out, lse), (part_out, part_lse) = (each[rows, heads] for each in total), part
-    merged = torch.logaddexp(lse, part_lse)
-    out.mul_(_share(lse, merged)).add_(part_out * _share(part_lse, merged))
-    lse.copy_(merged)
+    share = torch.sub(part_lse, lse).sigmoid_().nan_to_num_(0.0)  # NaN where both are empty
+    out.lerp_(part_out, share[..., None])
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _oldest_key(i: int, f: Features) -> int:
