@@ -478,6 +478,9 @@ class KVCache(BlockAllocator):
 
         self.layers = allocate(num_blocks, self.device, False)
         self.host_layers = allocate(num_host_blocks, torch.device("cpu"), on_cuda) if num_host_blocks else []
+        if on_cuda:
+            for layer in self.layers:  # a graph that torch.compile captures may write what never moves
+                torch._dynamo.mark_static_address(layer, guard=False)
         self.layout = Layout(chosen)
         if self.layout is Layout.X_PACKED:
             split_kv_cache(self.layers[0], num_kv_heads, head_size)  # refuses a head size that cannot be packed

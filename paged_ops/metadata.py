@@ -219,6 +219,7 @@ class AttentionMetadataBuilder:
         *,
         num_reqs: int | None = None,
         num_tokens: int | None = None,
+        lookahead: int = 0,
     ) -> AttentionMetadata:
         """Write one step into the buffers and return the metadata that views them.
 
@@ -236,6 +237,8 @@ class AttentionMetadataBuilder:
                 few layers read, such as a draft model's steps. Everything else, the checks too, is the same.
             num_reqs: S, the sequences to pad to (a capture size); by default those of the batch.
             num_tokens: T, the tokens to pad to; by default those of the batch.
+            lookahead: tokens by which :func:`advance_decodes` may lengthen each request afterwards: the blocks for
+                them are checked and sent too.
 
         Raises:
             ValueError: a capacity is exceeded, a length is negative, a request has too few blocks, a needed block id is
@@ -253,7 +256,9 @@ class AttentionMetadataBuilder:
         seq_lens = computed.to(torch.int64) + query_lens
         _not_negative("num_computed_tokens + query_lens", seq_lens)  # int64 may have wrapped
         max_seq_len = _max(seq_lens)
-        blocks = self._needed_blocks(batch.block_ids, seq_lens, max_seq_len)
+        expect(lookahead >= 0, "lookahead", "0 or more", lookahead)
+        reach = seq_lens + lookahead
+        blocks = self._needed_blocks(batch.block_ids, reach, _max(reach))
         self._check_common_prefix(common_prefix_len, computed, blocks)
 
         # Pinned to the CPU by name, because the user may have set another default device.
@@ -273,19 +278,19 @@ class AttentionMetadataBuilder:
         columns = torch.div(positions, B, rounding_mode="trunc")
         slots = blocks[request, columns].to(torch.int64) * B + (positions - columns * B)
 
-        self._write(query_start_loc, padded_lens, slots, positions, T, blocks)
+        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach)
         metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
         if common_prefix_len and not fast_build:
             metadata.cascade = self._build_cascade(common_prefix_len, metadata)
         return metadata
 
-    def build_for_capture(self, num_reqs: int, query_len: int = 1) -> AttentionMetadata:
+    def build_for_capture(self, num_reqs: int, query_len: int = 1, *, cascade: bool = False) -> AttentionMetadata:
         """Metadata for warming up and capturing a graph of ``num_reqs`` sequences with ``query_len`` tokens each.
 
         Its device tensors are the ones that ``build`` fills later when it pads to the same sizes. The query ranges
         are uniform, but slots are -1 and seq_lens 0, so that the captured step neither writes nor reads the cache: a
         causal row before the first key gives 0. The integers are the largest that the graph will meet (``max_seq_len``
-        is M * B), for host code that decides by them.
+        is M * B), for host code that decides by them. With ``cascade`` it carries a common prefix of 0 tokens.
 
         Raises:
             ValueError: the sizes exceed a capacity, or graph_support does not allow such a graph.
@@ -301,9 +306,12 @@ class AttentionMetadataBuilder:
         query_start_loc = torch.arange(0, t + 1, query_len, dtype=torch.int32, device="cpu")
         seq_lens, computed = torch.zeros((2, num_reqs), dtype=torch.int32, device="cpu")
         nothing = computed[:0]
-        self._write(query_start_loc, seq_lens, nothing, nothing, t, nothing.view(0, 0))
+        self._write(query_start_loc, seq_lens, nothing, nothing, t, nothing.view(0, 0), nothing)
         max_seq_len = self.max_blocks_per_seq * self.block_size
-        return self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
+        metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
+        if cascade:
+            metadata.cascade = self._build_cascade(0, metadata)
+        return metadata
 
     def can_run_in_cuda_graph(self, batch: Batch) -> bool:
         """Whether the batch fits the capacities and is of a kind that ``graph_support`` lets a graph serve.
@@ -357,9 +365,16 @@ class AttentionMetadataBuilder:
             expect(False, "common_prefix_len", same, f"other blocks for request {int(differs.nonzero()[0])} than for 0")
 
     def _write(
-        self, query_start_loc: Tensor, seq_lens: Tensor, slots: Tensor, positions: Tensor, T: int, blocks: Tensor
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        T: int,
+        blocks: Tensor,
+        reach: Tensor,
     ) -> None:
-        """Fill the buffers with values that have been checked."""
+        """Fill the buffers with values that have been checked; ``reach`` are lengths that need their blocks."""
         staging = next(self._turns, None)
         into = self._buffers if staging is None else staging.wait()
         S, t = len(seq_lens), len(slots)
@@ -379,7 +394,7 @@ class AttentionMetadataBuilder:
             rows, compact = S, False
             into.block_tables[:S] = self.unused_block_id
             table = into.block_tables[:n, :width]
-            table.copy_(torch.where(self._is_needed(seq_lens[:n], width), blocks, self.unused_block_id))
+            table.copy_(torch.where(self._is_needed(reach, width), blocks, self.unused_block_id))
         if staging is not None:
             staging.send(self._buffers, (T, T, S + 1, S, 0 if compact else rows))
             if compact:
@@ -523,6 +538,35 @@ class _Staging:
 def _prefers_compact(rows: int, width: int, M: int) -> bool:
     """Whether to send only the columns in use, packed, and spread them on the device: one more kernel, fewer bytes."""
     return 4 * rows * (M - width) > 256 << 10 and 2 * width <= M
+
+
+def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
+    """Make of a decode step the next one, on the device: each live request has one token more.
+
+    ``seq_lens`` and ``positions`` (and a cascade's ``suffix_lens``) grow by 1, ``slot_mapping`` names the next slot;
+    padding stays padding. No copy, no sync: it can be captured, and a compiler fuses it into one kernel. Only device
+    tensors change: the numbers on the host still tell of the step that was built.
+
+    Args:
+        metadata: a step of one token for each request, S = T, built with a ``lookahead`` that covers the tokens by
+            which it is advanced.
+        block_size: B.
+
+    Raises:
+        ValueError: the padded sizes are not those of a decode step.
+    """
+    S, T = len(metadata.seq_lens), len(metadata.slot_mapping)
+    expect(S == T, "metadata", "one token for each request, padding included", f"S = {S}, T = {T}")
+    live = metadata.seq_lens > 0
+    positions = metadata.positions + live
+    last_column = metadata.block_tables.shape[1] - 1
+    column = torch.div(positions, block_size, rounding_mode="trunc").clamp(max=last_column)  # past it nobody goes on
+    block = metadata.block_tables.gather(1, column[:, None])[:, 0].to(torch.int64)
+    metadata.slot_mapping.copy_(torch.where(live, block * block_size + positions % block_size, -1))
+    metadata.positions.copy_(positions)
+    metadata.seq_lens.add_(live)
+    if metadata.cascade is not None:
+        metadata.cascade.suffix_lens.add_(live)
 
 
 class Reorderable(Protocol):

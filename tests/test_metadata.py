@@ -19,6 +19,7 @@ from paged_ops.metadata import (
     Batch,
     GraphSupport,
     LayerHyperparameters,
+    advance_decodes,
     block_ids_from_addresses,
     collect_layer_hyperparameters,
     common_layer_hyperparameters,
@@ -241,6 +242,52 @@ def test_build_for_capture():
         torch.ones(12, 2, 8), cache, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, 1.0
     )
     assert (out == 0).all()
+
+
+def test_build_for_capture_with_cascade():
+    builder = builder_of()
+    cascade = builder.build_for_capture(4, cascade=True).cascade
+    assert cascade.prefix_len.tolist() == [0] and cascade.suffix_lens.tolist() == [0] * 4
+    shared = [0, 1]
+    blocks = [[*shared, 2 + s] for s in range(3)]
+    step = builder.build(8, Batch([1] * 3, [8] * 3, blocks), num_reqs=4, num_tokens=4).cascade
+    for name in ("prefix_block_table", "prefix_len", "suffix_block_tables", "suffix_lens"):
+        assert getattr(step, name).data_ptr() == getattr(cascade, name).data_ptr(), name
+
+
+@pytest.mark.parametrize("prefix_blocks", [0, 1])
+@pytest.mark.parametrize("device", DEVICES)
+@given(computed=st.lists(st.integers(B, 20), min_size=1, max_size=MAX_SEQS), padding=st.integers(0, 2))
+@settings(max_examples=25, deadline=None)
+def test_advanced_on_the_device_as_built_anew(device, prefix_blocks, computed, padding):
+    n, steps = len(computed), 9
+    S = min(n + padding, MAX_SEQS)
+    blocks = [[0, *(1 + s * M + b for b in range(M - 1))] for s in range(n)]  # the first is shared, for cascade
+    sizes = dict(device=device, num_blocks=MAX_SEQS * M)
+    advanced, anew = builder_of(**sizes, unused_block_id=POISON), builder_of(**sizes)
+    prefix = prefix_blocks * B
+    metadata = advanced.build(prefix, Batch([1] * n, computed, blocks), num_reqs=S, num_tokens=S, lookahead=steps)
+    for step in range(1, steps + 1):
+        advance_decodes(metadata, B)
+        expected = anew.build(prefix, Batch([1] * n, [c + step for c in computed], blocks), num_reqs=S, num_tokens=S)
+        for name in ("seq_lens", "positions", "slot_mapping", "query_start_loc"):
+            assert torch.equal(getattr(metadata, name), getattr(expected, name)), name
+        if prefix:
+            assert torch.equal(metadata.cascade.suffix_lens, expected.cascade.suffix_lens)
+
+
+def test_lookahead_sends_the_blocks_to_come():
+    builder = builder_of(unused_block_id=POISON)
+    tables = builder.build(0, Batch([1, 1], [3, 2], [[5, 6, 7], [8, 9, 10]]), lookahead=1).block_tables
+    assert tables[:, :3].tolist() == [[5, 6, POISON], [8, POISON, POISON]]
+    with pytest.raises(ValueError, match=r"block_ids: expected 3 blocks for the 9 tokens"):
+        builder.build(0, Batch([1], [3], [[5, 6]]), lookahead=5)
+    with pytest.raises(ValueError, match=r"at most 32 tokens"):
+        builder.build(0, Batch([1], [30], [list(range(M))]), lookahead=2)
+    with pytest.raises(ValueError, match=r"lookahead: expected 0 or more, got -1"):
+        builder.build(0, batch_of([1]), lookahead=-1)
+    with pytest.raises(ValueError, match=r"metadata: expected one token for each request.*S = 2, T = 4"):
+        advance_decodes(builder.build(0, batch_of([3, 1])), B)
 
 
 LEVELS = {
