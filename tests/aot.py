@@ -41,7 +41,7 @@ class Variant:
         expect: prefix of a target ("cuda", "cuda:90", "hip:gfx942") -> regular expressions, each of which the assembly
             of some kernel of the call must match.
         refused: prefix of a target -> a regular expression that the ValueError raised there must match.
-        may_spill: prefixes of targets where a kernel of the call may spill registers, each with its reason in a comment.
+        may_spill: prefixes of targets where a kernel of the call may spill registers, with the reason in a comment.
     """
 
     name: str
@@ -114,6 +114,17 @@ def install(target: str) -> list[Any]:
     torch.cuda.get_device_name = lambda device=None: properties.name
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
+    torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None)
+    torch.Tensor.pin_memory = lambda tensor: tensor
+    move = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], torch.device) and args[0].type == "cuda":
+            return tensor.as_subclass(OnGPU)
+        return move(tensor, *args, **kwargs)
+
+    torch.Tensor.to = to
 
     launched: list[Any] = []
     run = triton.JITFunction.run
@@ -158,7 +169,9 @@ def compile_variant(variant: Variant | dict[str, Any], target: str, launched: li
         while innermost.__cause__ is not None:
             innermost = innermost.__cause__
         error = f"{type(innermost).__name__}: {innermost}"[-2000:]
-    expected = [pattern for prefix, patterns in variant.expect.items() if target.startswith(prefix) for pattern in patterns]
+    expected = [
+        pattern for prefix, patterns in variant.expect.items() if target.startswith(prefix) for pattern in patterns
+    ]
     assembly = "\n".join(kernel.asm.get("ptx") or kernel.asm.get("amdgcn") for kernel in launched)
     return {
         "name": variant.name,

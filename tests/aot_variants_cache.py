@@ -5,10 +5,13 @@ from aot import Variant, gpu
 
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
+from paged_ops.lowerings.gpu import blocks
+from paged_ops.lowerings.gpu.device import tuned
 
 LOAD, STORE = (rf"(global|buffer)_{op}_(dwordx4|b128)" for op in ("load", "store"))
 WIDE = {"cuda": (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"), "hip": (LOAD, STORE)}
 FP8 = {"cuda:90": (r"cvt\.rn\.satfinite\.e4m3x2\.f32",), "cuda:100": (r"cvt\.rn\.satfinite\.e4m3x2\.f32",)}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 N, B, K, D, T, S, M = 64, 16, 8, 128, 2048, 8, 16
 
 
@@ -42,15 +45,46 @@ def gather(layout="NHD", dtype=torch.bfloat16, stored=None, scales=0):
     return call
 
 
+def copy(layout="NHD", dtype=torch.bfloat16, block=()):
+    def call():
+        caches = [gpu(N, *block, dtype=dtype)] if block else [cache(layout, dtype)[0] for _ in range(2)]
+        lowering.copy_blocks(caches, gpu(3, 2, dtype=torch.int64))
+
+    return call
+
+
+def staged(to_host):
+    def call():
+        table = blocks._table([cache("NHD", torch.bfloat16)[0]], [cache("NHD", torch.bfloat16)[0]], gpu(1).device)
+        staging, mapping = gpu(1, 3 * table.length, dtype=torch.uint8), gpu(3, 2, dtype=torch.int64)
+        blocks._launch(table, mapping, tuned("swap_blocks"), staging, gather=to_host, scatter=not to_host)
+
+    return call
+
+
+def merge(dtype=torch.bfloat16, head_size=D):
+    def call():
+        out, lse = gpu(T, 4 * K, head_size, dtype=dtype), gpu(T, 4 * K, dtype=torch.float32)
+        lowering.merge_attention_states(out, lse, out, lse)
+
+    return call
+
+
 VARIANTS = [
     Variant("write NHD bf16", write(), WIDE),
     Variant("write NHD fp16, few tokens", write(dtype=torch.float16, tokens=64), WIDE),
     Variant("write NHD fp32", write(dtype=torch.float32), WIDE),
     Variant("write HND bf16, D 120", write("HND", head_size=120), WIDE),
     Variant("write x-packed fp16", write("X_PACKED", dtype=torch.float16), WIDE),
-    Variant("write NHD bf16 to e4m3, scale [1]", write(stored=torch.float8_e4m3fn, scales=1), {**WIDE, **FP8}),
-    Variant("write INTERLEAVED fp32 to e5m2, scale [K]", write("INTERLEAVED", torch.float32, torch.float8_e5m2, scales=K), WIDE),
+    Variant("write NHD bf16 to e4m3, scale [1]", write(stored=E4M3, scales=1), {**WIDE, **FP8}),
+    Variant("write INTERLEAVED fp32 to e5m2, scale [K]", write("INTERLEAVED", torch.float32, E5M2, scales=K), WIDE),
     Variant("write NHD bf16 to e4m3fnuz", write(stored=torch.float8_e4m3fnuz), WIDE),
     Variant("gather NHD bf16", gather(), WIDE),
-    Variant("gather x-packed e4m3 to bf16", gather("X_PACKED", stored=torch.float8_e4m3fn, scales=K)),
+    Variant("gather x-packed e4m3 to bf16", gather("X_PACKED", stored=E4M3, scales=K)),
+    Variant("copy NHD bf16, all layers", copy(), WIDE),
+    Variant("copy blocks of 26 bytes", copy(dtype=torch.uint8, block=(26,))),
+    Variant("swap, gather to staging", staged(True), WIDE),
+    Variant("swap, scatter from staging", staged(False), WIDE),
+    Variant("merge bf16", merge(), WIDE),
+    Variant("merge fp32, D 80", merge(torch.float32, 80), WIDE),
 ]  # fmt: skip

@@ -1,6 +1,30 @@
 """How every op runs on GPUs: Triton kernels, the same for CUDA and ROCm."""
 
-from paged_ops.lowerings.cascade import cascade_attention
-from paged_ops.lowerings.gpu.cache import gather_kv, reshape_and_cache
+from typing import Any
 
-__all__ = ["cascade_attention", "gather_kv", "reshape_and_cache"]
+from paged_ops.lowerings.cascade import cascade_attention
+from paged_ops.lowerings.gpu import attention
+from paged_ops.lowerings.gpu.attention import attention_schedule, paged_attention, paged_attention_with_lse
+from paged_ops.lowerings.gpu.blocks import copy_blocks, swap_blocks
+from paged_ops.lowerings.gpu.cache import gather_kv, reshape_and_cache
+from paged_ops.lowerings.gpu.merge import merge_attention_states
+
+__all__ = [
+    "attention_schedule",
+    "cascade_attention",
+    "copy_blocks",
+    "gather_kv",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "reshape_and_cache",
+    "swap_blocks",
+]
+
+ATTENTION = ("paged_attention", "paged_attention_with_lse", "cascade_attention")
+
+
+def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
+    """Why an op would not run on ``device`` ("cuda" or "rocm") with these features. The cache ops take all of them,
+    fp8 of every flavour included: they convert by bits where an architecture has no instruction for it."""
+    return attention.unsupported(op, device, features) if op in ATTENTION else []

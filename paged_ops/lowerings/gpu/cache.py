@@ -383,8 +383,8 @@ def divide(real, scale, SCALES: tl.constexpr):
     """``real / scale`` to nearest even, as far as fp8 can tell: one division a scale, and five operations a number.
 
     Two corrections by the remainder make ``real * (1 / scale)`` the rounded quotient (Markstein 1990, Computation of
-    elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need none, and infinities
-    would not survive one.
+    elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need none, and
+    infinities would not survive one.
     """
     usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate number could over- or underflow
     if SCALES > 1:

@@ -1,0 +1,350 @@
+"""Copying whole blocks on GPUs: inside caches, between caches, and between a device and the host.
+
+A block of a cache is a few *runs*: ranges of bytes that are contiguous at both ends of the copy, one where the block is
+dense. A table on the device lists the runs of all caches, so one launch copies any number of layers, whatever their
+shapes, strides and dtypes. Letters: P pairs of blocks, R runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_ops import checks, fake
+from paged_ops.checks import expect
+from paged_ops.lowerings.gpu.device import capturing, on_device, tuned
+
+
+def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    fake.copy_blocks(kv_caches, block_mapping)
+    caches = [cache for cache in kv_caches if cache.numel()]
+    if not caches or not block_mapping.shape[0]:
+        return
+    in_capture = capturing(caches[0])
+    if block_mapping.device.type == "cpu" or (checks.debug_checks() and not in_capture):
+        for num_blocks in {len(cache) for cache in caches}:
+            checks.block_mapping(block_mapping, num_blocks, num_blocks, same_cache=True)
+    with on_device(caches[0]):
+        table = _table(caches, caches, caches[0].device, in_capture)
+        mapping = _upload(block_mapping, caches[0].device, in_capture)
+        _launch(table, mapping, tuned("copy_blocks"))
+
+
+def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    """Copies with the host take one of three routes, by the bytes that lie together (``swap_blocks`` in configs):
+
+    * direct: a memcpy for each run of blocks that are adjacent at both ends, where these are long;
+    * staged: a kernel gathers blocks into a buffer on the device, or scatters them from it, and a memcpy moves each run
+      of adjacent host blocks, where those are long;
+    * mapped: a kernel reads or writes pinned host memory itself.
+
+    A host cache that is not pinned goes through pageable copies, synchronously. Between two GPUs blocks are gathered,
+    copied and scattered. The caller keeps a pinned cache alive until its swaps are done.
+    """
+    fake.swap_blocks(src_caches, dst_caches, block_mapping)
+    pairs = [(src, dst) for src, dst in zip(src_caches, dst_caches, strict=True) if src.numel() and dst.numel()]
+    if not pairs or not block_mapping.shape[0]:
+        return
+    for num_src, num_dst, same in {(len(src), len(dst), src.data_ptr() == dst.data_ptr()) for src, dst in pairs}:
+        checks.block_mapping(block_mapping, num_src, num_dst, same_cache=same)
+    sources, targets = [src for src, _ in pairs], [dst for _, dst in pairs]
+    source, target = sources[0].device, targets[0].device
+    ours = sources[0] if source.type != "cpu" else targets[0]
+    device = ours.device
+    uncaptured = "a call outside of a CUDA graph, whose replay would not read it"
+    expect(not capturing(ours), "block_mapping", uncaptured, block_mapping)
+    with on_device(ours):
+        if source == target:
+            _launch(_table(sources, targets, device), _upload(block_mapping, device), tuned("copy_blocks"))
+        elif source.type == target.type:
+            _swap_devices(sources, targets, block_mapping)
+        elif not all(cache.is_pinned() for cache in (targets if target.type == "cpu" else sources)):
+            _swap_pageable(sources, targets, block_mapping)
+        else:
+            _swap_pinned(sources, targets, block_mapping, device)
+
+
+# Runs and tables -----------------------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """The runs of a list of pairs of caches."""
+
+    runs: Tensor  # int64 [R, 5] on the device: addresses of block 0, bytes from block to block (source, target), bytes
+    rows: list[tuple[int, ...]]  # the same on the host, for pairs of caches one after the other
+    owners: list[int]  # which pair of caches a run belongs to
+    length: int  # bytes of the longest run
+    word: int  # a power of two up to 16 that divides all of it
+    ready: torch.cuda.Event | None  # the table is there
+    stream: int
+
+
+# A table is determined by its key, so an address that is used again for another tensor cannot make it wrong. Tables are
+# small and kept for good: captured graphs read them.
+_tables: dict[tuple[object, ...], Table] = {}
+
+
+def _table(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, in_capture: bool = False
+) -> Table:
+    key = (device, *((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*sources, *targets)))
+    table = _tables.get(key)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if table is None:
+        expect(not in_capture, "kv_caches", "a call before the capture of a CUDA graph", "caches that are new to it")
+        table = _tables[key] = _new_table(sources, targets, device, stream)
+    # A capture begins with all earlier work done, and may not wait for an event from outside.
+    elif table.ready is not None and stream != table.stream and not in_capture:
+        table.ready.wait()
+    return table
+
+
+def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, stream: int) -> Table:
+    rows: list[tuple[int, ...]] = []
+    owners = []
+    for owner, (src, dst) in enumerate(zip(sources, targets, strict=True)):
+        size = src.element_size()
+        length, starts = block_runs(tuple(src.shape[1:]), src.stride()[1:], dst.stride()[1:])
+        for src_start, dst_start in starts:
+            addresses = src.data_ptr() + src_start * size, dst.data_ptr() + dst_start * size
+            # A cache of one block has no meaningful distance between blocks.
+            distances = (src.stride(0) * size if len(src) > 1 else 0, dst.stride(0) * size if len(dst) > 1 else 0)
+            rows.append((*addresses, *distances, length * size))
+            owners.append(owner)
+    runs = torch.tensor(rows, dtype=torch.int64)
+    ready = None
+    if device.type == "cuda":
+        runs = runs.pin_memory().to(device, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+    word = math.gcd(16, *(number for row in rows for number in row))
+    return Table(runs, rows, owners, max(row[4] for row in rows), word, ready, stream)
+
+
+def block_runs(
+    shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[int, list[tuple[int, int]]]:
+    """The runs of a block of this shape, whose strides at both ends are given: their length, and where each starts in
+    the source and the target. All in elements."""
+    dims = sorted((s, t, n) for s, t, n in zip(source, target, shape, strict=True) if n > 1)
+    length = 1
+    while dims and dims[0][:2] == (length, length):
+        length *= dims.pop(0)[2]
+    starts = [(0, 0)]
+    for s, t, n in dims:
+        starts = [(a + i * s, b + i * t) for i in range(n) for a, b in starts]
+    return length, starts
+
+
+def _upload(block_mapping: Tensor, device: torch.device, in_capture: bool = False) -> Tensor:
+    """The mapping on the device, without a sync."""
+    if block_mapping.device == device:
+        return block_mapping.contiguous()
+    expect(not in_capture, "block_mapping", f"a tensor on {device}, as a replayed graph reads no other", block_mapping)
+    return block_mapping.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+# Routes between a device and somewhere else --------------------------------------------------------------------------
+
+
+def _swap_pinned(sources: list[Tensor], targets: list[Tensor], mapping: Tensor, device: torch.device) -> None:
+    table, numbers = _table(sources, targets, device), tuned("swap_blocks")
+    to_host = targets[0].device.type == "cpu"
+    mapping = mapping[mapping[:, int(to_host)].argsort()]  # host blocks in order
+    adjacent = mapping.diff(dim=0) == 1  # [P - 1, 2]
+    host_adjacent, both_adjacent = adjacent[:, int(to_host)], adjacent.all(1)
+    dense = {_is_dense(row, (0, 1)) for row in table.rows}, {_is_dense(row, (int(to_host),)) for row in table.rows}
+    payload = len(mapping) * table.length
+    direct_runs = 1 + int((~both_adjacent).sum()) if dense[0] == {True} else len(mapping)
+    host_runs = 1 + int((~host_adjacent).sum()) if dense[1] == {True} else len(mapping)
+    if payload >= numbers["direct_bytes"] * direct_runs:
+        _swap_direct(table, sources, targets, mapping, both_adjacent)
+    elif payload >= numbers["staged_bytes"] * host_runs:
+        _swap_staged(table, sources, targets, mapping, host_adjacent, to_host, device)
+    else:
+        _launch(table, _upload(mapping, device), numbers)
+
+
+def _swap_direct(table: Table, sources: list[Tensor], targets: list[Tensor], mapping: Tensor, adjacent: Tensor) -> None:
+    for row, owner in zip(table.rows, table.owners, strict=True):
+        src, dst = _bytes(sources[owner]), _bytes(targets[owner])
+        for first, count in _spans(adjacent, _is_dense(row, (0, 1))):
+            src_block, dst_block = mapping[first].tolist()
+            src_start = row[0] - sources[owner].data_ptr() + src_block * row[2]
+            dst_start = row[1] - targets[owner].data_ptr() + dst_block * row[3]
+            size = count * row[4]
+            dst[dst_start : dst_start + size].copy_(src[src_start : src_start + size], non_blocking=True)
+
+
+def _swap_staged(
+    table: Table,
+    sources: list[Tensor],
+    targets: list[Tensor],
+    mapping: Tensor,
+    adjacent: Tensor,
+    to_host: bool,
+    device: torch.device,
+) -> None:
+    """Through a buffer on the device, a part of the pairs and runs at a time."""
+    numbers, on_device_mapping = tuned("swap_blocks"), _upload(mapping, device)
+    hosts = targets if to_host else sources
+    for first, count, first_run, num_runs in _parts(len(mapping), table, numbers["staging_bytes"]):
+        part = table._replace(runs=table.runs[first_run : first_run + num_runs])
+        staging = torch.empty((num_runs, count * table.length), dtype=torch.uint8, device=device)
+        pairs = on_device_mapping[first : first + count]
+        if to_host:
+            _launch(part, pairs, tuned("copy_blocks"), staging, gather=True)
+        for index in range(num_runs):
+            row, owner = table.rows[first_run + index], table.owners[first_run + index]
+            host = _bytes(hosts[owner])
+            start = row[int(to_host)] - hosts[owner].data_ptr()
+            for pair, together in _spans(adjacent[first : first + count - 1], _is_dense(row, (int(to_host),))):
+                at = start + int(mapping[first + pair, int(to_host)]) * row[2 + int(to_host)]
+                there = host[at : at + together * row[4]]
+                here = staging[index, pair * row[4] : (pair + together) * row[4]]
+                if to_host:
+                    there.copy_(here, non_blocking=True)
+                else:
+                    here.copy_(there, non_blocking=True)
+        if not to_host:
+            _launch(part, pairs, tuned("copy_blocks"), staging, scatter=True)
+
+
+def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
+    """Between two GPUs: gathered on one, copied by torch (which orders their streams), scattered on the other."""
+    source, target = sources[0].device, targets[0].device
+    near, near_mapping = _table(sources, targets, source), _upload(mapping, source)
+    with torch.cuda.device(target):
+        far, far_mapping = _table(sources, targets, target), _upload(mapping, target)
+    for first, count, first_run, num_runs in _parts(len(mapping), near, tuned("swap_blocks")["staging_bytes"]):
+        span = slice(first_run, first_run + num_runs)
+        gathered = torch.empty((num_runs, count * near.length), dtype=torch.uint8, device=source)
+        pairs = near_mapping[first : first + count]
+        _launch(near._replace(runs=near.runs[span]), pairs, tuned("copy_blocks"), gathered, gather=True)
+        with torch.cuda.device(target):
+            arrived = gathered.to(target, non_blocking=True)
+            pairs = far_mapping[first : first + count]
+            _launch(far._replace(runs=far.runs[span]), pairs, tuned("copy_blocks"), arrived, scatter=True)
+
+
+def _swap_pageable(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
+    """Synchronous, with torch's own indexing at both ends, a part of the pairs at a time."""
+    for src, dst in zip(sources, targets, strict=True):
+        src, dst = _bits(src), _bits(dst)
+        at_once = max(1, tuned("swap_blocks")["staging_bytes"] // (src[0].numel() * src.element_size()))
+        for part in mapping.split(at_once):
+            from_blocks, to_blocks = part.to(src.device).unbind(1)[0], part.to(dst.device).unbind(1)[1]
+            dst[to_blocks] = src[from_blocks].to(dst.device)
+
+
+def _parts(num_pairs: int, table: Table, capacity: int) -> Iterator[tuple[int, int, int, int]]:
+    """First pair, pairs, first run and runs of each part of the work that fits ``capacity`` bytes."""
+    pairs = max(1, min(num_pairs, capacity // table.length))
+    runs = max(1, capacity // (pairs * table.length))
+    for first in range(0, num_pairs, pairs):
+        for first_run in range(0, len(table.rows), runs):
+            yield first, min(pairs, num_pairs - first), first_run, min(runs, len(table.rows) - first_run)
+
+
+def _spans(adjacent: Tensor, dense: bool) -> list[tuple[int, int]]:
+    """The first of each span of adjacent pairs, and how many it has; each pair alone if its runs do not touch."""
+    num_pairs = len(adjacent) + 1
+    if not dense:
+        return [(pair, 1) for pair in range(num_pairs)]
+    starts = [0, *((~adjacent).nonzero().squeeze(1) + 1).tolist(), num_pairs]
+    return [(start, end - start) for start, end in itertools.pairwise(starts)]
+
+
+def _is_dense(row: tuple[int, ...], ends: tuple[int, ...]) -> bool:
+    """Whether the run of the next block follows at once, at these ends (0 the source, 1 the target)."""
+    return all(row[2 + end] == row[4] for end in ends)
+
+
+def _bytes(cache: Tensor) -> Tensor:
+    """The memory from the cache's first element on, as uint8 ``[bytes]``."""
+    storage = cache.untyped_storage()
+    start = cache.storage_offset() * cache.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    return flat.set_(storage, start, (storage.nbytes() - start,), (1,))
+
+
+def _bits(cache: Tensor) -> Tensor:
+    """The cache as integers: torch does not index every float8."""
+    return cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])
+
+
+# The kernel ----------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    table: Table,
+    mapping: Tensor,
+    numbers: dict[str, int],
+    staging: Tensor | None = None,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+) -> None:
+    """Copy the runs of all pairs; with ``staging [R, P * longest run]`` into it (gather) or out of it (scatter)."""
+    chunk_bytes = min(numbers["chunk_bytes"], triton.next_power_of_2(max(table.length, 16)))
+    chunks = triton.cdiv(table.length, chunk_bytes)
+    copy_kernel[(len(table.runs) * len(mapping) * chunks,)](
+        table.runs,
+        mapping,
+        staging,
+        len(mapping),
+        chunks,
+        table.length,
+        GATHER=gather,
+        SCATTER=scatter,
+        WORD=table.word,
+        CHUNK=chunk_bytes // table.word,
+        num_warps=numbers["num_warps"],
+    )
+
+
+@triton.jit(do_not_specialize=["P", "chunks", "length"])
+def copy_kernel(
+    runs,  # [R, 5]
+    mapping,  # [P, 2]
+    staging,
+    P,
+    chunks,  # of a run
+    length,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    WORD: tl.constexpr,  # bytes that are moved as one
+    CHUNK: tl.constexpr,  # words of a program
+):
+    # Chunks of one block are neighbours in time, so that memory is read and written in long stretches.
+    program = tl.program_id(0)
+    chunk = program % chunks
+    pair = program // chunks % P
+    index = program // chunks // P
+    run = runs + index * 5
+    size = tl.load(run + 4)
+    staged = (index * P.to(tl.int64)) * length + pair * size
+    if SCATTER:
+        source = staging.to(tl.int64) + staged
+    else:
+        source = tl.load(run) + tl.load(mapping + pair * 2) * tl.load(run + 2)
+    if GATHER:
+        target = staging.to(tl.int64) + staged
+    else:
+        target = tl.load(run + 1) + tl.load(mapping + pair * 2 + 1) * tl.load(run + 3)
+    # Words of 16 and 8 bytes are moved as vectors of 4 and 2.
+    UNIT: tl.constexpr = tl.int32 if WORD >= 4 else tl.int16 if WORD == 2 else tl.int8
+    U: tl.constexpr = WORD // 4 if WORD > 4 else 1
+    word = chunk * CHUNK + tl.arange(0, CHUNK)
+    offset = word[:, None] * U + tl.arange(0, U)[None, :]
+    mask = (word < size // WORD)[:, None]
+    source = tl.multiple_of(source.to(tl.pointer_type(UNIT)), WORD)
+    target = tl.multiple_of(target.to(tl.pointer_type(UNIT)), WORD)
+    tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)

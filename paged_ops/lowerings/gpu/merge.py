@@ -1,0 +1,100 @@
+"""Combining two partial attentions on GPUs: one pass over both outputs. Letters as in :mod:`paged_ops.ops`; inside the
+kernel also U elements of a vector, as in :mod:`paged_ops.lowerings.gpu.cache`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_ops import fake
+from paged_ops.lowerings.gpu.device import on_device, tuned
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    merged, lse = fake.merge_attention_states(out_a, lse_a, out_b, lse_b, out=out)
+    T, H, Dv = out_a.shape
+    if not T * H:
+        return merged, lse
+    with on_device(out_a):
+        plan = _plan(H, Dv, out_a.stride(), lse_a.stride(), out_b.stride(), lse_b.stride(), out_a.element_size())
+        merge_kernel[(triton.cdiv(T * H, plan["ROWS"]),)](merged, lse, out_a, lse_a, out_b, lse_b, T * H, **plan)
+    return merged, lse
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    H: int,
+    Dv: int,
+    out_a: tuple[int, ...],
+    lse_a: tuple[int, ...],
+    out_b: tuple[int, ...],
+    lse_b: tuple[int, ...],
+    itemsize: int,
+) -> dict[str, Any]:
+    U = math.gcd(16 // itemsize, Dv, *out_a[:2], *out_b[:2]) if out_a[2] == out_b[2] == 1 and Dv else 1
+    numbers = tuned("merge_attention_states")
+    VECTORS = triton.next_power_of_2(max(Dv // U, 1))
+    return {
+        "H": H,
+        "Dv": Dv,
+        "U": U,
+        "VECTORS": VECTORS,
+        "ROWS": max(1, numbers["elements"] // (VECTORS * U)),
+        "OUT_A": out_a,
+        "LSE_A": lse_a,
+        "OUT_B": out_b,
+        "LSE_B": lse_b,
+        "num_warps": numbers["num_warps"],
+    }
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def merge_kernel(
+    out,  # [T, H, Dv], contiguous
+    lse,  # [T, H], contiguous
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
+    num_rows,  # T * H
+    H: tl.constexpr,
+    Dv: tl.constexpr,
+    U: tl.constexpr,
+    VECTORS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT_A: tl.constexpr,  # strides
+    LSE_A: tl.constexpr,
+    OUT_B: tl.constexpr,
+    LSE_B: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    t, h = row // H, row % H
+    live = row < num_rows
+    a = tl.load(lse_a + t * LSE_A[0] + h * LSE_A[1], mask=live, other=float("-inf"))
+    b = tl.load(lse_b + t * LSE_B[0] + h * LSE_B[1], mask=live, other=float("-inf"))
+    d = tl.arange(0, VECTORS)[None, :, None] * U + tl.arange(0, U)[None, None, :]
+    mask = live[:, None, None] & (tl.arange(0, VECTORS) * U < Dv)[None, :, None]
+    # Loaded whatever the lse say, which are on their way: an empty side is dropped below.
+    side_a = tl.load((out_a + t * OUT_A[0] + h * OUT_A[1])[:, None, None] + d * OUT_A[2], mask=mask).to(tl.float32)
+    side_b = tl.load((out_b + t * OUT_B[0] + h * OUT_B[1])[:, None, None] + d * OUT_B[2], mask=mask).to(tl.float32)
+
+    a = tl.where(a == float("inf"), float("-inf"), a)
+    b = tl.where(b == float("inf"), float("-inf"), b)
+    largest = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weight_a, weight_b = tl.exp(a - shift), tl.exp(b - shift)
+    total = weight_a + weight_b
+    some = total != 0.0
+    merged_lse = tl.where(some, shift + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    scale = 1.0 / tl.where(some, total, 1.0)
+    side_a = tl.where((a == float("-inf"))[:, None, None], 0.0, side_a * (weight_a * scale)[:, None, None])
+    side_b = tl.where((b == float("-inf"))[:, None, None], 0.0, side_b * (weight_b * scale)[:, None, None])
+    tl.store((out + row * Dv)[:, None, None] + d, (side_a + side_b).to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + row, merged_lse, mask=live)
