@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import paged_ops
-from paged_ops import cache, features, layouts, masks, metadata
+from paged_ops import cache, cli, features, layouts, masks, metadata
+from paged_ops.op import OPS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -58,7 +59,11 @@ def equivalents() -> list[str]:
 
 def test_equivalents_of_vllm_exist():
     modules = [paged_ops, metadata, layouts, masks, cache]
-    fields = {*metadata.AttentionMetadata.__dataclass_fields__, *masks.SparsePattern._fields, *features.Features._fields}
+    fields = {
+        *metadata.AttentionMetadata.__dataclass_fields__,
+        *masks.SparsePattern._fields,
+        *features.Features._fields,
+    }
     methods = set(dir(metadata.AttentionMetadataBuilder))
 
     def exists(name: str) -> bool:
@@ -69,3 +74,11 @@ def test_equivalents_of_vllm_exist():
     names = equivalents()
     assert len(names) > 30
     assert [name for name in names if not exists(name)] == []
+
+
+def test_support_table_is_the_generated_one():
+    page = cli.support_page()
+    assert (ROOT / "docs/support.md").read_text() == page, "run: paged-ops support --markdown > docs/support.md"
+    table = page.partition("## Ops\n\n")[2].partition("\n\n")[0]
+    assert table.count("\n") > len(OPS)
+    assert f"\n{table}\n" in (ROOT / "README.md").read_text(), "copy the table of ops into README.md"
