@@ -1,0 +1,278 @@
+"""The reference against numbers worked out by hand: it is what everything else is compared with.
+
+Most examples use one trick: with all logits 0 the output is the plain mean of the values that a row sees, and lse the
+logarithm of how many there are; and a logit of ln 3 beside one of 0 gives the weights 3/4 and 1/4, and lse = ln 4.
+"""
+
+import math
+
+import pytest
+import torch
+
+from paged_ops import BlockSparse, reference
+from paged_ops.reference import paged_attention_with_lse
+
+LN3, LN4, NAN, INF = math.log(3), math.log(4), math.nan, math.inf
+E4M3 = torch.float8_e4m3fn
+
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def floats(*numbers):
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def cache_of(keys, values, block_size=2):
+    """One sequence of 2-vectors for one head, in blocks that run backwards; what is not its own is NaN."""
+    used = -(-len(keys) // block_size)
+    kv_cache = torch.full((used + 1, 2, block_size, 1, 2), NAN)
+    table = ints(*range(used, 0, -1), 10**6)[None]
+    for j, (key, value) in enumerate(zip(keys, values, strict=True)):
+        block = used - j // block_size
+        kv_cache[block, 0, j % block_size, 0] = floats(*key)
+        kv_cache[block, 1, j % block_size, 0] = floats(*value)
+    return kv_cache, table
+
+
+def attend(query, keys, values, scale=1.0, block_size=2, **features):
+    """Output and lse of one sequence whose last tokens have the queries ``[q, H, 2]``."""
+    kv_cache, table = cache_of(keys, values, block_size)
+    query = torch.tensor(query, dtype=torch.float32)
+    lens, starts = ints(len(keys)), ints(0, len(query))
+    return paged_attention_with_lse(query, kv_cache, table, lens, starts, scale, **features)
+
+
+def means(count, rows, num_heads=1, block_size=2, **features):
+    """Output of the last ``rows`` of ``count`` tokens with value j at position j and all logits 0, and exp(lse)."""
+    values = [(float(j), 0.0) for j in range(count)]
+    query = [[(0.0, 0.0)] * num_heads] * rows
+    out, lse = attend(query, [(0.0, 0.0)] * count, values, block_size=block_size, **features)
+    return [round(mean, 5) for mean in out[:, :, 0].flatten().tolist()], lse.exp().round().flatten().tolist()
+
+
+def assert_near(got, want):
+    torch.testing.assert_close(got, torch.tensor(want, dtype=got.dtype), rtol=0, atol=1e-6)
+
+
+def test_two_keys():
+    out, lse = attend([[(1, 0)]], [(0, 7), (LN3, -7)], [(4, 0), (0, 8)])
+    assert_near(out, [[[1, 6]]])  # 1/4 of the one, 3/4 of the other
+    assert_near(lse, [[LN4]])
+
+
+def test_scale():
+    out, _ = attend([[(1, 0)]], [(0, 0), (2 * LN3, 0)], [(4, 0), (0, 8)], scale=0.5)
+    assert_near(out, [[[1, 6]]])
+
+
+def test_causal_rows_see_themselves_and_what_came_before():
+    out, lse = attend([[(1, 0)], [(1, 0)]], [(LN3, 0), (0, 0)], [(4, 0), (0, 8)])
+    assert_near(out, [[[4, 0]], [[3, 2]]])
+    assert_near(lse, [[LN3], [LN4]])
+
+
+def test_not_causal():
+    assert means(4, 2, causal=False) == ([1.5, 1.5], [4, 4])
+
+
+def test_query_heads_share_a_key_value_head():
+    out, lse = attend([[(1, 0), (-1, 0)]], [(0, 0), (LN3, 0)], [(4, 0), (0, 8)])
+    assert_near(out, [[[1, 6], [3, 2]]])  # the second head has logits 0 and -ln 3
+    assert_near(lse, [[LN4, LN4 - LN3]])
+
+
+def test_sliding_window_counts_the_token_itself():
+    assert means(6, 3, sliding_window=1) == ([3, 4, 5], [1, 1, 1])
+    assert means(6, 3, sliding_window=3) == ([2, 3, 4], [3, 3, 3])
+    assert means(6, 1, sliding_window=6) == means(6, 1)
+
+
+def test_attention_chunk():
+    assert means(6, 6, attention_chunk=4) == ([0, 0.5, 1, 1.5, 4, 4.5], [1, 2, 3, 4, 1, 2])
+
+
+def test_window_and_chunk_mean_both():
+    assert means(6, 4, attention_chunk=4, sliding_window=2) == ([1.5, 2.5, 4, 4.5], [2, 2, 1, 2])
+
+
+def test_soft_cap():
+    huge = 1e6  # its tanh is 1: the logit is the cap itself
+    out, lse = attend([[(1, 0)]], [(0, 0), (huge, 0)], [(4, 0), (0, 8)], soft_cap=LN3)
+    assert_near(out, [[[1, 6]]])
+    assert_near(lse, [[LN4]])
+
+
+def test_soft_cap_is_of_the_scaled_logit():
+    logit = LN3 * math.atanh(0.5)  # capped at ln 3 it is half of that
+    out, _ = attend([[(1, 0)]], [(0, 0), (2 * logit, 0)], [(4, 0), (0, 8)], scale=0.5, soft_cap=LN3)
+    weight = math.sqrt(3) / (1 + math.sqrt(3))
+    assert_near(out, [[[4 * (1 - weight), 8 * weight]]])
+
+
+def test_alibi_falls_with_distance():
+    out, lse = attend([[(0, 0)]], [(0, 0), (0, 0)], [(4, 0), (0, 8)], alibi_slopes=floats(LN3))
+    assert_near(out, [[[1, 6]]])
+    assert_near(lse, [[LN4 - LN3]])  # 1/3 + 1
+
+
+def test_sinks_take_part_and_have_no_value():
+    out, lse = attend([[(1, 0)]], [(0, 0)], [(4, 8)], sinks=floats(LN3), scale=17.0, soft_cap=0.1)
+    assert_near(out, [[[1, 2]]])
+    assert_near(lse, [[LN4]])  # neither scaled nor capped
+
+
+def test_rows_before_the_sequence_see_nothing():
+    query, key, value = [[(1, 0)], [(1, 0)]], [(0, 0)], [(4, 8)]
+    out, lse = attend(query, key, value)
+    assert_near(out, [[[0, 0]], [[4, 8]]])
+    assert lse.tolist() == [[-INF], [0]]
+    out, lse = attend(query, key, value, sinks=floats(LN3))
+    assert_near(out, [[[0, 0]], [[1, 2]]])
+    assert_near(lse, [[LN3], [LN4]])
+
+
+def test_block_sparse_alike_for_all_heads():
+    # Blocks of 2 tokens; row 7 stands in block 3: itself (local), and blocks 1 and 3 ((kb + 1) % 2 == 0).
+    sparse = BlockSparse(2, local_blocks=1, vert_stride=2, homo_head=True)
+    assert means(8, 1, num_heads=2, block_sparse=sparse) == ([(2 + 3 + 6 + 7) / 4] * 2, [4, 4])
+
+
+def test_block_sparse_slides_over_query_heads():
+    # The second head's offset is 2: blocks 0 and 2 in its stripe, and block 3 because it is local.
+    sparse = BlockSparse(2, local_blocks=1, vert_stride=2)
+    out, count = means(8, 1, num_heads=2, block_sparse=sparse)
+    assert out == pytest.approx([18 / 4, (0 + 1 + 4 + 5 + 6 + 7) / 6])
+    assert count == [4, 6]
+
+
+def test_block_sparse_slides_over_key_value_heads_and_ranks():
+    # One key/value head: both query heads have one offset, on rank 1 of 2 it is 1 * step + 1 with step = int(4 / 2).
+    # (kb + 3) % 4 == 0 is block 1; block 3 is local.
+    sparse = BlockSparse(2, local_blocks=1, vert_stride=4, homo_head_group=True, rank=1, world_size=2)
+    assert means(8, 1, num_heads=2, block_sparse=sparse) == ([(2 + 3 + 6 + 7) / 4] * 2, [4, 4])
+
+
+def test_block_sparse_is_causal_within_the_block():
+    sparse = BlockSparse(2, local_blocks=2, vert_stride=8, homo_head=True)
+    assert means(7, 3, block_sparse=sparse) == ([(2 + 3 + 4) / 3, (2 + 3 + 4 + 5) / 4, (4 + 5 + 6) / 3], [3, 4, 3])
+
+
+def test_ragged_batch_and_padding():
+    kv_cache = torch.full((4, 2, 2, 1, 2), NAN)
+    kv_cache[2, :, 0, 0], kv_cache[3, :, 0, 0], kv_cache[3, :, 1, 0] = floats(1, 0), floats(0, 2), floats(0, 4)
+    tables = ints(2, 99, 3, 99, 99, 99).view(3, 2)
+    query = torch.zeros(5, 1, 2)
+    query[3:] = NAN
+    # One token, then two; a padding sequence; rows 3 and 4 are padding.
+    out, lse = paged_attention_with_lse(query, kv_cache, tables, ints(1, 2, 0), ints(0, 1, 3, 3), 1.0, sinks=floats(0))
+    assert_near(out, [[[0.5, 0]], [[0, 1]], [[0, 2]], [[0, 0]], [[0, 0]]])
+    assert lse.exp().round().flatten().tolist() == [2, 2, 3, 0, 0]
+
+
+def test_fp8_cache_is_read_with_its_scales():
+    kv_cache = torch.tensor([[[[[2.0, 0]], [[0, 0]]], [[[4.0, 0]], [[0, 8]]]]]).to(E4M3)
+    scales = {"k_scale": floats(LN3 / 2), "v_scale": floats(10)}
+    out, lse = paged_attention_with_lse(
+        floats(1, 0)[None, None], kv_cache, ints(0)[None], ints(2), ints(0, 1), 1, **scales
+    )
+    assert_near(out, [[[30, 20]]])
+    assert_near(lse, [[LN4]])
+
+
+def test_fp8_output():
+    out, lse = attend([[(1, 0)]], [(0, 0), (LN3, 0)], [(4, 0), (0, 8000)], output_scale=floats(2))
+    assert out.dtype == E4M3
+    assert out.flatten().tolist() == [0.5, 448]  # 1/2, and 6000/2 saturated
+    assert_near(lse, [[LN4]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "real", "codes"),
+    [
+        # Neighbours of 17 are 16 and 18, of 19 they are 18 and 20: ties go to the even mantissa. 448 is the largest.
+        (E4M3, (17, 19, 448, 1e6, -INF, NAN), (0x58, 0x5A, 0x7E, 0x7E, 0xFE, 0x7F)),
+        # Two bits of mantissa: 9 lies between 8 and 10, 11 between 10 and 12. 57344 is the largest.
+        (torch.float8_e5m2, (9, 11, 57344, 1e6, -INF), (0x48, 0x4A, 0x7B, 0x7B, 0xFB)),
+    ],
+)
+def test_fp8_codes(dtype, real, codes):
+    stored = reference.quantise(2 * floats(*real)[None, :, None], floats(2).expand(len(real)), dtype)
+    assert stored.view(torch.uint8).flatten().tolist() == list(codes)
+
+
+def test_reshape_and_cache():
+    key, value = floats(1, 2, 3)[:, None, None], floats(-1, -2, -3)[:, None, None]
+    kv_cache = torch.full((3, 2, 2, 1, 1), NAN)
+    reference.reshape_and_cache(
+        key, value, kv_cache, torch.tensor([5, -1])
+    )  # slot 5: block 2, offset 1; row 2 is padding
+    assert kv_cache[2, :, 1].flatten().tolist() == [1, -1]
+    assert int(kv_cache.isnan().sum()) == 10
+
+
+def test_reshape_and_cache_x_packed():
+    key = torch.arange(8.0).view(1, 1, 8)  # x = 4 of float32: two packs
+    key_cache, value_cache = torch.zeros(2, 1, 2, 3, 4), torch.zeros(2, 1, 8, 3)
+    reference.reshape_and_cache(key, 10 + key, key_cache, torch.tensor([4]), value_cache=value_cache)
+    assert key_cache[1, 0, :, 1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert value_cache[1, 0, :, 1].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
+    assert int(key_cache.count_nonzero()) == 7
+    assert int(value_cache.count_nonzero()) == 8
+
+
+def test_reshape_and_cache_interleaved():
+    key, value = floats(1, 2).view(1, 2, 1), floats(3, 4).view(1, 2, 1)  # two heads
+    kv_cache = torch.zeros(1, 2, 4, 1)
+    reference.reshape_and_cache(key, value, kv_cache, torch.tensor([1]))
+    assert kv_cache[0].squeeze(-1).tolist() == [[0, 0, 0, 0], [1, 3, 2, 4]]
+
+
+def test_merge():
+    out_a, out_b = floats(4, NAN, 4, NAN).view(4, 1, 1), floats(8, 8, NAN, NAN).view(4, 1, 1)
+    lse_a, lse_b = floats(0, -INF, 1, INF)[:, None], floats(LN3, 2, INF, -INF)[:, None]
+    out, lse = reference.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    assert_near(out.flatten(), [7, 8, 4, 0])
+    assert_near(lse.flatten(), [LN4, 2, 1, -INF])
+
+
+def test_cascade_is_attention_over_both_parts():
+    kv_cache = torch.full((4, 2, 2, 1, 2), NAN)
+    kv_cache[3, 0], kv_cache[3, 1] = 0, 2  # the prefix: two keys, value 2
+    kv_cache[1, :, 0, 0], kv_cache[1, :, 1, 0] = floats(0, 0), floats(0, 5)  # the suffix: values 0 and 5
+    query = torch.zeros(2, 1, 2)
+    out = reference.cascade_attention(
+        query, kv_cache, ints(3)[None], ints(2), ints(1)[None], ints(2), ints(0, 2), 1.0, sinks=floats(0)
+    )
+    # Both rows see the prefix; the first sees one suffix token, the second two; and the sink, once.
+    assert_near(out.squeeze(1), [[4 / 4, 4 / 4], [4 / 5, 9 / 5]])
+
+
+def test_blocks():
+    cache = torch.arange(4.0)[:, None]
+    reference.copy_blocks([cache], torch.tensor([[0, 2], [0, 3]]))
+    assert cache.flatten().tolist() == [0, 1, 0, 0]
+    host = torch.full((2, 1), NAN)
+    reference.swap_blocks([cache], [host], torch.tensor([[1, 0]]))
+    assert host[0] == 1
+    assert host[1].isnan()
+
+
+def test_gather_kv():
+    kv_cache = torch.arange(12.0).view(3, 2, 2, 1, 1)  # block n: keys 4n, 4n + 1, values 4n + 2, 4n + 3
+    tables, lens = ints(2, 0, 1, 9).view(2, 2), ints(3, 1)
+    key, value = reference.gather_kv(kv_cache, tables, lens, 6)
+    assert key.flatten().tolist() == [8, 9, 0, 4, 0, 0]  # two rows past the end
+    assert value.flatten().tolist() == [10, 11, 2, 6, 0, 0]
+    key, _ = reference.gather_kv(kv_cache, tables, lens, 2)
+    assert key.flatten().tolist() == [8, 9]
+
+
+def test_attention_schedule_counts_tiles():
+    # G = 4. One row of 4 over 300 keys: 1 x 3 tiles. 40 rows, 160 packed: 2 x 1 over 100 keys. Padding: none.
+    lens, starts = ints(300, 100, 0), ints(0, 1, 41, 41)
+    assert reference.attention_schedule(lens, starts, 8, 2, 64).tolist() == [0, 3, 5, 5]
+    # A window of 100: key 200 is the oldest that position 299 sees. Chunks of 256: key 256 is.
+    assert reference.attention_schedule(lens, starts, 8, 2, 64, sliding_window=100).tolist() == [0, 1, 3, 3]
+    assert reference.attention_schedule(lens, starts, 8, 2, 64, attention_chunk=256).tolist() == [0, 1, 3, 3]
