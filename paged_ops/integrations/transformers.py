@@ -148,6 +148,10 @@ class PagedCausalLM:
     Args:
         model: in evaluation mode, on its device.
 
+    Attributes:
+        num_layers, num_kv_heads, head_size: of the cache that it needs.
+        max_model_len: the positions that the model was made for, None if its config does not say.
+
     Raises:
         ValueError: the model's attention is not called through ``AttentionInterface``, or it has layers, position
             embeddings or attention that a paged batch cannot serve.
@@ -188,6 +192,8 @@ class PagedCausalLM:
         self.model = model
         self.num_layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
         self.num_kv_heads, self.head_size = num_kv_heads, head_size
+        limit = getattr(config, "max_position_embeddings", None)
+        self.max_model_len = int(limit) if limit else None
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property

@@ -1,0 +1,499 @@
+"""``paged-ops demo | generate | support``: see it work, run a model, ask what runs where.
+
+What is for people goes to stdout, or to stderr with ``--json``: then stdout holds one line, a JSON object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+import paged_ops
+from paged_ops import features
+from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
+from paged_ops.op import DISPATCH_KEYS, OPS, supports
+
+if TYPE_CHECKING:  # transformers is an extra
+    from paged_ops.integrations.transformers import PagedCausalLM
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 32
+PROMPT_END = 100  # characters of a prompt that are printed before its continuation
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Paged attention and its cache operations as PyTorch operators.",
+)
+
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where the ops run on it, else cpu.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Compile = Annotated[bool, typer.Option("--compile/--eager", help="Run the model through torch.compile, or not.")]
+
+
+def main() -> None:
+    """The entry point: an error is one line on stderr and exit code 1; a wrong option is code 2."""
+    warnings.filterwarnings("ignore", module=r"(torch|transformers)\.")  # they would tear the live display
+    try:
+        app()
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # NotImplementedError and out of memory too
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        Console(stderr=True, soft_wrap=True).print(f"[red]paged-ops:[/] {escape(lines[0])}", highlight=False)
+        sys.exit(1)
+
+
+@app.command()
+def demo(
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
+    num_blocks: Annotated[int, typer.Option(help="Blocks of the cache; with few, sequences are swapped out.")] = 128,
+    device: Device = None,
+    compile: Compile = True,
+    json: Json = False,
+) -> None:
+    """Serve a ragged batch of prompts with the embedded model, and check every token against transformers.
+
+    Greedy, in float32 with TF32 off. Exit code 1 if a token differs from what model.generate() gives.
+    """
+    console = Console(stderr=json)
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    target = choose_device(device)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    prompts: list[str] = json_module.loads((DEMO_MODEL / "prompts.json").read_text())
+
+    with console.status("Loading the model"):
+        model, tokenizer = load(str(DEMO_MODEL), target, torch.float32)
+    prompt_ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    with console.status(f"Asking transformers' generate() for {len(prompts)} x {max_new_tokens} tokens"):
+        expected = [reference(model, ids, max_new_tokens) for ids in prompt_ids]
+
+    params_of_each = [params] * len(prompts)
+    result = serve(console, model, tokenizer, prompts, prompt_ids, params_of_each, num_blocks, compile=compile)
+    pairs = list(zip(result.outputs, expected, strict=True))
+    matches = sum(ours == theirs for ours, theirs in pairs)
+    checked = sum(map(len, expected))
+    result.numbers |= {
+        "tokens_match_reference": matches == len(pairs),
+        "sequences_that_match": matches,
+        "tokens_checked": checked,
+    }
+    verdict = f"{checked:,} tokens equal" if matches == len(pairs) else f"{len(pairs) - matches} sequences differ"
+    result.print(console, "paged-ops demo", {"checked against generate()": f"{verdict}, float32, TF32 off"})
+    if json:
+        print(json_module.dumps(result.numbers))
+    if matches < len(pairs):
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="A local folder, or the id of a model on the Hugging Face hub.")],
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more varies more.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the samples; prompt i uses seed + i.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; by default the model's own.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the cache; by default what the batch needs.")
+    ] = None,
+    device: Device = None,
+    compile: Compile = True,
+    json: Json = False,
+) -> None:
+    """Continue prompts with a causal language model of transformers over a paged cache."""
+    console = Console(stderr=json)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
+    params = [
+        SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed + i)
+        for i in range(len(prompt))
+    ]
+    target = choose_device(device)
+    with console.status(f"Loading {model}"):
+        loaded, tokenizer = load(model, target, DTYPES[dtype] if dtype else "auto")
+    prompt_ids = [tokenizer(each).input_ids for each in prompt]
+    if num_blocks is None:
+        num_blocks = sum(-(-(len(ids) + max_new_tokens) // BLOCK_SIZE) for ids in prompt_ids[:MAX_NUM_SEQS]) + 1
+    result = serve(console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile)
+    result.numbers["texts"] = [tokenizer.decode(output, skip_special_tokens=True) for output in result.outputs]
+    result.print(console, model)
+    if json:
+        print(json_module.dumps(result.numbers))
+
+
+@app.command()
+def support(
+    json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/support.md.")] = False,
+) -> None:
+    """Which op and which feature runs on which device, and why not."""
+    if json:
+        print(json_module.dumps(support_of_ops()))
+    elif markdown:
+        print(support_page(), end="")
+    else:
+        console = Console()
+        for title, rows in (("op", support_of_ops()), ("paged_attention with", support_of_features())):
+            console.print(_support_table(title, rows))
+        for reason, number in _numbered(support_of_ops(), support_of_features()).items():
+            console.print(f"{number} {escape(reason)}", highlight=False, soft_wrap=True)
+
+
+# Devices and models
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name, or cuda if it is there and the ops run on it, else cpu.
+
+    Raises:
+        ValueError: the device does not exist here, or the ops do not run on it: with the reasons.
+    """
+    if name is None:
+        usable = torch.cuda.is_available() and not _reasons_against("cuda")
+        return torch.device("cuda" if usable else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: expected cpu, cuda or cuda:<index>, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {name!r}: generation runs on these")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: expected one of the {torch.cuda.device_count()} CUDA devices here, got {name!r}")
+    reasons = _reasons_against(device.type)
+    if reasons:
+        raise ValueError(f"--device: {name} cannot run the ops: {'; '.join(reasons)}")
+    return device
+
+
+def _reasons_against(kind: str) -> list[str]:
+    kind = "rocm" if kind == "cuda" and torch.version.hip else kind
+    needed = ("reshape_and_cache", "paged_attention", "copy_blocks", "swap_blocks")
+    return [reason for op in needed for reason in supports(op, kind)]
+
+
+def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any, Any]:
+    """A causal language model in evaluation mode and its tokenizer, from a folder or the hub; prints nothing."""
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(
+            "transformers is not installed: it comes with the extra hf, pip install 'paged-ops[hf]'"
+        ) from None
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(f"--model: expected a folder or the id of a model on the hub, got {name}, which is not there")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return model.to(device).eval(), tokenizer
+
+
+@torch.no_grad()
+def reference(model: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The greedy continuation by ``model.generate``: one prompt at a time, so that nothing is padded."""
+    ids = torch.tensor([prompt_ids], device=model.device)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+    return output[0, len(prompt_ids) :].tolist()
+
+
+# Serving
+
+
+class Result:
+    """What a run generated, and its numbers."""
+
+    def __init__(self, outputs: list[list[int]], numbers: dict[str, Any]) -> None:
+        self.outputs = outputs
+        self.numbers = numbers
+
+    def print(self, console: Console, title: str, last_rows: dict[str, str] | None = None) -> None:
+        """A table for people."""
+        n = self.numbers
+        rows = {
+            "device": f"{n['device']}, {n['dtype']}",
+            "generated": f"{n['generated_tokens']:,} tokens in {n['steps']} steps",
+            "tokens/s": f"{n['tokens_per_second']:,.0f}",
+        }
+        if n["compiled"]:
+            rows |= {
+                "graphs compiled": f"{n['graphs']} in {n['compile_seconds']:.1f} s",
+                "recompiles": str(n["recompiles"]),
+                "graph breaks": str(n["graph_breaks"]),
+                "cache copies": str(n["cache_copies"]),
+            }
+        rows |= {
+            "blocks used": f"{n['blocks_used']} of {n['num_blocks']} at most",
+            "blocks shared": f"{n['blocks_shared']} at most, {n['cached_tokens']} prompt tokens found in the cache",
+            "preemptions": f"{n['swapped_out']} swapped, {n['recomputed']} computed again",
+            **(last_rows or {}),
+        }
+        table = Table(title=title, show_header=False, title_justify="left")
+        for name, value in rows.items():
+            table.add_row(name, value)
+        console.print(table)
+
+
+def serve(
+    console: Console,
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    prompt_ids: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    num_blocks: int,
+    *,
+    compile: bool,
+) -> Result:
+    """Generates for all prompts by continuous batching, showing text as it comes; the model's end of text stops it."""
+    from paged_ops.inspection import CompileReport
+    from paged_ops.integrations.transformers import PagedCausalLM
+
+    paged: PagedCausalLM = PagedCausalLM(model)
+    params = [dataclasses.replace(each, stop_token_ids=paged.stop_token_ids) for each in params]
+    kv_cache = paged.allocate_kv_cache(num_blocks, BLOCK_SIZE, num_host_blocks=num_blocks)
+    max_model_len = min(num_blocks * BLOCK_SIZE, paged.max_model_len or sys.maxsize)
+    loop = GenerationLoop(paged, kv_cache, max_num_seqs=MAX_NUM_SEQS, max_model_len=max_model_len, compile=compile)
+    with CompileReport(kv_cache.layers) as report, ExitStack() as stack:
+        start = time.perf_counter()
+        if compile:
+            stack.enter_context(console.status("Compiling the model"))
+            _require_compiler(model.device)
+        loop.warm_up()
+        stack.close()
+        compile_seconds = time.perf_counter() - start
+        with StreamView(console, tokenizer, prompts, sum(each.max_new_tokens for each in params)) as view:
+            outputs = loop.generate(prompt_ids, params, view.add)
+    stats: GenerationStats = loop.stats
+    numbers = {
+        "tokens_per_second": stats.tokens_per_second,
+        "graphs": report.graphs,
+        "recompiles": report.recompiles,
+        "graph_breaks": report.graph_breaks,
+        "cache_copies": report.cache_copies,
+        "blocks_used": stats.peak_used_blocks,
+        "blocks_shared": stats.peak_shared_blocks,
+        "num_blocks": num_blocks,
+        "steps": stats.steps,
+        "generated_tokens": stats.generated_tokens,
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "swapped_out": stats.swapped_out,
+        "recomputed": stats.recomputed,
+        "seconds": stats.seconds,
+        "compile_seconds": compile_seconds if compile else 0.0,
+        "compiled": compile,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "paged_ops": paged_ops.__version__,
+    }
+    return Result(outputs, numbers)
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Says in one line what inductor would say in many."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ValueError("no C++ compiler: install g++ or clang++, set CXX, or run with --eager") from None
+
+
+class StreamView:
+    """Text as it streams and a progress bar: live on a terminal, else each text when it is complete."""
+
+    def __init__(self, console: Console, tokenizer: Any, prompts: Sequence[str], total: int) -> None:
+        self._console = console
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._progress = Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("tokens", total=total)
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> StreamView:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+            if kind is None:
+                for i in range(len(self._prompts)):
+                    self._print_whole(i)
+
+    def add(self, new: NewToken) -> None:
+        """Takes a token; the callback of :meth:`GenerationLoop.generate`."""
+        self._tokens[new.request_id].append(new.token)
+        self._progress.advance(self._task)
+        if new.finish_reason and not self._console.is_terminal:
+            self._print_whole(new.request_id)
+
+    def _text(self, i: int) -> str:
+        return str(self._tokenizer.decode(self._tokens[i], skip_special_tokens=True))
+
+    def _print_whole(self, i: int) -> None:
+        prompt = self._prompts[i]
+        start = prompt if len(prompt) <= PROMPT_END else f"... {prompt[-PROMPT_END:].partition(' ')[2]}"
+        self._console.print(Text.assemble((start, "dim"), (self._text(i), "bold")), "\n", soft_wrap=True)
+
+    def _render(self) -> Group:
+        """The end of each text on a line of its own, as many as the screen has, and the bar."""
+        width, height = self._console.size
+        lines = []
+        for i in range(min(len(self._prompts), max(1, height - 3))):
+            start, text = self._prompts[i][-width // 3 :].replace("\n", " "), self._text(i).replace("\n", " ")
+            room = max(8, width - len(start) - 4)
+            lines.append(Text.assemble((start, "dim"), text[-room:], no_wrap=True, overflow="ellipsis"))
+        return Group(*lines, self._progress)
+
+
+# Support
+
+Rows = dict[str, dict[str, dict[str, Any]]]  # row -> device -> {"ok": bool, "reasons": [...]}
+
+# What is asked of paged_attention, a row each.
+_FEATURES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "float16": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "causal off": {"causal": False},
+    "sliding window": {"sliding_window": 128},
+    "attention chunk": {"attention_chunk": 8192},
+    "soft cap": {"soft_cap": 50.0},
+    "ALiBi": {"alibi_slopes": True},
+    "sinks": {"sinks": True},
+    "block-sparse": {"block_sparse": paged_ops.BlockSparse(64, 16, 8)},
+    "fp8 e4m3 cache with scales": {"cache_dtype": torch.float8_e4m3fn, "k_scale": True, "v_scale": True},
+    "fp8 e5m2 cache with scales": {"cache_dtype": torch.float8_e5m2, "k_scale": True, "v_scale": True},
+    "fp8 in uint8 storage": {"cache_dtype": torch.uint8, "kv_cache_dtype": "fp8"},
+    "fp8 output": {"output_scale": True},
+    **{f"cache layout {layout}": {"layout": layout} for layout in paged_ops.Layout},
+    "separate key and value caches": {"value_cache": True},
+    "values of another head size": {"value_cache": True, "head_size": 192, "value_head_size": 128},
+    "head size 80": {"head_size": 80},
+    "head size 256": {"head_size": 256},
+    "block size 1": {"block_size": 1},
+    "block size 544": {"block_size": 544},
+    "71 query heads, one key/value head": {"num_heads": 71, "num_kv_heads": 1},
+}
+
+
+def support_of_ops() -> Rows:
+    """Each op on each device."""
+    return {op: {device: _answer(op, device) for device in DISPATCH_KEYS} for op in sorted(OPS)}
+
+
+def support_of_features() -> Rows:
+    """Each feature of paged_attention on each device."""
+    return {
+        name: {device: _answer("paged_attention", device, **asked) for device in DISPATCH_KEYS}
+        for name, asked in _FEATURES.items()
+    }
+
+
+def _answer(op: str, device: str, **asked: Any) -> dict[str, Any]:
+    reasons = supports(op, device, **asked)
+    return {"ok": not reasons, "reasons": reasons}
+
+
+def support_page() -> str:
+    """The page docs/support.md."""
+    ops, attention = support_of_ops(), support_of_features()
+    numbers = _numbered(ops, attention)
+
+    def table(title: str, rows: Rows) -> list[str]:
+        lines = [f"| {title} | {' | '.join(DISPATCH_KEYS)} |", "|---" * (1 + len(DISPATCH_KEYS)) + "|"]
+        for name, answers in rows.items():
+            cells = (_cell(answers[device], numbers, "yes") for device in DISPATCH_KEYS)
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        return lines
+
+    pairs = [f"- `{a}` with `{b}`" for a, b in features.EXCLUSIVE]
+    lines = [
+        "# What runs where",
+        "",
+        "Written by `paged-ops support --markdown`: what `paged_ops.supports(op, device, **features)` answers.",
+        "A number names the reason below. ROCm runs the CUDA kernels; xla is a TPU.",
+        "",
+        "## Ops",
+        "",
+        *table("op", {f"`{name}`": answers for name, answers in ops.items()}),
+        "",
+        "## Features of paged_attention",
+        "",
+        "Each alone; together they all work, but for the pairs below.",
+        "",
+        *table("feature", attention),
+        "",
+        "## Pairs that no device takes",
+        "",
+        *pairs,
+    ]
+    if numbers:
+        lines += ["", "## Reasons", "", *(f"{number}. {reason}" for reason, number in numbers.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _numbered(*tables: Rows) -> dict[str, int]:
+    """Every reason in the tables, with a number, in the order of appearance."""
+    answers = (answer for rows in tables for by_device in rows.values() for answer in by_device.values())
+    reasons = (_without_op(reason) for answer in answers for reason in answer["reasons"])
+    return {reason: number for number, reason in enumerate(dict.fromkeys(reasons), 1)}
+
+
+def _cell(answer: dict[str, Any], numbers: dict[str, int], yes: str) -> str:
+    return yes if answer["ok"] else ", ".join(str(numbers[_without_op(reason)]) for reason in answer["reasons"])
+
+
+def _without_op(reason: str) -> str:
+    """A reason that names its op, without the name: one footnote serves all ops."""
+    return reason.partition(": ")[2] if reason.startswith("paged_ops.") else reason
+
+
+def _support_table(title: str, rows: Rows) -> Table:
+    numbers = _numbered(support_of_ops(), support_of_features())
+    table = Table(title, *DISPATCH_KEYS)
+    for name, answers in rows.items():
+        table.add_row(name, *(_cell(answers[device], numbers, "[green]yes[/]") for device in DISPATCH_KEYS))
+    return table
+
+
+if __name__ == "__main__":
+    main()
