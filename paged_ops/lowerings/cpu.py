@@ -7,8 +7,9 @@ PyTorch where the features allow it and plain float32 matmuls over tiles where t
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ __all__ = [
 SCRATCH_BYTES = 1 << 22
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
+# From this many rows on bfloat16 stays: below, the products of most CPUs are faster in float32.
+BFLOAT16_ROWS = 64
 # Rows that share a mask: more see keys of their neighbours in vain, fewer make smaller products.
 MASKED_ROWS = 128
 # Copies between blocks go through a buffer of this many bytes.
@@ -134,12 +137,10 @@ def merge_attention_states(
 ) -> tuple[Tensor, Tensor]:
     output, lse = fake.merge_attention_states(out_a, lse_a, out_b, lse_b, out=out)
     lse_a, lse_b = (side.masked_fill(side == torch.inf, -torch.inf) for side in (lse_a, lse_b))
-    merged = torch.logaddexp(lse_a, lse_b)
-    shares = _share(lse_a, merged), _share(lse_b, merged)
     # An empty side's output is not read: 0 * NaN would be NaN.
-    a, b = (torch.where(share > 0, share * side, 0.0) for share, side in zip(shares, (out_a, out_b), strict=True))
-    output.copy_(a.add_(b))
-    lse.copy_(merged)
+    share_a, share_b = _share(lse_a, lse_b), _share(lse_b, lse_a)
+    output.copy_(torch.where(share_a > 0, share_a * out_a, 0.0) + torch.where(share_b > 0, share_b * out_b, 0.0))
+    torch.logaddexp(lse_a, lse_b, out=lse)
     return output, lse
 
 
@@ -227,20 +228,25 @@ def _attend(
     starts = query_start_loc.tolist()
     if f.sinks is not None:
         lse[: starts[-1]] = f.sinks  # of live rows that see no key
-    if not empty:
-        cache = _Cache(paged, f, element_dtype(kv_cache, f.kv_cache_dtype), max(lens.tolist(), default=0))
-        sequence = _sequence if f.block_sparse is None else _sparse_sequence
+    stored, max_len = element_dtype(kv_cache, f.kv_cache_dtype), max(lens.tolist(), default=0)
+    cache = functools.cache(lambda dtype: _Cache(paged, f, stored, dtype, max_len))
+    flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
+    sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)
+    if f.block_sparse is not None:
+        flash, sequence = False, _sparse_sequence
     for s, n in enumerate(lens.tolist()):
         start, end = starts[s], starts[s + 1]
         first = n - (end - start)  # the position of the first row
         if f.causal and first < 0:
             start, first = start - first, 0  # rows before the sequence's start see nothing
         if start < end and n > 0:
-            q = query[start:end].float().unflatten(1, (paged.num_kv_heads, -1))
-            part, part_lse = sequence(q, first, n, cache, block_tables[s], scale, f)
+            q = query[start:end].unflatten(1, (paged.num_kv_heads, -1))
+            keep = flash and q.dtype == torch.bfloat16 and len(q) >= BFLOAT16_ROWS
+            dtype = q.dtype if keep else torch.float32
+            part, part_lse = sequence(q.to(dtype), first, n, cache(dtype), block_tables[s], scale, f)
             if f.sinks is not None:
-                total = torch.logaddexp(part_lse, f.sinks.view(part_lse.shape[1:]))
-                part, part_lse = part * torch.exp(part_lse - total)[..., None], total
+                sinks = f.sinks.view(part_lse.shape[1:])
+                part, part_lse = part * _share(part_lse, sinks), torch.logaddexp(part_lse, sinks)
             real[start:end].view(part.shape).copy_(part)
             lse[start:end].view(part_lse.shape).copy_(part_lse)
     if f.output_scale is not None:
@@ -248,16 +254,16 @@ def _attend(
 
 
 class _Plane:
-    """Keys or values to gather from, with float32 scratch for a chunk of one sequence.
+    """Keys or values to gather from, with scratch in the dtype of the products for a chunk of one sequence.
 
     Rows of the scratch are a cache line longer than K*D: rows a power of two bytes apart share the few ways of one set
     of the processor's cache, and matrix products over them evict their own operands.
     """
 
-    def __init__(self, cells: Tensor, stored: torch.dtype, scale: Tensor | None, blocks: int):
+    def __init__(self, cells: Tensor, stored: torch.dtype, scale: Tensor | None, dtype: torch.dtype, blocks: int):
         self.cells, self.stored, self.scale = cells, stored, scale
         B, K, width = *cells.shape[1:3], math.prod(cells.shape[2:])
-        rows = torch.empty(blocks * B, width + 16)[:, :width]
+        rows = torch.empty(blocks * B, width + 64 // dtype.itemsize, dtype=dtype)[:, :width]
         self.scratch = rows.unflatten(1, cells.shape[2:]).unflatten(0, (blocks, B))  # as cells
         self.tokens = rows.unflatten(1, (K, -1)).transpose(0, 1)  # [K, n, D]
         self.staging = torch.empty(0 if stored == rows.dtype else blocks, *cells.shape[1:], dtype=cells.dtype)
@@ -276,13 +282,12 @@ class _Plane:
 class _Cache:
     """Both planes of a cache, for sequences of at most max_len tokens."""
 
-    def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, max_len: int):
-        self.paged, self.f, self.stored, self.max_len = paged, f, stored, max_len
-        self.flash = paged.head_size == paged.value_head_size and not f.soft_cap and f.alibi_slopes is None
+    def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, dtype: torch.dtype, max_len: int):
+        self.paged, self.f, self.stored, self.dtype, self.max_len = paged, f, stored, dtype, max_len
         B, row_bytes = paged.block_size, 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
         self.blocks_per_chunk = min(max(1, SCRATCH_BYTES // (row_bytes * B)), -(-max_len // B))
-        self.key = _Plane(paged.key, stored, f.k_scale, self.blocks_per_chunk)
-        self.value = _Plane(paged.value, stored, f.v_scale, self.blocks_per_chunk)
+        self.key = _Plane(paged.key, stored, f.k_scale, dtype, self.blocks_per_chunk)
+        self.value = _Plane(paged.value, stored, f.v_scale, dtype, self.blocks_per_chunk)
 
     def head(self, h: int) -> _Cache:
         """One key/value head."""
@@ -291,27 +296,33 @@ class _Cache:
             scale = getattr(self.f, name)
             scales[name] = scale if scale is None or len(scale) == 1 else scale[h : h + 1]
         key, value = (plane[:, :, h : h + 1] for plane in self.paged)
-        return _Cache(PagedKV(key, value), self.f._replace(**scales), self.stored, self.max_len)
+        return _Cache(PagedKV(key, value), self.f._replace(**scales), self.stored, self.dtype, self.max_len)
 
 
 def _sequence(
-    q: Tensor, first: int, n: int, cache: _Cache, block_table: Tensor, scale: float, f: Features
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    first: int,
+    n: int,
+    cache: _Cache,
+    block_table: Tensor,
+    scale: float,
+    f: Features,
 ) -> tuple[Tensor, Tensor]:
     """Out ``[q, K, G, Dv]`` and lse ``[q, K, G]`` of rows ``q [q, K, G, D]``, the first at position first of n tokens.
 
     Keys come in chunks, each meets its rows in tiles, and partial results merge by their lse: memory stays bounded.
     """
     B, chunk = cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
-    kernel = _flash if cache.flash else _matmul
     total = None
     for a in range(_oldest_key(first, f) // B * B, n, chunk):
         b = min(a + chunk, n)
         blocks = block_table[a // B : -(-b // B)]
         k, v = cache.key.read(blocks), cache.value.read(blocks)
-        for r, stop, low, high in _tiles(q, first, a, b, f, cache.flash):
+        for r, stop, low, high in _tiles(q, first, a, b, f, kernel is _flash):
             part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, f)
             if total is None and stop - r == len(q):
-                total = part
+                total = part[0].float(), part[1]
             else:
                 total = total or _nothing(q, v)
                 _merge_into(total, slice(r, stop), part)
@@ -406,7 +417,8 @@ def _softmax(
 ) -> tuple[Tensor, Tensor]:
     """``softmax(logits) v`` as plain matrix products; kept and distance (j - i) are ``[..., q, n]``."""
     K, G = q.shape[1:3]
-    logits = torch.matmul(q.permute(1, 2, 0, 3) * scale, k.mT[:, None])  # [K, G, q, n]
+    # The query heads of a group are rows of one product: broadcasting would copy the keys for each.
+    logits = torch.bmm((q.permute(1, 2, 0, 3) * scale).flatten(1, 2), k.mT).unflatten(1, (G, -1))  # [K, G, q, n]
     if f.soft_cap:
         logits = logits.div_(f.soft_cap).tanh_().mul_(f.soft_cap)
     if distance is not None and f.alibi_slopes is not None:
@@ -415,13 +427,13 @@ def _softmax(
         logits = logits.masked_fill_(~kept, -torch.inf)
     lse = logits.logsumexp(3)
     weights = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
-    out = torch.matmul(weights, v[:, None])
+    out = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (G, -1))
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
 def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The state of rows that have seen no key yet."""
-    return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf)
+    return torch.zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -torch.inf)
 
 
 def _merge_into(
@@ -429,8 +441,7 @@ def _merge_into(
 ) -> None:
     """Merge a partial result into the running one, in place."""
     (out, lse), (part_out, part_lse) = (each[rows, heads] for each in total), part
-    share = torch.sub(part_lse, lse).sigmoid_().nan_to_num_(0.0)  # NaN where both are empty
-    out.lerp_(part_out, share[..., None])
+    out.lerp_(part_out.float(), _share(part_lse, lse))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
@@ -457,9 +468,9 @@ def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
     return cache.index_select(0, blocks).flatten(0, 1).flatten(2)
 
 
-def _share(lse: Tensor, total: Tensor) -> Tensor:
-    """The weight of a part in a merged output, ``exp(lse - total)``: 0 of an empty part, also where all are empty."""
-    return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))[..., None]
+def _share(lse: Tensor, other: Tensor) -> Tensor:
+    """The weight of a part beside another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if both are empty."""
+    return torch.sub(lse, other).sigmoid_().nan_to_num_(0.0)[..., None]
 
 
 def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
