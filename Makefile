@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -q
 # One thread a process: two workers on two cores would otherwise fight. Inductor's caches do not key on an op's
 # schema or kernels, so tests never read them.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-INTERPRETER_TESTS := $(wildcard tests/test_gpu_interpreter.py)
+INTERPRETER_TESTS := $(wildcard tests/test_gpu_*interpreter.py)
 AOT_TESTS := $(wildcard tests/test_gpu_aot.py)
 
 .PHONY: demo test test-cpu test-interpreter test-aot lint format compiler

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of every kernel variant that ships, for GPUs that need not be present.
 
-``python tests/aot.py cuda:90`` compiles the variants for one target in this process and prints one JSON line each: its
+``python tests/aot.py cuda:90`` (and a regular expression for names, to choose some) compiles the variants for one target in this process and prints one JSON line each: its
 kernels with their spills, and the expected instructions that are missing. A variant is one of two things:
 
 * :class:`Variant`: a call of a lowering on tensors that only claim to be on a GPU. Triton's driver is replaced by one
@@ -92,8 +92,11 @@ class Driver(GPUDriver):
         raise NotImplementedError
 
 
-def install(target: str) -> list[Any]:
-    """Make this process believe in the target; returns the list to which each launch appends its compiled kernel."""
+launched: list[Any] = []  # the compiled kernels of a variant
+
+
+def install(target: str) -> None:
+    """Make this process believe in the target."""
     backend, _, arch = target.partition(":")
     is_cuda = backend == "cuda"
     number = int(arch) if is_cuda else arch
@@ -126,7 +129,6 @@ def install(target: str) -> list[Any]:
 
     torch.Tensor.to = to
 
-    launched: list[Any] = []
     run = triton.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -135,7 +137,6 @@ def install(target: str) -> list[Any]:
         return kernel
 
     triton.JITFunction.run = compile_only
-    return launched
 
 
 def spills(kernel: Any) -> int | None:
@@ -154,10 +155,8 @@ def spills(kernel: Any) -> int | None:
     return sum(map(int, found)) if found else None
 
 
-def compile_variant(variant: Variant | dict[str, Any], target: str, launched: list[Any]) -> dict[str, Any]:
+def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
     """What became of one variant, as plain data."""
-    if isinstance(variant, dict):
-        variant = from_types(variant, launched)
     launched.clear()
     error, start = None, time.perf_counter()
     try:
@@ -182,32 +181,35 @@ def compile_variant(variant: Variant | dict[str, Any], target: str, launched: li
     }
 
 
-def from_types(kernel: dict[str, Any], launched: list[Any]) -> Variant:
+def described(variant: Variant | dict[str, Any]) -> Variant:
     """A dict of types and constants as a variant that compiles this one kernel."""
+    if isinstance(variant, Variant):
+        return variant
+    kernel = variant
     function = kernel["kernel"]
-    source = triton.compiler.ASTSource(
-        function,
-        kernel["signature"],
-        kernel["constexprs"],
-        {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in kernel["attrs"]},
-    )
-    options = {name: kernel[name] for name in ("num_warps", "num_stages")}
 
     def call() -> None:
+        source = triton.compiler.ASTSource(
+            function,
+            kernel["signature"],
+            kernel["constexprs"],
+            {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in kernel["attrs"]},
+        )
+        options = {name: value for name, value in kernel.items() if name in ("num_warps", "num_stages", "launch_pdl")}
         target = triton.runtime.driver.active.get_current_target()
         launched.append(triton.compile(source, target=target, options=options))
 
     expect = {target: tuple(map(re.escape, strings)) for target, strings in kernel["expect"].items()}
-    return Variant(kernel["name"], call, expect, kernel.get("refused", {}), kernel.get("may_spill", ()))
+    return Variant(kernel["name"], call, expect, kernel.get("refused", {}), tuple(kernel.get("may_spill", ())))
 
 
-def variants(target: str) -> list[Variant | dict[str, Any]]:
-    """The committed lists, without what does not ship for the target."""
+def variants(target: str | None) -> list[Variant | dict[str, Any]]:
+    """The committed lists; for a target, without what does not ship for it."""
     import aot_variants_attention
     import aot_variants_cache
 
     dicts = aot_variants_attention.aot_variants()
-    return [*aot_variants_cache.VARIANTS, *(each for each in dicts if target in each.get("targets", TARGETS))]
+    return [*aot_variants_cache.VARIANTS, *(each for each in dicts if target in (None, *each.get("targets", TARGETS)))]
 
 
 def name_of(variant: Variant | dict[str, Any]) -> str:
@@ -217,7 +219,7 @@ def name_of(variant: Variant | dict[str, Any]) -> str:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     sys.modules["aot"] = sys.modules["__main__"]  # the lists import this module by its name
-    compiled = install(sys.argv[1])
+    install(sys.argv[1])
     for each in variants(sys.argv[1]):
         if len(sys.argv) < 3 or re.search(sys.argv[2], name_of(each)):
-            print(json.dumps(compile_variant(each, sys.argv[1], compiled)), flush=True)
+            print(json.dumps(compile_variant(described(each), sys.argv[1])), flush=True)

@@ -1,0 +1,62 @@
+"""Every kernel variant that ships compiles for every target, with the instructions that make it fast, without spills.
+
+One subprocess a target (a compiler that aborts takes down only its own): tests/aot.py prints a line a variant.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import aot
+
+pytestmark = pytest.mark.aot
+
+MOST_VARIANTS = 60
+
+
+def test_the_list_is_short_and_its_names_are_unique():
+    listed = aot.variants(None)
+    names = [aot.name_of(variant) for variant in listed]
+    assert len(names) == len(set(names))
+    assert 20 < len(names) <= MOST_VARIANTS
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_target(target):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(aot.__file__)), target]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    results = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    listed = {aot.name_of(variant): variant for variant in aot.variants(target)}
+    assert done.returncode == 0, f"{target}: {list(listed)[len(results)]!r} ended the process: {done.stderr[-2000:]}"
+    assert list(results) == list(listed)
+    problems = [problem for name, row in results.items() for problem in found_wrong(row, listed[name], target)]
+    assert not problems, f"{target}:\n" + "\n".join(problems)
+
+
+def found_wrong(row, variant, target):
+    described = aot.described(variant)
+    refused = [pattern for prefix, pattern in described.refused.items() if target.startswith(prefix)]
+    if refused:
+        if not re.search(rf"ValueError.*{refused[0]}", row["error"] or ""):
+            yield f"{row['name']}: expected to be refused with {refused[0]!r}, got {row['error']}"
+        return
+    if row["error"]:
+        yield f"{row['name']}: {row['error']}"
+        return
+    if not row["kernels"]:
+        yield f"{row['name']}: launched nothing"
+    for pattern in row["missing"]:
+        yield f"{row['name']}: no {pattern} in its assembly"
+    for kernel, spilled in row["kernels"].items():
+        if spilled is None:
+            yield f"{row['name']}: the tools do not tell what {kernel} spills"
+        elif spilled and not target.startswith(described.may_spill):
+            yield f"{row['name']}: {kernel} spills {spilled}"
