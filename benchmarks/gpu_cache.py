@@ -184,11 +184,11 @@ def copies() -> Iterator[Row]:
 
 
 def swap_rows(block_bytes: int, layers: int, dense_target: float, scattered_target: float) -> Iterator[Row]:
-    P = 1024
+    P, hosted = 1024, 2048  # pairs, and blocks of the host
     device_caches = [torch.empty(P, block_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(layers)]
-    host_caches = [torch.empty(P, block_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(layers)]
+    host_caches = [torch.empty(hosted, block_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(layers)]
     for host_is_dense, to_host in itertools.product((True, False), (True, False)):
-        on_device, on_host = torch.randperm(P), torch.arange(P) if host_is_dense else torch.randperm(P)
+        on_device, on_host = torch.randperm(P), torch.arange(P) if host_is_dense else torch.randperm(hosted)[:P]
         mapping = torch.stack((on_device, on_host) if to_host else (on_host, on_device), 1)
         sources, targets = (device_caches, host_caches) if to_host else (host_caches, device_caches)
         for each in sources:

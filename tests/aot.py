@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of every kernel variant that ships, for GPUs that need not be present.
 
-``python tests/aot.py cuda:90`` (and a regular expression for names, to choose some) compiles the variants for one target in this process and prints one JSON line each: its
-kernels with their spills, and the expected instructions that are missing. A variant is one of two things:
+``python tests/aot.py cuda:90`` compiles the variants for one target in this process (``... cuda:90 write`` those whose
+names match) and prints one JSON line each: its kernels, what they spill, and which expected instructions are missing.
+A variant is one of two things:
 
 * :class:`Variant`: a call of a lowering on tensors that only claim to be on a GPU. Triton's driver is replaced by one
   that names the target, so that what the call launches is specialised exactly as on that GPU, and compiled, not run.
