@@ -371,7 +371,7 @@ class StreamView:
     def _print_whole(self, i: int) -> None:
         prompt = self._prompts[i]
         start = prompt if len(prompt) <= PROMPT_END else f"... {prompt[-PROMPT_END:].partition(' ')[2]}"
-        self._console.print(Text.assemble((start, "dim"), (self._text(i), "bold")), "\n", soft_wrap=True)
+        self._console.print(Text.assemble((start, "dim"), (self._text(i), "bold")), end="\n\n", soft_wrap=True)
 
     def _render(self) -> Group:
         """The end of each text on a line of its own, as many as the screen has, and the bar."""

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paged_ops.cache import KVCache
+from paged_ops.cache import KVCache, OutOfBlocks
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch
 
 
@@ -253,16 +253,13 @@ class GenerationLoop:
         prefilling = [request for request in self._running if not self._decodes(request)]
         preempted = False
         for request in [request for request in self._running if self._decodes(request)]:
-            if request.row < 0:
-                continue  # preempted for an older one
-            while not self.kv_cache.can_append(request.request_id):
-                victim = self._running[-1]
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
+            while request.row >= 0:  # until it has its slot, or was preempted itself
+                try:
+                    decodes.append(self._reserve_next(request))
                     break
-            else:
-                decodes.append(self._reserve_next(request))
+                except OutOfBlocks:
+                    self._preempt(self._running[-1])
+                    preempted = True
         budget = self.max_num_tokens - len(decodes)
         prefills: _Plan = []
         for request in prefilling:
