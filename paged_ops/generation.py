@@ -400,15 +400,18 @@ class _Inputs:
         self._builder = AttentionMetadataBuilder(
             kv_cache.block_size, seqs, tokens, max_blocks, kv_cache.device, num_blocks=kv_cache.num_blocks
         )
-        on_device = kv_cache.device.type != "cpu"
+        on_device = kv_cache.device.type == "cuda"
         # input_ids, then last_rows: one allocation, one copy
         self._host = torch.zeros(tokens + seqs, dtype=torch.int64, pin_memory=on_device)
         self._device = self._host.to(kv_cache.device) if on_device else self._host
+        self._sent = torch.cuda.Event() if on_device else None
         self._max_tokens = tokens
 
     def fill(self, plan: _Plan, batch: Batch) -> tuple[Tensor, AttentionMetadata, Tensor]:
         S, T = max(batch.num_reqs, self.LEAST), max(batch.num_tokens, self.LEAST)
         metadata = self._builder.build(0, batch, num_reqs=S, num_tokens=T)
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy of the step before may still read the host's side
         ids, rows = self._host.numpy()[: self._max_tokens], self._host.numpy()[self._max_tokens :]
         computed, ends = batch.num_computed_tokens.tolist(), metadata.query_start_loc_cpu.tolist()
         for s, (request, num_tokens) in enumerate(plan):
@@ -437,8 +440,9 @@ class _Inputs:
         return input_ids, metadata, last_rows
 
     def _views(self, S: int, T: int, metadata: AttentionMetadata) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        if self._device is not self._host:
+        if self._sent is not None:
             self._device.copy_(self._host, non_blocking=True)
+            self._sent.record(torch.cuda.current_stream(self._device.device))
         return self._device[:T], metadata, self._device[self._max_tokens : self._max_tokens + S]
 
 
