@@ -18,19 +18,7 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.cascade import cascade_attention
-
-__all__ = [
-    "attention_schedule",
-    "cascade_attention",
-    "copy_blocks",
-    "gather_kv",
-    "merge_attention_states",
-    "paged_attention",
-    "paged_attention_with_lse",
-    "reshape_and_cache",
-    "swap_blocks",
-]
+from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
 
 # Keys of a sequence that are gathered at once, and values: together they should stay in the last-level cache.
 SCRATCH_BYTES = 1 << 22
@@ -46,38 +34,21 @@ COPY_BYTES = 1 << 24
 SCHEDULE_TILE = 128
 
 
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    value_cache: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-) -> None:
-    fake.reshape_and_cache(
-        key,
-        value,
-        kv_cache,
-        slot_mapping,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    stored = element_dtype(kv_cache, kv_cache_dtype)
-    paged = _bytes_of_fp8(paged_kv(kv_cache, value_cache))
-    if not kv_cache.numel() or not slot_mapping.numel():
+def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
+    fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
+    f = Features(**options)
+    stored = element_dtype(kv_cache, f.kv_cache_dtype)
+    paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
+    if not kv_cache.numel():
         return
     checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
-    rows = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[rows].long()
+    # Of rows that share a slot the last one stays: parallel writes would mix them.
+    row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
+    rows, slots = torch.tensor([*row_of.values()], dtype=torch.int64), torch.tensor([*row_of], dtype=torch.int64)
     block, offset = slots // paged.block_size, slots % paged.block_size
-    for cache, real, scale in ((paged.key, key, k_scale), (paged.value, value, v_scale)):
-        cells = _quantise(real[rows], scale, stored)
-        cache[block, offset] = cells.view(cache.dtype).view(-1, *cache.shape[2:])
+    for plane, real, scale in ((paged.key, key, f.k_scale), (paged.value, value, f.v_scale)):
+        cells = _quantise(real[rows], scale, stored).view(plane.dtype)
+        plane[block, offset] = cells.view(len(rows), *plane.shape[2:])
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
@@ -102,29 +73,18 @@ def attention_schedule(
     num_kv_heads: int,
     head_size: int,
     *,
-    causal: bool = True,
-    sliding_window: int = 0,
-    attention_chunk: int = 0,
     out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    schedule = fake.attention_schedule(
-        seq_lens,
-        query_start_loc,
-        num_heads,
-        num_kv_heads,
-        head_size,
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk=attention_chunk,
-        out=out,
-    )
+    arguments = (seq_lens, query_start_loc, num_heads, num_kv_heads, head_size)
+    schedule, f = fake.attention_schedule(*arguments, out=out, **options), Features(**options)
     q_lens = query_start_loc.diff()
     first = (seq_lens - q_lens).clamp(min=0)  # the first row's position decides how far back keys are seen
     oldest = torch.zeros_like(first)
-    if sliding_window:
-        oldest = oldest.maximum(first - sliding_window + 1)
-    if attention_chunk:
-        oldest = oldest.maximum(first // attention_chunk * attention_chunk)
+    if f.sliding_window:
+        oldest = oldest.maximum(first - f.sliding_window + 1)
+    if f.attention_chunk:
+        oldest = oldest.maximum(first // f.attention_chunk * f.attention_chunk)
     query_tiles = (q_lens * (num_heads // num_kv_heads) + SCHEDULE_TILE - 1) // SCHEDULE_TILE
     key_tiles = (seq_lens - oldest + SCHEDULE_TILE - 1) // SCHEDULE_TILE
     schedule[0] = 0
@@ -169,40 +129,28 @@ def gather_kv(
     seq_lens: Tensor,
     num_tokens: int,
     *,
-    value_cache: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
     dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    key, value = fake.gather_kv(
-        kv_cache,
-        block_tables,
-        seq_lens,
-        num_tokens,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-        out=out,
-    )
-    stored = element_dtype(kv_cache, kv_cache_dtype)
-    paged = _bytes_of_fp8(paged_kv(kv_cache, value_cache))
-    key.zero_(), value.zero_()
-    if not kv_cache.numel():
-        return key, value
-    B = paged.block_size
-    checks.in_range("seq_lens", seq_lens, 0, block_tables.shape[1] * B + 1, "lengths that the block tables can hold,")
-    checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, B)
-    row = 0
-    for s, n in enumerate(seq_lens.tolist()):
-        n = min(n, num_tokens - row)
-        blocks = block_tables[s, : -(-n // B)]
-        for result, cache, scale in ((key, paged.key, k_scale), (value, paged.value, v_scale)):
-            result[row : row + n] = _dequantise(_gather(cache, blocks)[:n], scale, stored, result.dtype)
-        row += n
+    key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, out=out, **options)
+    f = Features(**options)
+    stored = element_dtype(kv_cache, f.kv_cache_dtype)
+    paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
+    B, row = paged.block_size, 0
+    if kv_cache.numel():
+        checks.in_range(
+            "seq_lens", seq_lens, 0, block_tables.shape[1] * B + 1, "lengths that the block tables can hold,"
+        )
+        checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, B)
+        for s, n in enumerate(seq_lens.tolist()):
+            n = min(n, num_tokens - row)
+            blocks = block_tables[s, : -(-n // B)]
+            for result, plane, scale in ((key, paged.key, f.k_scale), (value, paged.value, f.v_scale)):
+                tokens = _real(plane.index_select(0, blocks), stored).flatten(0, 1).flatten(2)[:n]
+                result[row : row + n] = tokens if scale is None else tokens * scale[:, None]
+            row += n
+    key[row:], value[row:] = 0, 0
     return key, value
 
 
@@ -222,7 +170,7 @@ def _attend(
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     lens = torch.zeros_like(seq_lens) if empty else seq_lens
     checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, paged.block_size)
-    real = out if f.output_scale is None else torch.empty_like(out, dtype=query.dtype)
+    real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
     real.zero_()
     lse.fill_(-torch.inf)
     starts = query_start_loc.tolist()
@@ -289,14 +237,23 @@ class _Cache:
         self.key = _Plane(paged.key, stored, f.k_scale, dtype, self.blocks_per_chunk)
         self.value = _Plane(paged.value, stored, f.v_scale, dtype, self.blocks_per_chunk)
 
-    def head(self, h: int) -> _Cache:
-        """One key/value head."""
-        scales = {}
-        for name in ("k_scale", "v_scale"):
-            scale = getattr(self.f, name)
-            scales[name] = scale if scale is None or len(scale) == 1 else scale[h : h + 1]
-        key, value = (plane[:, :, h : h + 1] for plane in self.paged)
-        return _Cache(PagedKV(key, value), self.f._replace(**scales), self.stored, self.dtype, self.max_len)
+    @functools.cached_property
+    def heads(self) -> list[_Cache]:
+        """Each key/value head as a cache."""
+
+        def of(h: int, each: Tensor | None, dim: int) -> Any:
+            return each if each is None or each.shape[dim] == 1 else each.narrow(dim, h, 1)
+
+        return [
+            _Cache(
+                PagedKV(of(h, self.paged.key, 2), of(h, self.paged.value, 2)),
+                self.f._replace(k_scale=of(h, self.f.k_scale, 0), v_scale=of(h, self.f.v_scale, 0)),
+                self.stored,
+                self.dtype,
+                self.max_len,
+            )
+            for h in range(self.paged.num_kv_heads)
+        ]
 
 
 def _sequence(
@@ -394,7 +351,7 @@ def _sparse_sequence(
     total = _nothing(q, cache.value.tokens)
     # Heads of one pattern go together, others one key/value head at a time, so that each skips its own blocks.
     together = bool((offsets == offsets[0, 0]).all())
-    groups = [(slice(0, K), cache)] if together else [(slice(h, h + 1), cache.head(h)) for h in range(K)]
+    groups = [(slice(0, K), cache)] if together else [(slice(h, h + 1), head) for h, head in enumerate(cache.heads)]
     for r in range(0, rows, sparse.block_size):
         tile = slice(r, min(r + sparse.block_size, rows))
         i = torch.arange(first + tile.start, first + tile.stop)[:, None]
@@ -463,11 +420,6 @@ def _kept(rows: int, n: int, i: int, j: int, f: Features) -> Tensor:
     return kept[0]
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """The tokens of blocks, one after the other: ``[len(blocks) * B, K, D]``."""
-    return cache.index_select(0, blocks).flatten(0, 1).flatten(2)
-
-
 def _share(lse: Tensor, other: Tensor) -> Tensor:
     """The weight of a part beside another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if both are empty."""
     return torch.sub(lse, other).sigmoid_().nan_to_num_(0.0)[..., None]
@@ -487,12 +439,6 @@ def _quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     wide = real.float() if scale is None else real / scale[:, None]
     largest = torch.finfo(dtype).max
     return wide.clamp(-largest, largest).to(dtype)
-
-
-def _dequantise(cells: Tensor, scale: Tensor | None, stored: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """``stored * scale`` in ``dtype``; scale is ``[1]`` or one a head of ``cells [n, K, D]``."""
-    real = _real(cells, stored)
-    return real.to(dtype) if scale is None else (real * scale[:, None]).to(dtype)
 
 
 def _real(cells: Tensor, stored: torch.dtype) -> Tensor:
