@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -46,6 +47,8 @@ def op(*, mutates: Sequence[str] = (), out: Sequence[str] = ()) -> Callable[[Cal
         _define(name, schema)
         if out:
             _define(f"{name}.out", _out_schema(schema, out), out)
+        if "torch_xla" in sys.modules:
+            _install_twins(name)
         default = getattr(torch.ops.paged_ops, name).default
 
         @functools.wraps(signature)
@@ -126,6 +129,13 @@ def _late(find: Callable[[], Callable[..., Any]], out: Sequence[str]) -> Callabl
         kernel(*args, **kwargs, out=results[0] if len(out) == 1 else results)
 
     return kernel_out if out else kernel
+
+
+def _install_twins(name: str) -> None:
+    """XLA wants values: what an op writes becomes the result of its functional twin."""
+    from paged_ops.lowerings import functional
+
+    functional.install(LIBRARY, name, functools.partial(lowering, key="XLA"), "XLA")
 
 
 def _fake(name: str) -> Callable[..., Any]:

@@ -239,8 +239,14 @@ def _read_sequence(
         seq_len = 0
     j = torch.arange(seq_len, device=block_table.device)
     block, offset = block_table[j // max(B, 1)].long(), j % max(B, 1)
-    key, value = paged.key[block, offset], paged.value[block, offset]  # [n, K, D/x, x], [n, K, Dv]
+    key, value = _at(paged.key, block, offset), _at(paged.value, block, offset)  # [n, K, D/x, x], [n, K, Dv]
     return dequantise(key.flatten(2), k_scale, dtype), dequantise(value, v_scale, dtype)
+
+
+def _at(cache: Tensor, block: Tensor, offset: Tensor) -> Tensor:
+    if cache.dtype in FP8_DTYPES:  # torch 2.9 does not index float8 on the CPU
+        return cache.view(torch.uint8)[block, offset].view(cache.dtype)
+    return cache[block, offset]
 
 
 def _typed(paged: PagedKV, stored: torch.dtype) -> PagedKV:

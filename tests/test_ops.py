@@ -77,10 +77,11 @@ def test_features_are_the_keyword_arguments_of_attention():
         assert {p.name: p.default for p in keyword_only} == Features()._asdict()
 
 
-def test_results_have_one_home(device):
+@pytest.mark.parametrize("key", sorted(op.LOWERINGS))
+def test_results_have_one_home(key):
     """An op that finds no lowering says so, names both, and never falls back."""
-    with pytest.raises(NotImplementedError, match=r"paged_ops\.copy_blocks: no lowering for XLA yet"):
-        op.lowering("copy_blocks", "XLA")
+    with pytest.raises(NotImplementedError, match=rf"paged_ops\.teleport_blocks: no lowering for {key} yet"):
+        op.lowering("teleport_blocks", key)
 
 
 def test_requires_grad_is_refused(device):
@@ -104,7 +105,9 @@ def test_schemas():
     """The schemas are public: a change here breaks exported programs."""
     packets = [getattr(torch.ops.paged_ops, name) for name in sorted(op.OPS)]
     schemas = [str(getattr(packet, overload)._schema) for packet in packets for overload in packet.overloads()]
-    assert_expected_inline("\n\n".join(textwrap.fill(schema, 110) for schema in schemas), """\
+    assert_expected_inline(
+        "\n\n".join(textwrap.fill(schema, 110) for schema in schemas),
+        """\
 paged_ops::attention_schedule(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt num_kv_heads,
 SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0) -> Tensor
 
@@ -164,4 +167,5 @@ kv_cache_dtype="auto", Tensor? schedule=None, Tensor(out0!) out, Tensor(out1!) l
 paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *,
 Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()
 
-paged_ops::swap_blocks(Tensor[] src_caches, Tensor(a1!)[] dst_caches, Tensor block_mapping) -> ()""")
+paged_ops::swap_blocks(Tensor[] src_caches, Tensor(a1!)[] dst_caches, Tensor block_mapping) -> ()""",
+    )

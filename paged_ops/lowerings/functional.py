@@ -1,0 +1,173 @@
+"""Mutating ops on a device whose compiler knows values only: functional twins, and the registration that uses them.
+
+XLA traces values. An op that writes its arguments would run outside of the trace, or be refused by it, so where
+torch_xla is loaded every mutating op gets
+
+* a **twin**, the overload ``.functional``: the same arguments, but it returns the new values of what the op mutates;
+* a kernel under the dispatcher's ``Functionalize`` key, which in eager (lazy) mode and in every compiled graph puts
+  ``argument.copy_(twin(arguments))`` in the op's place and first marks the argument's buffer as donated. XLA then
+  writes the result into that buffer: no copy of the cache.
+
+A ``Functionalize`` kernel serves all devices of a process. On others it leaves the op to the compiler's own
+auto-functionalization, as if it were not there.
+
+:func:`functionalized` is the third piece: inside a kernel of the XLA key functionalization is off, where a view is
+rebuilt from its strides (of a square tensor even transposed) and a write into a view is lost. It turns it on, so that
+lowerings are ordinary torch code.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# Devices whose compilers want values: XLA's, and that of the experimental successor of torch_xla for TPUs.
+VALUE_DEVICES = ("xla", "tpu")
+
+_installed: set[str] = set()
+
+
+def install(library: torch.library.Library, name: str, lowering: Callable[[str], Callable[..., Any]], key: str) -> None:
+    """Register the twins of one op's mutating overloads, with ``lowering(name)`` under ``key``, and what calls them.
+
+    Twice is once. ``lowering`` is asked at the first call.
+    """
+    packet = getattr(torch.ops.paged_ops, name)
+    for overload in (getattr(packet, each) for each in packet.overloads()):
+        qualified = overload._schema.name + "." + overload._schema.overload_name
+        if not overload._schema.is_mutable or qualified in _installed:
+            continue
+        _installed.add(qualified)
+        if overload is packet.default:
+            library.define(f"{name}.functional{_twin_schema(overload)}")
+            library.impl(f"{name}.functional", _twin(overload, lowering), key)
+            torch.library.register_fake(f"paged_ops::{name}.functional", _twin_fake(overload), lib=library)
+        library.impl(overload.name().removeprefix("paged_ops::"), _functionalize(overload, lowering), "Functionalize")
+
+
+def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for a device's own key that runs with functionalization on: views and writes mean what they say.
+
+    What it writes into its arguments is lost; it returns results.
+    """
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        key = torch._C.DispatchKey.Functionalize
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded.remove(key)):
+            args, kwargs = pytree.tree_map_only(Tensor, torch._to_functional_tensor, (args, kwargs))
+            return pytree.tree_map_only(Tensor, _value, kernel(*args, **kwargs))
+
+    return run
+
+
+def _value(tensor: Tensor) -> Tensor:
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor)
+
+
+def _mutated(overload: torch._ops.OpOverload) -> list[str]:
+    return [a.name for a in overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _by_name(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, without those left at their defaults."""
+    return {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _tensors(overload: torch._ops.OpOverload, arguments: dict[str, Any]) -> list[Tensor]:
+    """What a call mutates, lists flattened, in the order of the schema."""
+    return [t for name in _mutated(overload) for t in pytree.tree_leaves(arguments.get(name)) if isinstance(t, Tensor)]
+
+
+def _twin_schema(overload: torch._ops.OpOverload) -> str:
+    """The schema without its alias annotations, and lists of tensors as the result."""
+    arguments, _, _ = str(overload._schema).partition("(")[2].rpartition(") -> ")
+    arguments = re.sub(r"\(\w+!\)", "", arguments)
+    return f"({arguments}) -> Tensor[]"
+
+
+def _twin(overload: torch._ops.OpOverload, lowering: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+    """The op's lowering, run on functional stand-ins of its arguments, whose new values are the result."""
+    name = overload._schema.name.partition("::")[2]
+
+    @functionalized
+    def twin(*args: Any, **kwargs: Any) -> list[Tensor]:
+        lowering(name)(*args, **kwargs)
+        return _tensors(overload, _by_name(overload, args, kwargs))
+
+    return twin
+
+
+def _twin_fake(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    from paged_ops import fake
+
+    check = getattr(fake, overload._schema.name.partition("::")[2])
+
+    def twin(*args: Any, **kwargs: Any) -> list[Tensor]:
+        check(*args, **kwargs)
+        return [torch.empty_like(t) for t in _tensors(overload, _by_name(overload, args, kwargs))]
+
+    return twin
+
+
+def _functionalize(
+    overload: torch._ops.OpOverload, lowering: Callable[[str], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The kernel of the Functionalize key: by the twin on devices of values, else what the compiler does by itself."""
+    packet = getattr(torch.ops.paged_ops, overload._schema.name.partition("::")[2])
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        arguments = _by_name(overload, args, kwargs)
+        kinds = {t.device.type for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)}
+        if not kinds & set(VALUE_DEVICES):
+            _auto_functionalize(overload, arguments)
+            return
+        targets = _tensors(overload, arguments)
+        if overload is packet.default and any(t.device.type not in VALUE_DEVICES for t in targets):
+            lowering(packet.__name__)(*args, **kwargs)  # swap_blocks to the host: eager, and never in a graph
+            return
+        if overload is packet.default:
+            results = packet.functional(*args, **kwargs)
+            for target in targets:
+                donate(target)
+        else:  # an .out overload
+            outs = _mutated(overload)
+            results = packet.default(*args, **{name: value for name, value in kwargs.items() if name not in outs})
+        for target, result in zip(targets, pytree.tree_leaves(results), strict=True):
+            target.copy_(result)
+
+    return kernel
+
+
+def donate(tensor: Tensor) -> None:
+    """Let XLA reuse the buffer of a tensor that is about to be overwritten. Whole tensors only: a view is not."""
+    if tensor.device.type == "xla" and torch._C._functionalization is not None:
+        torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
+
+
+def _auto_functionalize(overload: torch._ops.OpOverload, arguments: dict[str, Any]) -> None:
+    """Put the op into the graph as auto_functionalized does, for functional tensors of C++ (torch 2.9)."""
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized
+    from torch._subclasses.functional_tensor import CppFunctionalizeAPI
+
+    context: Any = CppFunctionalizeAPI()
+    defaults = {a.name: a.default_value for a in overload._schema.arguments if a.name not in arguments}
+    unwrapped = context.unwrap_tensors({**arguments, **defaults})
+    with context.redispatch_to_next():
+        _, *results = auto_functionalized(overload, **unwrapped)
+    mutated = [arguments.get(name) for name in _mutated(overload)]
+    for old, new in zip(pytree.tree_leaves(mutated), pytree.tree_leaves(results), strict=True):
+        if isinstance(old, Tensor):
+            context.replace(old, new)
+            context.commit_update(old)
+            context.sync(old)
