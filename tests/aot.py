@@ -209,8 +209,7 @@ def variants(target: str | None) -> list[Variant | dict[str, Any]]:
     import aot_variants_attention
     import aot_variants_cache
 
-    dicts = aot_variants_attention.aot_variants()
-    return [*aot_variants_cache.VARIANTS, *(each for each in dicts if target in (None, *each.get("targets", TARGETS)))]
+    return [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS]
 
 
 def name_of(variant: Variant | dict[str, Any]) -> str:

@@ -24,15 +24,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, on_device
+from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, has_pdl, on_device
 from paged_ops.lowerings.gpu.features import (
+    count_sink,
     LN2,
-    LOG2E,
     finish,
     keep,
     keep_block_sparse,
@@ -86,19 +87,20 @@ def attention_schedule(
         out=out,
     )
     S = seq_lens.shape[0]
-    schedule_kernel[(1,)](
-        schedule,
-        seq_lens,
-        query_start_loc,
-        S,
-        num_heads // num_kv_heads,
-        sliding_window,
-        attention_chunk,
-        WINDOW=sliding_window > 0,
-        CHUNK=attention_chunk > 0,
-        BLOCK_S=tiles.sequences_at_once(S),
-        num_warps=4,
-    )
+    with on_device(seq_lens):
+        schedule_kernel[(1,)](
+            schedule,
+            seq_lens,
+            query_start_loc,
+            S,
+            num_heads // num_kv_heads,
+            sliding_window,
+            attention_chunk,
+            WINDOW=sliding_window > 0,
+            CHUNK=attention_chunk > 0,
+            BLOCK_S=tiles.sequences_at_once(S),
+            num_warps=4,
+        )
     return schedule
 
 
@@ -166,6 +168,8 @@ def _attend(
         offset_step,
         S,
     )
+    pdl = has_pdl()
+    overlapped = {"launch_pdl": True} if pdl else {}
     fixed = {
         "CAUSAL": bool(f.causal),
         "WINDOW": f.sliding_window > 0,
@@ -182,6 +186,8 @@ def _attend(
         "X": key.shape[4],
         "FORMAT": cache_format,
         "BLOCK_S": tiles.sequences_at_once(S),
+        "CHUNKS_OF_S": -(-S // tiles.sequences_at_once(S)),
+        "PDL": pdl,
     }
     filled = out.view(torch.uint8) if f.output_scale is not None else out
     split, prefill = plan.split, plan.prefill
@@ -189,51 +195,55 @@ def _attend(
     parts = query.new_empty((P, 2, split.block_m, Dv), dtype=torch.float32)
     part_lse = query.new_empty((P, 2, split.block_m), dtype=torch.float32)
     cuts = query.new_empty((P, 4), dtype=torch.int32)
-    split_kernel[(P,)](
-        filled,
-        lse,
-        parts,
-        part_lse,
-        cuts,
-        *tensors,
-        *scales,
-        *numbers,
-        T,
-        K,
-        **fixed,
-        BLOCK_M=split.block_m,
-        BLOCK_N=split.block_n,
-        num_warps=split.num_warps,
-        num_stages=split.num_stages,
-    )
-    merge_kernel[(P, split.block_m)](
-        filled,
-        lse,
-        parts,
-        part_lse,
-        cuts,
-        f.output_scale,
-        H,
-        G=G,
-        Dv=Dv,
-        DV_PAD=tiles.padded(Dv),
-        BLOCK_M=split.block_m,
-        PARTS=16,
-        num_warps=2,
-    )
-    if T * G > split.block_m:
-        prefill_kernel[(K, T // (prefill.block_m // G) + S)](
+    with on_device(query):
+        split_kernel[(P,)](
             filled,
             lse,
+            parts,
+            part_lse,
+            cuts,
             *tensors,
             *scales,
             *numbers,
+            K,
             **fixed,
-            SPLIT_M=split.block_m,
-            BLOCK_M=prefill.block_m,
-            BLOCK_N=prefill.block_n,
-            num_warps=prefill.num_warps,
-            num_stages=prefill.num_stages,
+            BLOCK_M=split.block_m,
+            BLOCK_N=split.block_n,
+            **split.options(torch.version.hip is None),
+        )
+        if T * G > split.block_m:
+            prefill_kernel[(K, T // (prefill.block_m // G) + S + 1)](
+                filled,
+                lse,
+                *tensors,
+                *scales,
+                *numbers,
+                **fixed,
+                **overlapped,
+                SPLIT_M=split.block_m,
+                BLOCK_M=prefill.block_m,
+                BLOCK_N=prefill.block_n,
+                **prefill.options(torch.version.hip is None),
+            )
+        merge_kernel[(P, min(split.block_m, 4))](
+            filled,
+            lse,
+            parts,
+            part_lse,
+            cuts,
+            query_start_loc,
+            f.output_scale,
+            H,
+            S,
+            T,
+            **overlapped,
+            G=G,
+            Dv=Dv,
+            DV_PAD=tiles.padded(Dv),
+            BLOCK_M=split.block_m,
+            PARTS=16,
+            PDL=pdl,
+            num_warps=2,
         )
 
 
@@ -261,19 +271,18 @@ def _sparse_offsets(sparse: masks.SparsePattern | None, H: int, K: int) -> tuple
 
 
 @triton.jit
-def attend(
+def see_tile(
     acc,
     m,
     l,
     q,
     i,  # [M] positions of the rows
-    first_i,
+    tile,
+    seen,  # whether any row sees a key of the tile: if not, nothing is loaded
     slopes,  # [M]
     factor,
     seq_len,
     oldest,  # no row sees a key before it
-    first_tile,
-    end_tile,
     block_table,
     stride_m,
     keys,  # tuple: base of a head, strides n, b, dx, d
@@ -281,7 +290,7 @@ def attend(
     soft_cap,
     window,
     chunk,
-    sparse,  # tuple: block, local blocks, vertical stride, offset of each row [M], of each head [G]
+    sparse,  # tuple: block, local blocks, vertical stride, offset of each row [M]
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -298,34 +307,29 @@ def attend(
     FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Let the rows ``q [M, D]`` see the key tiles ``first_tile : end_tile``."""
+    """Let the rows ``q [M, D]`` see one tile of keys."""
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
-    for tile in range(first_tile, end_tile):
-        j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = j < seq_len
-        if WINDOW or CHUNK:
-            live = live & (j >= oldest)
-        seen = True
+    j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = j < seq_len
+    if WINDOW or CHUNK:
+        live = live & (j >= oldest)
+    if SPARSE:
+        live = live & seen
+    block = tl.load(block_table + (j // B) * stride_m, mask=live, other=0)
+    offset = j % B
+    k = load_tile(keys[0], block, offset, live, keys[1], keys[2], keys[3], keys[4], D, D_PAD, X, FORMAT, q.dtype)
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
+    if MASKED:
+        kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
         if SPARSE:
-            seen = sparse_tile_is_seen(first_i, j, live, sparse[4], sparse[0], sparse[1], sparse[2])
-        if seen:
-            block = tl.load(block_table + (j // B) * stride_m, mask=live, other=0).to(tl.int64)
-            offset = j % B
-            k = load_tile(
-                keys[0], block, offset, live, keys[1], keys[2], keys[3], keys[4], D, D_PAD, X, FORMAT, q.dtype
-            )
-            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
-            if MASKED:
-                kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
-                if SPARSE:
-                    kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
-                logits = tl.where(kept, logits, float("-inf"))
-            v = load_tile(
-                values[0], block, offset, live, values[1], values[2], 0, values[3], Dv, DV_PAD, Dv, FORMAT, q.dtype
-            )
-            acc, m, l = softmax_step(logits, v, acc, m, l, PRECISION)
+            kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
+        logits = tl.where(kept, logits, float("-inf"))
+    v = load_tile(
+        values[0], block, offset, live, values[1], values[2], 0, values[3], Dv, DV_PAD, Dv, FORMAT, q.dtype
+    )
+    acc, m, l = softmax_step(logits, v, acc, m, l, PRECISION)
     return acc, m, l
 
 
@@ -356,20 +360,24 @@ def oldest_key(first_i, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit
 def sequence(
-    s, live, seq_lens, query_start_loc, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
+    s, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of sequences s: the first row, the number of tokens and of keys, and the range of key tiles of a key/value head.
+    """Of sequences s: first row, number of tokens and of keys, number of units, and the range of key tiles of each.
 
-    The range is empty for sequences that are not split_kernel's. A live row has at least one tile even without keys.
+    A sequence that is not split_kernel's is one unit of one tile, without tokens and keys: passing over it is work too.
     """
+    live = s < S
     start = tl.load(query_start_loc + s, mask=live, other=0)
     q_len = tl.load(query_start_loc + s + 1, mask=live, other=0) - start
     seq_len = tl.load(seq_lens + s, mask=live, other=0)
+    mine = (q_len > 0) & (q_len * G <= BLOCK_M)
+    q_len = tl.where(mine, q_len, 0)
+    seq_len = tl.where(mine, seq_len, 0)
     first_tile = oldest_key(seq_len - q_len, window, chunk, WINDOW, CHUNK) // BLOCK_N
     end_tile = tl.maximum(tl.cdiv(seq_len, BLOCK_N), first_tile + 1)
-    mine = (q_len > 0) & (q_len * G <= BLOCK_M)
-    return start, q_len, seq_len, first_tile, tl.where(mine, end_tile, first_tile)
+    units = tl.where(mine, K, tl.where(live, 1, 0))
+    return start, q_len, seq_len, units, first_tile, end_tile
 
 
 @triton.jit
@@ -416,7 +424,6 @@ def split_kernel(
     first_offset,
     offset_step,
     S,
-    T,
     K,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -433,31 +440,28 @@ def split_kernel(
     X: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHUNKS_OF_S: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     p = tl.program_id(0)
     P = tl.num_programs(0)
     H = K * G
     r = tl.arange(0, BLOCK_M)
-    row_head_in_group = r % G
+    group_head = tl.arange(0, triton.next_power_of_2(G)) % G
 
-    # Rows of padding: nobody else writes them.
-    for t in range(tl.load(query_start_loc + S) + p, T, P):
-        for h in range(0, H, BLOCK_M):
-            nothing = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-            unseen = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            store_rows(out, lse, nothing, unseen, t + r * 0, h + r, h + r < H, output_scale, H, Dv, DV_PAD)
-
-    # This program's share of the key tiles of all units, start : end, and the sequence s that it starts in.
-    lane = tl.arange(0, BLOCK_S)
+    # This program's share of the key tiles of all units, start : end, and the sequence s that it starts in. Both loops
+    # are unrolled, so that what the first has loaded serves the second.
     total = 0
-    for chunk_of_s in range(0, S, BLOCK_S):
-        s_ = chunk_of_s + lane
-        _, _, _, first_, end_ = sequence(
-            s_, s_ < S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
+    for n in tl.static_range(CHUNKS_OF_S):
+        s_ = n * BLOCK_S + tl.arange(0, BLOCK_S)
+        _, _, _, units_, first_, end_ = sequence(
+            s_, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
         )
-        total += tl.sum(end_ - first_) * K
+        total += tl.sum((end_ - first_) * units_)
     share = total // P
     longer = total - share * P  # so many programs take one tile more
     start = p * share + tl.minimum(p, longer)
@@ -465,97 +469,101 @@ def split_kernel(
     s = 0
     before = 0  # tiles of the sequences before s
     total = 0
-    for chunk_of_s in range(0, S, BLOCK_S):
-        s_ = chunk_of_s + lane
-        _, _, _, first_, end_ = sequence(
-            s_, s_ < S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
+    for n in tl.static_range(CHUNKS_OF_S):
+        s_ = n * BLOCK_S + tl.arange(0, BLOCK_S)
+        _, _, _, units_, first_, end_ = sequence(
+            s_, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
         )
-        tiles_ = (end_ - first_) * K
+        tiles_ = (end_ - first_) * units_
         passed = (total + tl.cumsum(tiles_, 0) <= start) & (s_ < S)
         s += tl.sum(passed.to(tl.int32))
         before += tl.sum(tl.where(passed, tiles_, 0))
         total += tl.sum(tiles_)
 
-    cut_row = 0
-    cut_tokens = 0
-    cut_head = 0
-    cut_last = -1
-    position = start
-    while position < end:
-        row_start, q_len, seq_len, first_tile, end_tile = sequence(
-            s, s < S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
-        )
-        tiles = end_tile - first_tile
-        stop = before + tiles * K
-        # A sequence without tiles is passed over: its range of the loop below is empty.
-        while position < tl.minimum(stop, end):
-            kh = (position - before) // tiles
-            unit = before + kh * tiles  # where the unit (s, kh) starts
-            part_end = tl.minimum(unit + tiles, end)
-
-            row_live = r < q_len * G
-            row_token = row_start + r // G
-            row_head = kh * G + row_head_in_group
-            first_i = seq_len - q_len
-            i = first_i + r // G
-            q = load_queries(query, row_token, row_head, row_live, q_stride_t, q_stride_h, q_stride_d, D, D_PAD)
-            factor = scale
+    # The unit (s, kh) and the tile in it where the share starts.
+    row_start, q_len, seq_len, units, first_tile, end_tile = sequence(
+        s, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
+    )
+    kh = (start - before) // (end_tile - first_tile)
+    part_tile = first_tile + (start - before) - kh * (end_tile - first_tile)  # where this program's part of it begins
+    tile = part_tile - 1
+    factor = scale
+    if k_scale is not None:
+        factor = scale * tl.load(k_scale + kh * k_scale_stride)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + kh * G + r % G)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    # One loop over all tiles of the share: the loads of a unit are under way before the one before it is finished.
+    for position in range(start, end):
+        tile += 1
+        if tile == end_tile:
+            kh += 1
+            if kh >= units:
+                s += 1
+                kh = 0
+                row_start, q_len, seq_len, units, first_tile, end_tile = sequence(
+                    s, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_M, BLOCK_N
+                )
+            tile = first_tile
+            part_tile = tile
             if k_scale is not None:
                 factor = scale * tl.load(k_scale + kh * k_scale_stride)
-            slopes = None
             if alibi_slopes is not None:
-                slopes = tl.load(alibi_slopes + row_head)
-            head_offset = first_offset + ((kh * G + tl.arange(0, triton.next_power_of_2(G)) % G) // HEADS_AN_OFFSET) * offset_step
-            row_offset = first_offset + (row_head // HEADS_AN_OFFSET) * offset_step
-            acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_M], tl.float32)
+                slopes = tl.load(alibi_slopes + kh * G + r % G)
+        row_live = r < q_len * G
+        row_token = row_start + r // G
+        row_head = kh * G + r % G
+        first_i = seq_len - q_len
+        q = load_queries(query, row_token, row_head, row_live, q_stride_t, q_stride_h, q_stride_d, D, D_PAD)
+        seen = True
+        if SPARSE:
+            group_offset = first_offset + ((kh * G + group_head) // HEADS_AN_OFFSET) * offset_step
+            j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            seen = sparse_tile_is_seen(first_i, j, j < seq_len, group_offset, sparse_block, local_blocks, vert_stride)
+        acc, m, l = see_tile(
+            acc, m, l, q, first_i + r // G, tile, seen, slopes, factor, seq_len,
+            oldest_key(first_i, window, chunk, WINDOW, CHUNK),
+            block_tables + s.to(tl.int64) * table_stride_s, table_stride_m,
+            (key_cache + kh.to(tl.int64) * k_stride_k, k_stride_n, k_stride_b, k_stride_dx, k_stride_d),
+            (value_cache + kh.to(tl.int64) * v_stride_k, v_stride_n, v_stride_b, v_stride_d),
+            soft_cap, window, chunk,
+            (sparse_block, local_blocks, vert_stride, first_offset + (row_head // HEADS_AN_OFFSET) * offset_step),
+            CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+        )  # fmt: skip
+        if (tile + 1 == end_tile) | (position + 1 == end):
+            from_start = part_tile == first_tile
             if sinks is not None:
-                if position == unit:  # the first part counts the sink
-                    m = tl.load(sinks + row_head) * LOG2E
-                    l = tl.where(m > float("-inf"), 1.0, 0.0)
-            acc, m, l = attend(
-                acc, m, l, q, i, first_i, slopes, factor, seq_len,
-                oldest_key(first_i, window, chunk, WINDOW, CHUNK),
-                first_tile + position - unit, first_tile + part_end - unit,
-                block_tables + s.to(tl.int64) * table_stride_s, table_stride_m,
-                (key_cache + kh.to(tl.int64) * k_stride_k, k_stride_n, k_stride_b, k_stride_dx, k_stride_d),
-                (value_cache + kh.to(tl.int64) * v_stride_k, v_stride_n, v_stride_b, v_stride_d),
-                soft_cap, window, chunk,
-                (sparse_block, local_blocks, vert_stride, row_offset, head_offset),
-                CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
-            )  # fmt: skip
+                if from_start:  # the first part counts the sink
+                    acc, m, l = count_sink(acc, m, l, tl.load(sinks + row_head))
             result, lse2 = finish(acc, m, l)
             if v_scale is not None:
                 result = result * tl.load(v_scale + kh * v_scale_stride)
-            if (position == unit) & (part_end == unit + tiles):
+            if from_start & (tile + 1 == end_tile):
                 store_rows(out, lse, result, lse2, row_token, row_head, row_live, output_scale, H, Dv, DV_PAD)
             else:
-                slot = p * 2 + tl.where(position == unit, 1, 0)
-                part_row = slot.to(tl.int64) * BLOCK_M + r
+                part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * BLOCK_M + r
                 d = tl.arange(0, DV_PAD)
                 tl.store(parts + part_row[:, None] * Dv + d[None, :], result, mask=row_live[:, None] & (d < Dv)[None, :])
                 tl.store(part_lse + part_row, lse2, mask=row_live)
-                if position == unit:
-                    cut_row = row_start
-                    cut_tokens = q_len
-                    cut_head = kh
-                    # The program whose share holds the unit's last tile.
-                    last = unit + tiles - 1
-                    of_longer = longer * (share + 1)
-                    cut_last = tl.where(
-                        last < of_longer,
-                        last // (share + 1),
-                        longer + (last - of_longer) // tl.maximum(share, 1),
-                    )
-            position = part_end
-        before = stop
-        s += 1
-    tl.store(cuts + p * 4, cut_row)
-    tl.store(cuts + p * 4 + 1, cut_tokens)
-    tl.store(cuts + p * 4 + 2, cut_head)
-    tl.store(cuts + p * 4 + 3, cut_last)
+            acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
+
+    # A unit that this program was the first to see and did not finish: the program whose share holds its last tile.
+    last = end - 1 + end_tile - 1 - tile
+    of_longer = longer * (share + 1)
+    last_program = tl.where(
+        last < of_longer, last // (share + 1), longer + (last - of_longer) // tl.maximum(share, 1)
+    )  # fmt: skip
+    cut = (start < end) & (part_tile == first_tile) & (tile + 1 < end_tile)
+    tl.store(cuts + p * 4, row_start)
+    tl.store(cuts + p * 4 + 1, q_len)
+    tl.store(cuts + p * 4 + 2, kh)
+    tl.store(cuts + p * 4 + 3, tl.where(cut, last_program, -1))
 
 
 @triton.jit
@@ -565,45 +573,62 @@ def merge_kernel(
     parts,
     part_lse,
     cuts,
+    query_start_loc,
     output_scale,
     H,
+    S,
+    T,
     G: tl.constexpr,
     Dv: tl.constexpr,
     DV_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One row of the unit that program p was the first to cut: its parts are p's second and later programs' first."""
+    """Rows of the unit that program p was the first to cut: their parts are p's second and later programs' first.
+
+    And the rows of padding, which nobody else writes.
+    """
     p = tl.program_id(0)
-    r = tl.program_id(1)
+    own_row = tl.program_id(1)
+    rows = tl.num_programs(1)
+    d = tl.arange(0, DV_PAD)
+    one = tl.arange(0, 1)
+    for t in range(tl.load(query_start_loc + S) + p * rows + own_row, T, tl.num_programs(0) * rows):
+        for h in range(0, H):
+            nothing = tl.zeros([1, DV_PAD], tl.float32)
+            unseen = tl.full([1], float("-inf"), tl.float32)
+            store_rows(out, lse, nothing, unseen, t + one, h + one, one == 0, output_scale, H, Dv, DV_PAD)
+    if PDL:
+        gdc_wait()
     last = tl.load(cuts + p * 4 + 3)
     if last < 0:
         return
+    row_start = tl.load(cuts + p * 4)
     tokens = tl.load(cuts + p * 4 + 1)
-    if r >= tokens * G:
-        return
-    d = tl.arange(0, DV_PAD)
-    acc = tl.zeros([DV_PAD], tl.float32)
-    m = float("-inf")
-    l = 0.0
-    for first in range(p, last + 1, PARTS):
-        program = first + tl.arange(0, PARTS)
-        live = program <= last
-        row = (program * 2 + tl.where(program == p, 1, 0)).to(tl.int64) * BLOCK_M + r
-        lse2 = tl.load(part_lse + row, mask=live, other=float("-inf"))  # [PARTS]
-        part = tl.load(parts + row[:, None] * Dv + d[None, :], mask=live[:, None] & (d < Dv)[None, :], other=0.0)
-        m_new = tl.maximum(m, tl.max(lse2, 0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(lse2 - shift)
-        decay = tl.exp2(m - shift)
-        acc = acc * decay + tl.sum(part * weight[:, None], 0)
-        l = l * decay + tl.sum(weight, 0)
-        m = m_new
-    result, total2 = finish(acc[None, :], tl.full([1], 0.0, tl.float32) + m, tl.full([1], 0.0, tl.float32) + l)
-    one = tl.arange(0, 1)
-    row_token = tl.load(cuts + p * 4) + r // G + one
-    row_head = tl.load(cuts + p * 4 + 2) * G + r % G + one
-    store_rows(out, lse, result, total2, row_token, row_head, one == 0, output_scale, H, Dv, DV_PAD)
+    kh = tl.load(cuts + p * 4 + 2)
+    for r in range(own_row, tokens * G, rows):
+        acc = tl.zeros([DV_PAD], tl.float32)
+        m = float("-inf")
+        l = 0.0
+        for first in range(p, last + 1, PARTS):
+            program = first + tl.arange(0, PARTS)
+            live = program <= last
+            row = (program * 2 + tl.where(program == p, 1, 0)).to(tl.int64) * BLOCK_M + r
+            lse2 = tl.load(part_lse + row, mask=live, other=float("-inf"))  # [PARTS]
+            part = tl.load(parts + row[:, None] * Dv + d[None, :], mask=live[:, None] & (d < Dv)[None, :], other=0.0)
+            m_new = tl.maximum(m, tl.max(lse2, 0))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight = tl.exp2(lse2 - shift)
+            decay = tl.exp2(m - shift)
+            acc = acc * decay + tl.sum(part * weight[:, None], 0)
+            l = l * decay + tl.sum(weight, 0)
+            m = m_new
+        nothing_yet = tl.zeros([1], tl.float32)
+        result, lse2_all = finish(acc[None, :], nothing_yet + m, nothing_yet + l)
+        store_rows(
+            out, lse, result, lse2_all, row_start + r // G + one, kh * G + r % G + one, one == 0, output_scale, H, Dv, DV_PAD
+        )
 
 
 @triton.jit
@@ -662,19 +687,28 @@ def prefill_kernel(
     X: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHUNKS_OF_S: tl.constexpr,
+    PDL: tl.constexpr,
     SPLIT_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     TOKENS: tl.constexpr = BLOCK_M // G
     kh = tl.program_id(0)
     H = tl.num_programs(0) * G
+    # One tile more than any batch has: it makes this grid end after split_kernel, beside which it runs.
+    if tl.program_id(1) == 0:
+        if PDL:
+            gdc_wait()
+        return
     # Later tiles see more keys: they start first.
     query_tile = tl.num_programs(1) - 1 - tl.program_id(1)
     # Sequence s starts at tile query_start_loc[s] // TOKENS + s, which leaves room for its last, partial tile.
     s = -1
-    for chunk_of_s in range(0, S, BLOCK_S):
-        s_ = chunk_of_s + tl.arange(0, BLOCK_S)
+    for n in tl.static_range(CHUNKS_OF_S):
+        s_ = n * BLOCK_S + tl.arange(0, BLOCK_S)
         tile_ = tl.load(query_start_loc + s_, mask=s_ < S, other=0) // TOKENS + s_
         s += tl.sum(((tile_ <= query_tile) & (s_ < S)).to(tl.int32))
     row_start = tl.load(query_start_loc + s)
@@ -703,9 +737,6 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    if sinks is not None:
-        m = tl.load(sinks + row_head) * LOG2E
-        l = tl.where(m > float("-inf"), 1.0, 0.0)
 
     # Key tiles: masked ones that begin before what every row sees, full ones, masked ones to the end.
     oldest = oldest_key(first_i, window, chunk, WINDOW, CHUNK)
@@ -717,35 +748,51 @@ def prefill_kernel(
         full_end = tl.maximum(first_i + 1, 0) // BLOCK_N
     end_tile = tl.maximum(tl.cdiv(newest, BLOCK_N), first_tile)
     full_first = tl.cdiv(oldest_key(last_i, window, chunk, WINDOW, CHUNK), BLOCK_N)
-    if SPARSE:
-        full_end = first_tile
     full_first = tl.minimum(tl.maximum(full_first, first_tile), end_tile)
     full_end = tl.minimum(tl.maximum(full_end, full_first), end_tile)
 
     block_table = block_tables + s.to(tl.int64) * table_stride_s
     keys = (key_cache + kh.to(tl.int64) * k_stride_k, k_stride_n, k_stride_b, k_stride_dx, k_stride_d)
     values = (value_cache + kh.to(tl.int64) * v_stride_k, v_stride_n, v_stride_b, v_stride_d)
-    sparse = (sparse_block, local_blocks, vert_stride, row_offset, head_offset)
+    sparse = (sparse_block, local_blocks, vert_stride, row_offset)
     if WINDOW or CHUNK:
-        acc, m, l = attend(
-            acc, m, l, q, i, first_i, slopes, factor, seq_len, oldest, first_tile, full_first,
-            block_table, table_stride_m, keys, values, soft_cap, window, chunk, sparse,
-            CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
-        )  # fmt: skip
+        for tile in range(first_tile, full_first):
+            acc, m, l = see_tile(
+                acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
+                soft_cap, window, chunk, sparse,
+                CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+            )  # fmt: skip
     if not SPARSE:
-        acc, m, l = attend(
-            acc, m, l, q, i, first_i, slopes, factor, seq_len, oldest, full_first, full_end,
-            block_table, table_stride_m, keys, values, soft_cap, window, chunk, sparse,
-            CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, False,
-            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
-        )  # fmt: skip
-    acc, m, l = attend(
-        acc, m, l, q, i, first_i, slopes, factor, seq_len, oldest, full_end, end_tile,
-        block_table, table_stride_m, keys, values, soft_cap, window, chunk, sparse,
-        CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-        B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
-    )  # fmt: skip
+        for tile in range(full_first, full_end):
+            acc, m, l = see_tile(
+                acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
+                soft_cap, window, chunk, sparse,
+                CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, False,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+            )  # fmt: skip
+    if SPARSE:
+        tile = first_tile
+        while tile < end_tile:
+            j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            if sparse_tile_is_seen(first_i, j, j < newest, head_offset, sparse_block, local_blocks, vert_stride):
+                acc, m, l = see_tile(
+                    acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
+                    soft_cap, window, chunk, sparse,
+                    CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+                    B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+                )  # fmt: skip
+            tile += 1
+    else:
+        for tile in range(full_end, end_tile):
+            acc, m, l = see_tile(
+                acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
+                soft_cap, window, chunk, sparse,
+                CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+            )  # fmt: skip
+    if sinks is not None:
+        acc, m, l = count_sink(acc, m, l, tl.load(sinks + row_head))
     result, lse2 = finish(acc, m, l)
     if v_scale is not None:
         result = result * tl.load(v_scale + kh * v_scale_stride)

@@ -37,6 +37,15 @@ def has_fp8_cvt() -> bool:
 
 
 @functools.cache
+def has_pdl() -> bool:
+    """Whether a kernel may start while the one before it in the stream ends: programmatic dependent launch, from sm_90."""
+    if triton.knobs.runtime.interpret:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
+@functools.cache
 def fp8_is_fnuz() -> bool:
     """Whether the device's fp8 is the flavour without negative zero and infinities: gfx94x of ROCm."""
     if triton.knobs.runtime.interpret:

@@ -19,7 +19,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def load_tile(
     base,  # of one key/value head
-    block,  # [N] int64 block ids
+    block,  # [N] block ids
     offset,  # [N] tokens inside the blocks
     live,  # [N] whether a token may be read
     stride_n,
@@ -38,7 +38,7 @@ def load_tile(
         column = d * stride_d
     else:
         column = (d // X) * stride_dx + (d % X) * stride_d
-    row = block * stride_n + offset.to(tl.int64) * stride_b
+    row = block.to(tl.int64) * stride_n + offset.to(tl.int64) * stride_b
     mask = live[:, None]
     if SIZE < PADDED:
         mask = mask & (d < SIZE)[None, :]
@@ -145,6 +145,15 @@ def softmax_step(logits, value, acc, m, l, PRECISION: tl.constexpr):
     l = l * decay + tl.sum(p, 1)
     acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
     return acc, m_new, l
+
+
+@triton.jit
+def count_sink(acc, m, l, sink):
+    """One more logit a row that has no value."""
+    m_new = tl.maximum(m, sink * LOG2E)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    decay = tl.exp2(m - shift)
+    return acc * decay[:, None], m_new, l * decay + tl.exp2(sink * LOG2E - shift)
 
 
 @triton.jit

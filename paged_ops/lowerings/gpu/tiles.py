@@ -24,6 +24,12 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0  # 0: as many as it likes; CUDA alone takes a bound
+
+    def options(self, is_cuda: bool) -> dict[str, int]:
+        """As Triton names them."""
+        bound = {"maxnreg": self.max_registers} if self.max_registers and is_cuda else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **bound}
 
 
 class Plan(NamedTuple):
@@ -63,12 +69,13 @@ def plan(
     if device.type == "cpu":
         split, prefill, programs = Tile(split_m, 16, 4, 1), Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
     else:
-        numbers = _tuned()
+        numbers = table(torch.cuda.get_device_name())
         width = max(padded(D), padded(Dv))
         kind = "fp32" if dtype == torch.float32 else "fp8" if stored.itemsize == 1 else "16bit"
-        split_n, split_warps, split_stages, per_sm = numbers["split"][kind][str(width)]
+        split_n, split_warps, split_stages, per_sm, *bound = numbers["split"][kind][str(width)]
         prefill_m, *prefill_rest = numbers["prefill"][kind][str(width)]
-        split, prefill = Tile(split_m, split_n, split_warps, split_stages), Tile(max(prefill_m, group), *prefill_rest)
+        split = Tile(split_m, split_n, split_warps, split_stages, *bound)
+        prefill = Tile(max(prefill_m, group), *prefill_rest)
         if split_m > 16:
             split = split._replace(num_warps=max(4, split_warps))
         programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count
@@ -76,7 +83,8 @@ def plan(
 
 
 @functools.cache
-def _tuned() -> dict[str, Any]:
-    """The tiles of this device by its name, or of any."""
-    own = CONFIGS / f"attention_{torch.cuda.get_device_name().lower().replace(' ', '_')}.json"
+def table(device_name: str | None) -> dict[str, Any]:
+    """The tiles of a device: ``split``: keys, warps, stages, programs a multiprocessor; ``prefill``: rows, keys, warps, stages;
+    each by kind of element and padded head size. None, or a device without a file: the default's."""
+    own = CONFIGS / f"attention_{(device_name or 'default').lower().replace(' ', '_')}.json"
     return json.loads((own if own.exists() else CONFIGS / "attention_default.json").read_text())

@@ -1,0 +1,76 @@
+"""The variants of the attention kernels that ship, for tests/aot.py: calls on tensors that claim to be on a GPU.
+
+A call with few rows compiles the split and merge kernels, one with many the prefill kernel too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from aot import Variant, gpu
+
+from paged_ops import layouts
+from paged_ops.lowerings import gpu as lowering
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# What each kernel's dot products become, and keys and values in 16 bytes at once: asynchronously on CUDA.
+SPLIT = {"cuda": (r"mma\.sync", r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10,"), "hip:gfx9": (r"v_mfma",), "hip:gfx11": (r"v_wmma",)}
+PREFILL = {**SPLIT, "cuda:90": (r"wgmma\.mma_async",), "cuda:100": (r"tcgen05\.mma",)}
+MASKS = {"sliding_window": 128, "attention_chunk": 512}
+ROWS = {"decode": 4, "prefill": 2048}
+
+
+def call(
+    batch: str,
+    dtype: torch.dtype = BF16,
+    stored: torch.dtype | None = None,
+    *,
+    D: int = 128,
+    Dv: int | None = None,
+    heads: tuple[int, int] = (32, 8),
+    B: int = 16,
+    layout: str = "NHD",
+    lse: bool = False,
+    per_head: tuple[str, ...] = (),
+    per_tensor: tuple[str, ...] = (),
+    **features: Any,
+) -> Any:
+    def run() -> None:
+        (H, K), T, N, S, M = heads, ROWS[batch], 4, 4, 256
+        if Dv is not None:
+            kv_cache = gpu(N, B, K, D, dtype=stored or dtype)
+            features["value_cache"] = gpu(N, B, K, Dv, dtype=stored or dtype)
+        else:
+            storage = gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=stored or dtype)
+            kv_cache = layouts.kv_cache_view(layout, storage)
+            if layout == "X_PACKED":
+                kv_cache, features["value_cache"] = layouts.split_kv_cache(kv_cache, K, D)
+        named = {name: gpu(H, dtype=FP32) for name in per_head} | {name: gpu(1, dtype=FP32) for name in per_tensor}
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
+        op = lowering.paged_attention_with_lse if lse else lowering.paged_attention
+        op(gpu(T, H, D, dtype=dtype), kv_cache, tables, lens, starts, D**-0.5, **features, **named)
+
+    return run
+
+
+VARIANTS = [
+    Variant("attention-bf16", call("prefill"), PREFILL),
+    Variant("attention-fp16-d64-sinks-window", call("prefill", FP16, D=64, per_head=("sinks",), **MASKS), PREFILL),
+    Variant("attention-fp32", call("prefill", FP32, D=64)),
+    Variant("attention-d256-cap", call("prefill", D=256, heads=(8, 4), soft_cap=50.0, lse=True), PREFILL),
+    Variant("attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT),
+    Variant("attention-e4m3", call("prefill", stored=E4M3, per_tensor=("k_scale", "v_scale")), PREFILL),
+    Variant("attention-e5m2-decode", call("decode", FP16, E5M2), SPLIT),
+    Variant("attention-x-packed-decode", call("decode", FP16, layout="X_PACKED"), SPLIT),
+    Variant("attention-b1056-g71-alibi", call("decode", B=1056, heads=(71, 1), D=64, per_head=("alibi_slopes",)), SPLIT),
+    Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL),
+    Variant("attention-noncausal-e4m3-out", call("decode", causal=False, per_tensor=("output_scale",), lse=True), SPLIT),
+    Variant(
+        "attention-schedule",
+        lambda: lowering.attention_schedule(
+            gpu(64, dtype=torch.int32), gpu(65, dtype=torch.int32), 32, 8, 128, sliding_window=128, attention_chunk=512
+        ),
+    ),
+]

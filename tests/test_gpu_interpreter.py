@@ -1,0 +1,59 @@
+"""The Triton kernels' numbers without a GPU: the cases of the suite in Triton's interpreter, on CPU tensors.
+
+``TRITON_INTERPRET=1 pytest -m interpreter tests/test_gpu_interpreter.py``. The variable must be set before triton is
+imported, so this file runs in a process of its own. bfloat16 is left out: the interpreter's bfloat16 arithmetic is wrong.
+Tiles are small and several programs share each sequence, so that splits, merges and masks all take part.
+"""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
+pytest.importorskip("triton")
+
+from paged_ops import op, testing  # noqa: E402
+from paged_ops.lowerings import gpu  # noqa: E402
+from paged_ops.lowerings.gpu import tiles  # noqa: E402
+
+pytestmark = pytest.mark.interpreter
+
+# paged_attention differs from the form with lse in what it stores: a few cases tell.
+FEW = {"paged_attention": ("decode-fp16", "mixed-fp32", "sinks", "fp8-output-fp32", "padding_only-fp32")}
+# merge, schedule and swap_blocks run in all their cases; cascade_attention is composed of the others.
+
+
+def uses_bfloat16(case):
+    tensors = [*case.inputs("cpu").args, *case.inputs("cpu").kwargs.values()]
+    flat = [each for value in tensors for each in (value if isinstance(value, list) else [value])]
+    return any(isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16 for each in flat)
+
+
+def selected():
+    for name in op.OPS:
+        for case in testing.CASES[name]:
+            if case.name in FEW.get(name, (case.name,)) and not uses_bfloat16(case):
+                yield name, case
+
+
+CASES = list(selected())
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name}-{case.name}" for name, case in CASES])
+def test_matches_reference(name, case):
+    testing.check(name, case, "cpu", getattr(gpu, name))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 40])
+@pytest.mark.parametrize("case", ["mixed-fp32", "long-fp32", "window-long", "sparse-homo_head-decode"])
+def test_any_number_of_programs(case, programs, monkeypatch):
+    """Shares of no tile, of less than a unit, of several units: the same numbers within the error budget."""
+    monkeypatch.setattr(tiles, "INTERPRETER_PROGRAMS", programs)
+    tiles.plan.cache_clear()
+    try:
+        named = testing.case_named("paged_attention_with_lse", case)
+        testing.check("paged_attention_with_lse", named, "cpu", gpu.paged_attention_with_lse)
+    finally:
+        tiles.plan.cache_clear()
