@@ -1,0 +1,87 @@
+"""The CPU lowering where the registry's cases are too small to go: several chunks and tiles, bounded memory."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import paged_ops
+from paged_ops import BlockSparse, testing
+from paged_ops.lowerings import cpu
+
+OP = "paged_attention_with_lse"
+FEATURES = {
+    "plain": {},
+    "noncausal": {"causal": False},
+    "window": {"sliding_window": 50},
+    "chunk": {"attention_chunk": 96},
+    "cap": {"soft_cap": 5.0},
+    "sparse": {"block_sparse": [*BlockSparse(32, 2, 4)]},
+    "sparse-homo": {"block_sparse": [*BlockSparse(32, 1, 4, homo_head=True)]},
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Three blocks of 16 tokens, two heads and 64 numbers a chunk; a few rows a tile."""
+    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 3 * 16 * 2 * 64 * 4)
+    monkeypatch.setattr(cpu, "TILE_ELEMENTS", 8 * 48 * 5)
+    monkeypatch.setattr(cpu, "MASKED_ROWS", 7)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", [case for case in testing.CASES[OP] if case.seed == 0], ids=lambda case: case.name)
+def test_chunks_and_tiles_merge(case):
+    testing.check(OP, case)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor made inside has."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def prompt(tokens, dtype=torch.float32, H=8, K=2, D=32, B=16):
+    N = -(-tokens // B)
+    kv_cache = torch.randn(N, 2, B, K, D).to(dtype)
+    query = torch.randn(tokens, H, D).to(dtype)
+    lens, starts = torch.tensor([tokens], dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
+    return query, kv_cache, torch.randperm(N, dtype=torch.int32)[None], lens, starts, D**-0.5
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_long_prompts_need_no_logits_of_all_pairs(monkeypatch, name):
+    monkeypatch.setattr(cpu, "TILE_ELEMENTS", 1 << 17)
+    query, *rest = prompt(1024)
+    with Largest() as largest:
+        cpu.paged_attention(query, *rest, **FEATURES[name])
+    assert largest.elements <= max(1 << 17, query.numel())  # all pairs: 8 * 1024 * 1024
+
+
+def test_rows_of_one_slot_do_not_mix():
+    kv_cache = torch.zeros(2, 2, 4, 2, 8)
+    rows = torch.arange(64.0)[:, None, None].expand(64, 2, 8)
+    paged_ops.reshape_and_cache(rows, rows, kv_cache, torch.full((64,), 5))
+    assert kv_cache[1, :, 1].unique().tolist() == [63]
+    assert int(kv_cache.count_nonzero()) == 2 * 2 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_far_inside_the_error_budget(dtype):
+    query, kv_cache, *rest = prompt(80, dtype, D=64)
+    for start, end in itertools.pairwise((0, 1, 5, 80)):
+        call = (query[start:end], kv_cache, *rest[:2], torch.tensor([0, end - start], dtype=torch.int32), rest[3])
+        got = paged_ops.paged_attention(*call).double()
+        truth = testing.reference.paged_attention(call[0].double(), *call[1:])
+        plain = testing.reference.paged_attention(*call).double()
+        assert (got - truth).abs().max() <= 0.75 * (plain - truth).abs().max()
