@@ -28,6 +28,7 @@ from rich.text import Text
 import paged_ops
 from paged_ops import features
 from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
+from paged_ops.graphs import GraphMode
 from paged_ops.op import DISPATCH_KEYS, OPS, supports
 
 if TYPE_CHECKING:  # transformers is an extra
@@ -49,6 +50,7 @@ app = typer.Typer(
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where the ops run on it, else cpu.")
 ]
+CudaGraphs = Annotated[bool, typer.Option("--cuda-graphs", help="Capture decode steps in CUDA graphs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Compile = Annotated[bool, typer.Option("--compile/--eager", help="Run the model through torch.compile, or not.")]
 
@@ -70,6 +72,7 @@ def demo(
     num_blocks: Annotated[int, typer.Option(help="Blocks of the cache; with few, sequences are swapped out.")] = 128,
     device: Device = None,
     compile: Compile = True,
+    cuda_graphs: CudaGraphs = False,
     json: Json = False,
 ) -> None:
     """Serve a ragged batch of prompts with the embedded model, and check every token against transformers.
@@ -90,7 +93,9 @@ def demo(
         expected = [reference(model, ids, max_new_tokens) for ids in prompt_ids]
 
     params_of_each = [params] * len(prompts)
-    result = serve(console, model, tokenizer, prompts, prompt_ids, params_of_each, num_blocks, compile=compile)
+    result = serve(
+        console, model, tokenizer, prompts, prompt_ids, params_of_each, num_blocks, compile=compile, graphs=cuda_graphs
+    )
     pairs = list(zip(result.outputs, expected, strict=True))
     matches = sum(ours == theirs for ours, theirs in pairs)
     checked = sum(map(len, expected))
@@ -121,6 +126,7 @@ def generate(
     ] = None,
     device: Device = None,
     compile: Compile = True,
+    cuda_graphs: CudaGraphs = False,
     json: Json = False,
 ) -> None:
     """Continue prompts with a causal language model of transformers over a paged cache."""
@@ -137,7 +143,9 @@ def generate(
     prompt_ids = [tokenizer(each).input_ids for each in prompt]
     if num_blocks is None:
         num_blocks = sum(-(-(len(ids) + max_new_tokens) // BLOCK_SIZE) for ids in prompt_ids[:MAX_NUM_SEQS]) + 1
-    result = serve(console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile)
+    result = serve(
+        console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile, graphs=cuda_graphs
+    )
     result.numbers["texts"] = [tokenizer.decode(output, skip_special_tokens=True) for output in result.outputs]
     result.print(console, model)
     if json:
@@ -234,7 +242,7 @@ class Result:
         n = self.numbers
         rows = {
             "device": f"{n['device']}, {n['dtype']}",
-            "generated": f"{n['generated_tokens']:,} tokens in {n['steps']} steps",
+            "generated": f"{n['generated_tokens']:,} tokens in {n['steps']} steps ({n['replayed_steps']} CUDA graphs)",
             "tokens/s": f"{n['tokens_per_second']:,.0f}",
         }
         if n["compiled"]:
@@ -266,6 +274,7 @@ def serve(
     num_blocks: int,
     *,
     compile: bool,
+    graphs: bool,
 ) -> Result:
     """Generates for all prompts by continuous batching, showing text as it comes; the model's end of text stops it."""
     from paged_ops.inspection import CompileReport
@@ -275,7 +284,14 @@ def serve(
     params = [dataclasses.replace(each, stop_token_ids=paged.stop_token_ids) for each in params]
     kv_cache = paged.allocate_kv_cache(num_blocks, BLOCK_SIZE, num_host_blocks=num_blocks)
     max_model_len = min(num_blocks * BLOCK_SIZE, paged.max_model_len or sys.maxsize)
-    loop = GenerationLoop(paged, kv_cache, max_num_seqs=MAX_NUM_SEQS, max_model_len=max_model_len, compile=compile)
+    loop = GenerationLoop(
+        paged,
+        kv_cache,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=max_model_len,
+        compile=compile,
+        graph_mode=GraphMode.FULL_DECODE_ONLY if graphs else GraphMode.NONE,
+    )
     with CompileReport(kv_cache.layers) as report, ExitStack() as stack:
         start = time.perf_counter()
         if compile:
@@ -297,6 +313,7 @@ def serve(
         "blocks_shared": stats.peak_shared_blocks,
         "num_blocks": num_blocks,
         "steps": stats.steps,
+        "replayed_steps": stats.replayed_steps,
         "generated_tokens": stats.generated_tokens,
         "prompt_tokens": stats.prompt_tokens,
         "cached_tokens": stats.cached_tokens,

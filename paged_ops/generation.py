@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from paged_ops.cache import KVCache, OutOfBlocks
-from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch
+from paged_ops.graphs import DecodeGraphs, GraphMode, capture_sizes
+from paged_ops.metadata import AttentionMetadata, Batch
 
 
 class ModelStep(Protocol):
@@ -84,6 +85,7 @@ class GenerationStats:
     peak_shared_blocks: int = 0  # owned by more than one sequence at once
     swapped_out: int = 0  # preemptions by swapping
     recomputed: int = 0  # preemptions by freeing
+    replayed_steps: int = 0  # from a CUDA graph
 
     @property
     def preemptions(self) -> int:
@@ -121,6 +123,7 @@ class GenerationLoop:
         max_model_len: longest sequence, prompt and output; by default what the cache can hold.
         compile: run the step through ``torch.compile(fullgraph=True)``. The sizes T and S are dynamic, so one graph
             serves every batch; :meth:`warm_up` compiles it, at the latest in the first step.
+        graph_mode: which batches are captured in CUDA graphs, by :meth:`warm_up` too.
 
     Raises:
         ValueError: a size is not positive or the budget is smaller than max_num_seqs.
@@ -135,6 +138,7 @@ class GenerationLoop:
         max_num_tokens: int = 512,
         max_model_len: int | None = None,
         compile: bool = False,
+        graph_mode: GraphMode | str = GraphMode.NONE,
     ) -> None:
         capacity = kv_cache.num_blocks * kv_cache.block_size
         max_model_len = capacity if max_model_len is None else max_model_len
@@ -149,9 +153,18 @@ class GenerationLoop:
         self.max_model_len = max_model_len
         self.stats = GenerationStats()
         self._eager_step = step
-        self._step: ModelStep = torch.compile(step, fullgraph=True) if compile else step
-        self._is_warm = not compile
-        self._inputs = _Inputs(kv_cache, max_num_seqs, max_num_tokens, max_model_len)
+        self._runner = DecodeGraphs(
+            torch.compile(step, fullgraph=True) if compile else step,
+            kv_cache,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_model_len=max_model_len,
+            mode=graph_mode,
+            # a step of one sequence would be compiled a second time
+            seq_sizes=[size for size in capture_sizes(max_num_seqs) if size > 1] or None,
+        )
+        self._is_warm = not compile and self._runner.mode is GraphMode.NONE
+        self._tables = torch.zeros(max_num_seqs, -(-max_model_len // kv_cache.block_size), dtype=torch.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._next_id = 0
         self._waiting: deque[_Request] = deque()
@@ -213,10 +226,13 @@ class GenerationLoop:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Runs one step of padding only, and so compiles the graph that all batches use; the cache is not touched."""
-        padding = self._inputs.padding()
-        self._eager_step(*padding, self.kv_cache.layers)  # the model's own errors, not wrapped by the compiler's
-        self._step(*padding, self.kv_cache.layers)
+        """Runs a step of padding only, and so compiles the graph that all batches use; captures, if a mode says so.
+
+        The cache is not touched.
+        """
+        # eager first: the model's own errors, not wrapped by the compiler's
+        DecodeGraphs(self._eager_step, self.kv_cache, max_num_seqs=1, mode=GraphMode.NONE).capture()
+        self._runner.capture()
         self._is_warm = True
 
     @torch.no_grad()
@@ -229,10 +245,9 @@ class GenerationLoop:
         plan = decodes + prefills
         if not plan:
             return []
-        batch = self._batch(plan)
+        batch, input_ids = self._batch(plan)
         self.kv_cache.flush_copies()
-        input_ids, metadata, last_rows = self._inputs.fill(plan, batch)
-        logits = self._step(input_ids, metadata, last_rows, self.kv_cache.layers)
+        logits = self._runner.replay(batch, input_ids)
         for request, num_tokens in plan:
             self.kv_cache.commit(request.request_id, num_tokens)
         # a sequence whose prompt is not through yet has no token to sample
@@ -240,6 +255,7 @@ class GenerationLoop:
         tokens = _sample(logits, [plan[s][0] for s in through], through)
         produced = [self._take(plan[s][0], token) for s, token in zip(through, tokens, strict=True)]
         self.stats.steps += 1
+        self.stats.replayed_steps = self._runner.stats.replayed
         self.stats.prompt_tokens += sum(num_tokens for _, num_tokens in prefills)
         self.stats.generated_tokens += len(produced)
         self.stats.seconds += time.perf_counter() - start
@@ -371,79 +387,20 @@ class GenerationLoop:
             self.kv_cache.free(request.request_id)
         return NewToken(request.request_id, token, reason)
 
-    def _batch(self, plan: _Plan) -> Batch:
-        tables = self._inputs.tables
-        for request, _ in plan:
+    def _batch(self, plan: _Plan) -> tuple[Batch, list[int]]:
+        """The step as the metadata's builder takes it, and its token ids."""
+        input_ids: list[int] = []
+        computed: list[int] = []
+        for request, num_tokens in plan:
             num_blocks = -(-self.kv_cache.num_tokens(request.request_id) // self.kv_cache.block_size)
             if num_blocks != request.num_blocks:
-                tables[request.row, :num_blocks] = torch.tensor(self.kv_cache.block_ids(request.request_id))
+                self._tables[request.row, :num_blocks] = torch.tensor(self.kv_cache.block_ids(request.request_id))
                 request.num_blocks = num_blocks
-        return Batch(
-            torch.tensor([num_tokens for _, num_tokens in plan]),
-            torch.tensor([self._num_computed(request) for request, _ in plan]),
-            tables[[request.row for request, _ in plan]],
-        )
-
-
-class _Inputs:
-    """The tensors of a step, in buffers that stay where they are."""
-
-    # Dimensions of size 0 and 1 would compile graphs of their own.
-    LEAST = 2
-    # Sizes of the step that is compiled: different ones, or the compiler would take T and S for the same number.
-    WARM_UP_SEQS, WARM_UP_TOKENS = 3, 7
-
-    def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> None:
-        seqs, tokens = max(max_num_seqs, self.WARM_UP_SEQS), max(max_num_tokens, self.WARM_UP_TOKENS)
-        max_blocks = -(-max_model_len // kv_cache.block_size)
-        self.tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
-        self._builder = AttentionMetadataBuilder(
-            kv_cache.block_size, seqs, tokens, max_blocks, kv_cache.device, num_blocks=kv_cache.num_blocks
-        )
-        on_device = kv_cache.device.type == "cuda"
-        # input_ids, then last_rows: one allocation, one copy
-        self._host = torch.zeros(tokens + seqs, dtype=torch.int64, pin_memory=on_device)
-        self._device = self._host.to(kv_cache.device) if on_device else self._host
-        self._sent = torch.cuda.Event() if on_device else None
-        self._max_tokens = tokens
-
-    def fill(self, plan: _Plan, batch: Batch) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        S, T = max(batch.num_reqs, self.LEAST), max(batch.num_tokens, self.LEAST)
-        metadata = self._builder.build(0, batch, num_reqs=S, num_tokens=T)
-        if self._sent is not None:
-            self._sent.synchronize()  # the copy of the step before may still read the host's side
-        ids, rows = self._host.numpy()[: self._max_tokens], self._host.numpy()[self._max_tokens :]
-        computed, ends = batch.num_computed_tokens.tolist(), metadata.query_start_loc_cpu.tolist()
-        for s, (request, num_tokens) in enumerate(plan):
-            ids[ends[s] : ends[s + 1]] = request.tokens[computed[s] : computed[s] + num_tokens]
-            rows[s] = ends[s + 1] - 1
-        rows[len(plan) : S] = 0
-        ids[batch.num_tokens : T] = 0
-        return self._views(S, T, metadata)
-
-    def padding(self) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        """A step without sequences, whose sizes the compiler is told to leave open."""
-        S, T = self.WARM_UP_SEQS, self.WARM_UP_TOKENS
-        metadata = self._builder.build(0, Batch([], [], self.tables[:0]), num_reqs=S, num_tokens=T)
-        self._host.zero_()
-        input_ids, metadata, last_rows = self._views(S, T, metadata)
-        for tensor in (
-            input_ids,
-            last_rows,
-            metadata.positions,
-            metadata.slot_mapping,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.block_tables,
-        ):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        return input_ids, metadata, last_rows
-
-    def _views(self, S: int, T: int, metadata: AttentionMetadata) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        if self._sent is not None:
-            self._device.copy_(self._host, non_blocking=True)
-            self._sent.record(torch.cuda.current_stream(self._device.device))
-        return self._device[:T], metadata, self._device[self._max_tokens : self._max_tokens + S]
+            start = self._num_computed(request)
+            input_ids += request.tokens[start : start + num_tokens]
+            computed.append(start)
+        query_lens = torch.tensor([num_tokens for _, num_tokens in plan])
+        return Batch(query_lens, torch.tensor(computed), self._tables[[request.row for request, _ in plan]]), input_ids
 
 
 def _sample(logits: Tensor, requests: list[_Request], rows: list[int]) -> list[int]:

@@ -121,7 +121,8 @@ def make_model(name: str, **changes: Any) -> Any:
 
 def generate_by_transformers(model: Any) -> list[list[int]]:
     """One prompt at a time, so that nothing is padded."""
-    outputs = (model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0] for p in prompts())
+    options: dict[str, Any] = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
+    outputs = (model.generate(torch.tensor([p], device=model.device), **options)[0] for p in prompts())
     return [output[len(p) :].tolist() for output, p in zip(outputs, prompts(), strict=True)]
 
 
@@ -163,6 +164,24 @@ def test_greedy_tokens_equal_generate_compiled(name: str) -> None:
     assert report.code[0].count("paged_ops.paged_attention.default(") == 2
     assert loop.stats.swapped_out > 0
     assert loop.stats.cached_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_equal_generate_in_cuda_graphs(name: str) -> None:
+    torch.set_float32_matmul_precision("highest")
+    model = make_model(name).to("cuda")
+    on_gpu = generate_by_transformers(model)
+    paged = PagedCausalLM(model)
+    kv_cache = paged.allocate_kv_cache(56, B, num_host_blocks=56)
+    with CompileReport(kv_cache.layers) as report:
+        loop = GenerationLoop(
+            paged, kv_cache, max_num_seqs=16, max_num_tokens=40, compile=True, graph_mode="FULL_DECODE_ONLY"
+        )
+        assert loop.generate(prompts(), GREEDY) == on_gpu
+    assert (report.graph_breaks, report.recompiles, report.cache_copies) == (0, 0, 0), report.copies
+    assert loop.stats.replayed_steps > 0
+    assert loop.stats.swapped_out > 0
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *MORE_CONFIGS])
