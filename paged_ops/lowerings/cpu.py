@@ -208,10 +208,10 @@ class _Plane:
     of the processor's cache, and matrix products over them evict their own operands.
     """
 
-    def __init__(self, cells: Tensor, stored: torch.dtype, scale: Tensor | None, dtype: torch.dtype, blocks: int):
+    def __init__(self, cells: Tensor, stored: torch.dtype, scale: Tensor | None, scratch: Tensor):
         self.cells, self.stored, self.scale = cells, stored, scale
-        B, K, width = *cells.shape[1:3], math.prod(cells.shape[2:])
-        rows = torch.empty(blocks * B, width + 64 // dtype.itemsize, dtype=dtype)[:, :width]
+        blocks, (B, K), width = len(scratch), cells.shape[1:3], math.prod(cells.shape[2:])
+        rows = scratch.flatten(0, 1)[:, :width]
         self.scratch = rows.unflatten(1, cells.shape[2:]).unflatten(0, (blocks, B))  # as cells
         self.tokens = rows.unflatten(1, (K, -1)).transpose(0, 1)  # [K, n, D]
         self.staging = torch.empty(0 if stored == rows.dtype else blocks, *cells.shape[1:], dtype=cells.dtype)
@@ -234,8 +234,11 @@ class _Cache:
         self.paged, self.f, self.stored, self.dtype, self.max_len = paged, f, stored, dtype, max_len
         B, row_bytes = paged.block_size, 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
         self.blocks_per_chunk = min(max(1, SCRATCH_BYTES // (row_bytes * B)), -(-max_len // B))
-        self.key = _Plane(paged.key, stored, f.k_scale, dtype, self.blocks_per_chunk)
-        self.value = _Plane(paged.value, stored, f.v_scale, dtype, self.blocks_per_chunk)
+        padded = paged.num_kv_heads * max(paged.head_size, paged.value_head_size) + 64 // dtype.itemsize
+        # One allocation: the allocator keeps the pages of one this size for the next call, and returns those of two.
+        scratch = torch.empty(2, self.blocks_per_chunk, B, padded, dtype=dtype)
+        self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
+        self.value = _Plane(paged.value, stored, f.v_scale, scratch[1])
 
     @functools.cached_property
     def heads(self) -> list[_Cache]:
