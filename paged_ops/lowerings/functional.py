@@ -8,8 +8,8 @@ torch_xla is loaded every mutating op gets
   ``argument.copy_(twin(arguments))`` in the op's place and first marks the argument's buffer as donated. XLA then
   writes the result into that buffer: no copy of the cache.
 
-A ``Functionalize`` kernel serves all devices of a process. On others it leaves the op to the compiler's own
-auto-functionalization, as if it were not there.
+A ``Functionalize`` kernel serves all devices of a process. On others, in a process that has loaded torch_xla, compiled
+graphs work in the same way, without donation: right, but each step copies the cache.
 
 :func:`functionalized` is the third piece: inside a kernel of the XLA key functionalization is off, where a view is
 rebuilt from its strides (of a square tensor even transposed) and a write into a view is lost. It turns it on, so that
@@ -47,6 +47,7 @@ def install(library: torch.library.Library, name: str, lowering: Callable[[str],
         if overload is packet.default:
             library.define(f"{name}.functional{_twin_schema(overload)}")
             library.impl(f"{name}.functional", _twin(overload, lowering), key)
+            library.impl(f"{name}.functional", _cloning_twin(overload), "CompositeExplicitAutograd")
             torch.library.register_fake(f"paged_ops::{name}.functional", _twin_fake(overload), lib=library)
         library.impl(overload.name().removeprefix("paged_ops::"), _functionalize(overload, lowering), "Functionalize")
 
@@ -108,6 +109,18 @@ def _twin(overload: torch._ops.OpOverload, lowering: Callable[[str], Callable[..
     return twin
 
 
+def _cloning_twin(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The twin on other devices: the op itself, on clones."""
+
+    def twin(*args: Any, **kwargs: Any) -> list[Tensor]:
+        arguments = _by_name(overload, args, kwargs)
+        clones = {name: pytree.tree_map_only(Tensor, torch.clone, arguments.get(name)) for name in _mutated(overload)}
+        overload(**{**arguments, **clones})
+        return _tensors(overload, clones)
+
+    return twin
+
+
 def _twin_fake(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     from paged_ops import fake
 
@@ -123,17 +136,14 @@ def _twin_fake(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 def _functionalize(
     overload: torch._ops.OpOverload, lowering: Callable[[str], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The kernel of the Functionalize key: by the twin on devices of values, else what the compiler does by itself."""
+    """The kernel of the Functionalize key: new values by the twin (of an .out overload: by the op), copied over."""
     packet = getattr(torch.ops.paged_ops, overload._schema.name.partition("::")[2])
 
     def kernel(*args: Any, **kwargs: Any) -> None:
         arguments = _by_name(overload, args, kwargs)
         kinds = {t.device.type for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)}
-        if not kinds & set(VALUE_DEVICES):
-            _auto_functionalize(overload, arguments)
-            return
         targets = _tensors(overload, arguments)
-        if overload is packet.default and any(t.device.type not in VALUE_DEVICES for t in targets):
+        if overload is packet.default and kinds & set(VALUE_DEVICES) and "cpu" in {t.device.type for t in targets}:
             lowering(packet.__name__)(*args, **kwargs)  # swap_blocks to the host: eager, and never in a graph
             return
         if overload is packet.default:
@@ -150,24 +160,9 @@ def _functionalize(
 
 
 def donate(tensor: Tensor) -> None:
-    """Let XLA reuse the buffer of a tensor that is about to be overwritten. Whole tensors only: a view is not."""
-    if tensor.device.type == "xla" and torch._C._functionalization is not None:
+    """Let XLA reuse the buffer of a tensor that is about to be overwritten: of a whole tensor, not of a view.
+
+    On other devices the mark would make the compiler lose the write.
+    """
+    if tensor.device.type == "xla" and torch._is_functional_tensor_base(tensor) and tensor.is_contiguous():
         torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
-
-
-def _auto_functionalize(overload: torch._ops.OpOverload, arguments: dict[str, Any]) -> None:
-    """Put the op into the graph as auto_functionalized does, for functional tensors of C++ (torch 2.9)."""
-    from torch._higher_order_ops.auto_functionalize import auto_functionalized
-    from torch._subclasses.functional_tensor import CppFunctionalizeAPI
-
-    context: Any = CppFunctionalizeAPI()
-    defaults = {a.name: a.default_value for a in overload._schema.arguments if a.name not in arguments}
-    unwrapped = context.unwrap_tensors({**arguments, **defaults})
-    with context.redispatch_to_next():
-        _, *results = auto_functionalized(overload, **unwrapped)
-    mutated = [arguments.get(name) for name in _mutated(overload)]
-    for old, new in zip(pytree.tree_leaves(mutated), pytree.tree_leaves(results), strict=True):
-        if isinstance(old, Tensor):
-            context.replace(old, new)
-            context.commit_update(old)
-            context.sync(old)
