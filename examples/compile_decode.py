@@ -62,10 +62,10 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``x + delta`` is the residual stream: adding later puts the sum into the kernel of the norm that follows."""
         x = x + delta
-        qkv = self.qkv(rms_norm(x, self.norm1)).view(len(x), -1, self.head_size)
+        qkv = self.qkv(rms_norm(x, self.norm1)).unflatten(-1, (-1, self.head_size))
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
         query, key = rotate(qk, *angles).split([self.heads, self.kv_heads], 1)
-        x = x + self.out(self.attend(query, key, value, kv_cache, metadata).reshape(len(x), -1))
+        x = x + self.out(self.attend(query, key, value, kv_cache, metadata).flatten(1))
         gate, up = self.gate_up(rms_norm(x, self.norm2)).chunk(2, -1)
         return x, self.down(F.silu(gate) * up)
 

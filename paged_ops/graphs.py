@@ -167,6 +167,7 @@ class DecodeGraphs:
     Attributes:
         builder: of the metadata.
         tokens: int64 ``[max_num_seqs]`` on the device: the newest tokens, with ``sample``.
+        captured: the graphs by what they serve.
         stats: what was replayed.
 
     Raises:
@@ -221,7 +222,7 @@ class DecodeGraphs:
         wants_mixed = self.mode not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
         self._seq_sizes = _sizes("seq_sizes", seq_sizes, max_num_seqs, max_num_seqs) if wants_decodes else []
         self._token_sizes = _sizes("token_sizes", token_sizes, most, min(most, 512)) if wants_mixed else []
-        self._captured: dict[GraphKey, Graph | Pieces] = {}
+        self.captured: dict[GraphKey, Graph | Pieces] = {}
         self._addresses = self._cache_addresses()
         self._last: tuple[GraphKey | None, StepInputs, int] | None = None
         self._left = 0  # steps by which the last batch may still be advanced
@@ -254,7 +255,7 @@ class DecodeGraphs:
         """
         started = time.perf_counter()
         keys = self.plan()
-        self._captured.clear()
+        self.captured.clear()
         self._last = None
         self._addresses = self._cache_addresses()
         if dynamic:
@@ -265,10 +266,10 @@ class DecodeGraphs:
             for done, key in enumerate(keys):
                 if on_progress is not None:
                     on_progress(done, len(keys), key)
-                self._captured[key] = self._capture_one(key, session)
+                self.captured[key] = self._capture_one(key, session)
             if on_progress is not None:
                 on_progress(len(keys), len(keys), None)
-        graphs = sum(len(each) if isinstance(each, Pieces) else 1 for each in self._captured.values())
+        graphs = sum(len(each) if isinstance(each, Pieces) else 1 for each in self.captured.values())
         return CaptureReport(tuple(keys), graphs, time.perf_counter() - started, session.num_bytes)
 
     @torch.no_grad()
@@ -329,7 +330,7 @@ class DecodeGraphs:
         return self._if_captured(key) if key.num_reqs >= n else None
 
     def _if_captured(self, key: GraphKey) -> GraphKey | None:
-        return key if key in self._captured else None
+        return key if key in self.captured else None
 
     def _mixed_key(self, T: int) -> GraphKey:
         return GraphKey(min(T, self._max_num_seqs), T, in_pieces=self.mode.in_pieces)
@@ -345,7 +346,7 @@ class DecodeGraphs:
         self.stats.replays[key] += 1
         self.stats.tokens += t
         self.stats.padded_tokens += key.num_tokens - t
-        captured = self._captured[key]
+        captured = self.captured[key]
         if isinstance(captured, Pieces):
             with captured.replaying():
                 return self._run_step(inputs)[:n]
