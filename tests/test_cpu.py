@@ -76,6 +76,24 @@ def test_rows_of_one_slot_do_not_mix():
     assert int(kv_cache.count_nonzero()) == 2 * 2 * 8
 
 
+@pytest.mark.parametrize("rows", [1, 80])
+def test_query_of_any_strides(rows):
+    query, *rest = prompt(80)
+    rest[3] = torch.tensor([0, rows], dtype=torch.int32)
+    across = query[:rows].transpose(1, 2).contiguous().transpose(1, 2)  # the stride of D is not 1
+    assert across.stride(2) != 1
+    torch.testing.assert_close(paged_ops.paged_attention(across, *rest), paged_ops.paged_attention(query[:rows], *rest))
+
+
+def test_a_cache_without_blocks_is_no_keys():
+    rest = torch.full((2, 3), 7, dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
+    for kv_cache in (torch.empty(0, 2, 16, 2, 8), torch.empty(0, 2, 0, 2, 8)):
+        call = (torch.randn(3, 4, 8), kv_cache, *rest, torch.tensor([0, 1, 3], dtype=torch.int32), 1.0)
+        out, lse = paged_ops.paged_attention_with_lse(*call, sinks=torch.ones(4))
+        assert not out.any()
+        assert (lse == 1).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_far_inside_the_error_budget(dtype):
     query, kv_cache, *rest = prompt(80, dtype, D=64)

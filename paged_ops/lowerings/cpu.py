@@ -166,10 +166,12 @@ def _attend(
     scale: float,
 ) -> None:
     """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output."""
+    if query.stride(2) != 1:
+        query = query.contiguous()  # the flash kernel takes it for granted
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     lens = torch.zeros_like(seq_lens) if empty else seq_lens
-    checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, paged.block_size)
+    checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, max(paged.block_size, 1))
     real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
     real.zero_()
     lse.fill_(-torch.inf)
