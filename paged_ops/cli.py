@@ -214,8 +214,11 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any
         raise ValueError(f"--model: expected a folder or the id of a model on the hub, got {name}, which is not there")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model: cannot load {name}: {str(error).strip().splitlines()[0]}") from None
     return model.to(device).eval(), tokenizer
 
 

@@ -37,6 +37,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return exit.value.code, err
 
 
+@pytest.mark.slow
 def test_demo_compiled_from_a_shell() -> None:
     command = [sys.executable, "-m", "paged_ops.cli", "demo", *DEMO, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -157,6 +158,7 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
         ),
         (["demo", *DEMO, "--eager", "--num-blocks", "3"], 1, "prompt: expected at most 48 tokens"),
         (["generate", "--model", "./no/such", "--prompt", "x"], 1, "--model: expected a folder or the id"),
+        (["generate", "--model", str(Path(__file__).parent), "--prompt", "x"], 1, "--model: cannot load"),
         (["generate", "--model", "x", "--prompt", "x", "--dtype", "int4"], 1, "--dtype: expected one of float32"),
         (["generate", "--model", "x"], 2, "Missing option '--prompt'"),
         (["demo", "--nonsense"], 2, "No such option: --nonsense"),

@@ -146,6 +146,7 @@ def test_greedy_tokens_equal_generate_in_eager(name: str) -> None:
     assert loop.stats.preemptions == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_equal_generate_compiled(name: str) -> None:
     paged = PagedCausalLM(make_model(name))
