@@ -8,9 +8,10 @@ PYTEST := $(BIN)/python -m pytest -q
 # schema or kernels, so tests never read them.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 INTERPRETER_TESTS := $(wildcard tests/test_gpu_*interpreter.py)
-AOT_TESTS := $(wildcard tests/test_gpu_aot.py)
+AOT_TESTS := $(wildcard tests/test_gpu_*aot.py)
+XLA_TESTS := $(wildcard tests/test_xla*.py)
 
-.PHONY: demo test test-cpu test-interpreter test-aot lint format compiler
+.PHONY: demo test test-cpu test-interpreter test-aot test-xla lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
@@ -28,6 +29,10 @@ test-interpreter: compiler $(INSTALLED)
 test-aot: compiler $(INSTALLED)
 	$(TEST_ENV) $(PYTEST) -n 2 -m aot $(or $(AOT_TESTS),tests)
 
+# XLA has an environment of its own: torch_xla needs an older torch. 8 GB, and not part of `test`.
+test-xla: compiler .venv-xla/.installed
+	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -m xla --device xla $(or $(XLA_TESTS),tests)
+
 lint: compiler $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,6 +41,9 @@ lint: compiler $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: compiler $(INSTALLED)
+	$(BIN)/python benchmarks/cpu_decode.py
 
 compiler:
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
@@ -48,4 +56,10 @@ $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e ".[hf,dev]"
+	touch $@
+
+.venv-xla/.installed: pyproject.toml
+	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/python -m pip install -q torch==2.9.0
+	.venv-xla/bin/python -m pip install -q -e ".[tpu]" pytest hypothesis expecttest numpy
 	touch $@
