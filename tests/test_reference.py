@@ -212,6 +212,20 @@ def test_reshape_and_cache():
     assert int(kv_cache.isnan().sum()) == 10
 
 
+def test_fp8_e5m2_keeps_nan():
+    code = reference.quantise(floats(NAN)[:, None, None], None, torch.float8_e5m2).view(torch.uint8)
+    assert int(code) & 0x7F > 0x7C  # the exponent is full and the mantissa is not 0
+
+
+def test_reshape_and_cache_separate():
+    key, value = floats(1, 2, 3).view(1, 1, 3), floats(4, 5).view(1, 1, 2)  # Dv is not D
+    key_cache, value_cache = torch.zeros(2, 2, 1, 3), torch.zeros(2, 2, 1, 2)
+    reference.reshape_and_cache(key, value, key_cache, ints(2), value_cache=value_cache)  # block 1, offset 0
+    assert key_cache[1, 0, 0].tolist() == [1, 2, 3]
+    assert value_cache[1, 0, 0].tolist() == [4, 5]
+    assert int(key_cache.count_nonzero()) + int(value_cache.count_nonzero()) == 5
+
+
 def test_reshape_and_cache_x_packed():
     key = torch.arange(8.0).view(1, 1, 8)  # x = 4 of float32: two packs
     key_cache, value_cache = torch.zeros(2, 1, 2, 3, 4), torch.zeros(2, 1, 8, 3)
@@ -247,6 +261,19 @@ def test_cascade_is_attention_over_both_parts():
     )
     # Both rows see the prefix; the first sees one suffix token, the second two; and the sink, once.
     assert_near(out.squeeze(1), [[4 / 4, 4 / 4], [4 / 5, 9 / 5]])
+
+
+def test_cascade_behind_whole_blocks_is_ordinary_attention():
+    generator = torch.Generator().manual_seed(0)
+    kv_cache = torch.randn(9, 2, 4, 2, 8, generator=generator)
+    query = torch.randn(8, 4, 8, generator=generator)
+    prefix, suffixes = ints(7, 2)[None], ints(0, 99, 5, 1).view(2, 2)  # 8 tokens; blocks 0, and 5 and 1
+    starts, scale = ints(0, 2, 8), 0.3
+    features = {"soft_cap": 2.0, "sinks": torch.randn(4, generator=generator)}
+    got = reference.cascade_attention(query, kv_cache, prefix, ints(8), suffixes, ints(3, 7), starts, scale, **features)
+    tables = torch.cat([prefix.expand(2, 2), suffixes], 1)
+    want = reference.paged_attention(query, kv_cache, tables, ints(11, 15), starts, scale, **features)
+    torch.testing.assert_close(got, want)
 
 
 def test_blocks():

@@ -20,8 +20,8 @@ from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
 
-# Keys of a sequence that are gathered at once, and values: together they should stay in the last-level cache.
-SCRATCH_BYTES = 1 << 22
+# Keys of a sequence that are gathered at once, and values: both stay in a cache that other processes use too.
+SCRATCH_BYTES = 1 << 21
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
 # From this many rows on bfloat16 stays: below, the products of most CPUs are faster in float32.
