@@ -154,7 +154,7 @@ class GenerationLoop:
         self.stats = GenerationStats()
         self._eager_step = step
         self._runner = DecodeGraphs(
-            torch.compile(step, fullgraph=True) if compile else step,
+            _compile(step) if compile else step,
             kv_cache,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
@@ -401,6 +401,17 @@ class GenerationLoop:
             computed.append(start)
         query_lens = torch.tensor([num_tokens for _, num_tokens in plan])
         return Batch(query_lens, torch.tensor(computed), self._tables[[request.row for request, _ in plan]]), input_ids
+
+
+def _compile(step: ModelStep) -> ModelStep:
+    """The step compiled, as a function with code of its own: the limit of recompiles is one for each code object, and
+    the steps of all models would share it."""
+
+    def run(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]) -> Tensor:
+        return step(input_ids, metadata, last_rows, kv_caches)
+
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run, fullgraph=True)
 
 
 def _sample(logits: Tensor, requests: list[_Request], rows: list[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """Continuous batching over a toy model, whose logits depend on every earlier token through the paged cache only."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,22 @@ def test_samples_follow_the_distribution() -> None:
     assert nucleus[2:].sum() == 0
     assert abs(float(nucleus[0]) - 0.731) < 0.03
     assert frequencies(temperature=1.0, top_p=1e-6)[0] == 1
+
+
+def test_more_models_than_one_function_may_be_recompiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    for depth in range(1, 5):  # of another structure, so each is a graph of its own
+
+        def step(*inputs: Any, layers: tuple[int, ...] = tuple(range(depth))) -> Tensor:
+            logits = toy_step(*inputs)
+            for layer in layers:
+                logits = logits + layer
+            return logits
+
+        loop = GenerationLoop(step, KVCache(1, 128, B, K, D), compile=True)
+        assert loop.generate(PROMPTS[:3], SamplingParams(max_new_tokens=3)) == [each[:3] for each in EXPECTED[:3]]
+    torch._dynamo.reset()
 
 
 def test_errors_name_the_argument() -> None:
