@@ -556,7 +556,8 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
         ValueError: the padded sizes are not those of a decode step.
     """
     S, T = len(metadata.seq_lens), len(metadata.slot_mapping)
-    expect(S == T, "metadata", "one token for each request, padding included", f"S = {S}, T = {T}")
+    if S != T:  # in plain Python, as this is compiled with open sizes
+        raise ValueError(f"metadata: expected one token for each request, padding included, got S = {S}, T = {T}")
     live = metadata.seq_lens > 0
     positions = metadata.positions + live
     last_column = metadata.block_tables.shape[1] - 1
