@@ -141,9 +141,12 @@ def install(target: str) -> None:
 
 
 def spills(kernel: Any) -> int | None:
-    """Bytes (CUDA) or registers (AMD) that a kernel spills, None where the tools do not tell."""
+    """Bytes (CUDA) or registers (AMD) that a kernel spills, None where the tools do not tell.
+
+    Scalar registers of AMD do not count: they spill into lanes of vector registers, not to memory.
+    """
     if "amdgcn" in kernel.asm:
-        counts = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])
+        counts = re.findall(r"\.vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])
         return sum(map(int, counts)) if counts else None
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():

@@ -403,7 +403,7 @@ def divide(real, scale, SCALES: tl.constexpr):
 
 @triton.jit
 def from_fp8(bits, scale, head, SCALES: tl.constexpr, FORMAT: tl.constexpr):
-    real = decode_fp8(bits, FORMAT)
+    real = decode_fp8(bits, FORMAT).to(tl.float32)
     if SCALES > 0:
         real = real * load_scale(scale, head, SCALES)
     return real

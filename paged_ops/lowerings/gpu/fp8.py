@@ -37,21 +37,24 @@ def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def decode_fp8(bits, FORMAT: tl.constexpr):
-    """The bits of an fp8 format as float32, exactly."""
+    """The float16 numbers that the bits of an fp8 format are, exactly: float16 has all of their exponents."""
+    wide = bits.to(tl.uint16)
     if FORMAT == 2:
-        return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    sign = (bits & 0x80).to(tl.uint32) << 24
-    magnitude = (bits & 0x7F).to(tl.uint32)
-    MANTISSA: tl.constexpr = 2 if FORMAT == 4 else 3
-    BIAS: tl.constexpr = 7 if FORMAT == 1 else 8 if FORMAT == 3 else 16
-    # Moving exponent and mantissa to float32's places leaves subnormals, which are multiples of the smallest one.
-    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    subnormal = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MANTISSA))
-    real = tl.where(magnitude < (1 << MANTISSA), subnormal, normal)
-    real = (real.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    if FORMAT == 1:
-        return tl.where(magnitude == 0x7F, float("nan"), real)
-    return tl.where(bits == 0x80, float("nan"), real)
+        real = (wide << 8).to(tl.float16, bitcast=True)
+    elif FORMAT == 4:
+        # Its exponents end where float16 has infinities, so it goes by float32, where only subnormals need care.
+        magnitude = (wide & 0x7F).to(tl.uint32)
+        normal = ((magnitude << 21) + ((127 - 16) << 23)).to(tl.float32, bitcast=True)
+        size = tl.where(magnitude < 4, magnitude.to(tl.float32) * 2.0**-17, normal)
+        real = tl.where(wide == 0x80, float("nan"), tl.where(wide < 0x80, size, -size)).to(tl.float16)
+    else:
+        # Exponent and mantissa in float16's places are too small by the difference of the biases, subnormals too.
+        shifted = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        FACTOR: tl.constexpr = 256.0 if FORMAT == 1 else 128.0
+        real = shifted.to(tl.float16, bitcast=True) * FACTOR
+        is_nan = (wide & 0x7F) == 0x7F if FORMAT == 1 else wide == 0x80
+        real = tl.where(is_nan, float("nan"), real).to(tl.float16)
+    return real
 
 
 @triton.jit
