@@ -22,9 +22,10 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, Layout, element_dtype, paged_kv
-from paged_ops.lowerings import functional
+from paged_ops.lowerings import functional, tpu_write
 from paged_ops.lowerings.cascade import cascade_attention as _cascade
 from paged_ops.lowerings.functional import functionalized
+from paged_ops.lowerings.tpu_write import write_runs
 
 # Keys and values, in bytes of float32, that a tile of rows gathers on XLA's CPU device.
 TILE_BYTES = 1 << 26
@@ -99,6 +100,9 @@ def reshape_and_cache(
     key, value = _reinterpret(key, kv_cache.dtype), _reinterpret(value, kv_cache.dtype)
     if value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
         rows = torch.stack([key, value], 2).flatten(1, 2)  # [T, 2K, D]
+        if on_tpu() and tpu_write.can_write_runs(kv_cache):
+            kv_cache.copy_(write_runs(kv_cache, rows, torch.where(slots < num_slots, slots, -1)))
+            return
         kv_cache.flatten(0, 1).index_copy_(0, slots, rows)
         return
     for cache, rows in ((paged.key, key), (paged.value, value)):

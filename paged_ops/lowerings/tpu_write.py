@@ -1,0 +1,120 @@
+"""Writing new tokens into an interleaved cache on a TPU: runs of neighbouring slots, not one scattered row at a time.
+
+XLA's scatter writes rows one after the other. Tokens of one sequence fill a page from left to right, so most rows of a
+batch stand beside each other in the cache: a prompt is a few runs of whole pages, a decode step runs of one row. The
+kernel finds the runs in the slot mapping on the device and copies each as a few slices of a power of two of rows,
+straight from fast memory to their place, many in flight at once. Any slot mapping works; runs only make it faster.
+
+Source of the idea: the slice-wise cache update of vLLM's TPU backend. Slices of static sizes (the binary digits of a
+run's length) let the same kernel run in Pallas' interpret mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Rows of a tile, the longest slice: with 16 combined heads of 128 in bfloat16 it is 512 KiB of fast memory.
+TILE_ROWS = 128
+LANES = 128  # the last dimension that a slice of memory is made of
+
+
+def can_write_runs(kv_cache: Tensor) -> bool:
+    """Whether the kernel takes a cache: whole lanes in a row, and slots that 32 bits can count."""
+    N, B, _, D = kv_cache.shape
+    return D % LANES == 0 and N * B < 1 << 31
+
+
+def write_runs(kv_cache: Tensor, rows: Tensor, slots: Tensor, interpret: bool = False) -> Tensor:
+    """The interleaved cache ``[N, B, 2K, D]`` with ``rows [T, 2K, D]`` at ``slots [T]``; negative slots are skipped."""
+    N, B, K2, D = kv_cache.shape
+    write = _computation(rows.shape[0], N * B, K2, D, kv_cache.dtype, interpret)
+    written = write([kv_cache.view(N * B, K2, D), rows, slots.to(torch.int32)])[0]
+    return written.view(kv_cache.shape)
+
+
+@functools.cache
+def _computation(
+    T: int, num_slots: int, K2: int, D: int, dtype: torch.dtype, interpret: bool
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The update as an XLA computation, lowered for a TPU wherever this runs; in interpret mode for the CPU."""
+    from torch_xla._internal.jax_workarounds import jax_import_guard
+    from torch_xla.core import xla_builder
+
+    jax_import_guard()  # torch_xla takes hold of the TPU before jax can
+    import jax
+    from torch_xla.experimental.custom_kernel import convert_torch_dtype_to_jax
+
+    element = convert_torch_dtype_to_jax(dtype)
+    cache, rows = (jax.ShapeDtypeStruct((n, K2, D), element) for n in (num_slots, T))
+    slots = jax.ShapeDtypeStruct((T,), "int32")
+    traced = jax.jit(functools.partial(update, interpret=interpret), keep_unused=True).trace(cache, rows, slots)
+    lowered = traced.lower(lowering_platforms=("cpu" if interpret else "tpu",))
+    proto = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    computation = xla_builder.computation_from_module_proto("write_runs", proto)
+    return xla_builder.xla_computation_as_func(computation, "write_runs")
+
+
+def update(cache: Any, rows: Any, slots: Any, interpret: bool = False) -> Any:
+    """The same in JAX: ``cache [N*B, 2K, D]``, ``rows [T, 2K, D]``, ``slots`` int32 ``[T]``."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    T, K2, D = rows.shape
+    R = min(TILE_ROWS, 1 << (T - 1).bit_length())
+    tiles = -(-T // R)
+    slots = jnp.pad(slots, (0, tiles * R - T), constant_values=-1)
+    row = jnp.arange(tiles * R, dtype=jnp.int32)
+    # A run goes on where the slot does; it ends with its tile.
+    begins = (slots < 0) | (slots != jnp.roll(slots, 1) + 1) | (row % R == 0)
+    ends = jax.lax.cummin(jnp.where(jnp.roll(begins, -1).at[-1].set(True), row + 1, tiles * R), reverse=True)
+    lengths = jnp.where(begins & (slots >= 0), ends - row, 0)
+
+    def kernel(slots_ref, lengths_ref, rows_ref, _, cache_ref, semaphore):  # type: ignore[no-untyped-def]
+        first = pl.program_id(0) * R
+
+        def each_slice(do: Callable[[Any], None]) -> None:
+            def run(r, carry):  # type: ignore[no-untyped-def]
+                slot, length = slots_ref[first + r], lengths_ref[first + r]
+                size = R
+                while size:
+                    start = length // (2 * size) * (2 * size)  # what the larger slices of this run have taken
+
+                    @pl.when(length & size != 0)
+                    def _(size=size, start=start):  # type: ignore[no-untyped-def]
+                        source = rows_ref.at[pl.ds(r + start, size)]
+                        do(pltpu.make_async_copy(source, cache_ref.at[pl.ds(slot + start, size)], semaphore))
+
+                    size //= 2
+                return carry
+
+            jax.lax.fori_loop(0, R, run, 0)
+
+        each_slice(lambda copy: copy.start())
+        each_slice(lambda copy: copy.wait())
+
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(tiles,),
+        in_specs=[
+            pl.BlockSpec((R, K2, D), lambda tile, *_: (tile, 0, 0)),
+            pl.BlockSpec(memory_space=pltpu.ANY),
+        ],
+        out_specs=pl.BlockSpec(memory_space=pltpu.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    )
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=grid,
+        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        input_output_aliases={3: 0},  # counted with the two scalar arguments
+        interpret=interpret,
+        name="write_runs",
+    )
+    return call(slots, lengths, rows, cache)
