@@ -26,6 +26,7 @@ FEATURES = {
 def small_tiles(monkeypatch):
     """Three blocks of 16 tokens, two heads and 64 numbers a chunk; a few rows a tile."""
     monkeypatch.setattr(cpu, "SCRATCH_BYTES", 3 * 16 * 2 * 64 * 4)
+    monkeypatch.setattr(cpu, "PREFILL_BYTES", 3 * 16 * 2 * 64 * 4)
     monkeypatch.setattr(cpu, "TILE_ELEMENTS", 8 * 48 * 5)
     monkeypatch.setattr(cpu, "MASKED_ROWS", 7)
 

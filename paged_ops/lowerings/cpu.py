@@ -20,12 +20,13 @@ from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
 
-# Keys of a sequence that are gathered at once, and values: both stay in a cache that other processes use too.
+# Keys of a sequence, and values, that decode gathers at once: few enough to stay in a cache that others use too.
 SCRATCH_BYTES = 1 << 21
+# From this many rows on it is prefill: larger chunks mean fewer merges, and bfloat16 stays, which CPUs multiply fast in
+# large products only.
+PREFILL_ROWS, PREFILL_BYTES = 64, 1 << 24
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
-# From this many rows on bfloat16 stays: below, the products of most CPUs are faster in float32.
-BFLOAT16_ROWS = 64
 # Rows that share a mask: more see keys of their neighbours in vain, fewer make smaller products.
 MASKED_ROWS = 128
 # Copies between blocks go through a buffer of this many bytes.
@@ -179,11 +180,18 @@ def _attend(
     if f.sinks is not None:
         lse[: starts[-1]] = f.sinks  # of live rows that see no key
     stored, max_len = element_dtype(kv_cache, f.kv_cache_dtype), max(lens.tolist(), default=0)
-    cache = functools.cache(lambda dtype: _Cache(paged, f, stored, dtype, max_len))
     flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
     sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)
     if f.block_sparse is not None:
         flash, sequence = False, _sparse_sequence
+
+    @functools.cache
+    def cache(prefill: bool) -> _Cache:
+        dtype = query.dtype if prefill and flash and query.dtype == torch.bfloat16 else torch.float32
+        row_bytes = 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
+        blocks = (PREFILL_BYTES if prefill else SCRATCH_BYTES) // (row_bytes * paged.block_size)
+        return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)))
+
     for s, n in enumerate(lens.tolist()):
         start, end = starts[s], starts[s + 1]
         first = n - (end - start)  # the position of the first row
@@ -191,9 +199,7 @@ def _attend(
             start, first = start - first, 0  # rows before the sequence's start see nothing
         if start < end and n > 0:
             q = query[start:end].unflatten(1, (paged.num_kv_heads, -1))
-            keep = flash and q.dtype == torch.bfloat16 and len(q) >= BFLOAT16_ROWS
-            dtype = q.dtype if keep else torch.float32
-            part, part_lse = sequence(q.to(dtype), first, n, cache(dtype), block_tables[s], scale, f)
+            part, part_lse = sequence(q, first, n, cache(len(q) >= PREFILL_ROWS), block_tables[s], scale, f)
             if f.sinks is not None:
                 sinks = f.sinks.view(part_lse.shape[1:])
                 part, part_lse = part * _share(part_lse, sinks), torch.logaddexp(part_lse, sinks)
@@ -230,15 +236,13 @@ class _Plane:
 
 
 class _Cache:
-    """Both planes of a cache, for sequences of at most max_len tokens."""
+    """Both planes of a cache, with scratch for chunks of some blocks in the dtype of the products."""
 
-    def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, dtype: torch.dtype, max_len: int):
-        self.paged, self.f, self.stored, self.dtype, self.max_len = paged, f, stored, dtype, max_len
-        B, row_bytes = paged.block_size, 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
-        self.blocks_per_chunk = min(max(1, SCRATCH_BYTES // (row_bytes * B)), -(-max_len // B))
+    def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, dtype: torch.dtype, blocks_per_chunk: int):
+        self.paged, self.f, self.stored, self.dtype, self.blocks_per_chunk = paged, f, stored, dtype, blocks_per_chunk
         padded = paged.num_kv_heads * max(paged.head_size, paged.value_head_size) + 64 // dtype.itemsize
         # One allocation: the allocator keeps the pages of one this size for the next call, and returns those of two.
-        scratch = torch.empty(2, self.blocks_per_chunk, B, padded, dtype=dtype)
+        scratch = torch.empty(2, blocks_per_chunk, paged.block_size, padded, dtype=dtype)
         self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
         self.value = _Plane(paged.value, stored, f.v_scale, scratch[1])
 
@@ -255,7 +259,7 @@ class _Cache:
                 self.f._replace(k_scale=of(h, self.f.k_scale, 0), v_scale=of(h, self.f.v_scale, 0)),
                 self.stored,
                 self.dtype,
-                self.max_len,
+                self.blocks_per_chunk,
             )
             for h in range(self.paged.num_kv_heads)
         ]
@@ -275,7 +279,7 @@ def _sequence(
 
     Keys come in chunks, each meets its rows in tiles, and partial results merge by their lse: memory stays bounded.
     """
-    B, chunk = cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
+    q, B, chunk = q.to(cache.dtype), cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
     total = None
     for a in range(_oldest_key(first, f) // B * B, n, chunk):
         b = min(a + chunk, n)
@@ -350,7 +354,7 @@ def _sparse_sequence(
 ) -> tuple[Tensor, Tensor]:
     """:func:`_sequence` with the block-sparse mask: only blocks that some row and head of a tile sees are read."""
     assert f.block_sparse is not None
-    B, (rows, K, G, _) = cache.paged.block_size, q.shape
+    q, B, (rows, K, G, _) = q.to(cache.dtype), cache.paged.block_size, q.shape
     sparse = masks.check_block_sparse(f.block_sparse, B)
     offsets = torch.tensor(masks.block_sparse_offsets(sparse, K * G, K)).view(K, G, 1, 1)
     total = _nothing(q, cache.value.tokens)
