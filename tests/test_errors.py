@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paged_ops
-from paged_ops import masks, metadata, testing
+from paged_ops import features, masks, metadata, testing
 from paged_ops.op import OPS
 
 WRITE = ("reshape_and_cache", "nhd-fp32")
@@ -197,15 +197,19 @@ EXCLUSIVE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("features", "message"), EXCLUSIVE, ids=[message for _, message in EXCLUSIVE])
-def test_exclusive_features_are_named(features, message):
+def test_every_exclusive_pair_has_its_row():
+    assert [message for _, message in EXCLUSIVE] == [f"{a} cannot be combined with {b}" for a, b in features.EXCLUSIVE]
+
+
+@pytest.mark.parametrize(("chosen", "message"), EXCLUSIVE, ids=[message for _, message in EXCLUSIVE])
+def test_exclusive_features_are_named(chosen, message):
     call = testing.case_named(*ATTEND).inputs()
-    call = replace(call, kwargs={**call.kwargs, **features})
+    call = replace(call, kwargs={**call.kwargs, **chosen})
     for op in ("paged_attention", "paged_attention_with_lse"):
         unchanged(op, call, message)
-        assert message in paged_ops.supports(op, "cpu", **features)
+        assert message in paged_ops.supports(op, "cpu", **chosen)
     meta_call = replace(call, args=tuple(meta(v) if isinstance(v, torch.Tensor) else v for v in call.args))
-    meta_features = {name: meta(v) if isinstance(v, torch.Tensor) else v for name, v in features.items()}
+    meta_features = {name: meta(v) if isinstance(v, torch.Tensor) else v for name, v in chosen.items()}
     with pytest.raises(ValueError, match=message):
         paged_ops.paged_attention(*meta_call.args, **meta_features)
 
