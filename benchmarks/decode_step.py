@@ -42,8 +42,8 @@ POINTS = {"1x1024": (1, 1024), "1x32768": (1, 32768), "16x4096": (16, 4096), "64
 POINTS |= {"64x4096": (64, 4096), "256x1024": (256, 1024)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "descent": {"options": {"coordinate_descent_tuning": True}},
-    "autotune": {"options": {"max_autotune": True, "coordinate_descent_tuning": True}},
+    "descent": {"coordinate_descent_tuning": True},
+    "autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
     "static": {},
 }
 BLOCK_SIZE, REPLAYS = 16, 40

@@ -41,10 +41,9 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x [T, heads, D]`` by the angles ``[T, D/2]`` of its positions."""
-    a, b = x.float().chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    """``x [T, heads, D]`` by the angles of its positions: ``cos`` and ``sin`` (negative in the first half) ``[T, D]``."""
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
 
 
 class Layer(nn.Module):
@@ -64,8 +63,10 @@ class Layer(nn.Module):
         x = x + delta
         qkv = self.qkv(rms_norm(x, self.norm1)).unflatten(-1, (-1, self.head_size))
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
-        query, key = rotate(qk, *angles).split([self.heads, self.kv_heads], 1)
-        x = x + self.out(self.attend(query, key, value, kv_cache, metadata).flatten(1))
+        qk = rotate(qk, *angles)
+        rows = self.attend(qk[:, : self.heads], qk[:, self.heads :], value, kv_cache, metadata)
+        # In float32, or inductor would make the sum part of the product, at the price of a copy of x.
+        x = (x.float() + self.out(rows.flatten(1)).float()).to(x.dtype)
         gate, up = self.gate_up(rms_norm(x, self.norm2)).chunk(2, -1)
         return x, self.down(F.silu(gate) * up)
 
@@ -87,13 +88,17 @@ class Llama(nn.Module):
         self.head = nn.Linear(c.hidden, c.vocabulary, bias=False)
         frequencies = c.rope_theta ** -(torch.arange(0, c.head_size, 2) / c.head_size)
         angles = torch.arange(c.max_positions)[:, None] * frequencies
-        self.register_buffer("cos_sin", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+        cos_sin = torch.stack([torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)])
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.begin, self.run_layer, self.end = self._begin, self.layer_type.forward, self._end
 
-    def compile_parts(self, **options: object) -> "Llama":
+    def compile_parts(self, dynamic: bool | None = None, **options: object) -> "Llama":
         """Compile what comes before the layers, one layer for all of them, and what comes after."""
+        # Rotated queries and keys become one tensor, made by one kernel.
+        options = {"realize_reads_threshold": 3, **options}
         for name in ("begin", "run_layer", "end"):
-            setattr(self, name, torch.compile(getattr(self, name), fullgraph=True, **options))
+            compiled = torch.compile(getattr(self, name), fullgraph=True, dynamic=dynamic, options=options)
+            setattr(self, name, compiled)
         return self
 
     def forward(
