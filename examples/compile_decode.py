@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x [T, heads, D]`` by the angles of its positions: ``cos`` and ``sin`` (negative in the first half) ``[T, D]``."""
+    """``x [T, heads, D]`` by the angles of its positions; ``cos`` and ``sin``, its first half negated, ``[T, D]``."""
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
 
