@@ -26,7 +26,7 @@ FP8_FORMATS = {
 
 @triton.jit
 def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 to the bits of an fp8 format: nearest even, saturated, NaN kept. NATIVE: by an instruction (cuda >= 89)."""
+    """float32 to the bits of an fp8 format: nearest even, saturated, NaN kept. NATIVE: by instruction (cuda >= 89)."""
     if NATIVE and FORMAT == 1:
         return _cvt_e4m3(real)
     elif NATIVE and FORMAT == 2:
