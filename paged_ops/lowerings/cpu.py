@@ -174,9 +174,9 @@ def _attend(
     lens = torch.zeros_like(seq_lens) if empty else seq_lens
     checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, max(paged.block_size, 1))
     real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
-    real.zero_()
-    lse.fill_(-torch.inf)
     starts = query_start_loc.tolist()
+    real[starts[-1] :] = 0
+    lse.fill_(-torch.inf)
     if f.sinks is not None:
         lse[: starts[-1]] = f.sinks  # of live rows that see no key
     stored, max_len = element_dtype(kv_cache, f.kv_cache_dtype), max(lens.tolist(), default=0)
@@ -195,9 +195,10 @@ def _attend(
     for s, n in enumerate(lens.tolist()):
         start, end = starts[s], starts[s + 1]
         first = n - (end - start)  # the position of the first row
-        if f.causal and first < 0:
-            start, first = start - first, 0  # rows before the sequence's start see nothing
-        if start < end and n > 0:
+        if first < 0 and (f.causal or n == 0):  # rows before the sequence's start see nothing
+            real[start : start - first] = 0
+            start, first = start - first, 0
+        if start < end:
             q = query[start:end].unflatten(1, (paged.num_kv_heads, -1))
             part, part_lse = sequence(q, first, n, cache(len(q) >= PREFILL_ROWS), block_tables[s], scale, f)
             if f.sinks is not None:
