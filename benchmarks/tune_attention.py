@@ -51,7 +51,7 @@ def make(
     """The arguments of several calls over different blocks of one cache, together several times the L2."""
     needed = [-(-n // B) for _, n in seqs]
     call_bytes = sum(needed) * B * K * D * 2 * stored.itemsize
-    calls = max(1, min(16, math.ceil(4 * L2_BYTES / call_bytes)))
+    calls = max(4, min(16, math.ceil(4 * L2_BYTES / call_bytes)))
     N = calls * sum(needed)
     if stored.itemsize == 1:
         cache = torch.randint(0, 0x70, (N, 2, B, K, D), dtype=torch.uint8, device="cuda").view(stored)
@@ -94,13 +94,19 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def measure(name: str, calls: list[tuple[Any, ...]], plan: tiles.Plan | None, want: Tensor | None, **info: Any) -> Tensor | None:
+def measure(
+    name: str, calls: list[tuple[Any, ...]], plan: tiles.Plan | None, want: Tensor | None, **info: Any
+) -> Tensor | None:
     """Time one plan (None: what ships) and print its line; returns the result of the first call."""
     shipped = tiles.plan
     if plan is not None:
         tiles.plan = lambda *_: plan  # type: ignore[assignment]
     result = None
-    line = {"case": name, **info, "plan": plan and {"split": [*plan.split], "per_sm": plan.programs // info["sms"], "prefill": [*plan.prefill]}}
+    line = {
+        "case": name,
+        **info,
+        "plan": plan and {"split": [*plan.split], "per_sm": plan.programs // info["sms"], "prefill": [*plan.prefill]},
+    }
     try:
         result = attention.paged_attention(*calls[0])
         if want is not None:
@@ -158,13 +164,20 @@ def main() -> None:
             shipped = tiles.plan(dtype, stored, T, S, H // K, D, D, calls[0][0].device)
             want = measure(case, calls, None, None, **info)
             for block_n, warps, stages, per_sm, block_m, registers in itertools.product(
-                numbers["block_n"], numbers["warps"], numbers["stages"], numbers["per_sm"], numbers["block_m"] or [0], numbers["registers"]
+                numbers["block_n"],
+                numbers["warps"],
+                numbers["stages"],
+                numbers["per_sm"],
+                numbers["block_m"] or [0],
+                numbers["registers"],
             ):
                 if options.what == "decode":
                     tile = tiles.Tile(shipped.split.block_m, block_n, warps, stages, registers)
                     plan = shipped._replace(split=tile, programs=per_sm * sms)
                 else:
-                    plan = shipped._replace(prefill=tiles.Tile(block_m or shipped.prefill.block_m, block_n, warps, stages, registers))
+                    plan = shipped._replace(
+                        prefill=tiles.Tile(block_m or shipped.prefill.block_m, block_n, warps, stages, registers)
+                    )
                 measure(case, calls, plan, want, **info)
             del calls
             torch.cuda.empty_cache()

@@ -16,8 +16,13 @@ from paged_ops.lowerings import gpu as lowering
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # What each kernel's dot products become, and keys and values in 16 bytes at once: asynchronously on CUDA.
-SPLIT = {"cuda": (r"mma\.sync", r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10,"), "hip:gfx9": (r"v_mfma",), "hip:gfx11": (r"v_wmma",)}
+SPLIT = {
+    "cuda": (r"mma\.sync", r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10,"),
+    "hip:gfx9": (r"v_mfma",),
+    "hip:gfx11": (r"v_wmma",),
+}
 PREFILL = {**SPLIT, "cuda:90": (r"wgmma\.mma_async",), "cuda:100": (r"tcgen05\.mma",)}
+WGMMA = {"cuda:90": (r"wgmma\.mma_async",), "hip:gfx9": (r"v_mfma",)}
 MASKS = {"sliding_window": 128, "attention_chunk": 512}
 ROWS = {"decode": 4, "prefill": 2048}
 
@@ -64,9 +69,13 @@ VARIANTS = [
     Variant("attention-e4m3", call("prefill", stored=E4M3, per_tensor=("k_scale", "v_scale")), PREFILL),
     Variant("attention-e5m2-decode", call("decode", FP16, E5M2), SPLIT),
     Variant("attention-x-packed-decode", call("decode", FP16, layout="X_PACKED"), SPLIT),
-    Variant("attention-b1056-g71-alibi", call("decode", B=1056, heads=(71, 1), D=64, per_head=("alibi_slopes",)), SPLIT),
+    Variant(
+        "attention-b1056-g71-alibi", call("decode", B=1056, heads=(71, 1), D=64, per_head=("alibi_slopes",)), WGMMA
+    ),
     Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL),
-    Variant("attention-noncausal-e4m3-out", call("decode", causal=False, per_tensor=("output_scale",), lse=True), SPLIT),
+    Variant(
+        "attention-noncausal-e4m3-out", call("decode", causal=False, per_tensor=("output_scale",), lse=True), SPLIT
+    ),
     Variant(
         "attention-schedule",
         lambda: lowering.attention_schedule(

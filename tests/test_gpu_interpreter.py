@@ -14,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_ops import op, testing  # noqa: E402
-from paged_ops.lowerings import gpu  # noqa: E402
-from paged_ops.lowerings.gpu import tiles  # noqa: E402
+from paged_ops import op, testing
+from paged_ops.lowerings import gpu
+from paged_ops.lowerings.gpu import tiles
 
 pytestmark = pytest.mark.interpreter
 

@@ -18,6 +18,7 @@ from FlashInfer (arXiv:2501.01005).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
 from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, has_pdl, on_device
 from paged_ops.lowerings.gpu.features import (
-    count_sink,
     LN2,
+    count_sink,
     finish,
     keep,
     keep_block_sparse,
@@ -181,10 +182,11 @@ def _attend(
         "B": B,
         "D": D,
         "Dv": Dv,
-        "D_PAD": tiles.padded(D),
-        "DV_PAD": tiles.padded(Dv),
+        "D_PAD": tiles.padded(D, stored.itemsize),
+        "DV_PAD": tiles.padded(Dv, stored.itemsize),
         "X": key.shape[4],
         "FORMAT": cache_format,
+        "RUN": _run(value, B),
         "BLOCK_S": tiles.sequences_at_once(S),
         "CHUNKS_OF_S": -(-S // tiles.sequences_at_once(S)),
         "PDL": pdl,
@@ -239,7 +241,7 @@ def _attend(
             **overlapped,
             G=G,
             Dv=Dv,
-            DV_PAD=tiles.padded(Dv),
+            DV_PAD=fixed["DV_PAD"],
             BLOCK_M=split.block_m,
             PARTS=16,
             PDL=pdl,
@@ -255,6 +257,14 @@ def _readable(paged: PagedKV, stored: torch.dtype) -> tuple[Tensor, Tensor, int]
         return paged.key.view(stored), paged.value.view(stored), 0
     flavour = 2 if paged.key.dtype == torch.uint8 and fp8_is_fnuz() else 0
     return paged.key.view(torch.uint8), paged.value.view(torch.uint8), FP8_FORMATS[stored] + flavour
+
+
+def _run(value: Tensor, B: int) -> int:
+    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; 1 where elements of a head do."""
+    stride_n, stride_b, stride_k, stride_d = value.stride()
+    if stride_b != 1 or stride_d == 1:
+        return 1
+    return math.gcd(16 // value.element_size(), B, stride_n, stride_k, stride_d, value.data_ptr() // value.element_size())
 
 
 def _properties(stored: torch.dtype, D: int, Dv: int) -> dict[str, Any]:
@@ -305,6 +315,7 @@ def see_tile(
     DV_PAD: tl.constexpr,
     X: tl.constexpr,
     FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Let the rows ``q [M, D]`` see one tile of keys."""
@@ -316,9 +327,14 @@ def see_tile(
         live = live & (j >= oldest)
     if SPARSE:
         live = live & seen
-    block = tl.load(block_table + (j // B) * stride_m, mask=live, other=0)
+    readable = live
+    if RUN > 1:  # to the end of a run, which lies in one block
+        readable = tl.max_constancy(j // RUN * RUN < seq_len, RUN)
+    block = tl.load(block_table + (j // B) * stride_m, mask=readable, other=0)
     offset = j % B
-    k = load_tile(keys[0], block, offset, live, keys[1], keys[2], keys[3], keys[4], D, D_PAD, X, FORMAT, q.dtype)
+    k = load_tile(
+        keys[0], block, offset, live, live, keys[1], keys[2], keys[3], keys[4], D, D_PAD, X, FORMAT, q.dtype, 1
+    )  # fmt: skip
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
     if MASKED:
@@ -327,8 +343,8 @@ def see_tile(
             kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
         logits = tl.where(kept, logits, float("-inf"))
     v = load_tile(
-        values[0], block, offset, live, values[1], values[2], 0, values[3], Dv, DV_PAD, Dv, FORMAT, q.dtype
-    )
+        values[0], block, offset, live, readable, values[1], values[2], 0, values[3], Dv, DV_PAD, Dv, FORMAT, q.dtype, RUN
+    )  # fmt: skip
     acc, m, l = softmax_step(logits, v, acc, m, l, PRECISION)
     return acc, m, l
 
@@ -439,6 +455,7 @@ def split_kernel(
     DV_PAD: tl.constexpr,
     X: tl.constexpr,
     FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_S: tl.constexpr,
     CHUNKS_OF_S: tl.constexpr,
     PDL: tl.constexpr,
@@ -532,7 +549,7 @@ def split_kernel(
             soft_cap, window, chunk,
             (sparse_block, local_blocks, vert_stride, first_offset + (row_head // HEADS_AN_OFFSET) * offset_step),
             CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, BLOCK_N,
         )  # fmt: skip
         if (tile + 1 == end_tile) | (position + 1 == end):
             from_start = part_tile == first_tile
@@ -686,6 +703,7 @@ def prefill_kernel(
     DV_PAD: tl.constexpr,
     X: tl.constexpr,
     FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_S: tl.constexpr,
     CHUNKS_OF_S: tl.constexpr,
     PDL: tl.constexpr,
@@ -761,7 +779,7 @@ def prefill_kernel(
                 acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, BLOCK_N,
             )  # fmt: skip
     if not SPARSE:
         for tile in range(full_first, full_end):
@@ -769,7 +787,7 @@ def prefill_kernel(
                 acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, False,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, BLOCK_N,
             )  # fmt: skip
     if SPARSE:
         tile = first_tile
@@ -780,7 +798,7 @@ def prefill_kernel(
                     acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
                     soft_cap, window, chunk, sparse,
                     CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-                    B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+                    B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, BLOCK_N,
                 )  # fmt: skip
             tile += 1
     else:
@@ -789,7 +807,7 @@ def prefill_kernel(
                 acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, BLOCK_N,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, BLOCK_N,
             )  # fmt: skip
     if sinks is not None:
         acc, m, l = count_sink(acc, m, l, tl.load(sinks + row_head))

@@ -21,7 +21,8 @@ def load_tile(
     base,  # of one key/value head
     block,  # [N] block ids
     offset,  # [N] tokens inside the blocks
-    live,  # [N] whether a token may be read
+    live,  # [N] whether a token is seen
+    readable,  # [N] whether a token may be read: the same for the RUN tokens of a run
     stride_n,
     stride_b,
     stride_dx,
@@ -31,6 +32,7 @@ def load_tile(
     X: tl.constexpr,  # elements of a head that lie together: SIZE where not packed
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
+    RUN: tl.constexpr,  # so many tokens lie together; 1 where elements do
 ):
     """``[N, PADDED]`` keys or values of one head; 0 past the head size and where not live, whatever memory holds there."""
     d = tl.arange(0, PADDED)
@@ -39,13 +41,32 @@ def load_tile(
     else:
         column = (d // X) * stride_dx + (d % X) * stride_d
     row = block.to(tl.int64) * stride_n + offset.to(tl.int64) * stride_b
-    mask = live[:, None]
+    mask = readable[:, None]
     if SIZE < PADDED:
         mask = mask & (d < SIZE)[None, :]
-    tile = tl.load(base + row[:, None] + column[None, :], mask=mask, other=0.0)
+    place = row[:, None] + column[None, :]
+    if RUN > 1:
+        place = tl.max_contiguous(tl.multiple_of(place, (RUN, 1)), (RUN, 1))
+    tile = tl.load(base + place, mask=mask, other=0.0)
+    if RUN > 1:
+        tile = tl.where(live[:, None], tile, 0.0).to(tile.dtype)
+    if FORMAT == 1:
+        return decode_e4m3(tile).to(DTYPE)
     if FORMAT != 0:
         tile = decode_fp8(tile, FORMAT)
     return tile.to(DTYPE)
+
+
+@triton.jit
+def decode_e4m3(bits):
+    """The float16 numbers that e4m3fn ``bits`` hold, in few instructions: tiles of keys are decoded all the time.
+
+    e4m3's fields, moved to float16's places, are a float16 whose exponent's bias is 8 more: 2**-8 of the number.
+    """
+    wide = bits.to(tl.uint16)
+    moved = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    real = moved.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), real).to(tl.float16)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton
 
 from paged_ops.lowerings.gpu.device import CONFIGS
 
-
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
 INTERPRETER_PROGRAMS = 5
@@ -40,9 +39,9 @@ class Plan(NamedTuple):
     programs: int
 
 
-def padded(size: int) -> int:
-    """A head size as a matrix instruction takes it."""
-    return max(16, triton.next_power_of_2(size))
+def padded(size: int, itemsize: int) -> int:
+    """A head size as a matrix instruction takes it. fp8: at 32 Triton 3.6 reads values past the end of shared memory."""
+    return max(64 if itemsize == 1 else 16, triton.next_power_of_2(size))
 
 
 def sequences_at_once(S: int) -> int:
@@ -70,14 +69,14 @@ def plan(
         split, prefill, programs = Tile(split_m, 16, 4, 1), Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
     else:
         numbers = table(torch.cuda.get_device_name())
-        width = max(padded(D), padded(Dv))
-        kind = "fp32" if dtype == torch.float32 else "fp8" if stored.itemsize == 1 else "16bit"
+        width = padded(max(D, Dv), stored.itemsize)
+        kind = "fp32" if dtype == torch.float32 else "bits" if stored == torch.uint8 else "fp8" if stored.itemsize == 1 else "16bit"
         split_n, split_warps, split_stages, per_sm, *bound = numbers["split"][kind][str(width)]
         prefill_m, *prefill_rest = numbers["prefill"][kind][str(width)]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
         prefill = Tile(max(prefill_m, group), *prefill_rest)
-        if split_m > 16:
-            split = split._replace(num_warps=max(4, split_warps))
+        if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
+            split = split._replace(num_warps=8, max_registers=0)
         programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     return Plan(split, prefill, programs)
 

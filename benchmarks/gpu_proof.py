@@ -1,0 +1,132 @@
+"""Runs the tests that a GPU is needed for and writes what came of them as data.
+
+    python benchmarks/gpu_proof.py --commit $(git rev-parse HEAD) --out benchmarks/data/gpu_proof_nvidia_h200.json
+
+Parts: the registry x cases suite on the device, the peers' matrices, what only a device can show, and compute-sanitizer's
+tools over the smaller cases with PyTorch's memory cache off, so that an overrun leaves its allocation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+PYTEST = {
+    "suite": ["tests/test_ops.py", "--device", "cuda"],
+    "device": ["tests/test_gpu_device.py"],
+    "peers": ["tests/test_gpu_peers.py"],
+    "compile": ["tests/test_compile.py", "--device", "cuda"],
+}
+SMALL = [
+    "paged_attention_with_lse-(decode|mixed|speculative|holes|padding_only)-bf16",
+    "paged_attention_with_lse-(nhd-all-features|x_packed-fp16|nhd-e4m3-auto-fp16|sparse-homo_head-decode)",
+    "reshape_and_cache-(nhd-fp32|nhd-e4m3-auto-fp16|x_packed-fp16)",
+    "(gather_kv|copy_blocks|swap_blocks|merge_attention_states|cascade_attention)-.*(fp16|bf16|device|host)",
+]
+TOOLS = ("memcheck", "racecheck", "initcheck")
+
+
+def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, Any]:
+    """Counts, and the names of what failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), f"--junitxml={report}", *arguments]
+        start = time.time()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return {"timed_out": seconds}
+        if not report.exists():
+            return {"error": (done.stdout + done.stderr)[-1500:]}
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+        assert suite is not None
+        counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+        failed = {
+            case.get("name", ""): (problem.get("message") or "")[:300]
+            for case in suite.iter("testcase")
+            for problem in (*case.findall("failure"), *case.findall("error"))
+        }
+        return {**counts, "failed": failed, "seconds": round(time.time() - start)}
+
+
+def run_sanitizer(tool: str, seconds: int) -> dict[str, Any]:
+    """The number of errors that a tool found over the small cases."""
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "3", sys.executable, __file__, "--cases"]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    start = time.time()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return {"timed_out": seconds}
+    text = done.stdout + done.stderr
+    errors = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)
+    cases = re.findall(r"^case (\S+) (\S+)", text, re.M)
+    wrong = [name for name, result in cases if result != "ok"]
+    return {
+        "errors": int(errors[-1]) if errors else None,
+        "cases": len(cases),
+        "wrong": wrong,
+        "seconds": round(time.time() - start),
+        **({} if errors and errors[-1] == "0" else {"output": text[:1500]}),
+    }
+
+
+def run_cases() -> None:
+    """Each small case once, under whatever tool this process runs in."""
+    from paged_ops import testing
+
+    for op, cases in testing.CASES.items():
+        for case in cases:
+            if any(re.fullmatch(pattern, f"{op}-{case.name}") for pattern in SMALL):
+                try:
+                    testing.check(op, case, "cuda")
+                    result = "ok"
+                except Exception as error:
+                    result = type(error).__name__
+                print(f"case {op}-{case.name} {result}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", default="suite,device,peers,compile,memcheck,racecheck,initcheck")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--seconds", type=int, default=400, help="limit of each part")
+    parser.add_argument("--cases", action="store_true", help="run the small cases in this process")
+    options = parser.parse_args()
+    if options.cases:
+        run_cases()
+        return
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": options.commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    for part in options.parts.split(","):
+        if part in TOOLS:
+            found[part] = run_sanitizer(part, options.seconds)
+        else:
+            workers = 2 if part == "device" else options.workers
+            found[part] = run_pytest(PYTEST[part], workers, options.seconds)
+        print(part, json.dumps(found[part])[:3000], flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

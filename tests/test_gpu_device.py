@@ -1,0 +1,97 @@
+"""What only a GPU can show: caches past 2^31 elements, captured graphs that serve other batches, equal bits run after run."""
+
+import random
+
+import pytest
+import torch
+
+import paged_ops
+from paged_ops import testing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+]
+N, B, K, D = (1 << 16) + 64, 16, 8, 128  # [N, 2, B, K, D] is 2^31 elements and 64 blocks
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A cache whose last 64 blocks lie past element 2^31; the rest is never read."""
+    cache = torch.empty(N, 2, B, K, D, dtype=torch.bfloat16, device="cuda")
+    cache.view(torch.int16).fill_(-1)  # NaN
+    cache[-64:] = torch.randn(64, 2, B, K, D, dtype=torch.bfloat16)
+    assert cache.numel() > 1 << 31
+    return cache
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 300])
+def test_large_cache_attention(large, q_len):
+    small, tables = large[-64:].clone(), torch.arange(64, dtype=torch.int32, device="cuda").view(2, 32)
+    lens = torch.tensor([511, 303], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, q_len, 2 * q_len], dtype=torch.int32, device="cuda")
+    query = torch.randn(2 * q_len, 32, D, dtype=torch.bfloat16, device="cuda")
+    want = paged_ops.paged_attention(query, small, tables, lens, starts, 0.1)
+    got = paged_ops.paged_attention(query, large, tables + N - 64, lens, starts, 0.1)
+    testing.assert_same_bytes("out", got, want)
+
+
+def test_large_cache_writes_and_copies(large):
+    small = large[-64:].clone()
+    key, value = torch.randn(2, 100, K, D, dtype=torch.bfloat16, device="cuda")
+    slots = torch.randperm(64 * B, device="cuda")[:100]
+    pairs = torch.tensor([(1, 40), (1, 41), (2, 63)])
+    elsewhere = torch.zeros(8, 2, B, K, D, dtype=torch.bfloat16).pin_memory()
+    out = torch.tensor([(60, 0), (61, 7)])
+    for cache, first in ((large, N - 64), (small, 0)):
+        paged_ops.reshape_and_cache(key, value, cache, slots + first * B)
+        paged_ops.copy_blocks([cache], pairs + first)
+        paged_ops.swap_blocks([cache], [elsewhere], out + torch.tensor([first, 0]))
+        paged_ops.swap_blocks([elsewhere], [cache], torch.tensor([(7, 5 + first)]))
+        torch.cuda.synchronize()
+    testing.assert_same_bytes("kv_cache", large[-64:], small)
+    tables = torch.arange(64, dtype=torch.int32, device="cuda").view(2, 32)
+    lens = torch.tensor([500, 12], dtype=torch.int32, device="cuda")
+    gathered = [paged_ops.gather_kv(cache, tables + first, lens, 600) for cache, first in ((large, N - 64), (small, 0))]
+    for got, want in zip(*gathered, strict=True):
+        testing.assert_same_bytes("gather_kv", got, want)
+
+
+@pytest.mark.parametrize("name", ["decode-bf16", "mixed-bf16", "long-bf16", "nhd-all-features"])
+def test_twenty_runs_have_the_same_bits(name):
+    inputs = testing.case_named("paged_attention_with_lse", name).inputs("cuda")
+    first = paged_ops.paged_attention_with_lse(*inputs.args, **inputs.kwargs)
+    for _ in range(20):
+        again = paged_ops.paged_attention_with_lse(*inputs.args, **inputs.kwargs)
+        for got, want in zip(again, first, strict=True):
+            testing.assert_same_bytes("a later run", got, want)
+
+
+@pytest.mark.parametrize("H", [8, 32])
+def test_one_captured_graph_serves_every_batch(H):
+    """Captured with one composition, replayed with decodes, prefills, mixtures and padding only."""
+    rng, S, T, M = random.Random(0), 6, 160, 40
+    cache = torch.randn(S * M, 2, 16, 8, 64, dtype=torch.bfloat16, device="cuda")
+    query = torch.randn(T, H, 64, dtype=torch.bfloat16, device="cuda")
+    tables = torch.randperm(S * M, device="cuda").int().view(S, M)
+    lens, starts = (
+        torch.zeros(S, dtype=torch.int32, device="cuda"),
+        torch.zeros(S + 1, dtype=torch.int32, device="cuda"),
+    )
+
+    def call():
+        return paged_ops.paged_attention_with_lse(query, cache, tables, lens, starts, 0.125)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for q_lens in ([1] * 6, [0] * 6, [160, 0, 0, 0, 0, 0], [1, 1, 60, 3, 0, 90], [5] * 6, [0, 0, 0, 0, 0, 33]):
+        lens.copy_(torch.tensor([rng.randint(q, 640) if q else 0 for q in q_lens], dtype=torch.int32))
+        starts[1:] = torch.tensor(q_lens, dtype=torch.int32).cumsum(0)
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        for got, want in zip(results, call(), strict=True):
+            testing.assert_same_bytes(str(q_lens), got, want)
