@@ -147,6 +147,28 @@ def test_any_strides(order, dense_order, step):
         testing.assert_same_bytes("gathered", a, b)
 
 
+def test_calls_of_a_kind_are_checked_as_the_first():
+    """Shapes but for the tokens are looked at once; what varies inside a kind is looked at always."""
+    for T in (5, 6, 9, 5):
+        key, value = torch.randn(2, T + 3, 2, 16)
+        got, slots = torch.zeros(9, 2, 4, 2, 16), torch.randperm(36)[:T]
+        want = got.clone()
+        gpu.reshape_and_cache(key, value, got, slots)
+        reference.reshape_and_cache(key, value, want, slots)
+        assert torch.equal(got, want)
+    for arguments, message in (
+        ((key, value[:-1], got, slots), "value: expected 8 in dimension 0"),
+        ((key[:3], value[:3], got, slots), "slot_mapping: expected at most the 3 rows of key"),
+        ((key, value, got, torch.tensor(3)), "slot_mapping: expected 1 dimensions"),
+        ((key, value, got, slots[None]), "slot_mapping: expected 1 dimensions"),
+        ((key, value, got, slots.short()), "slot_mapping: expected int64 or int32"),
+        ((key, value, got.half(), slots), "kv_cache: expected the model's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gpu.reshape_and_cache(*arguments)
+    assert torch.equal(got, want)
+
+
 def test_merge_any_strides():
     memory = testing.Memory("cpu")
     shapes = (5, 3, 24), (5, 3)

@@ -34,40 +34,58 @@ def reshape_and_cache(
     v_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
-    fake.reshape_and_cache(
-        key,
-        value,
-        kv_cache,
-        slot_mapping,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
+    """Calls of one kind (shapes but for the tokens, strides, dtypes, devices) are checked, planned and compiled once:
+    the host's share of a decode step is what this op costs, once a layer."""
+    T = slot_mapping.numel()
+    kind = (
+        kv_cache_dtype,
+        T <= tuned("reshape_and_cache")["few_tokens"],
+        *(key.shape[1:], key.stride(), key.dtype, key.device),
+        *(value.shape[1:], value.stride(), value.dtype, value.device),
+        *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.device),
+        *(slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device),
+        value_cache
+        if value_cache is None
+        else (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
+        k_scale if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.device),
+        v_scale if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.device),
     )
-    T = slot_mapping.shape[0]
-    if not (T and kv_cache.numel()):
-        return
-    paged, FORMAT = _stored(paged_kv(kv_cache, value_cache), kv_cache, kv_cache_dtype)
-    if checks.debug_checks():
-        checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
-    with on_device(key):
-        plan = _plan("reshape_and_cache", T <= _few_tokens("reshape_and_cache"), *_form(paged, key, value))
-        write_kernel[(triton.cdiv(T, plan["BLOCK_T"]),)](
+    write = _writes.get(kind)
+    if write is None or not key.shape[0] == value.shape[0] >= T:
+        fake.reshape_and_cache(
             key,
             value,
-            paged.key,
-            paged.value,
+            kv_cache,
             slot_mapping,
-            slot_mapping.stride(0),
-            k_scale,
-            v_scale,
-            T,
-            FORMAT=FORMAT,
-            NATIVE=FORMAT > 0 and has_fp8_cvt(),
-            K_SCALES=0 if k_scale is None else k_scale.shape[0],
-            V_SCALES=0 if v_scale is None else v_scale.shape[0],
-            **plan,
+            value_cache=value_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_cache_dtype=kv_cache_dtype,
         )
+        write = None
+    if not (T and kv_cache.numel()):
+        return
+    if write is None:
+        paged, FORMAT = paged_kv(kv_cache, value_cache), _format(kv_cache, kv_cache_dtype)
+        constants = {
+            **_plan("reshape_and_cache", kind[1], *_form(paged, kv_cache, value_cache, key, value)),
+            "FORMAT": FORMAT,
+            "NATIVE": FORMAT > 0 and has_fp8_cvt(),
+            "K_SCALES": 0 if k_scale is None else k_scale.shape[0],
+            "V_SCALES": 0 if v_scale is None else v_scale.shape[0],
+        }
+        write = Launch(constants, FORMAT > 0 and kv_cache.dtype != torch.uint8, paged.num_blocks * paged.block_size)
+        if len(_writes) < MOST_KINDS:
+            _writes[kind] = write
+    if checks.debug_checks():
+        checks.slots(slot_mapping, write.num_slots)
+    if write.as_bytes:
+        kv_cache = kv_cache.view(torch.uint8)
+        value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
+    values = kv_cache if value_cache is None else value_cache
+    arguments = (key, value, kv_cache, values, slot_mapping, slot_mapping.stride(0), k_scale, v_scale, T)
+    with on_device(key):
+        write(write_kernel, triton.cdiv(T, write.constants["BLOCK_T"]), arguments)
 
 
 def gather_kv(
@@ -98,18 +116,25 @@ def gather_kv(
     S = seq_lens.shape[0]
     if not (S and block_tables.shape[1] and kv_cache.numel()):
         return key.zero_(), value.zero_()
-    paged, FORMAT = _stored(paged_kv(kv_cache, value_cache), kv_cache, kv_cache_dtype)
+    paged, FORMAT = paged_kv(kv_cache, value_cache), _format(kv_cache, kv_cache_dtype)
     if checks.debug_checks():
         checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, paged.block_size)
     if not num_tokens:
         return key, value
     with on_device(kv_cache):
-        plan = _plan("gather_kv", num_tokens <= _few_tokens("gather_kv"), *_form(paged, key, value))
+        plan = _plan(
+            "gather_kv",
+            num_tokens <= tuned("gather_kv")["few_tokens"],
+            *_form(paged, kv_cache, value_cache, key, value),
+        )
+        if FORMAT:
+            kv_cache = kv_cache.view(torch.uint8)
+            value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
         gather_kernel[(triton.cdiv(num_tokens, plan["BLOCK_T"]),)](
             key,
             value,
-            paged.key,
-            paged.value,
+            kv_cache,
+            kv_cache if value_cache is None else value_cache,
             block_tables,
             block_tables.stride(0),
             block_tables.stride(1),
@@ -127,6 +152,40 @@ def gather_kv(
     return key, value
 
 
+# So many kinds of calls are remembered; others are planned at each call.
+MOST_KINDS = 4096
+
+
+class Launch:
+    """What the calls of one kind share: the constants of their kernel, and the kernel once it is compiled."""
+
+    __slots__ = ("as_bytes", "compiled", "constants", "in_order", "num_slots")
+
+    def __init__(self, constants: dict[str, Any], as_bytes: bool, num_slots: int) -> None:
+        self.constants = constants
+        self.as_bytes = as_bytes  # the kernel takes the cache as uint8
+        self.num_slots = num_slots
+        self.compiled: Any = None
+        self.in_order: tuple[Any, ...] = ()  # the constants as the kernel takes them
+
+    def __call__(self, kernel: Any, grid: int, arguments: tuple[Any, ...]) -> None:
+        """Launch, past Triton's own look-up (most of a launch's time) where nothing can differ from the first call:
+        CUDA compiles for pointers of 16 bytes or not, ROCm for the sizes of storages too."""
+        aligned = not any(each.data_ptr() & 15 for each in arguments if isinstance(each, Tensor))
+        if self.compiled is not None and aligned:
+            self.compiled[grid, 1, 1](
+                *arguments, *(self.constants[name] for name in kernel.arg_names[len(arguments) :])
+            )
+            return
+        compiled = kernel[(grid,)](*arguments, **self.constants)
+        if aligned and compiled is not None and torch.version.hip is None:
+            self.compiled = compiled
+            self.in_order = tuple(self.constants[name] for name in kernel.arg_names[len(arguments) :])
+
+
+_writes: dict[tuple[Any, ...], Launch] = {}
+
+
 class Side(NamedTuple):
     """How keys (or values) lie in the dense tensor ``[T, K, D]`` and in the cache ``[N, B, K, D/x, x]``: all that a
     kernel is compiled for. Strides are in elements."""
@@ -138,6 +197,7 @@ class Side(NamedTuple):
     dense_t: int
     dense_h: int
     dense_d: int
+    start: int  # of the first block in the cache's tensor
     block: int
     token: int
     head: int
@@ -147,14 +207,11 @@ class Side(NamedTuple):
     wide: bool  # the offsets inside a token need int64
 
 
-def _form(paged: PagedKV, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+def _form(paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Tensor, value: Tensor) -> tuple[Any, ...]:
     """What decides how a launch is compiled, besides dtypes: shapes and strides, never how many tokens there are."""
     k, v = paged
-    return k.shape[1:], k.stride(), v.shape[1:], v.stride(), key.stride(), value.stride(), k.element_size()
-
-
-def _few_tokens(op: str) -> int:
-    return tuned(op)["few_tokens"]
+    start = v.storage_offset() - kv_cache.storage_offset() if value_cache is None else 0
+    return k.shape[1:], k.stride(), v.shape[1:], v.stride(), start, key.stride(), value.stride(), k.element_size()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,14 +222,15 @@ def _plan(
     key_stride: tuple[int, ...],
     value_shape: tuple[int, ...],
     value_stride: tuple[int, ...],
+    value_start: int,
     dense_key: tuple[int, ...],
     dense_value: tuple[int, ...],
     itemsize: int,
 ) -> dict[str, Any]:
     """The constants of a launch. Few tokens are spread over more programs."""
     B, K, Dv = value_shape
-    KEY = _side(key_shape, key_stride, dense_key, itemsize)
-    VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), dense_value, itemsize)
+    KEY = _side(key_shape, key_stride, 0, dense_key, itemsize)
+    VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), value_start, dense_value, itemsize)
     numbers = tuned(op)
     elements, num_warps = (numbers[("few_" if few else "") + name] for name in ("elements", "num_warps"))
     tokens = 16 if KEY.across or VALUE.across else 1
@@ -181,7 +239,7 @@ def _plan(
     return {"B": B, "KEY": KEY, "VALUE": VALUE, "BLOCK_T": BLOCK_T, "BLOCK_C": BLOCK_C, "num_warps": num_warps}
 
 
-def _side(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...], itemsize: int) -> Side:
+def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tuple[int, ...], itemsize: int) -> Side:
     _, K, packs, X = shape
     block = stride[0]
     # The stride of a dimension of size 1 says nothing.
@@ -192,7 +250,7 @@ def _side(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...
         element = 1
     U = 1
     if element == 1 and (dense_d == 1 or packs * X == 1):
-        U = math.gcd(16 // itemsize, X, block, token, head, pack, dense_t, dense_h)
+        U = math.gcd(16 // itemsize, X, start, block, token, head, pack, dense_t, dense_h)
     extent = max((K - 1) * head + (packs - 1) * pack + (X - 1) * element, (K - 1) * dense_h + (packs * X - 1) * dense_d)
     return Side(
         C=K * packs * X,
@@ -202,6 +260,7 @@ def _side(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...
         dense_t=dense_t,
         dense_h=dense_h,
         dense_d=dense_d,
+        start=start,
         block=block,
         token=token,
         head=head,
@@ -212,15 +271,10 @@ def _side(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...
     )
 
 
-def _stored(paged: PagedKV, kv_cache: Tensor, kv_cache_dtype: str) -> tuple[PagedKV, int]:
-    """The cache as kernels take it, fp8 as uint8, and the format of its elements: 0 where they are what they say."""
-    dtype = element_dtype(kv_cache, kv_cache_dtype)
-    if dtype not in FP8_FORMATS:
-        return paged, 0
-    FORMAT = FP8_FORMATS[dtype]
-    if kv_cache.dtype == torch.uint8:
-        return paged, FORMAT + 2 if fp8_is_fnuz() else FORMAT
-    return PagedKV(paged.key.view(torch.uint8), paged.value.view(torch.uint8)), FORMAT
+def _format(kv_cache: Tensor, kv_cache_dtype: str) -> int:
+    """The format of a cache's elements, which kernels take as uint8; 0 where they are what they say."""
+    FORMAT = FP8_FORMATS.get(element_dtype(kv_cache, kv_cache_dtype), 0)
+    return FORMAT + 2 if FORMAT and kv_cache.dtype == torch.uint8 and fp8_is_fnuz() else FORMAT
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -340,7 +394,7 @@ def paged_address(cache, block, offset, first, SIDE: tl.constexpr, BLOCK_C: tl.c
     lays tokens over neighbouring threads, as they lie in memory."""
     head, d, _ = columns(first, SIDE, BLOCK_C)
     column = head * SIDE.head + d // SIDE.X * SIDE.pack + d % SIDE.X * SIDE.element
-    row = cache + block * SIDE.block + offset * SIDE.token
+    row = cache + (block * SIDE.block + SIDE.start) + offset * SIDE.token
     if SIDE.across:
         address = row[None, None, :] + column[None, :, None]
     else:
