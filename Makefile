@@ -9,7 +9,6 @@ PYTEST := $(BIN)/python -m pytest -q
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 INTERPRETER_TESTS := $(wildcard tests/test_gpu_*interpreter.py)
 AOT_TESTS := $(wildcard tests/test_gpu_*aot.py)
-XLA_TESTS := $(wildcard tests/test_xla*.py)
 
 .PHONY: demo test test-cpu test-interpreter test-aot test-xla lint format bench compiler
 .DEFAULT_GOAL := test
@@ -31,7 +30,7 @@ test-aot: compiler $(INSTALLED)
 
 # XLA has an environment of its own: torch_xla needs an older torch. 8 GB, and not part of `test`.
 test-xla: compiler .venv-xla/.installed
-	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -m xla --device xla $(or $(XLA_TESTS),tests)
+	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q tests/xla
 
 lint: compiler $(INSTALLED)
 	$(BIN)/ruff check .
