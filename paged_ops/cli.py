@@ -82,6 +82,8 @@ def demo(
     console = Console(stderr=json)
     params = SamplingParams(max_new_tokens=max_new_tokens)
     target = choose_device(device)
+    if target.type == "cpu":
+        torch.set_num_threads(1)  # threads wait for each other longer than so small a model computes
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     prompts: list[str] = json_module.loads((DEMO_MODEL / "prompts.json").read_text())
