@@ -247,9 +247,11 @@ class Result:
         n = self.numbers
         rows = {
             "device": f"{n['device']}, {n['dtype']}",
-            "generated": f"{n['generated_tokens']:,} tokens in {n['steps']} steps ({n['replayed_steps']} CUDA graphs)",
+            "generated": f"{n['generated_tokens']:,} tokens in {n['steps']} steps",
             "tokens/s": f"{n['tokens_per_second']:,.0f}",
         }
+        if n["replayed_steps"]:
+            rows["CUDA graphs"] = f"replayed in {n['replayed_steps']} steps"
         if n["compiled"]:
             rows |= {
                 "graphs compiled": f"{n['graphs']} in {n['compile_seconds']:.1f} s",
