@@ -441,6 +441,13 @@ def _attention_cases() -> Iterator[AttentionCase]:
                 chosen = tuple(FEATURES[name] for name in names)
                 for batch in ("long", "prefill", "query_past_keys") + (("holes",) if size == 1 else ()):
                     yield case(f"{'-'.join(names)}-{batch}", batch, features=chosen)
+    tiles = ((128, 16, "nhd", 8, 2), (128, 48, "hnd", 12, 2), (64, 8, "nhd", 8, 1), (128, 64, "plane_first", 8, 8))
+    for D, B, form, H, K in (*tiles, (64, 128, "separate", 6, 1)):  # prefill as tensor cores like it
+        shape = {"head_size": D, "block_size": B, "form": form, "num_heads": H, "num_kv_heads": K}
+        yield case(f"long-d{D}-b{B}-{form}-bf16", "long", dtype=torch.bfloat16, strided_query=True, **shape)
+        for name in ("noncausal", "sinks"):
+            features = (FEATURES[name],)
+            yield case(f"long-d{D}-b{B}-{form}-{name}-fp16", "long", dtype=torch.float16, features=features, **shape)
     for dtype in layouts.MODEL_DTYPES:
         yield case(f"fp8-output-{_short(dtype)}", dtype=dtype, fp8_output=True)
     yield case("fp8-output-fp8-cache", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", fp8_output=True)

@@ -211,8 +211,10 @@ def variants(target: str | None) -> list[Variant | dict[str, Any]]:
     """The committed lists; for a target, without what does not ship for it."""
     import aot_variants_attention
     import aot_variants_cache
+    import aot_variants_hopper
 
-    return [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS]
+    hopper = aot_variants_hopper.VARIANTS if target in (None, "cuda:90") else []
+    return [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *hopper]
 
 
 def name_of(variant: Variant | dict[str, Any]) -> str:

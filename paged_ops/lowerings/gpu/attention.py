@@ -18,7 +18,9 @@ from FlashInfer (arXiv:2501.01005).
 
 from __future__ import annotations
 
+import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, has_pdl, on_device
+from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, has_hopper_gluon, has_pdl, on_device
 from paged_ops.lowerings.gpu.features import (
     LN2,
     count_sink,
@@ -213,7 +215,11 @@ def _attend(
             BLOCK_N=split.block_n,
             **split.options(torch.version.hip is None),
         )
-        if T * G > split.block_m:
+        if T * G <= split.block_m:
+            pass  # no sequence can have more rows than that
+        elif has_hopper_gluon() and _hopper().serves(query, key, value, f, scale):
+            _hopper().prefill(filled, lse, query, key, value, *tensors[3:6], f, scale, split.block_m)
+        else:
             prefill_kernel[(K, T // (prefill.block_m // G) + S + 1)](
                 filled,
                 lse,
@@ -249,6 +255,14 @@ def _attend(
         )
 
 
+@functools.cache
+def _hopper() -> ModuleType:
+    """The Gluon kernels, imported where they can run."""
+    from paged_ops.lowerings.gpu import hopper
+
+    return hopper
+
+
 def _readable(paged: PagedKV, stored: torch.dtype) -> tuple[Tensor, Tensor, int]:
     """Key and value views as a kernel reads them: fp8 in its own type where the target converts it, else its bits."""
     if stored not in FP8_FORMATS:
@@ -264,7 +278,9 @@ def _run(value: Tensor, B: int) -> int:
     stride_n, stride_b, stride_k, stride_d = value.stride()
     if stride_b != 1 or stride_d == 1:
         return 1
-    return math.gcd(16 // value.element_size(), B, stride_n, stride_k, stride_d, value.data_ptr() // value.element_size())
+    return math.gcd(
+        16 // value.element_size(), B, stride_n, stride_k, stride_d, value.data_ptr() // value.element_size()
+    )
 
 
 def _properties(stored: torch.dtype, D: int, Dv: int) -> dict[str, Any]:
@@ -350,7 +366,9 @@ def see_tile(
 
 
 @triton.jit
-def store_rows(out, lse, result, lse2, row_token, row_head, row_live, output_scale, H, Dv: tl.constexpr, DV_PAD: tl.constexpr):
+def store_rows(
+    out, lse, result, lse2, row_token, row_head, row_live, output_scale, H, Dv: tl.constexpr, DV_PAD: tl.constexpr
+):
     """Rows ``[M, Dv]`` to ``out [T, H, Dv]`` (contiguous), as e4m3 with an output_scale, and their lse in natural log."""
     d = tl.arange(0, DV_PAD)
     row = row_token.to(tl.int64) * H + row_head
@@ -564,7 +582,9 @@ def split_kernel(
             else:
                 part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * BLOCK_M + r
                 d = tl.arange(0, DV_PAD)
-                tl.store(parts + part_row[:, None] * Dv + d[None, :], result, mask=row_live[:, None] & (d < Dv)[None, :])
+                tl.store(
+                    parts + part_row[:, None] * Dv + d[None, :], result, mask=row_live[:, None] & (d < Dv)[None, :]
+                )
                 tl.store(part_lse + part_row, lse2, mask=row_live)
             acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -644,7 +664,17 @@ def merge_kernel(
         nothing_yet = tl.zeros([1], tl.float32)
         result, lse2_all = finish(acc[None, :], nothing_yet + m, nothing_yet + l)
         store_rows(
-            out, lse, result, lse2_all, row_start + r // G + one, kh * G + r % G + one, one == 0, output_scale, H, Dv, DV_PAD
+            out,
+            lse,
+            result,
+            lse2_all,
+            row_start + r // G + one,
+            kh * G + r % G + one,
+            one == 0,
+            output_scale,
+            H,
+            Dv,
+            DV_PAD,
         )
 
 
@@ -750,7 +780,9 @@ def prefill_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + row_head)
-    head_offset = first_offset + ((kh * G + tl.arange(0, triton.next_power_of_2(G)) % G) // HEADS_AN_OFFSET) * offset_step
+    head_offset = (
+        first_offset + ((kh * G + tl.arange(0, triton.next_power_of_2(G)) % G) // HEADS_AN_OFFSET) * offset_step
+    )
     row_offset = first_offset + (row_head // HEADS_AN_OFFSET) * offset_step
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -38,11 +38,26 @@ def has_fp8_cvt() -> bool:
 
 @functools.cache
 def has_pdl() -> bool:
-    """Whether a kernel may start while the one before it in the stream ends: programmatic dependent launch, from sm_90."""
+    """Whether a kernel may start while the one before it ends: programmatic dependent launch, from sm_90."""
     if triton.knobs.runtime.interpret:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return target.backend == "cuda" and target.arch >= 90
+
+
+@functools.cache
+def has_hopper_gluon() -> bool:
+    """Whether the device is an sm_90 and Triton's Gluon is that of triton >= 3.6 (torch 2.10)."""
+    if triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch == 90
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors (compute units) of a device: programs that persist are so many."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

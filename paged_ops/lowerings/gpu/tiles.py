@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from paged_ops.lowerings.gpu.device import CONFIGS
+from paged_ops.lowerings.gpu.device import CONFIGS, num_processors
 
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
@@ -70,14 +70,22 @@ def plan(
     else:
         numbers = table(torch.cuda.get_device_name())
         width = padded(max(D, Dv), stored.itemsize)
-        kind = "fp32" if dtype == torch.float32 else "bits" if stored == torch.uint8 else "fp8" if stored.itemsize == 1 else "16bit"
+        kind = (
+            "fp32"
+            if dtype == torch.float32
+            else "bits"
+            if stored == torch.uint8
+            else "fp8"
+            if stored.itemsize == 1
+            else "16bit"
+        )
         split_n, split_warps, split_stages, per_sm, *bound = numbers["split"][kind][str(width)]
         prefill_m, *prefill_rest = numbers["prefill"][kind][str(width)]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
         prefill = Tile(max(prefill_m, group), *prefill_rest)
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
             split = split._replace(num_warps=8, max_registers=0)
-        programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+        programs = per_sm * num_processors(device)
     return Plan(split, prefill, programs)
 
 
