@@ -36,8 +36,8 @@ XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5
 # What the ragged kernel takes (torch_xla 2.9).
 KERNEL_HEAD_SIZE = 128
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-# Bytes of a TPU's scalar memory that the block tables may fill: half of it, as min_tpu_block_size assumes.
-BLOCK_TABLE_BYTES = (1 << 20) // 2
+# Bytes of a TPU's 1 MiB of scalar memory that the block tables may fill; the rest is lengths and the compiler's own.
+BLOCK_TABLE_BYTES = 15 << 16
 
 
 def install() -> None:
@@ -100,7 +100,7 @@ def reshape_and_cache(
     key, value = _reinterpret(key, kv_cache.dtype), _reinterpret(value, kv_cache.dtype)
     if value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
         rows = torch.stack([key, value], 2).flatten(1, 2)  # [T, 2K, D]
-        if on_tpu() and tpu_write.can_write_runs(kv_cache):
+        if on_tpu() and tpu_write.can_write_runs(kv_cache, T):
             kv_cache.copy_(write_runs(kv_cache, rows, torch.where(slots < num_slots, slots, -1)))
             return
         kv_cache.flatten(0, 1).index_copy_(0, slots, rows)
@@ -475,14 +475,16 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
         if condition:
             reasons.append(reason)
 
-    for name in ("alibi_slopes", "sinks", "block_sparse", "attention_chunk"):
+    def given(name: str) -> bool:
         value = asked.get(name)
-        lacks(value is not None and value is not False and value != 0, f"the ragged kernel has no {name}")
+        return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
+
+    for name in ("alibi_slopes", "sinks", "block_sparse", "attention_chunk"):
+        lacks(given(name), f"the ragged kernel has no {name}")
     lacks(asked.get("causal", True) is False, "the ragged kernel is always causal")
     layout = asked.get("layout", Layout.INTERLEAVED)
-    value_cache = asked.get("value_cache")
     lacks(
-        layout != Layout.INTERLEAVED or (value_cache is not None and value_cache is not False),
+        layout != Layout.INTERLEAVED or given("value_cache"),
         "the ragged kernel reads the INTERLEAVED layout only: allocate the cache with layout='INTERLEAVED'",
     )
     dtype, cache_dtype = asked.get("dtype"), asked.get("cache_dtype")
@@ -501,14 +503,20 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
         "(paged_ops.lowerings.tpu.pad_head_size), keep the scale, and cut the output",
     )
     lacks(Dv is not None and Dv != D, "the ragged kernel has one head size for keys and values")
-    K = asked.get("num_kv_heads")
-    if K is not None:
-        packing = 4 // (cache_dtype or dtype or torch.bfloat16).itemsize
-        tiles = 2 * K // packing
+    K, element = asked.get("num_kv_heads"), cache_dtype or dtype or torch.bfloat16
+    lacks(
+        K is not None and not tpu_write.heads_fill_tiles(2 * K, element),
+        f"the ragged kernel needs 2*num_kv_heads over {4 // element.itemsize}, the elements of a 32-bit word, to be "
+        "1, 2, 4, 8 or a multiple of 8: repeat key/value heads to reach it",
+    )
+    tables = asked.get("block_tables")
+    if isinstance(tables, (Tensor, tuple)):
+        S, M = tables if isinstance(tables, tuple) else tables.shape
+        nbytes = 4 * (-(-S // 8) * 8) * (-(-M // 128) * 128)
         lacks(
-            2 * K % packing or not (tiles in (1, 2, 4, 8) or tiles % 8 == 0),
-            f"the ragged kernel tiles 2*num_kv_heads over {packing} packed elements: that number must be 1, 2, 4, 8 or "
-            "a multiple of 8; repeat key/value heads to reach it",
+            nbytes > BLOCK_TABLE_BYTES,
+            f"block tables [{S}, {M}] take {nbytes} bytes of scalar memory (columns in multiples of 128), "
+            f"{BLOCK_TABLE_BYTES} are there: use larger blocks (paged_ops.min_tpu_block_size) or fewer sequences",
         )
     return reasons
 

@@ -20,13 +20,23 @@ from torch import Tensor
 
 # Rows of a tile, the longest slice: with 16 combined heads of 128 in bfloat16 it is 512 KiB of fast memory.
 TILE_ROWS = 128
-LANES = 128  # the last dimension that a slice of memory is made of
+# The last dimension of memory is in lanes, the one before in tiles.
+LANES = 128
+# Slots and lengths of runs lie in scalar memory: half of its 1 MiB.
+MAX_ROWS = 1 << 16
 
 
-def can_write_runs(kv_cache: Tensor) -> bool:
-    """Whether the kernel takes a cache: whole lanes in a row, and slots that 32 bits can count."""
-    N, B, _, D = kv_cache.shape
-    return D % LANES == 0 and N * B < 1 << 31
+def can_write_runs(kv_cache: Tensor, T: int) -> bool:
+    """Whether the kernel takes T rows for a cache: whole tiles in a row, and slots that 32 bits can count."""
+    N, B, K2, D = kv_cache.shape
+    return D % LANES == 0 and heads_fill_tiles(K2, kv_cache.dtype) and N * B < 1 << 31 and T <= MAX_ROWS
+
+
+def heads_fill_tiles(K2: int, dtype: torch.dtype) -> bool:
+    """Whether 2K combined heads are whole tiles of a TPU's memory, where elements smaller than 32 bits lie packed."""
+    packing = 4 // dtype.itemsize
+    tiles = K2 // packing
+    return K2 % packing == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
 
 
 def write_runs(kv_cache: Tensor, rows: Tensor, slots: Tensor, interpret: bool = False) -> Tensor:
@@ -76,18 +86,18 @@ def update(cache: Any, rows: Any, slots: Any, interpret: bool = False) -> Any:
     ends = jax.lax.cummin(jnp.where(jnp.roll(begins, -1).at[-1].set(True), row + 1, tiles * R), reverse=True)
     lengths = jnp.where(begins & (slots >= 0), ends - row, 0)
 
-    def kernel(slots_ref, lengths_ref, rows_ref, _, cache_ref, semaphore):  # type: ignore[no-untyped-def]
+    def kernel(slots_ref, lengths_ref, rows_ref, _, cache_ref, semaphore):
         first = pl.program_id(0) * R
 
         def each_slice(do: Callable[[Any], None]) -> None:
-            def run(r, carry):  # type: ignore[no-untyped-def]
+            def run(r, carry):
                 slot, length = slots_ref[first + r], lengths_ref[first + r]
                 size = R
                 while size:
                     start = length // (2 * size) * (2 * size)  # what the larger slices of this run have taken
 
                     @pl.when(length & size != 0)
-                    def _(size=size, start=start):  # type: ignore[no-untyped-def]
+                    def _(size=size, start=start):
                         source = rows_ref.at[pl.ds(r + start, size)]
                         do(pltpu.make_async_copy(source, cache_ref.at[pl.ds(slot + start, size)], semaphore))
 

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 import torch_xla
 from jax._src.lib import xla_client
-from jax.experimental import pallas  # noqa: F401 - before torch_xla.s kernels import its parts
-from jax.experimental import topologies
+from jax.experimental import (
+    pallas,  # noqa: F401 - before torch_xla.s kernels import its parts
+    topologies,
+)
 from torch import Tensor
 from torch_xla.experimental import custom_kernel
 from torch_xla.experimental.pallas_kernels import ragged_paged_attention_v2
