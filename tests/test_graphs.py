@@ -19,7 +19,7 @@ from paged_ops.graphs import (
     compile_pieces,
 )
 from paged_ops.inspection import CompileReport
-from paged_ops.metadata import Batch, GraphSupport
+from paged_ops.metadata import AttentionMetadataBuilder, Batch, GraphSupport, advance_decodes
 
 SEQS, TOKENS, LONGEST = 12, 40, 64
 
@@ -383,3 +383,32 @@ def test_compile_pieces_outside_a_runner():
     batch, ids = Batch([5, 2], [0, 0], [[0, 1], [2]]), torch.arange(7)
     got, want = (plain(batch, ids) for plain in inputs)
     torch.testing.assert_close(got, want)
+
+
+def test_advancing_compiles_once():
+    torch._dynamo.reset()
+    compiled = torch.compile(advance_decodes, fullgraph=True, dynamic=True)
+    builders = [AttentionMetadataBuilder(B, 8, 8, 16, num_blocks=64) for _ in range(2)]
+    with CompileReport() as report:
+        for n in (3, 5, 8):
+            batch = decodes(*range(2, 2 + n), spare=3)
+            S = min(n + 1, 8)
+            steps = [each.build(0, batch, num_reqs=S, num_tokens=S, lookahead=3) for each in builders]
+            for _ in range(3):
+                compiled(steps[0], B)
+                advance_decodes(steps[1], B)
+            for name in ("seq_lens", "positions", "slot_mapping"):
+                assert torch.equal(getattr(steps[0], name), getattr(steps[1], name)), name
+    assert report.graphs == 1 and report.recompiles == 0, report.recompile_reasons
+
+
+def test_one_compilation_serves_all_layers():
+    torch._dynamo.reset()
+    kv_cache = KVCache(LAYERS, 48, B, K, D)
+    model, by_layer = Toy(), Toy()
+    by_layer.layer = torch.compile(by_layer.layer, fullgraph=True)
+    batch, ids = Batch([5, 2], [0, 0], [[0, 1], [2]]), torch.arange(7)
+    with CompileReport(kv_cache.layers) as report:
+        got = Plain(by_layer, kv_cache, SEQS, TOKENS, LONGEST)(batch, ids)
+    assert report.graphs == 1 and report.recompiles == report.cache_copies == 0, report.recompile_reasons
+    torch.testing.assert_close(got, Plain(model, kv_cache, SEQS, TOKENS, LONGEST)(batch, ids))
