@@ -55,11 +55,12 @@ BYTES_PER_SECOND, FLOPS = 4556e9, 700e12
 
 
 def roofline_ms(c: Config, batch: int, context: int) -> float:
-    """The longer of the time to read the weights and the cache once, and of the matrix products'."""
+    """The time to read the weights once, or to do the arithmetic if that is longer, and to read the cache once."""
     per_layer = c.hidden * (2 * c.heads + 2 * c.kv_heads) * c.head_size + 3 * c.hidden * c.intermediate
     weights = c.layers * per_layer + c.hidden * c.vocabulary
     cache_bytes = batch * context * c.layers * 2 * c.kv_heads * c.head_size * 2
-    return 1e3 * max((weights * 2 + cache_bytes) / BYTES_PER_SECOND, 2 * batch * weights / FLOPS)
+    flops = batch * (2 * weights + 4 * context * c.layers * c.heads * c.head_size)
+    return 1e3 * (max(weights * 2 / BYTES_PER_SECOND, flops / FLOPS) + cache_bytes / BYTES_PER_SECOND)
 
 
 def make_model(c: Config) -> Llama:
