@@ -141,6 +141,17 @@ def time_ms(function: Callable[[], Any], repeats: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
+def host_us(function: Callable[[], Any], repeats: int = 20) -> float:
+    """Median microseconds of the host for one call, the device idle before each."""
+    taken = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(taken)
+
+
 def time_replays(graph: Any) -> float:
     """Median milliseconds, the lower of two runs after a warm one."""
     time_ms(graph.replay, 5)
@@ -201,6 +212,9 @@ def measure(model: Llama, variant: str, point: str, kv_cache: KVCache, args: arg
         logits = run.replay(batch, ids, common_prefix_len=prefix, lookahead=lookahead)
         assert logits.isfinite().all()
         record["ms"] = time_replays(run.captured[key])
+        run.replay(batch, ids, common_prefix_len=prefix, lookahead=lookahead)
+        record["host_us_next"] = host_us(run.replay_next)
+        record["host_us"] = host_us(lambda: run.replay(batch, ids, common_prefix_len=prefix))
         without = DecodeGraphs(model, kv_cache, **options)
         without.capture(dynamic=False)
         without.replay(batch, ids, common_prefix_len=prefix)
