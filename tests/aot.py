@@ -2,11 +2,8 @@
 
 ``python tests/aot.py cuda:90`` compiles the variants for one target in this process (``... cuda:90 write`` those whose
 names match) and prints one JSON line each: its kernels, what they spill, and which expected instructions are missing.
-A variant is one of two things:
-
-* :class:`Variant`: a call of a lowering on tensors that only claim to be on a GPU. Triton's driver is replaced by one
-  that names the target, so that what the call launches is specialised exactly as on that GPU, and compiled, not run.
-* a dict with the types and constants of one kernel (tests/aot_variants_attention.py says how).
+A variant is a call of a lowering on tensors that only claim to be on a GPU: Triton's driver is replaced by one that
+names the target, so that what the call launches is specialised exactly as on that GPU, and compiled, not run.
 """
 
 from __future__ import annotations
@@ -185,29 +182,7 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
     }
 
 
-def described(variant: Variant | dict[str, Any]) -> Variant:
-    """A dict of types and constants as a variant that compiles this one kernel."""
-    if isinstance(variant, Variant):
-        return variant
-    kernel = variant
-    function = kernel["kernel"]
-
-    def call() -> None:
-        source = triton.compiler.ASTSource(
-            function,
-            kernel["signature"],
-            kernel["constexprs"],
-            {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in kernel["attrs"]},
-        )
-        options = {name: value for name, value in kernel.items() if name in ("num_warps", "num_stages", "launch_pdl")}
-        target = triton.runtime.driver.active.get_current_target()
-        launched.append(triton.compile(source, target=target, options=options))
-
-    expect = {target: tuple(map(re.escape, strings)) for target, strings in kernel["expect"].items()}
-    return Variant(kernel["name"], call, expect, kernel.get("refused", {}), tuple(kernel.get("may_spill", ())))
-
-
-def variants(target: str | None) -> list[Variant | dict[str, Any]]:
+def variants(target: str | None) -> list[Variant]:
     """The committed lists; for a target, without what does not ship for it."""
     import aot_variants_attention
     import aot_variants_cache
@@ -217,14 +192,10 @@ def variants(target: str | None) -> list[Variant | dict[str, Any]]:
     return [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *hopper]
 
 
-def name_of(variant: Variant | dict[str, Any]) -> str:
-    return variant["name"] if isinstance(variant, dict) else variant.name
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     sys.modules["aot"] = sys.modules["__main__"]  # the lists import this module by its name
     install(sys.argv[1])
     for each in variants(sys.argv[1]):
-        if len(sys.argv) < 3 or re.search(sys.argv[2], name_of(each)):
-            print(json.dumps(compile_variant(described(each), sys.argv[1])), flush=True)
+        if len(sys.argv) < 3 or re.search(sys.argv[2], each.name):
+            print(json.dumps(compile_variant(each, sys.argv[1])), flush=True)

@@ -23,7 +23,7 @@ MOST_VARIANTS = 60
 
 def test_the_list_is_short_and_its_names_are_unique():
     listed = aot.variants(None)
-    names = [aot.name_of(variant) for variant in listed]
+    names = [variant.name for variant in listed]
     assert len(names) == len(set(names))
     assert 20 < len(names) <= MOST_VARIANTS
 
@@ -34,7 +34,7 @@ def test_target(target):
     command = [sys.executable, str(Path(aot.__file__)), target]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     results = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    listed = {aot.name_of(variant): variant for variant in aot.variants(target)}
+    listed = {variant.name: variant for variant in aot.variants(target)}
     assert done.returncode == 0, f"{target}: {list(listed)[len(results)]!r} ended the process: {done.stderr[-2000:]}"
     assert list(results) == list(listed)
     problems = [problem for name, row in results.items() for problem in found_wrong(row, listed[name], target)]
@@ -42,8 +42,7 @@ def test_target(target):
 
 
 def found_wrong(row, variant, target):
-    described = aot.described(variant)
-    refused = [pattern for prefix, pattern in described.refused.items() if target.startswith(prefix)]
+    refused = [pattern for prefix, pattern in variant.refused.items() if target.startswith(prefix)]
     if refused:
         if not re.search(rf"ValueError.*{refused[0]}", row["error"] or ""):
             yield f"{row['name']}: expected to be refused with {refused[0]!r}, got {row['error']}"
@@ -58,5 +57,5 @@ def found_wrong(row, variant, target):
     for kernel, spilled in row["kernels"].items():
         if spilled is None:
             yield f"{row['name']}: the tools do not tell what {kernel} spills"
-        elif spilled and not target.startswith(described.may_spill):
+        elif spilled and not target.startswith(variant.may_spill):
             yield f"{row['name']}: {kernel} spills {spilled}"
