@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_proof.py --commit $(git rev-parse HEAD) --out benchmarks/data/gpu_proof_nvidia_h200.json
 
-Parts: the registry x cases suite on the device, the peers' matrices, what only a device can show, and compute-sanitizer's
-tools over the smaller cases with PyTorch's memory cache off, so that an overrun leaves its allocation.
+Parts (--parts): the registry x cases suite on the device, the peers' matrices, what only a device can show; the tools
+of compute-sanitizer over the smaller cases, with PyTorch's memory cache off so that an overrun leaves its allocation;
+block-sparse times by density; the host's cost of a call.
 """
 
 from __future__ import annotations
@@ -98,11 +99,62 @@ def run_cases() -> None:
                 print(f"case {op}-{case.name} {result}", flush=True)
 
 
+def run_density() -> dict[str, Any]:
+    """Microseconds of block-sparse attention by the share of key blocks that a query sees: 8192 tokens, 32/8 heads."""
+    import tune_attention
+
+    from paged_ops import paged_attention
+
+    found: dict[str, Any] = {}
+    for kind, seqs in {
+        "decode": [(1, 8192)] * 32,
+        "chunked": [(512, 8192)] * 4,
+        "prefill": [(8192, 8192)],
+    }.items():
+        calls = tune_attention.make(seqs, 32, 8, 128, 16, torch.bfloat16, torch.bfloat16)
+        for local, stride in ((128, 1), (16, 2), (16, 8), (8, 32), (4, 64)):
+            sparse = [64, local, stride, 1, 0, 0, 1]
+
+            def run(calls: list[Any] = calls, sparse: list[int] = sparse) -> None:
+                for arguments in calls:
+                    paged_attention(*arguments, block_sparse=sparse)
+
+            found[f"{kind} local {local} stride {stride}"] = round(tune_attention.graph_time(run, 10) / len(calls), 1)
+    return found
+
+
+def run_host() -> dict[str, Any]:
+    """Microseconds of CPU that one eager call of a decode batch takes to enqueue, the GPU far from full."""
+    import tune_attention
+
+    from paged_ops import paged_attention
+
+    (arguments, *_) = tune_attention.make([(1, 64)] * 8, 32, 8, 128, 16, torch.bfloat16, torch.bfloat16)
+    out, one = torch.empty(1024, device="cuda"), torch.ones(1024, device="cuda")
+    found = {}
+    for name, call in {
+        "paged_attention": lambda: paged_attention(*arguments),
+        "torch.add": lambda: torch.add(one, one, out=out),
+    }.items():
+        times = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            times.append((time.perf_counter() - start) / 20 * 1e6)
+        found[name] = round(sorted(times)[len(times) // 2], 1)
+    return found
+
+
+HERE = {"density": run_density, "host": run_host}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--parts", default="suite,device,peers,compile,memcheck,racecheck,initcheck")
+    parser.add_argument("--parts", default=f"{','.join(PYTEST)},{','.join(TOOLS)},density,host")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--seconds", type=int, default=400, help="limit of each part")
     parser.add_argument("--cases", action="store_true", help="run the small cases in this process")
@@ -118,7 +170,9 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
     }
     for part in options.parts.split(","):
-        if part in TOOLS:
+        if part in HERE:
+            found[part] = HERE[part]()
+        elif part in TOOLS:
             found[part] = run_sanitizer(part, options.seconds)
         else:
             workers = 2 if part == "device" else options.workers

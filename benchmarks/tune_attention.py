@@ -1,7 +1,9 @@
-"""Times tiles of the attention kernels on a device, shape by shape: `python benchmarks/tune_attention.py decode > tiles.jsonl`.
+"""Times tiles of the attention kernels on a device, shape by shape.
 
-Every line is one measurement: shape, tiles, microseconds (median of graph replays over rotated data several times the L2), and
-the bytes or operations per second that it means. Candidates that do not compile or give another result are errors.
+    python benchmarks/tune_attention.py decode --block-n 64,128 --stages 3 > tiles.jsonl
+
+Every line is one measurement: shape, tiles, microseconds (median of graph replays over rotated data several times the
+L2), and the bytes or operations per second that it means. Candidates that do not compile or give another result say so.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def measure(
     line = {
         "case": name,
         **info,
-        "plan": plan and {"split": [*plan.split], "per_sm": plan.programs // info["sms"], "prefill": [*plan.prefill]},
+        "plan": plan and {"split": [*plan.split], "programs": plan.programs, "prefill": [*plan.prefill]},
     }
     try:
         result = attention.paged_attention(*calls[0])
@@ -143,8 +145,10 @@ def main() -> None:
     parser.add_argument("--per-sm", default="2")
     parser.add_argument("--block-m", default="")
     parser.add_argument("--registers", default="0")
+    parser.add_argument("--programs", default="0", help="instead of --per-sm")
     options = parser.parse_args()
-    numbers = {k: [int(n) for n in v.split(",") if n] for k, v in vars(options).items() if k in ("block_n", "warps", "stages", "per_sm", "block_m", "registers")}  # fmt: skip
+    tried = ("block_n", "warps", "stages", "per_sm", "block_m", "registers", "programs")
+    numbers = {name: [int(n) for n in getattr(options, name).split(",") if n] for name in tried}
     D, dtype = 128, torch.bfloat16
     stored = torch.float8_e4m3fn if options.fp8 else dtype
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -163,17 +167,18 @@ def main() -> None:
             T, S = calls[0][0].shape[0], len(seqs)
             shipped = tiles.plan(dtype, stored, T, S, H // K, D, D, calls[0][0].device)
             want = measure(case, calls, None, None, **info)
-            for block_n, warps, stages, per_sm, block_m, registers in itertools.product(
+            for block_n, warps, stages, per_sm, block_m, registers, programs in itertools.product(
                 numbers["block_n"],
                 numbers["warps"],
                 numbers["stages"],
                 numbers["per_sm"],
                 numbers["block_m"] or [0],
                 numbers["registers"],
+                numbers["programs"],
             ):
                 if options.what == "decode":
                     tile = tiles.Tile(shipped.split.block_m, block_n, warps, stages, registers)
-                    plan = shipped._replace(split=tile, programs=per_sm * sms)
+                    plan = shipped._replace(split=tile, programs=programs or per_sm * sms)
                 else:
                     plan = shipped._replace(
                         prefill=tiles.Tile(block_m or shipped.prefill.block_m, block_n, warps, stages, registers)

@@ -24,6 +24,8 @@ SPLIT = {
 PREFILL = {**SPLIT, "cuda:90": (r"wgmma\.mma_async",), "cuda:100": (r"tcgen05\.mma",)}
 WGMMA = {"cuda:90": (r"wgmma\.mma_async",), "hip:gfx9": (r"v_mfma",)}
 MASKS = {"sliding_window": 128, "attention_chunk": 512}
+# The RDNA architectures have no tiles of their own yet: 256 registers a lane are few for those of the others.
+RDNA = ("hip:gfx11",)
 ROWS = {"decode": 4, "prefill": 2048}
 
 
@@ -61,20 +63,34 @@ def call(
 
 
 VARIANTS = [
-    Variant("attention-bf16", call("prefill"), PREFILL),
-    Variant("attention-fp16-d64-sinks-window", call("prefill", FP16, D=64, per_head=("sinks",), **MASKS), PREFILL),
-    Variant("attention-fp32", call("prefill", FP32, D=64)),
-    Variant("attention-d256-cap", call("prefill", D=256, heads=(8, 4), soft_cap=50.0, lse=True), PREFILL),
-    Variant("attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT),
-    Variant("attention-e4m3", call("prefill", stored=E4M3, per_tensor=("k_scale", "v_scale")), PREFILL),
-    Variant("attention-e5m2-decode", call("decode", FP16, E5M2), SPLIT),
-    Variant("attention-x-packed-decode", call("decode", FP16, layout="X_PACKED"), SPLIT),
+    Variant("attention-bf16", call("prefill"), PREFILL, may_spill=RDNA),
     Variant(
-        "attention-b1056-g71-alibi", call("decode", B=1056, heads=(71, 1), D=64, per_head=("alibi_slopes",)), WGMMA
+        "attention-fp16-d64-sinks-window",
+        call("prefill", FP16, D=64, per_head=("sinks",), **MASKS),
+        PREFILL,
+        may_spill=RDNA,
     ),
-    Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL),
+    Variant("attention-fp32", call("prefill", FP32, D=64), may_spill=RDNA),
     Variant(
-        "attention-noncausal-e4m3-out", call("decode", causal=False, per_tensor=("output_scale",), lse=True), SPLIT
+        "attention-d256-cap", call("prefill", D=256, heads=(8, 4), soft_cap=50.0, lse=True), PREFILL, may_spill=RDNA
+    ),
+    Variant("attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT, may_spill=RDNA),
+    Variant("attention-e4m3", call("prefill", stored=E4M3, per_tensor=("k_scale", "v_scale")), PREFILL, may_spill=RDNA),
+    Variant("attention-e5m2-decode", call("decode", FP16, E5M2), SPLIT, may_spill=RDNA),
+    # Values that lie token by token take more addresses than CUDA's registers hold; the layout is ROCm's.
+    Variant("attention-x-packed-decode", call("decode", FP16, layout="X_PACKED"), SPLIT, may_spill=(*RDNA, "cuda")),
+    Variant(
+        "attention-b1056-g71-alibi",
+        call("decode", B=1056, heads=(71, 1), D=64, per_head=("alibi_slopes",)),
+        WGMMA,
+        may_spill=RDNA,
+    ),
+    Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL, may_spill=RDNA),
+    Variant(
+        "attention-noncausal-e4m3-out",
+        call("decode", causal=False, per_tensor=("output_scale",), lse=True),
+        SPLIT,
+        may_spill=RDNA,
     ),
     Variant(
         "attention-schedule",

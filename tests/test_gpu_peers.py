@@ -1,7 +1,7 @@
-"""The matrices of shapes on which other projects test their paged kernels, run on a GPU: `pytest -m gpu tests/test_gpu_peers.py`.
+"""The matrices of shapes on which other projects test their paged kernels: `pytest -m gpu tests/test_gpu_peers.py`.
 
-Whatever must not be read is NaN or an id out of range, results are written into tensors full of NaN, and the truth is the
-reference in float64 on the same device.
+Whatever must not be read is NaN or an id out of range, results are written into tensors full of NaN, and the truth is
+the reference in float64 on the same device.
 """
 
 import random

@@ -37,6 +37,7 @@ from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, has_hopper_
 from paged_ops.lowerings.gpu.features import (
     LN2,
     count_sink,
+    dot_keys,
     finish,
     keep,
     keep_block_sparse,
@@ -233,7 +234,7 @@ def _attend(
                 BLOCK_N=prefill.block_n,
                 **prefill.options(torch.version.hip is None),
             )
-        merge_kernel[(P, min(split.block_m, 4))](
+        merge_kernel[(P, min(split.block_m, max(4, triton.next_power_of_2(G))))](
             filled,
             lse,
             parts,
@@ -249,9 +250,9 @@ def _attend(
             Dv=Dv,
             DV_PAD=fixed["DV_PAD"],
             BLOCK_M=split.block_m,
-            PARTS=16,
+            PARTS=min(64, triton.next_power_of_2(P)),
             PDL=pdl,
-            num_warps=2,
+            num_warps=4,
         )
 
 
@@ -274,7 +275,7 @@ def _readable(paged: PagedKV, stored: torch.dtype) -> tuple[Tensor, Tensor, int]
 
 
 def _run(value: Tensor, B: int) -> int:
-    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; 1 where elements of a head do."""
+    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; 1 where a head's elements do."""
     stride_n, stride_b, stride_k, stride_d = value.stride()
     if stride_b != 1 or stride_d == 1:
         return 1
@@ -351,7 +352,7 @@ def see_tile(
     k = load_tile(
         keys[0], block, offset, live, live, keys[1], keys[2], keys[3], keys[4], D, D_PAD, X, FORMAT, q.dtype, 1
     )  # fmt: skip
-    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    qk = dot_keys(q, k)
     logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
     if MASKED:
         kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
@@ -359,7 +360,8 @@ def see_tile(
             kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
         logits = tl.where(kept, logits, float("-inf"))
     v = load_tile(
-        values[0], block, offset, live, readable, values[1], values[2], 0, values[3], Dv, DV_PAD, Dv, FORMAT, q.dtype, RUN
+        values[0], block, offset, live, readable, values[1], values[2], 0, values[3], Dv, DV_PAD, Dv, FORMAT, q.dtype,
+        RUN,
     )  # fmt: skip
     acc, m, l = softmax_step(logits, v, acc, m, l, PRECISION)
     return acc, m, l
@@ -369,7 +371,7 @@ def see_tile(
 def store_rows(
     out, lse, result, lse2, row_token, row_head, row_live, output_scale, H, Dv: tl.constexpr, DV_PAD: tl.constexpr
 ):
-    """Rows ``[M, Dv]`` to ``out [T, H, Dv]`` (contiguous), as e4m3 with an output_scale, and their lse in natural log."""
+    """Rows ``[M, Dv]`` to ``out [T, H, Dv]`` (contiguous), e4m3 with an output_scale, and their lse in natural log."""
     d = tl.arange(0, DV_PAD)
     row = row_token.to(tl.int64) * H + row_head
     mask = row_live[:, None] & (d < Dv)[None, :]
@@ -418,9 +420,9 @@ def sequence(
 def split_kernel(
     out,
     lse,
-    parts,  # [P, 2, M, Dv] float32: what a program saw of a unit that began before its share (0) or goes on after it (1)
+    parts,  # [P, 2, M, Dv] float32: of a unit that began before the program's share (0), that goes on after it (1)
     part_lse,  # [P, 2, M] float32, to base 2
-    cuts,  # [P, 4] int32: first row, tokens, key/value head and last program of a unit that is cut first by this program
+    cuts,  # [P, 4] int32: of the unit that goes on: first row, tokens, key/value head, last program (-1: there is none)
     query,
     key_cache,
     value_cache,

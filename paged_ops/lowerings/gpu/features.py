@@ -70,12 +70,28 @@ def decode_e4m3(bits):
 
 
 @triton.jit
-def load_queries(query, row_token, row_head, row_live, stride_t, stride_h, stride_d, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def load_queries(
+    query, row_token, row_head, row_live, stride_t, stride_h, stride_d, SIZE: tl.constexpr, PADDED: tl.constexpr
+):
     """``[M, PADDED]`` packed query rows."""
     d = tl.arange(0, PADDED)
     row = row_token.to(tl.int64) * stride_t + row_head.to(tl.int64) * stride_h
     mask = row_live[:, None] & (d < SIZE)[None, :]
     return tl.load(query + row[:, None] + d[None, :] * stride_d, mask=mask, other=0.0)
+
+
+@triton.jit
+def dot_keys(q, k):
+    """``q [M, D]`` times ``k [N, D]``. float32 adds up 64 products at a time: in one row, 256 would cost a decimal."""
+    if q.dtype != tl.float32:
+        return tl.dot(q, tl.trans(k))
+    elif q.shape[1] <= 64:
+        return tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        sums: tl.constexpr = q.shape[1] // 64
+        q_ = tl.permute(tl.reshape(q, (q.shape[0], sums, 64)), (1, 0, 2))
+        k_ = tl.permute(tl.reshape(k, (k.shape[0], sums, 64)), (1, 2, 0))
+        return tl.sum(tl.dot(q_, k_, input_precision="ieee"), 0)
 
 
 @triton.jit
