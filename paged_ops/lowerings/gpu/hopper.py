@@ -2,7 +2,8 @@
 
 One producer warp brings keys and values to shared memory by TMA, block of the cache by block, and two consumer
 warpgroups of half the rows each multiply: while the tensor cores take the values of one tile of keys, the softmax of
-the next runs beside them. Programs are persistent and take the tiles of query rows in turns, longest first.
+the next runs beside them. One program takes one tile of query rows, longest first: persistent ones were slower
+(480 against 590 TFLOP/s on an H200).
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens a block. A tile has
 BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_N keys; it is kept as HALVES tiles of 64
@@ -31,7 +32,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.device import num_processors
 
 BLOCK_M, BLOCK_N = 128, 128
 STAGES = {64: 3, 128: 2}  # of K and of V, what shared memory holds beside the query
@@ -83,7 +83,7 @@ def prefill(
     rows = _rows(value)
     assert rows is not None, "serves() said so"
     kernel_args = (out, lse, query, _descriptor(key.squeeze(3), page), _descriptor(value, page))
-    prefill_kernel[(min(num_processors(query.device), num_tiles * K),)](
+    prefill_kernel[(num_tiles * K,)](
         *kernel_args,
         block_tables,
         seq_lens,
@@ -204,17 +204,17 @@ def scores(q_tiles, which: gl.constexpr, k_tiles, stage, zero, HALVES: gl.conste
 
 @gluon.jit
 def step(
-    which: gl.constexpr, t, tile, full_end, count, acc0, acc1, p16, m, l, factor, i, j0, seq_len, zero,
+    which: gl.constexpr, t, tile, full_end, acc0, acc1, p16, m, l, factor, i, j0, seq_len, zero,
     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     CAUSAL: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, p_layout: gl.constexpr, o_rows: gl.constexpr,
 ):  # fmt: skip
     """Scores of the next key tile, while the weights of the one before it meet their values."""
-    k_stage = (count + t) % STAGES
-    v_stage = (count + t - 1) % STAGES
-    mbarrier.wait(k_full.index(k_stage), ((count + t) // STAGES) & 1)
+    k_stage = t % STAGES
+    v_stage = (t - 1) % STAGES
+    mbarrier.wait(k_full.index(k_stage), (t // STAGES) & 1)
     s = scores(q_tiles, which, k_tiles, k_stage, zero, HALVES)
-    mbarrier.wait(v_full.index(v_stage), ((count + t - 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(v_stage), ((t - 1) // STAGES) & 1)
     acc0 = warpgroup_mma(p16, v_tiles.index(v_stage * HALVES), acc0, is_async=True)
     if HALVES == 2:
         acc1 = warpgroup_mma(p16, v_tiles.index(v_stage * HALVES + 1), acc1, is_async=True)
@@ -242,10 +242,11 @@ def step(
 @gluon.jit
 def consumer(
     which: gl.constexpr,
-    out, lse, query, seq_lens, query_start_loc, sinks, S, K, tiles, items, q_stride_t, q_stride_h, scale,
+    out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
+    kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-    CAUSAL: gl.constexpr, G: gl.constexpr, D: gl.constexpr, SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = D // 64
     M: gl.constexpr = BLOCK_M // 2
@@ -260,160 +261,144 @@ def consumer(
     factor = scale * LOG2E
     j0 = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
     zero = gl.full([M, BLOCK_N], 0.0, gl.float32, s_layout)
-    count = 0  # key tiles so far: they cycle through the stages
-    cleaned = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        kh, _s, row_start, q_len, seq_len, first_token, end_tile, full_end = work_item(
-            item, tiles, K, seq_lens, query_start_loc, S, CAUSAL, G, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, 4
-        )
-        if end_tile > 0:
-            # this warpgroup's rows of the query, packed (token, head of the group)
-            r = which * M + gl.arange(0, M, gl.SliceLayout(1, q_layout))
-            d = gl.arange(0, 64, gl.SliceLayout(0, q_layout))
-            token = first_token + r // G
-            live = (r < TOKENS * G) & (token < q_len)
-            at = (row_start + token).to(gl.int64) * q_stride_t + (kh * G + r % G).to(gl.int64) * q_stride_h
+    # this warpgroup's rows of the query, packed (token, head of the group)
+    r = which * M + gl.arange(0, M, gl.SliceLayout(1, q_layout))
+    d = gl.arange(0, 64, gl.SliceLayout(0, q_layout))
+    token = first_token + r // G
+    live = (r < TOKENS * G) & (token < q_len)
+    at = (row_start + token).to(gl.int64) * q_stride_t + (kh * G + r % G).to(gl.int64) * q_stride_h
+    for half in gl.static_range(HALVES):
+        q = gl.load(query + at[:, None] + (half * 64 + d)[None, :], mask=live[:, None], other=0.0)
+        q_tiles.index(which * HALVES + half).store(q)
+    fence_async_shared()
+    i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
+    m = gl.full([M], float("-inf"), gl.float32, s_rows)
+    l = gl.full([M], 0.0, gl.float32, s_rows)
+    if sinks is not None:
+        sink = gl.load(sinks + kh * G + (which * M + gl.arange(0, M, s_rows)) % G)
+        m = sink / scale
+        l = gl.where(m > float("-inf"), 1.0, 0.0)
+    acc0 = gl.full([M, 64], 0.0, gl.float32, o_layout)
+    acc1 = gl.full([M, 64], 0.0, gl.float32, o_layout)
+
+    # the last tile first: it needs the mask
+    mbarrier.wait(k_full.index(0), 0)
+    s = scores(q_tiles, which, k_tiles, 0, zero, HALVES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    p, m, l, _decay = softmax_tile(s, m, l, factor, i, (end_tile - 1) * BLOCK_N + j0, seq_len, True, CAUSAL)
+    p16 = gl.convert_layout(p.to(q_tiles.dtype), p_layout)
+    # rows of V past the sequence may be NaN: zeroed once, by the first warpgroup
+    if end_tile * BLOCK_N > seq_len:
+        mbarrier.wait(v_full.index(0), 0)
+        if which == 0:
+            n = (end_tile - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, q_layout))
             for half in gl.static_range(HALVES):
-                q = gl.load(query + at[:, None] + (half * 64 + d)[None, :], mask=live[:, None], other=0.0)
-                q_tiles.index(which * HALVES + half).store(q)
+                v = v_tiles.index(half).load(q_layout)
+                v_tiles.index(half).store(gl.where((n < seq_len)[:, None], v, 0.0))
             fence_async_shared()
-            i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
-            m = gl.full([M], float("-inf"), gl.float32, s_rows)
-            l = gl.full([M], 0.0, gl.float32, s_rows)
-            if sinks is not None:
-                sink = gl.load(sinks + kh * G + (which * M + gl.arange(0, M, s_rows)) % G)
-                m = sink / scale
-                l = gl.where(m > float("-inf"), 1.0, 0.0)
-            acc0 = gl.full([M, 64], 0.0, gl.float32, o_layout)
-            acc1 = gl.full([M, 64], 0.0, gl.float32, o_layout)
+            mbarrier.arrive(v_clean, count=1)
+        mbarrier.wait(v_clean, 0)
+    for t in range(1, end_tile):
+        acc0, acc1, p16, m, l = step(
+            which, t, end_tile - 1 - t, full_end, acc0, acc1, p16, m, l, factor, i, j0, seq_len, zero,
+            q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+            CAUSAL, HALVES, BLOCK_N, STAGES, s_layout, p_layout, o_rows,
+        )  # fmt: skip
+    stage = (end_tile - 1) % STAGES
+    mbarrier.wait(v_full.index(stage), ((end_tile - 1) // STAGES) & 1)
+    acc0 = warpgroup_mma(p16, v_tiles.index(stage * HALVES), acc0, is_async=True)
+    if HALVES == 2:
+        acc1 = warpgroup_mma(p16, v_tiles.index(stage * HALVES + 1), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+    else:
+        acc0 = warpgroup_mma_wait(0, deps=[acc0])
 
-            # the last tile first: it needs the mask
-            stage = count % STAGES
-            phase = (count // STAGES) & 1
-            mbarrier.wait(k_full.index(stage), phase)
-            s = scores(q_tiles, which, k_tiles, stage, zero, HALVES)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            p, m, l, _decay = softmax_tile(s, m, l, factor, i, (end_tile - 1) * BLOCK_N + j0, seq_len, True, CAUSAL)
-            p16 = gl.convert_layout(p.to(q_tiles.dtype), p_layout)
-            # rows of V past the sequence may be NaN: zeroed once, by the first warpgroup
-            if end_tile * BLOCK_N > seq_len:
-                mbarrier.wait(v_full.index(stage), phase)
-                if which == 0:
-                    n = (end_tile - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, q_layout))
-                    for half in gl.static_range(HALVES):
-                        v = v_tiles.index(stage * HALVES + half).load(q_layout)
-                        v_tiles.index(stage * HALVES + half).store(gl.where((n < seq_len)[:, None], v, 0.0))
-                    fence_async_shared()
-                    mbarrier.arrive(v_clean, count=1)
-                mbarrier.wait(v_clean, cleaned & 1)
-                cleaned += 1
-            for t in range(1, end_tile):
-                acc0, acc1, p16, m, l = step(
-                    which, t, end_tile - 1 - t, full_end, count, acc0, acc1, p16, m, l, factor, i, j0, seq_len, zero,
-                    q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                    CAUSAL, HALVES, BLOCK_N, STAGES, s_layout, p_layout, o_rows,
-                )  # fmt: skip
-            count += end_tile
-            stage = (count - 1) % STAGES
-            mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
-            acc0 = warpgroup_mma(p16, v_tiles.index(stage * HALVES), acc0, is_async=True)
-            if HALVES == 2:
-                acc1 = warpgroup_mma(p16, v_tiles.index(stage * HALVES + 1), acc1, is_async=True)
-                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            else:
-                acc0 = warpgroup_mma_wait(0, deps=[acc0])
-            mbarrier.arrive(v_empty.index(stage), count=1)
-
-            seen = l > 0.0
-            share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0), o_rows)[:, None]
-            r = which * M + gl.arange(0, M, o_rows)
-            token = first_token + r // G
-            live = (r < TOKENS * G) & (token < q_len)
-            row = (row_start + token).to(gl.int64) * H + kh * G + r % G
-            d = gl.arange(0, 64, gl.SliceLayout(0, o_layout))
-            gl.store(out + row[:, None] * D + d[None, :], (acc0 * share).to(out.dtype.element_ty), mask=live[:, None])
-            if HALVES == 2:
-                high = (acc1 * share).to(out.dtype.element_ty)
-                gl.store(out + row[:, None] * D + (64 + d)[None, :], high, mask=live[:, None])
-            if lse is not None:
-                lse2 = gl.where(seen, m * factor + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
-                r = which * M + gl.arange(0, M, s_rows)
-                token = first_token + r // G
-                live = (r < TOKENS * G) & (token < q_len)
-                row = (row_start + token).to(gl.int64) * H + kh * G + r % G
-                gl.store(lse + row, lse2 * LN2, mask=live)
+    seen = l > 0.0
+    share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0), o_rows)[:, None]
+    r = which * M + gl.arange(0, M, o_rows)
+    token = first_token + r // G
+    live = (r < TOKENS * G) & (token < q_len)
+    row = (row_start + token).to(gl.int64) * H + kh * G + r % G
+    d = gl.arange(0, 64, gl.SliceLayout(0, o_layout))
+    gl.store(out + row[:, None] * D + d[None, :], (acc0 * share).to(out.dtype.element_ty), mask=live[:, None])
+    if HALVES == 2:
+        high = (acc1 * share).to(out.dtype.element_ty)
+        gl.store(out + row[:, None] * D + (64 + d)[None, :], high, mask=live[:, None])
+    if lse is not None:
+        lse2 = gl.where(seen, m * factor + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
+        r = which * M + gl.arange(0, M, s_rows)
+        token = first_token + r // G
+        live = (r < TOKENS * G) & (token < q_len)
+        row = (row_start + token).to(gl.int64) * H + kh * G + r % G
+        gl.store(lse + row, lse2 * LN2, mask=live)
 
 
 @gluon.jit
 def first_consumer(
-    out, lse, query, seq_lens, query_start_loc, sinks, S, K, tiles, items, q_stride_t, q_stride_h, scale,
+    out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
+    kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-    CAUSAL: gl.constexpr, G: gl.constexpr, D: gl.constexpr, SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     consumer(
-        0, out, lse, query, seq_lens, query_start_loc, sinks, S, K, tiles, items, q_stride_t, q_stride_h, scale,
+        0, out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
+        kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
         q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-        CAUSAL, G, D, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, STAGES,
+        CAUSAL, G, D, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def second_consumer(
-    out, lse, query, seq_lens, query_start_loc, sinks, S, K, tiles, items, q_stride_t, q_stride_h, scale,
+    out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
+    kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-    CAUSAL: gl.constexpr, G: gl.constexpr, D: gl.constexpr, SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     consumer(
-        1, out, lse, query, seq_lens, query_start_loc, sinks, S, K, tiles, items, q_stride_t, q_stride_h, scale,
+        1, out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
+        kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
         q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-        CAUSAL, G, D, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, STAGES,
+        CAUSAL, G, D, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def producer(
-    k_desc, v_desc, block_tables, stride_s, stride_m, rows_n, rows_head, columns_head, seq_lens, query_start_loc, S, K,
-    tiles, items, k_pages, v_pages, k_full, k_empty, v_full, v_empty,
-    CAUSAL: gl.constexpr, G: gl.constexpr, B: gl.constexpr, D: gl.constexpr, SPLIT_M: gl.constexpr,
-    BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    k_desc, v_desc, block_table, stride_m, rows_n, head_row, head_column, seq_len, end_tile,
+    k_pages, v_pages, k_full, k_empty, v_full, v_empty,
+    B: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = D // 64
     PAGES: gl.constexpr = BLOCK_N // PAGE
-    count = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        kh, s, _row, _q_len, seq_len, _token, end_tile, _full = work_item(
-            item, tiles, K, seq_lens, query_start_loc, S, CAUSAL, G, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, 1
-        )
-        block_table = block_tables + s.to(gl.int64) * stride_s
-        for t in range(end_tile):
-            tile = end_tile - 1 - t
-            stage = (count + t) % STAGES
-            free = (((count + t) // STAGES) & 1) ^ 1
-            rows = ()
-            for page in gl.static_range(PAGES):
-                j = tile * BLOCK_N + page * PAGE
-                block = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * stride_m)
-                rows += (block * rows_n + kh * rows_head + j % B,)  # type: ignore[assignment]
-            mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
-            for page in gl.static_range(PAGES):
-                for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
-                        k_desc, [rows[page], kh * columns_head + half * 64], k_full.index(stage),
-                        k_pages.index((stage * HALVES + half) * PAGES + page),
-                    )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
-            for page in gl.static_range(PAGES):
-                for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
-                        v_desc, [rows[page], kh * columns_head + half * 64], v_full.index(stage),
-                        v_pages.index((stage * HALVES + half) * PAGES + page),
-                    )  # fmt: skip
-        count += end_tile
+    for t in range(end_tile):
+        tile = end_tile - 1 - t
+        stage = t % STAGES
+        free = ((t // STAGES) & 1) ^ 1
+        rows = ()
+        for page in gl.static_range(PAGES):  # before the wait, which hides their latency; keys past the end are masked
+            j = tile * BLOCK_N + page * PAGE
+            block = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * stride_m)
+            rows += (block * rows_n + head_row + j % B,)  # type: ignore[assignment]
+        mbarrier.wait(k_empty.index(stage), free)
+        mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
+        for page in gl.static_range(PAGES):
+            for half in gl.static_range(HALVES):
+                tma.async_copy_global_to_shared(
+                    k_desc, [rows[page], head_column + half * 64], k_full.index(stage),
+                    k_pages.index((stage * HALVES + half) * PAGES + page),
+                )  # fmt: skip
+        mbarrier.wait(v_empty.index(stage), free)
+        mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
+        for page in gl.static_range(PAGES):
+            for half in gl.static_range(HALVES):
+                tma.async_copy_global_to_shared(
+                    v_desc, [rows[page], head_column + half * 64], v_full.index(stage),
+                    v_pages.index((stage * HALVES + half) * PAGES + page),
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -425,43 +410,50 @@ def prefill_kernel(
 ):  # fmt: skip
     HALVES: gl.constexpr = D // 64
     dtype: gl.constexpr = query.dtype.element_ty
-    items = tiles * K
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * HALVES, BLOCK_M // 2, 64], tile_layout)
-    k_pages = gl.allocate_shared_memory(dtype, [STAGES * HALVES * (BLOCK_N // PAGE), PAGE, 64], tile_layout)
-    v_pages = gl.allocate_shared_memory(dtype, [STAGES * HALVES * (BLOCK_N // PAGE), PAGE, 64], tile_layout)
-    k_tiles = k_pages._reinterpret(dtype, [STAGES * HALVES, BLOCK_N, 64], tile_layout)
-    v_tiles = v_pages._reinterpret(dtype, [STAGES * HALVES, BLOCK_N, 64], tile_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_clean = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
-    mbarrier.init(v_clean, count=1)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (first_consumer, (
-        out, lse, query, seq_lens, query_start_loc, sinks, S, K, tiles, items, q_stride_t, q_stride_h, scale,
-        q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-        CAUSAL, G, D, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (second_consumer, (
-        out, lse, query, seq_lens, query_start_loc, sinks, S, K, tiles, items, q_stride_t, q_stride_h, scale,
-        q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-        CAUSAL, G, D, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (producer, (
-                k_desc, v_desc, block_tables, table_stride_s, table_stride_m, rows_n, rows_head, columns_head,
-                seq_lens, query_start_loc, S, K, tiles, items, k_pages, v_pages, k_full, k_empty, v_full, v_empty,
-                CAUSAL, G, B, D, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, PAGE, STAGES,
-            )),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    kh, s, row_start, q_len, seq_len, first_token, end_tile, full_end = work_item(
+        gl.program_id(0), tiles, K, seq_lens, query_start_loc, S, CAUSAL, G, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, 4
+    )
+    if end_tile > 0:
+        tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        q_tiles = gl.allocate_shared_memory(dtype, [2 * HALVES, BLOCK_M // 2, 64], tile_layout)
+        k_pages = gl.allocate_shared_memory(dtype, [STAGES * HALVES * (BLOCK_N // PAGE), PAGE, 64], tile_layout)
+        v_pages = gl.allocate_shared_memory(dtype, [STAGES * HALVES * (BLOCK_N // PAGE), PAGE, 64], tile_layout)
+        k_tiles = k_pages._reinterpret(dtype, [STAGES * HALVES, BLOCK_N, 64], tile_layout)
+        v_tiles = v_pages._reinterpret(dtype, [STAGES * HALVES, BLOCK_N, 64], tile_layout)
+        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_clean = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(k_full.index(stage), count=1)
+            mbarrier.init(v_full.index(stage), count=1)
+            mbarrier.init(k_empty.index(stage), count=2)
+            mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(v_clean, count=1)
+        fence_async_shared()
+        # The producer is the default partition although one warp would do: only in workers does ptxas keep the stage of
+        # the pipeline in uniform registers, without which every product waits for its address.
+        gl.warp_specialize(
+            [
+                (producer, (
+                    k_desc, v_desc, block_tables + s.to(gl.int64) * table_stride_s, table_stride_m, rows_n,
+                    kh * rows_head, kh * columns_head, seq_len, end_tile,
+                    k_pages, v_pages, k_full, k_empty, v_full, v_empty, B, D, BLOCK_N, PAGE, STAGES,
+                )),
+                (first_consumer, (
+                    out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
+                    kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
+                    q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
+                    CAUSAL, G, D, BLOCK_M, BLOCK_N, STAGES,
+                )),
+                (second_consumer, (
+                    out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
+                    kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
+                    q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
+                    CAUSAL, G, D, BLOCK_M, BLOCK_N, STAGES,
+                )),
+            ],
+            [4, 4],
+            [232, 232],
+        )  # fmt: skip
