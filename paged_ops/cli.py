@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # transformers is an extra
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 32
+CAPTURING = "Capturing CUDA graphs"
 PROMPT_END = 100  # characters of a prompt that are printed before its continuation
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -50,7 +51,9 @@ app = typer.Typer(
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where the ops run on it, else cpu.")
 ]
-CudaGraphs = Annotated[bool, typer.Option("--cuda-graphs", help="Capture decode steps in CUDA graphs.")]
+Graphs = Annotated[
+    bool | None, typer.Option("--graphs/--no-graphs", help="Capture decode steps in CUDA graphs; by default on cuda.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Compile = Annotated[bool, typer.Option("--compile/--eager", help="Run the model through torch.compile, or not.")]
 
@@ -72,7 +75,7 @@ def demo(
     num_blocks: Annotated[int, typer.Option(help="Blocks of the cache; with few, sequences are swapped out.")] = 128,
     device: Device = None,
     compile: Compile = True,
-    cuda_graphs: CudaGraphs = False,
+    graphs: Graphs = None,
     json: Json = False,
 ) -> None:
     """Serve a ragged batch of prompts with the embedded model, and check every token against transformers.
@@ -96,7 +99,7 @@ def demo(
 
     params_of_each = [params] * len(prompts)
     result = serve(
-        console, model, tokenizer, prompts, prompt_ids, params_of_each, num_blocks, compile=compile, graphs=cuda_graphs
+        console, model, tokenizer, prompts, prompt_ids, params_of_each, num_blocks, compile=compile, graphs=graphs
     )
     pairs = list(zip(result.outputs, expected, strict=True))
     matches = sum(ours == theirs for ours, theirs in pairs)
@@ -128,7 +131,7 @@ def generate(
     ] = None,
     device: Device = None,
     compile: Compile = True,
-    cuda_graphs: CudaGraphs = False,
+    graphs: Graphs = None,
     json: Json = False,
 ) -> None:
     """Continue prompts with a causal language model of transformers over a paged cache."""
@@ -145,9 +148,7 @@ def generate(
     prompt_ids = [tokenizer(each).input_ids for each in prompt]
     if num_blocks is None:
         num_blocks = sum(-(-(len(ids) + max_new_tokens) // BLOCK_SIZE) for ids in prompt_ids[:MAX_NUM_SEQS]) + 1
-    result = serve(
-        console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile, graphs=cuda_graphs
-    )
+    result = serve(console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile, graphs=graphs)
     result.numbers["texts"] = [tokenizer.decode(output, skip_special_tokens=True) for output in result.outputs]
     result.print(console, model)
     if json:
@@ -251,7 +252,8 @@ class Result:
             "tokens/s": f"{n['tokens_per_second']:,.0f}",
         }
         if n["replayed_steps"]:
-            rows["CUDA graphs"] = f"replayed in {n['replayed_steps']} steps"
+            sizes = ", ".join(f"{count} of size {size}" for size, count in n["replayed_sizes"].items())
+            rows["CUDA graphs"] = f"{n['replayed_steps']} steps replayed: {sizes}; {n['replayed_padding']:.0%} padding"
         if n["compiled"]:
             rows |= {
                 "graphs compiled": f"{n['graphs']} in {n['compile_seconds']:.1f} s",
@@ -281,7 +283,7 @@ def serve(
     num_blocks: int,
     *,
     compile: bool,
-    graphs: bool,
+    graphs: bool | None,
 ) -> Result:
     """Generates for all prompts by continuous batching, showing text as it comes; the model's end of text stops it."""
     from paged_ops.inspection import CompileReport
@@ -291,6 +293,8 @@ def serve(
     params = [dataclasses.replace(each, stop_token_ids=paged.stop_token_ids) for each in params]
     kv_cache = paged.allocate_kv_cache(num_blocks, BLOCK_SIZE, num_host_blocks=num_blocks)
     max_model_len = min(num_blocks * BLOCK_SIZE, paged.max_model_len or sys.maxsize)
+    if graphs is None:
+        graphs = kv_cache.device.type == "cuda"
     loop = GenerationLoop(
         paged,
         kv_cache,
@@ -302,9 +306,11 @@ def serve(
     with CompileReport(kv_cache.layers) as report, ExitStack() as stack:
         start = time.perf_counter()
         if compile:
-            stack.enter_context(console.status("Compiling the model"))
             _require_compiler(model.device)
-        loop.warm_up()
+        if compile or graphs:
+            stack.enter_context(progress := _progress(console))
+            task = progress.add_task("Compiling the model" if compile else "Running the model once", total=None)
+        loop.warm_up(lambda done, total: progress.update(task, description=CAPTURING, completed=done, total=total))
         stack.close()
         compile_seconds = time.perf_counter() - start
         with StreamView(console, tokenizer, prompts, sum(each.max_new_tokens for each in params)) as view:
@@ -320,7 +326,9 @@ def serve(
         "blocks_shared": stats.peak_shared_blocks,
         "num_blocks": num_blocks,
         "steps": stats.steps,
-        "replayed_steps": stats.replayed_steps,
+        "replayed_steps": loop.graph_stats.replayed,
+        "replayed_sizes": {str(key.num_reqs): count for key, count in sorted(loop.graph_stats.replays.items())},
+        "replayed_padding": loop.graph_stats.padding,
         "generated_tokens": stats.generated_tokens,
         "prompt_tokens": stats.prompt_tokens,
         "cached_tokens": stats.cached_tokens,
@@ -335,6 +343,11 @@ def serve(
         "paged_ops": paged_ops.__version__,
     }
     return Result(outputs, numbers)
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
 
 
 def _require_compiler(device: torch.device) -> None:

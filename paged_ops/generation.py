@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.cache import KVCache, OutOfBlocks
-from paged_ops.graphs import DecodeGraphs, GraphMode, capture_sizes
+from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
 from paged_ops.metadata import AttentionMetadata, Batch
 
 
@@ -85,7 +85,6 @@ class GenerationStats:
     peak_shared_blocks: int = 0  # owned by more than one sequence at once
     swapped_out: int = 0  # preemptions by swapping
     recomputed: int = 0  # preemptions by freeing
-    replayed_steps: int = 0  # from a CUDA graph
 
     @property
     def preemptions(self) -> int:
@@ -224,15 +223,20 @@ class GenerationLoop:
         outputs = self.run(on_token)
         return [outputs[request_id] for request_id in ids]
 
+    @property
+    def graph_stats(self) -> GraphStats:
+        """How many steps were replayed from CUDA graphs, of which sizes, with how much padding."""
+        return self._runner.stats
+
     @torch.no_grad()
-    def warm_up(self) -> None:
+    def warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
         """Runs a step of padding only, and so compiles the graph that all batches use; captures, if a mode says so.
 
-        The cache is not touched.
+        The cache is not touched. ``on_capture`` is called with (sizes captured, sizes in all).
         """
         # eager first: the model's own errors, not wrapped by the compiler's
         DecodeGraphs(self._eager_step, self.kv_cache, max_num_seqs=1, mode=GraphMode.NONE).capture()
-        self._runner.capture()
+        self._runner.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
         self._is_warm = True
 
     @torch.no_grad()
@@ -255,7 +259,6 @@ class GenerationLoop:
         tokens = _sample(logits, [plan[s][0] for s in through], through)
         produced = [self._take(plan[s][0], token) for s, token in zip(through, tokens, strict=True)]
         self.stats.steps += 1
-        self.stats.replayed_steps = self._runner.stats.replayed
         self.stats.prompt_tokens += sum(num_tokens for _, num_tokens in prefills)
         self.stats.generated_tokens += len(produced)
         self.stats.seconds += time.perf_counter() - start

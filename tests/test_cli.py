@@ -148,7 +148,7 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
     ("arguments", "code", "message"),
     [
         (["demo", "--device", "abacus"], 1, "--device: expected cpu, cuda or cuda:<index>, got 'abacus'"),
-        (["demo", *DEMO, "--cuda-graphs"], 1, "mode: expected NONE, as cpu has no graphs, got FULL_DECODE_ONLY"),
+        (["demo", *DEMO, "--graphs"], 1, "mode: expected NONE, as cpu has no graphs, got FULL_DECODE_ONLY"),
         (["demo", "--device", "meta"], 1, "--device: expected cpu or cuda, got 'meta'"),
         (["demo", "--device", "cuda:99"], 1, "CUDA devices here, got 'cuda:99'"),
         (

@@ -181,7 +181,7 @@ def test_greedy_tokens_equal_generate_in_cuda_graphs(name: str) -> None:
         )
         assert loop.generate(prompts(), GREEDY) == on_gpu
     assert (report.graph_breaks, report.recompiles, report.cache_copies) == (0, 0, 0), report.copies
-    assert loop.stats.replayed_steps > 0
+    assert loop.graph_stats.replayed > 0
     assert loop.stats.swapped_out > 0
 
 
