@@ -38,6 +38,8 @@ KERNEL_HEAD_SIZE = 128
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of a TPU's 1 MiB of scalar memory that the block tables may fill; the rest is lengths and the compiler's own.
 BLOCK_TABLE_BYTES = 15 << 16
+# Of the 16 MiB of vector memory of a TPU v4 what the kernel's two buffers of pages may take; later ones have 128.
+V4_PAGES_BYTES = 4 << 20
 
 
 def install() -> None:
@@ -61,6 +63,16 @@ def on_tpu() -> bool:
     import torch_xla.runtime
 
     return torch_xla.runtime.device_type() == "TPU"
+
+
+def tpu_version() -> int:
+    """The generation of the TPU, as torch_xla's kernel asks for it."""
+    from torch_xla._internal.jax_workarounds import jax_import_guard
+
+    jax_import_guard()
+    from torch_xla.experimental.pallas_kernels import ragged_paged_attention_v2
+
+    return ragged_paged_attention_v2.get_tpu_version()
 
 
 # Ops of the cache ----------------------------------------------------------------------------------------------------
@@ -423,11 +435,20 @@ def _ragged_kernel(
         soft_cap=f.soft_cap or None,
         k_scale=1.0 if fp8 else None,
         v_scale=1.0 if fp8 else None,
+        **_block_sizes(kv_cache, T, block_tables.shape[1]),
     ).float()
     if f.v_scale is not None:
         real = real * _per_query_head(f.v_scale, H, K2 // 2)
     _, i, live = _rows(T, seq_lens, query_start_loc)
     return torch.where((live & (i >= 0))[:, None, None], real, 0.0)
+
+
+def _block_sizes(kv_cache: Tensor, T: int, M: int) -> dict[str, int]:
+    """How many pages and rows the kernel takes at once: its own tables say, but for a v4 without regard to the page."""
+    if tpu_version() > 4:
+        return {}
+    pages = V4_PAGES_BYTES // (2 * kv_cache[0].numel() * kv_cache.element_size())
+    return {"num_kv_pages_per_block": max(1, min(pages, 32, M)), "num_queries_per_block": min(T, 32)}
 
 
 def ragged_paged_attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -450,7 +471,9 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
         return []
     if op in ("paged_attention_with_lse", "cascade_attention"):
         return [NO_LSE]
-    return _kernel_reasons(features) if op == "paged_attention" else []
+    if op != "paged_attention":
+        return []
+    return _kernel_reasons({**features, "tpu_version": tpu_version()} if "torch_xla" in sys.modules else features)
 
 
 def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> dict[str, Any]:
@@ -458,6 +481,7 @@ def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -
     named: dict[str, Any] = {name: value for name, value in f._asdict().items() if value is not None}
     (_, H, D), (S, M) = query.shape, block_tables.shape
     named |= {"dtype": query.dtype, "cache_dtype": kv_cache.dtype, "num_heads": H, "head_size": D}
+    named["tpu_version"] = tpu_version()
     if f.value_cache is not None:
         return named
     if kv_cache.dim() == 5:
@@ -495,6 +519,10 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
     lacks(
         cache_dtype == torch.uint8 or (asked.get("kv_cache_dtype", "auto") != "auto" and cache_dtype is None),
         "the ragged kernel reads fp8 from a float8 cache, not from uint8: allocate it in float8_e4m3fn or float8_e5m2",
+    )
+    lacks(
+        asked.get("tpu_version") == 4 and cache_dtype in FP8_DTYPES,
+        "the ragged kernel reads no fp8 on a TPU v4: keep the cache in bfloat16",
     )
     D, Dv = asked.get("head_size"), asked.get("value_head_size")
     lacks(
