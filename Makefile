@@ -30,7 +30,7 @@ test-aot: compiler $(INSTALLED)
 
 # XLA has an environment of its own: torch_xla needs an older torch. 8 GB, and not part of `test`.
 test-xla: compiler .venv-xla/.installed
-	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q tests/xla
+	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -n 2 tests/xla
 
 lint: compiler $(INSTALLED)
 	$(BIN)/ruff check .
@@ -60,5 +60,5 @@ $(INSTALLED): pyproject.toml
 .venv-xla/.installed: pyproject.toml
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/python -m pip install -q torch==2.9.0
-	.venv-xla/bin/python -m pip install -q -e ".[tpu]" pytest hypothesis expecttest numpy
+	.venv-xla/bin/python -m pip install -q -e ".[tpu]" pytest pytest-xdist numpy
 	touch $@

@@ -10,15 +10,14 @@ import os
 if importlib.util.find_spec("torch_xla") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    for name, value in {
-        "PJRT_DEVICE": "CPU",
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-        "TPU_LOG_DIR": "disabled",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    if os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU":
+        os.environ |= {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_WORKER_ID": "0",
+            "TPU_LOG_DIR": "disabled",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
     import torch_xla  # noqa: F401 - before paged_ops, which then installs its functional twins
