@@ -21,9 +21,8 @@ from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
 
 # Keys of a sequence, and values, that decode gathers at once: few enough to stay in a cache that others use too.
-SCRATCH_BYTES = 1 << 21
-# From this many rows on it is prefill: larger chunks mean fewer merges, and bfloat16 stays, which CPUs multiply fast in
-# large products only.
+SCRATCH_BYTES = 1 << 22
+# From this many rows on it is prefill: larger chunks mean fewer merges.
 PREFILL_ROWS, PREFILL_BYTES = 64, 1 << 24
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
@@ -187,7 +186,7 @@ def _attend(
 
     @functools.cache
     def cache(prefill: bool) -> _Cache:
-        dtype = query.dtype if prefill and flash and query.dtype == torch.bfloat16 else torch.float32
+        dtype = query.dtype if flash and query.dtype == torch.bfloat16 else torch.float32
         row_bytes = 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
         blocks = (PREFILL_BYTES if prefill else SCRATCH_BYTES) // (row_bytes * paged.block_size)
         return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)))
@@ -228,7 +227,7 @@ class _Plane:
     def read(self, blocks: Tensor) -> Tensor:
         """The tokens of some blocks, dequantised: ``[K, n, D]``, followed by what the scratch held before."""
         direct = self.stored == self.scratch.dtype
-        cells = torch.index_select(self.cells, 0, blocks, out=(self.scratch if direct else self.staging)[: len(blocks)])
+        cells = _take(self.cells, blocks, out=(self.scratch if direct else self.staging)[: len(blocks)])
         if not direct:
             self.scratch[: len(blocks)].copy_(_real(cells, self.stored))
         if self.scale is not None:
@@ -433,6 +432,21 @@ def _kept(rows: int, n: int, i: int, j: int, f: Features) -> Tensor:
 def _share(lse: Tensor, other: Tensor) -> Tensor:
     """The weight of a part beside another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if both are empty."""
     return torch.sub(lse, other).sigmoid_().nan_to_num_(0.0)[..., None]
+
+
+def _take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
+    """``cache[blocks]`` into out, in parallel and by 16 bytes where rows divide by them; index_select is serial."""
+    wide = 16 // cache.element_size()
+    wide_cache, wide_out = cache, out
+    if cache.stride(-1) == out.stride(-1) == 1 and all(
+        each.shape[-1] % wide == 0
+        and each.storage_offset() % wide == 0
+        and all(stride % wide == 0 for stride in each.stride()[:-1])
+        for each in (cache, out)
+    ):
+        wide_cache, wide_out = cache.view(torch.complex128), out.view(torch.complex128)
+    torch.ops.aten.index.Tensor_out(wide_cache, [blocks], out=wide_out)
+    return out
 
 
 def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
