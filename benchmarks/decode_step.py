@@ -8,7 +8,7 @@ are compared with a step that is neither compiled nor captured and attends by th
 
 Variants: ``default`` compiles without autotuning; ``descent`` tunes generated kernels, and turns the products of one
 row into them; ``autotune`` also times Triton's matrix products against cuBLAS's; ``static`` is the same model, compiled
-and captured the same way, with an unpaged cache and SDPA as PyTorch chooses it. In the points with a ``+`` all sequences
+and captured the same way, with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences
 share the first so many tokens: ``cascade`` reads them once for all.
 """
 
