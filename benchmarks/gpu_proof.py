@@ -26,7 +26,7 @@ import triton
 
 PYTEST = {
     "suite": ["tests/test_ops.py", "--device", "cuda"],
-    "device": ["tests/test_gpu_device.py"],
+    "only_there": ["tests/test_gpu_device.py"],
     "peers": ["tests/test_gpu_peers.py"],
     "compile": ["tests/test_compile.py", "--device", "cuda"],
 }
@@ -175,7 +175,7 @@ def main() -> None:
         elif part in TOOLS:
             found[part] = run_sanitizer(part, options.seconds)
         else:
-            workers = 2 if part == "device" else options.workers
+            workers = 2 if part == "only_there" else options.workers
             found[part] = run_pytest(PYTEST[part], workers, options.seconds)
         print(part, json.dumps(found[part])[:3000], flush=True)
         if options.out:

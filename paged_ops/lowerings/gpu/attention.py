@@ -275,7 +275,7 @@ def _readable(paged: PagedKV, stored: torch.dtype) -> tuple[Tensor, Tensor, int]
 
 
 def _run(value: Tensor, B: int) -> int:
-    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; 1 where a head's elements do."""
+    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; else 1."""
     stride_n, stride_b, stride_k, stride_d = value.stride()
     if stride_b != 1 or stride_d == 1:
         return 1
