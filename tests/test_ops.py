@@ -11,6 +11,7 @@ import paged_ops
 from paged_ops import fake, op, reference, testing
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES
+from paged_ops.lowerings import cpu, gpu, tpu
 
 ALL = [(name, case) for name, cases in testing.CASES.items() for case in cases]
 COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
@@ -82,6 +83,12 @@ def test_results_have_one_home(key):
     """An op that finds no lowering says so, names both, and never falls back."""
     with pytest.raises(NotImplementedError, match=rf"paged_ops\.teleport_blocks: no lowering for {key} yet"):
         op.lowering("teleport_blocks", key)
+
+
+def test_each_lowering_knows_each_feature_of_attention():
+    """A lowering that has not heard of a new argument would ignore it."""
+    for module in (cpu, gpu.attention, tpu):
+        assert module.KNOWS == set(Features._fields), module.__name__
 
 
 def test_requires_grad_is_refused(device):

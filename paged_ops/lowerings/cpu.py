@@ -20,6 +20,25 @@ from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
 
+# The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
+KNOWS = frozenset(
+    {
+        "value_cache",
+        "causal",
+        "sliding_window",
+        "attention_chunk",
+        "soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "block_sparse",
+        "k_scale",
+        "v_scale",
+        "output_scale",
+        "kv_cache_dtype",
+        "schedule",
+    }
+)
+
 # Keys of a sequence, and values, that decode gathers at once: few enough to stay in a cache that others use too.
 SCRATCH_BYTES = 1 << 22
 # From this many rows on it is prefill: larger chunks mean fewer merges.
