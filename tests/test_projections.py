@@ -1,0 +1,108 @@
+"""Fused projections give what the model gave, by fewer matrix products."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from paged_ops.inspection import CompileReport
+from paged_ops.integrations.projections import FusedPart, fuse_projections
+
+
+class Block(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, n, bias=bias) for n in (24, 8, 8))
+        self.gate_proj, self.up_proj = (nn.Linear(16, 32, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        x = x + q[..., :16] * k.sum(-1, keepdim=True) + v.mean(-1, keepdim=True)
+        return x + self.down_proj(torch.sigmoid(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equal_and_fewer_products(bias, compiled):
+    model = nn.Sequential(Block(bias), Block(bias))
+    fused = copy.deepcopy(model)
+    assert fuse_projections(fused) == 2 * 3
+    run = torch.compile(fused, fullgraph=True) if compiled else fused
+    with CompileReport() as report:
+        for _ in range(3):  # what a pass leaves behind must not reach the next
+            x = torch.randn(5, 16)
+            torch.testing.assert_close(run(x), model(x))
+    assert all(m.input is m.output is None for m in fused.modules() if hasattr(m, "sizes"))
+    assert report.graphs == compiled and report.recompiles == 0, report.recompile_reasons
+    products = sum(len(re.findall(r"extern_kernels\.(?:add)?mm\(", code)) for code in report.code)
+    assert products == 2 * 3 * compiled
+
+
+def test_parts_in_any_order_of_any_input():
+    block = Block(True)
+    q, k, v = block.q_proj, block.k_proj, block.v_proj
+    fuse_projections(block)
+    a, b = torch.randn(3, 16), torch.randn(4, 16)
+    for part, whole, x in ((block.v_proj, v, a), (block.k_proj, k, b), (block.q_proj, q, a), (block.q_proj, q, a)):
+        torch.testing.assert_close(part(x), whole(x))
+        torch.testing.assert_close(part.weight, whole.weight)
+        torch.testing.assert_close(part.bias, whole.bias)
+
+
+def test_what_stays():
+    mixed = Block(False)
+    mixed.k_proj = nn.Linear(16, 8, bias=True)
+    mixed.up_proj = nn.Sequential(nn.Linear(16, 32))
+    assert fuse_projections(mixed) == 0
+    assert not any(isinstance(module, FusedPart) for module in mixed.modules())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+def test_transformers_models(name):
+    transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+    sizes = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16
+    )
+    config = getattr(transformers, f"{name}Config")(**sizes, num_key_value_heads=2)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids = torch.randint(64, (2, 9))
+    want = model(ids).logits
+    assert fuse_projections(model) == 2 * 3
+    torch.testing.assert_close(model(ids).logits, want)
+
+
+@pytest.mark.slow
+def test_paged_and_compiled():
+    transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+    from paged_ops.generation import GenerationLoop, SamplingParams
+    from paged_ops.integrations.transformers import PagedCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, initializer_range=0.2, eos_token_id=None)
+    ).eval()
+    prompts = [[1, 2, 3, 4, 5], [7, 8], [9] * 11]
+
+    def tokens(compile):
+        paged = PagedCausalLM(model)
+        loop = GenerationLoop(paged, paged.allocate_kv_cache(32), compile=compile)
+        return loop.generate(prompts, SamplingParams(max_new_tokens=10))
+
+    want = tokens(compile=False)
+    fuse_projections(model)
+    assert tokens(compile=False) == want
+    with CompileReport() as report:
+        assert tokens(compile=True) == want
+    assert report.graphs == 1 and report.recompiles == 0, report.recompile_reasons
+    assert len(re.findall(r"extern_kernels\.(?:add)?mm\(", report.code[0])) == 2 * 4 + 1
