@@ -1,8 +1,8 @@
 """The Triton kernels' numbers without a GPU: the cases of the suite in Triton's interpreter, on CPU tensors.
 
 ``TRITON_INTERPRET=1 pytest -m interpreter tests/test_gpu_interpreter.py``. The variable must be set before triton is
-imported, so this file runs in a process of its own. bfloat16 is left out: the interpreter's bfloat16 arithmetic is wrong.
-Tiles are small and several programs share each sequence, so that splits, merges and masks all take part.
+imported, so this file runs in a process of its own. bfloat16 is left out: the interpreter's bfloat16 arithmetic is
+wrong. Tiles are small and several programs share each sequence, so that splits, merges and masks all take part.
 """
 
 import os

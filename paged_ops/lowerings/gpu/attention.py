@@ -49,6 +49,25 @@ from paged_ops.lowerings.gpu.features import (
 )
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, FP8_FORMATS, encode_fp8
 
+# The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
+KNOWS = frozenset(
+    {
+        "value_cache",
+        "causal",
+        "sliding_window",
+        "attention_chunk",
+        "soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "block_sparse",
+        "k_scale",
+        "v_scale",
+        "output_scale",
+        "kv_cache_dtype",
+        "schedule",
+    }
+)
+
 # attention_schedule counts tiles of this many packed query rows and this many keys.
 SCHEDULE_TILE = tl.constexpr(128)
 
@@ -829,8 +848,8 @@ def prefill_kernel(
             j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             if sparse_tile_is_seen(first_i, j, j < newest, head_offset, sparse_block, local_blocks, vert_stride):
                 acc, m, l = see_tile(
-                    acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys, values,
-                    soft_cap, window, chunk, sparse,
+                    acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, table_stride_m, keys,
+                    values, soft_cap, window, chunk, sparse,
                     CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
                     B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, BLOCK_N,
                 )  # fmt: skip

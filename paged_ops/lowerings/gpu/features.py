@@ -1,8 +1,8 @@
 """What all attention kernels share: loads from the paged cache, the logits, the masks, the softmax.
 
-Letters inside kernels: M packed query rows of a tile (row r is token ``r // G`` and head ``r % G`` of a key/value head's
-G = H/K query heads), N keys of a tile, D and Dv head sizes padded to powers of two. Exponentials are to base 2: logits
-leave :func:`logits2` multiplied by log2(e). A feature that is off compiles away.
+Letters inside kernels: M packed query rows of a tile (row r is token ``r // G`` and head ``r % G`` of the G = H/K query
+heads of a key/value head), N keys of a tile, D and Dv head sizes padded to powers of two. Exponentials are to base 2:
+logits leave :func:`logits2` multiplied by log2(e). A feature that is off compiles away.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load_tile(
     DTYPE: tl.constexpr,
     RUN: tl.constexpr,  # so many tokens lie together; 1 where elements do
 ):
-    """``[N, PADDED]`` keys or values of one head; 0 past the head size and where not live, whatever memory holds there."""
+    """``[N, PADDED]`` keys or values of one head; 0 past the head size and where not live, whatever is there."""
     d = tl.arange(0, PADDED)
     if X == SIZE:
         column = d * stride_d
@@ -170,7 +170,7 @@ def sparse_tile_is_seen(first_i, j, live, offset, sparse_block, local_blocks, ve
 
 @triton.jit
 def softmax_step(logits, value, acc, m, l, PRECISION: tl.constexpr):
-    """Take one tile of logits ``[M, N]`` and values ``[N, Dv]`` into the running sum ``acc [M, Dv]``, maximum and total.
+    """Take a tile of logits ``[M, N]`` and values ``[N, Dv]`` into the running sum ``acc [M, Dv]``, maximum and total.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """

@@ -1,4 +1,4 @@
-"""How large the tiles of the attention kernels are and how many programs share the work: tuned numbers, or a heuristic."""
+"""How large the tiles of the attention kernels are and how many programs share the work: tuned numbers as data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 
 def padded(size: int, itemsize: int) -> int:
-    """A head size as a matrix instruction takes it. fp8: at 32 Triton 3.6 reads values past the end of shared memory."""
+    """A head size as matrix instructions take it. fp8 values of 32: Triton 3.6 reads past the end of shared memory."""
     return max(64 if itemsize == 1 else 16, triton.next_power_of_2(size))
 
 
@@ -70,15 +70,7 @@ def plan(
     else:
         numbers = table(torch.cuda.get_device_name())
         width = padded(max(D, Dv), stored.itemsize)
-        kind = (
-            "fp32"
-            if dtype == torch.float32
-            else "bits"
-            if stored == torch.uint8
-            else "fp8"
-            if stored.itemsize == 1
-            else "16bit"
-        )
+        kind = element_kind(dtype, stored)
         split_n, split_warps, split_stages, per_sm, *bound = numbers["split"][kind][str(width)]
         prefill_m, *prefill_rest = numbers["prefill"][kind][str(width)]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
@@ -90,6 +82,15 @@ def plan(
             per_sm = min(per_sm, fewer_per_sm)
         programs = per_sm * num_processors(device)
     return Plan(split, prefill, programs)
+
+
+def element_kind(dtype: torch.dtype, stored: torch.dtype) -> str:
+    """The row of a table: by the query's dtype and that of the cache as kernels read it (uint8: fp8 by its bits)."""
+    if dtype == torch.float32:
+        return "fp32"
+    if stored == torch.uint8:
+        return "bits"
+    return "fp8" if stored.itemsize == 1 else "16bit"
 
 
 @functools.cache
