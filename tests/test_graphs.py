@@ -412,3 +412,10 @@ def test_one_compilation_serves_all_layers():
         got = Plain(by_layer, kv_cache, SEQS, TOKENS, LONGEST)(batch, ids)
     assert report.graphs == 1 and report.recompiles == report.cache_copies == 0, report.recompile_reasons
     torch.testing.assert_close(got, Plain(model, kv_cache, SEQS, TOKENS, LONGEST)(batch, ids))
+
+
+def test_no_pieces_before_torch_2_10(monkeypatch, imitated):
+    monkeypatch.delattr(torch._inductor.config, "custom_should_partition_ops")
+    for call in (lambda: compile_pieces(Toy()), lambda: runner(mode="FULL_AND_PIECEWISE")):
+        with pytest.raises(NotImplementedError, match=r"mode: expected torch 2\.10 or newer"):
+            call()
