@@ -52,6 +52,11 @@ def install(library: torch.library.Library, name: str, lowering: Callable[[str],
         library.impl(overload.name().removeprefix("paged_ops::"), _functionalize(overload, lowering), "Functionalize")
 
 
+def mutates(name: str) -> bool:
+    """Whether an op writes its arguments."""
+    return getattr(torch.ops.paged_ops, name).default._schema.is_mutable
+
+
 def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel for a device's own key that runs with functionalization on: views and writes mean what they say.
 

@@ -53,13 +53,29 @@ def install() -> None:
         functional.install(op.LIBRARY, name, lowering, "XLA")
 
 
+def install_torch_tpu() -> None:
+    """Experimental: the ops on the device ``tpu`` of TorchTPU (``torch_tpu``), the announced successor of torch_xla.
+
+    Registers the functional twins and the formulation in plain torch, without the TPU's kernels, under the dispatch key
+    of that device. Graphs that torch.compile traces for it are right in shape and free of mutation; none has run.
+    """
+    from paged_ops import op
+
+    for name in op.OPS:
+        functional.install(op.LIBRARY, name, lowering, "PrivateUse1")
+        if not functional.mutates(name):
+            op.LIBRARY.impl(name, lowering(name), "PrivateUse1")
+
+
 def lowering(name: str) -> Any:
     """The function of this module that runs an op: what functional twins call."""
     return globals()[name]
 
 
 def on_tpu() -> bool:
-    """Whether XLA's device is a TPU rather than its CPU (``PJRT_DEVICE=CPU``)."""
+    """Whether torch_xla's device is a TPU rather than XLA's CPU (``PJRT_DEVICE=CPU``)."""
+    if "torch_xla" not in sys.modules:
+        return False
     import torch_xla.runtime
 
     return torch_xla.runtime.device_type() == "TPU"
@@ -107,7 +123,7 @@ def reshape_and_cache(
     if checks.debug_checks():
         checks.slots(slot_mapping.cpu(), num_slots)
     slots = slot_mapping.long()
-    slots = torch.where(slots < 0, num_slots, slots)  # past the end: XLA drops what it cannot place
+    slots = torch.where((slots < 0) | (slots > num_slots), num_slots, slots)  # past the end, where rows are dropped
     key, value = (_quantise(real[:T], scale, stored) for real, scale in ((key, k_scale), (value, v_scale)))
     key, value = _reinterpret(key, kv_cache.dtype), _reinterpret(value, kv_cache.dtype)
     if value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
@@ -115,11 +131,20 @@ def reshape_and_cache(
         if on_tpu() and tpu_write.can_write_runs(kv_cache, T):
             kv_cache.copy_(write_runs(kv_cache, rows, torch.where(slots < num_slots, slots, -1)))
             return
-        kv_cache.flatten(0, 1).index_copy_(0, slots, rows)
+        kv_cache.copy_(_with_rows(kv_cache.view(num_slots, *rows.shape[1:]), slots, rows).view(kv_cache.shape))
         return
     for cache, rows in ((paged.key, key), (paged.value, value)):
-        flat = cache.reshape(num_slots, *cache.shape[2:])
-        cache.copy_(flat.index_copy(0, slots, rows.reshape(T, *cache.shape[2:])).view(cache.shape))
+        flat, rows = cache.reshape(num_slots, *cache.shape[2:]), rows.reshape(T, *cache.shape[2:])
+        cache.copy_(_with_rows(flat, slots, rows).view(cache.shape))
+
+
+def _with_rows(flat: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """``flat`` with ``rows`` at ``slots``. A slot one past the end is dropped: by XLA, elsewhere in a spare row."""
+    if flat.device.type == "xla":
+        return flat.index_copy(0, slots, rows)
+    bits = torch.uint8 if flat.element_size() == 1 else flat.dtype
+    spare = torch.cat([flat, flat[:1]]).view(bits)
+    return spare.index_copy(0, slots, rows.view(bits))[:-1].view(flat.dtype)
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -465,6 +490,26 @@ def _per_query_head(scale: Tensor, H: int, K: int) -> Tensor:
     return scale[:, None].expand(K, H // K).reshape(H, 1)
 
 
+# The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
+KNOWS = frozenset(
+    {
+        "value_cache",
+        "causal",
+        "sliding_window",
+        "attention_chunk",
+        "soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "block_sparse",
+        "k_scale",
+        "v_scale",
+        "output_scale",
+        "kv_cache_dtype",
+        "schedule",
+    }
+)
+
+
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an op would not run on ``device`` (``"xla"``): on the TPU, unless torch_xla is loaded and has another."""
     if "torch_xla" in sys.modules and not on_tpu():
@@ -575,9 +620,11 @@ def _dequantise(cells: Tensor, scale: Tensor | None, stored: torch.dtype) -> Ten
 
 
 def _reinterpret(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bits as uint8 or float8. ``Tensor.view(dtype)`` would run on the host."""
+    """The same bits as uint8 or float8. torch_xla would run ``Tensor.view(dtype)`` on the host."""
     if tensor.dtype == dtype:
         return tensor
+    if tensor.device.type != "xla":
+        return tensor.view(dtype)
     return _bitcast(tuple(tensor.shape), XLA_NAMES[tensor.dtype], XLA_NAMES[dtype])([tensor])[0]
 
 
