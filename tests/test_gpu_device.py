@@ -1,4 +1,4 @@
-"""What only a GPU shows: caches past 2^31 elements, captured graphs that serve other batches, equal bits run after run."""
+"""What only a GPU shows: caches past 2^31 elements, captured graphs for other batches, equal bits run after run."""
 
 import random
 
