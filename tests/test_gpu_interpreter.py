@@ -28,6 +28,7 @@ REPEATED = {
     "paged_attention_with_lse": (
         r"random-\d\d+|(d8|d32|d40|d72|d112|d120|d128)(-fp16-decode)?|b(8|32|64|128)(-decode)?"
         r"|(hnd|plane_first|interleaved|separate)-(all-features|.*fp8.*|e4m3.*|e5m2.*)"
+        r"|long-d128-b64-.*|(?!sinks-sparse|noncausal-cap)[a-z]+-[a-z]+-long"
         r"|(chunk|alibi|noncausal|sinks)-(long|holes)|sparse-(rank|local_blocks)-long|h(4|6|16).*"
     ),
     "attention_schedule": r".*-(window|chunk)",
@@ -38,7 +39,9 @@ def uses_bfloat16(case):
     inputs = case.inputs("cpu")
     values = [*inputs.args, *inputs.kwargs.values()]
     flat = [each for value in values for each in (value if isinstance(value, list) else [value])]
-    return any(isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16 for each in flat)
+    return any(
+        torch.bfloat16 is (each if isinstance(each, torch.dtype) else getattr(each, "dtype", None)) for each in flat
+    )
 
 
 def selected():
