@@ -10,6 +10,9 @@ from torch import Tensor
 
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES
 
+# attention_schedule counts tiles of this many packed query rows and this many keys.
+SCHEDULE_TILE = 128
+
 
 class Features(NamedTuple):
     """The keyword arguments of :func:`paged_ops.paged_attention`, for fakes and lowerings: ``Features(**kwargs)``."""

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from paged_ops import masks
+from paged_ops.features import SCHEDULE_TILE
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
-
-# attention_schedule counts tiles of this many packed query rows and this many keys.
-SCHEDULE_TILE = 128
 
 
 def reshape_and_cache(

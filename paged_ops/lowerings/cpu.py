@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import Features
+from paged_ops.features import SCHEDULE_TILE, Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
 
@@ -49,8 +49,6 @@ TILE_ELEMENTS = 1 << 22
 MASKED_ROWS = 128
 # Copies between blocks go through a buffer of this many bytes.
 COPY_BYTES = 1 << 24
-# attention_schedule counts tiles of this many packed query rows and this many keys.
-SCHEDULE_TILE = 128
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import Features
+from paged_ops.features import SCHEDULE_TILE, Features
 from paged_ops.layouts import FP8_DTYPES, Layout, element_dtype, paged_kv
 from paged_ops.lowerings import functional, tpu_write
 from paged_ops.lowerings.cascade import cascade_attention as _cascade
@@ -29,8 +29,6 @@ from paged_ops.lowerings.tpu_write import write_runs
 
 # Keys and values, in bytes of float32, that a tile of rows gathers on XLA's CPU device.
 TILE_BYTES = 1 << 26
-# attention_schedule counts tiles of this many packed query rows and this many keys.
-SCHEDULE_TILE = 128
 # XLA's names of the dtypes that uint8 storage may hold.
 XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2"}
 # What the ragged kernel takes (torch_xla 2.9).

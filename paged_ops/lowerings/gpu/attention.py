@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake, masks
+from paged_ops.features import SCHEDULE_TILE as _SCHEDULE_TILE
 from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
@@ -68,8 +69,7 @@ KNOWS = frozenset(
     }
 )
 
-# attention_schedule counts tiles of this many packed query rows and this many keys.
-SCHEDULE_TILE = tl.constexpr(128)
+SCHEDULE_TILE = tl.constexpr(_SCHEDULE_TILE)
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:

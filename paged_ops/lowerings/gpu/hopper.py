@@ -1,9 +1,9 @@
 """Prefill on Hopper (sm_90) in Gluon: what ``prefill_kernel`` of attention.py does, where tensor cores set the pace.
 
-One producer warp brings keys and values to shared memory by TMA, block of the cache by block, and two consumer
-warpgroups of half the rows each multiply: while the tensor cores take the values of one tile of keys, the softmax of
-the next runs beside them. One program takes one tile of query rows, longest first: persistent ones were slower
-(480 against 590 TFLOP/s on an H200).
+A producer brings keys and values to shared memory by TMA, block of the cache by block, and two consumer warpgroups of
+half the rows each multiply: while the tensor cores take the values of one tile of keys, the softmax of the next runs
+beside them. One program takes one tile of query rows, longest first. docs/gpu-attention.md has the designs that were
+measured.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens a block. A tile has
 BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_N keys; it is kept as HALVES tiles of 64
@@ -14,8 +14,6 @@ else takes the Triton kernel, which has the same numbers. Ideas: FlashAttention-
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +71,6 @@ def prefill(
     f: Features,
     scale: float,
     split_m: int,
-    **launch: Any,
 ) -> None:
     """Fill the rows of the sequences of more than ``split_m`` packed query rows, after :func:`serves`."""
     (T, H, D), S = query.shape, seq_lens.shape[0]
@@ -82,9 +79,12 @@ def prefill(
     page = min(B & -B, BLOCK_N)
     rows = _rows(value)
     assert rows is not None, "serves() said so"
-    kernel_args = (out, lse, query, _descriptor(key.squeeze(3), page), _descriptor(value, page))
     prefill_kernel[(num_tiles * K,)](
-        *kernel_args,
+        out,
+        lse,
+        query,
+        _descriptor(key.squeeze(3), page),
+        _descriptor(value, page),
         block_tables,
         seq_lens,
         query_start_loc,
@@ -108,7 +108,6 @@ def prefill(
         PAGE=page,
         STAGES=STAGES[D],
         num_warps=4,
-        **launch,
     )
 
 
