@@ -237,7 +237,8 @@ def _attend(
         )
         if T * G <= split.block_m:
             pass  # no sequence can have more rows than that
-        elif has_hopper_gluon() and _hopper().serves(query, key, value, f, scale):
+        elif has_hopper_gluon() and block_tables.shape[1] and _hopper().serves(query, key, value, f, scale):
+            # its producer reads the first entry of a table even for a sequence without keys
             _hopper().prefill(filled, lse, query, key, value, *tensors[3:6], f, scale, split.block_m)
         else:
             prefill_kernel[(K, T // (prefill.block_m // G) + S + 1)](
