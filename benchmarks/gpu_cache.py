@@ -290,30 +290,36 @@ PARTS = {
 
 def sweep() -> Iterator[Row]:
     """Each tunable over its range, the rest as configured."""
-    space: list[tuple[str, dict[str, list[int]], Callable[[], Row]]] = [
-        ("reshape_and_cache", {"elements": [1024, 2048, 4096, 8192], "num_warps": [2, 4, 8]},
-         lambda: write_row("8192 tokens, bf16", 8192)),
-        ("reshape_and_cache", {"elements": [1024, 2048, 4096, 8192], "num_warps": [2, 4, 8]},
+    tile = {"elements": [2048, 4096, 8192], "num_warps": [2, 4, 8], "once": [0, 1]}
+    few = {"few_elements": [1024, 2048, 4096], "few_num_warps": [2, 4, 8]}
+    chunk = {"chunk_bytes": [8192, 16384, 32768], "num_warps": [2, 4, 8], "once": [0, 1]}
+    without: dict[str, list[int]] = {"pdl": [0]}
+    space: list[tuple[str, list[dict[str, list[int]]], Callable[[], Row]]] = [
+        ("reshape_and_cache", [tile, without], lambda: write_row("8192 tokens, bf16", 8192)),
+        ("reshape_and_cache", [tile, without],
          lambda: write_row("8192 tokens, bf16 to e4m3, scale [1]", 8192, stored=torch.float8_e4m3fn, scales=1)),
-        ("reshape_and_cache", {"few_elements": [512, 1024, 2048, 4096], "few_num_warps": [1, 2, 4, 8]},
-         lambda: write_row("256 tokens, bf16", 256)),
-        ("merge_attention_states", {"elements": [1024, 2048, 4096, 8192], "num_warps": [2, 4, 8]},
+        ("reshape_and_cache", [few, without], lambda: write_row("256 tokens, bf16", 256)),
+        ("merge_attention_states", [{**tile, "elements": [1024, 2048, 4096]}, without],
          lambda: merge_row(4096, 32, 128)),
-        ("copy_blocks", {"chunk_bytes": [4096, 8192, 16384, 32768], "num_warps": [2, 4, 8]},
-         lambda: copy_row("1024 blocks of 32 KiB", 1, 1024, 32 << 10)),
-        ("copy_blocks", {"chunk_bytes": [8192, 16384, 32768], "num_warps": [4, 8, 16]},
-         lambda: copy_row("1024 blocks of 1 MiB", 1, 1024, 1 << 20)),
+        ("copy_blocks", [chunk, without], lambda: copy_row("1024 blocks of 32 KiB", 1, 1024, 32 << 10)),
+        ("copy_blocks", [chunk, without], lambda: copy_row("1024 blocks of 1 MiB", 1, 1024, 1 << 20)),
     ]  # fmt: skip
-    for op, ranges, measure in space:
+    for op, tables, measure in space:
         usual = dict(tuned(op))
-        for values in itertools.product(*ranges.values()):
-            setting = dict(zip(ranges, values, strict=True))
-            tuned(op).update(setting)
-            cache._plan.cache_clear()
-            merge._plan.cache_clear()
-            row = measure()
-            yield {**row, "case": f"{row['case']} {setting}"}
+        for ranges in tables:
+            for values in itertools.product(*ranges.values()):
+                setting = dict(zip(ranges, values, strict=True))
+                yield with_numbers(op, {**usual, **setting}, setting, measure)
         tuned(op).update(usual)
+
+
+def with_numbers(op: str, numbers: dict[str, int], setting: dict[str, int], measure: Callable[[], Row]) -> Row:
+    tuned(op).update(numbers)
+    cache._writes.clear()
+    cache._plan.cache_clear()
+    merge._launcher.cache_clear()
+    row = measure()
+    return {**row, "case": f"{row['case']} {setting}"}
 
 
 def main() -> None:

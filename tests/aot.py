@@ -129,10 +129,9 @@ def install(target: str) -> None:
 
     run = triton.JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        launched.append(kernel)
-        return kernel
+    # As in the interpreter, None comes back: there is nothing to launch again.
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launched.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     triton.JITFunction.run = compile_only
 

@@ -7,6 +7,7 @@ shapes, strides and dtypes. Letters: P pairs of blocks, R runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.checks import expect
-from paged_ops.lowerings.gpu.device import capturing, on_device, tuned
+from paged_ops.lowerings.gpu.device import capturing, on_device, overlap, tuned
+from paged_ops.lowerings.gpu.launch import Launcher
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -294,20 +297,19 @@ def _launch(
 ) -> None:
     """Copy the runs of all pairs; with ``staging [R, P * longest run]`` into it (gather) or out of it (scatter)."""
     chunk_bytes = min(numbers["chunk_bytes"], triton.next_power_of_2(max(table.length, 16)))
-    chunks = triton.cdiv(table.length, chunk_bytes)
-    copy_kernel[(len(table.runs) * len(mapping) * chunks,)](
-        table.runs,
-        mapping,
-        staging,
-        len(mapping),
-        chunks,
-        table.length,
-        GATHER=gather,
-        SCATTER=scatter,
-        WORD=table.word,
-        CHUNK=chunk_bytes // table.word,
-        num_warps=numbers["num_warps"],
-    )
+    chunks = -(-table.length // chunk_bytes)
+    shape = gather, scatter, table.word, chunk_bytes // table.word
+    launcher = _launcher(*shape, numbers["num_warps"], numbers["once"], numbers["pdl"], mapping.device)
+    grid = len(table.runs) * len(mapping) * chunks, 1, 1
+    launcher(grid, (table.runs, mapping, staging), (len(mapping), chunks, table.length))
+
+
+@functools.cache
+def _launcher(
+    gather: bool, scatter: bool, word: int, chunk: int, num_warps: int, once: int, pdl: int, device: torch.device
+) -> Launcher:
+    constants = {"GATHER": gather, "SCATTER": scatter, "WORD": word, "CHUNK": chunk, "num_warps": num_warps}
+    return Launcher(copy_kernel, {**constants, "ONCE": once, **overlap(pdl)}, device)
 
 
 @triton.jit(do_not_specialize=["P", "chunks", "length"])
@@ -322,7 +324,12 @@ def copy_kernel(
     SCATTER: tl.constexpr,
     WORD: tl.constexpr,  # bytes that are moved as one
     CHUNK: tl.constexpr,  # words of a program
+    ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     # Chunks of one block are neighbours in time, so that memory is read and written in long stretches.
     program = tl.program_id(0)
     chunk = program % chunks
@@ -347,4 +354,5 @@ def copy_kernel(
     mask = (word < size // WORD)[:, None]
     source = tl.multiple_of(source.to(tl.pointer_type(UNIT)), WORD)
     target = tl.multiple_of(target.to(tl.pointer_type(UNIT)), WORD)
-    tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)
+    data = tl.load(source + offset, mask=mask, eviction_policy="evict_first" if ONCE else "")
+    tl.store(target + offset, data, mask=mask)

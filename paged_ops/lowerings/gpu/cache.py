@@ -16,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, on_device, tuned
+from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, on_device, overlap, tuned
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, decode_fp8, encode_fp8
+from paged_ops.lowerings.gpu.launch import Launcher
 
 
 def reshape_and_cache(
@@ -74,18 +76,44 @@ def reshape_and_cache(
             "K_SCALES": 0 if k_scale is None else k_scale.shape[0],
             "V_SCALES": 0 if v_scale is None else v_scale.shape[0],
         }
-        write = Launch(constants, FORMAT > 0 and kv_cache.dtype != torch.uint8, paged.num_blocks * paged.block_size)
+        launcher = Launcher(write_kernel, constants, key.device)
+        write = Write(launcher, constants["BLOCK_T"], FORMAT > 0, paged.num_blocks * paged.block_size)
         if len(_writes) < MOST_KINDS:
             _writes[kind] = write
     if checks.debug_checks():
         checks.slots(slot_mapping, write.num_slots)
-    if write.as_bytes:
-        kv_cache = kv_cache.view(torch.uint8)
-        value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
+    k_scale, v_scale = _together(k_scale), _together(v_scale)
+    grid, numbers = (-(-T // write.tokens), 1, 1), (slot_mapping.stride(0), T)
     values = kv_cache if value_cache is None else value_cache
-    arguments = (key, value, kv_cache, values, slot_mapping, slot_mapping.stride(0), k_scale, v_scale, T)
-    with on_device(key):
-        write(write_kernel, triton.cdiv(T, write.constants["BLOCK_T"]), arguments)
+    addresses = (
+        key.data_ptr(),
+        value.data_ptr(),
+        kv_cache.data_ptr(),
+        values.data_ptr(),
+        slot_mapping.data_ptr(),
+        0 if k_scale is None else k_scale.data_ptr(),
+        0 if v_scale is None else v_scale.data_ptr(),
+    )
+    if not write.launcher.at(grid, addresses, numbers):
+        if write.as_bytes:
+            kv_cache, values = kv_cache.view(torch.uint8), values.view(torch.uint8)
+        write.launcher(grid, (key, value, kv_cache, values, slot_mapping, k_scale, v_scale), numbers)
+
+
+# So many kinds of calls are remembered; others are planned at each call.
+MOST_KINDS = 4096
+
+
+class Write(NamedTuple):
+    """What the calls of one kind share."""
+
+    launcher: Launcher
+    tokens: int  # of a program
+    as_bytes: bool  # the kernel takes the cache as uint8
+    num_slots: int
+
+
+_writes: dict[tuple[Any, ...], Write] = {}
 
 
 def gather_kv(
@@ -140,8 +168,8 @@ def gather_kv(
             block_tables.stride(1),
             seq_lens.cumsum(0, dtype=torch.int64),
             S,
-            k_scale,
-            v_scale,
+            _together(k_scale),
+            _together(v_scale),
             num_tokens,
             FORMAT=FORMAT,
             K_SCALES=0 if k_scale is None else k_scale.shape[0],
@@ -150,40 +178,6 @@ def gather_kv(
             **plan,
         )
     return key, value
-
-
-# So many kinds of calls are remembered; others are planned at each call.
-MOST_KINDS = 4096
-
-
-class Launch:
-    """What the calls of one kind share: the constants of their kernel, and the kernel once it is compiled."""
-
-    __slots__ = ("as_bytes", "compiled", "constants", "in_order", "num_slots")
-
-    def __init__(self, constants: dict[str, Any], as_bytes: bool, num_slots: int) -> None:
-        self.constants = constants
-        self.as_bytes = as_bytes  # the kernel takes the cache as uint8
-        self.num_slots = num_slots
-        self.compiled: Any = None
-        self.in_order: tuple[Any, ...] = ()  # the constants as the kernel takes them
-
-    def __call__(self, kernel: Any, grid: int, arguments: tuple[Any, ...]) -> None:
-        """Launch, past Triton's own look-up (most of a launch's time) where nothing can differ from the first call:
-        CUDA compiles for pointers of 16 bytes or not, ROCm for the sizes of storages too."""
-        aligned = not any(each.data_ptr() & 15 for each in arguments if isinstance(each, Tensor))
-        if self.compiled is not None and aligned:
-            self.compiled[grid, 1, 1](
-                *arguments, *(self.constants[name] for name in kernel.arg_names[len(arguments) :])
-            )
-            return
-        compiled = kernel[(grid,)](*arguments, **self.constants)
-        if aligned and compiled is not None and torch.version.hip is None:
-            self.compiled = compiled
-            self.in_order = tuple(self.constants[name] for name in kernel.arg_names[len(arguments) :])
-
-
-_writes: dict[tuple[Any, ...], Launch] = {}
 
 
 class Side(NamedTuple):
@@ -236,7 +230,8 @@ def _plan(
     tokens = 16 if KEY.across or VALUE.across else 1
     BLOCK_C = max(16, min(triton.next_power_of_2(max(KEY.C, VALUE.C)), elements // tokens))
     BLOCK_T = max(tokens, elements // BLOCK_C)
-    return {"B": B, "KEY": KEY, "VALUE": VALUE, "BLOCK_T": BLOCK_T, "BLOCK_C": BLOCK_C, "num_warps": num_warps}
+    tile = {"BLOCK_T": BLOCK_T, "BLOCK_C": BLOCK_C, "num_warps": num_warps}
+    return {"B": B, "KEY": KEY, "VALUE": VALUE, **tile, "ONCE": numbers["once"], **overlap(numbers["pdl"])}
 
 
 def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tuple[int, ...], itemsize: int) -> Side:
@@ -271,6 +266,10 @@ def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tu
     )
 
 
+def _together(scale: Tensor | None) -> Tensor | None:
+    return scale if scale is None or scale.is_contiguous() else scale.contiguous()
+
+
 def _format(kv_cache: Tensor, kv_cache_dtype: str) -> int:
     """The format of a cache's elements, which kernels take as uint8; 0 where they are what they say."""
     FORMAT = FP8_FORMATS.get(element_dtype(kv_cache, kv_cache_dtype), 0)
@@ -284,9 +283,9 @@ def write_kernel(
     key_cache,
     value_cache,
     slot_mapping,
-    stride_slot,
     k_scale,
     v_scale,
+    stride_slot,
     T,
     B: tl.constexpr,
     KEY: tl.constexpr,
@@ -297,7 +296,12 @@ def write_kernel(
     NATIVE: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
+    ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slot_mapping + t * stride_slot, mask=t < T, other=-1).to(tl.int64)
     live = slot >= 0
@@ -308,7 +312,8 @@ def write_kernel(
         # Nor does what is loaded wait for the slots: rows to be skipped are there too.
         k_dense, k_head, k_exists = dense_address(key, t, t < T, first, KEY, BLOCK_C)
         v_dense, v_head, v_exists = dense_address(value, t, t < T, first, VALUE, BLOCK_C)
-        k, v = tl.load(k_dense, mask=k_exists), tl.load(v_dense, mask=v_exists)
+        k = tl.load(k_dense, mask=k_exists, eviction_policy="evict_first" if ONCE else "")
+        v = tl.load(v_dense, mask=v_exists, eviction_policy="evict_first" if ONCE else "")
         if FORMAT != 0:
             k = to_fp8(k, k_scale, k_head, K_SCALES, FORMAT, NATIVE)
             v = to_fp8(v, v_scale, v_head, V_SCALES, FORMAT, NATIVE)
@@ -341,7 +346,12 @@ def gather_kernel(
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     STEPS: tl.constexpr,
+    ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < num_tokens
     # A row's sequence is the number of sequences that end at or before it, found bit by bit.

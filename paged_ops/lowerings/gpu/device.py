@@ -45,6 +45,11 @@ def has_pdl() -> bool:
     return target.backend == "cuda" and target.arch >= 90
 
 
+def overlap(wanted: int) -> dict[str, bool]:
+    """The constants of a kernel that may start while the one before it ends, and then waits for it (PDL)."""
+    return {"PDL": True, "launch_pdl": True} if wanted and has_pdl() else {"PDL": False}
+
+
 @functools.cache
 def has_hopper_gluon() -> bool:
     """Whether the device is an sm_90 and Triton's Gluon is that of triton >= 3.6 (torch 2.10)."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import fake
-from paged_ops.lowerings.gpu.device import on_device, tuned
+from paged_ops.lowerings.gpu.device import overlap, tuned
+from paged_ops.lowerings.gpu.launch import Launcher
 
 
 def merge_attention_states(
@@ -20,39 +22,44 @@ def merge_attention_states(
 ) -> tuple[Tensor, Tensor]:
     merged, lse = fake.merge_attention_states(out_a, lse_a, out_b, lse_b, out=out)
     T, H, Dv = out_a.shape
-    if not T * H:
-        return merged, lse
-    with on_device(out_a):
-        plan = _plan(H, Dv, out_a.stride(), lse_a.stride(), out_b.stride(), lse_b.stride(), out_a.element_size())
-        merge_kernel[(triton.cdiv(T * H, plan["ROWS"]),)](merged, lse, out_a, lse_a, out_b, lse_b, T * H, **plan)
+    if T * H:
+        strides = out_a.stride(), lse_a.stride(), out_b.stride(), lse_b.stride()
+        launcher, rows = _launcher(H, Dv, *strides, out_a.dtype, out_a.device)
+        launcher((-(-T * H // rows), 1, 1), (merged, lse, out_a, lse_a, out_b, lse_b), (T * H,))
     return merged, lse
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def _launcher(
     H: int,
     Dv: int,
     out_a: tuple[int, ...],
     lse_a: tuple[int, ...],
     out_b: tuple[int, ...],
     lse_b: tuple[int, ...],
-    itemsize: int,
-) -> dict[str, Any]:
-    U = math.gcd(16 // itemsize, Dv, *out_a[:2], *out_b[:2]) if out_a[2] == out_b[2] == 1 and Dv else 1
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Launcher, int]:
+    """The kernel for strides and a dtype, and the rows of a program."""
+    U = math.gcd(16 // dtype.itemsize, Dv, *out_a[:2], *out_b[:2]) if out_a[2] == out_b[2] == 1 and Dv else 1
     numbers = tuned("merge_attention_states")
     VECTORS = triton.next_power_of_2(max(Dv // U, 1))
-    return {
+    ROWS = max(1, numbers["elements"] // (VECTORS * U))
+    constants = {
         "H": H,
         "Dv": Dv,
         "U": U,
         "VECTORS": VECTORS,
-        "ROWS": max(1, numbers["elements"] // (VECTORS * U)),
+        "ROWS": ROWS,
         "OUT_A": out_a,
         "LSE_A": lse_a,
         "OUT_B": out_b,
         "LSE_B": lse_b,
+        "ONCE": numbers["once"],
         "num_warps": numbers["num_warps"],
+        **overlap(numbers["pdl"]),
     }
+    return Launcher(merge_kernel, constants, device), ROWS
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -73,7 +80,12 @@ def merge_kernel(
     LSE_A: tl.constexpr,
     OUT_B: tl.constexpr,
     LSE_B: tl.constexpr,
+    ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t, h = row // H, row % H
     live = row < num_rows
@@ -82,8 +94,11 @@ def merge_kernel(
     d = tl.arange(0, VECTORS)[None, :, None] * U + tl.arange(0, U)[None, None, :]
     mask = live[:, None, None] & (tl.arange(0, VECTORS) * U < Dv)[None, :, None]
     # Loaded whatever the lse say, which are on their way: an empty side is dropped below.
-    side_a = tl.load((out_a + t * OUT_A[0] + h * OUT_A[1])[:, None, None] + d * OUT_A[2], mask=mask).to(tl.float32)
-    side_b = tl.load((out_b + t * OUT_B[0] + h * OUT_B[1])[:, None, None] + d * OUT_B[2], mask=mask).to(tl.float32)
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    address_a = (out_a + t * OUT_A[0] + h * OUT_A[1])[:, None, None] + d * OUT_A[2]
+    address_b = (out_b + t * OUT_B[0] + h * OUT_B[1])[:, None, None] + d * OUT_B[2]
+    side_a = tl.load(address_a, mask=mask, eviction_policy=policy).to(tl.float32)
+    side_b = tl.load(address_b, mask=mask, eviction_policy=policy).to(tl.float32)
 
     a = tl.where(a == float("inf"), float("-inf"), a)
     b = tl.where(b == float("inf"), float("-inf"), b)
