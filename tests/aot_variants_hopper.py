@@ -6,7 +6,7 @@ from aot import Variant, gpu
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 
-EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.2d", r"setmaxnreg\.inc")}
+EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 

@@ -1,13 +1,14 @@
 """Prefill on Hopper (sm_90) in Gluon: what ``prefill_kernel`` of attention.py does, where tensor cores set the pace.
 
-A producer brings keys and values to shared memory by TMA, block of the cache by block, and two consumer warpgroups of
-half the rows each multiply: while the tensor cores take the values of one tile of keys, the softmax of the next runs
+A producer warp brings keys and values to shared memory by TMA, block of the cache by block, and two consumer warpgroups
+of half the rows each multiply: while the tensor cores take the values of one tile of keys, the softmax of the next runs
 beside them. One program takes one tile of query rows, longest first. docs/gpu-attention.md has the designs that were
 measured.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens a block. A tile has
-BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_N keys; it is kept as HALVES tiles of 64
-columns, so that a block of PAGE keys is contiguous in it and swizzled like the whole.
+BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_N keys. Tiles of keys and values are
+kept as groups of 8 rows by 64 columns, all columns of 8 rows together: so PAGE keys of a block are contiguous in it,
+and one copy brings them whole.
 
 Serves causal or not, sinks and lse, float16 and bfloat16, D of 64 or 128, caches with rows that TMA can address; all
 else takes the Triton kernel, which has the same numbers. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
@@ -113,16 +114,16 @@ def prefill(
 
 def _rows(cache: Tensor) -> tuple[int, int, int, int, int] | None:
     """A cache ``[N, B, K, D]`` as a matrix whose rows are tokens of a block: its rows and columns, and the rows between
-    blocks, the rows and the columns between heads; None if TMA cannot address it."""
+    blocks, the rows and the columns between heads; None if TMA cannot address it in groups of 8 rows by 64 columns."""
     N, B, K, D = cache.shape
     stride_n, stride_b, stride_k, stride_d = cache.stride()
     aligned = 16 // cache.element_size()
-    if stride_d != 1 or B % 8 or stride_b % aligned or stride_n % stride_b or cache.data_ptr() % 16:
+    if stride_d != 1 or B % 8 or stride_b % aligned or stride_n % (8 * stride_b) or cache.data_ptr() % 16:
         return None
     rows_n = stride_n // stride_b
-    if stride_k < stride_b and stride_k % aligned == 0:
+    if stride_k < stride_b and stride_k % 64 == 0:
         rows, columns, between = (N - 1) * rows_n + B, (K - 1) * stride_k + D, (rows_n, 0, stride_k)
-    elif stride_k % stride_b == 0:
+    elif stride_k % (8 * stride_b) == 0:
         rows_k = stride_k // stride_b
         rows, columns, between = (N - 1) * rows_n + (K - 1) * rows_k + B, D, (rows_n, rows_k, 0)
     else:
@@ -131,11 +132,22 @@ def _rows(cache: Tensor) -> tuple[int, int, int, int, int] | None:
 
 
 def _descriptor(cache: Tensor, page: int) -> TensorDescriptor:
+    """The cache in groups of 8 rows by 64 columns, of which one copy brings a block of one head."""
     shape = _rows(cache)
     assert shape is not None, "serves() said so"
-    matrix = cache.as_strided(shape[:2], (cache.stride(1), 1))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [page, 64], layout)
+    D, stride_b = cache.shape[3], cache.stride(1)
+    groups = cache.as_strided((shape[0] // 8, shape[1] // 64, 8, 64), (8 * stride_b, 64, stride_b, 1))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(groups, list(groups.shape), list(groups.stride()), [page // 8, D // 64, 8, 64], layout)
+
+
+@gluon.constexpr_function
+def tile_layout(rows, D):
+    """Groups of 8 rows by 64 columns, swizzled; in a row of groups all columns, as copies bring them."""
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
+    bases += [[0, 64 << n] for n in range((D // 64).bit_length() - 1)]
+    bases += [[8 << n, 0] for n in range((rows // 8).bit_length() - 1)]
+    return gl.SharedLinearLayout(bases, [], 1024)
 
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -191,33 +203,24 @@ def work_item(
 
 
 @gluon.jit
-def scores(q_tiles, which: gl.constexpr, k_tiles, stage, zero, HALVES: gl.constexpr):
-    s = zero
-    for half in gl.static_range(HALVES):
-        s = warpgroup_mma(
-            q_tiles.index(which * HALVES + half), k_tiles.index(stage * HALVES + half).permute((1, 0)), s,
-            use_acc=half > 0, is_async=True,
-        )  # fmt: skip
-    return s
+def scores(q_tile, k_tile, zero):
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def step(
-    which: gl.constexpr, t, tile, full_end, acc0, acc1, p16, m, l, factor, i, j0, seq_len, zero,
+    which: gl.constexpr, t, tile, full_end, acc, p16, m, l, factor, i, j0, seq_len, zero,
     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    CAUSAL: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    s_layout: gl.constexpr, p_layout: gl.constexpr, o_rows: gl.constexpr,
+    CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, p_layout: gl.constexpr, o_rows: gl.constexpr,
 ):  # fmt: skip
     """Scores of the next key tile, while the weights of the one before it meet their values."""
     k_stage = t % STAGES
     v_stage = (t - 1) % STAGES
     mbarrier.wait(k_full.index(k_stage), (t // STAGES) & 1)
-    s = scores(q_tiles, which, k_tiles, k_stage, zero, HALVES)
+    s = scores(q_tiles.index(which), k_tiles.index(k_stage), zero)
     mbarrier.wait(v_full.index(v_stage), ((t - 1) // STAGES) & 1)
-    acc0 = warpgroup_mma(p16, v_tiles.index(v_stage * HALVES), acc0, is_async=True)
-    if HALVES == 2:
-        acc1 = warpgroup_mma(p16, v_tiles.index(v_stage * HALVES + 1), acc1, is_async=True)
-    s = warpgroup_mma_wait(HALVES, deps=[s])
+    acc = warpgroup_mma(p16, v_tiles.index(v_stage), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and the values' product
     # would no longer run beside it.
@@ -225,17 +228,11 @@ def step(
         p, m, l, decay = softmax_tile(s, m, l, factor, i, tile * BLOCK_N + j0, seq_len, True, CAUSAL)
     else:
         p, m, l, decay = softmax_tile(s, m, l, factor, i, tile * BLOCK_N + j0, seq_len, False, CAUSAL)
-    if HALVES == 2:
-        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-    else:
-        acc0 = warpgroup_mma_wait(0, deps=[acc0])
+    acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    shrink = gl.convert_layout(decay, o_rows)[:, None]
-    acc0 = acc0 * shrink
-    if HALVES == 2:
-        acc1 = acc1 * shrink
+    acc = acc * gl.convert_layout(decay, o_rows)[:, None]
     p16 = gl.convert_layout(p.to(q_tiles.dtype), p_layout)
-    return acc0, acc1, p16, m, l
+    return acc, p16, m, l
 
 
 @gluon.jit
@@ -247,11 +244,10 @@ def consumer(
     CAUSAL: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    HALVES: gl.constexpr = D // 64
     M: gl.constexpr = BLOCK_M // 2
     TOKENS: gl.constexpr = BLOCK_M // G
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -262,13 +258,11 @@ def consumer(
     zero = gl.full([M, BLOCK_N], 0.0, gl.float32, s_layout)
     # this warpgroup's rows of the query, packed (token, head of the group)
     r = which * M + gl.arange(0, M, gl.SliceLayout(1, q_layout))
-    d = gl.arange(0, 64, gl.SliceLayout(0, q_layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, q_layout))
     token = first_token + r // G
     live = (r < TOKENS * G) & (token < q_len)
     at = (row_start + token).to(gl.int64) * q_stride_t + (kh * G + r % G).to(gl.int64) * q_stride_h
-    for half in gl.static_range(HALVES):
-        q = gl.load(query + at[:, None] + (half * 64 + d)[None, :], mask=live[:, None], other=0.0)
-        q_tiles.index(which * HALVES + half).store(q)
+    q_tiles.index(which).store(gl.load(query + at[:, None] + d[None, :], mask=live[:, None], other=0.0))
     fence_async_shared()
     i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
     m = gl.full([M], float("-inf"), gl.float32, s_rows)
@@ -277,12 +271,11 @@ def consumer(
         sink = gl.load(sinks + kh * G + (which * M + gl.arange(0, M, s_rows)) % G)
         m = sink / scale
         l = gl.where(m > float("-inf"), 1.0, 0.0)
-    acc0 = gl.full([M, 64], 0.0, gl.float32, o_layout)
-    acc1 = gl.full([M, 64], 0.0, gl.float32, o_layout)
+    acc = gl.full([M, D], 0.0, gl.float32, o_layout)
 
     # the last tile first: it needs the mask
     mbarrier.wait(k_full.index(0), 0)
-    s = scores(q_tiles, which, k_tiles, 0, zero, HALVES)
+    s = scores(q_tiles.index(which), k_tiles.index(0), zero)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(0), count=1)
     p, m, l, _decay = softmax_tile(s, m, l, factor, i, (end_tile - 1) * BLOCK_N + j0, seq_len, True, CAUSAL)
@@ -292,26 +285,20 @@ def consumer(
         mbarrier.wait(v_full.index(0), 0)
         if which == 0:
             n = (end_tile - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, q_layout))
-            for half in gl.static_range(HALVES):
-                v = v_tiles.index(half).load(q_layout)
-                v_tiles.index(half).store(gl.where((n < seq_len)[:, None], v, 0.0))
+            v = v_tiles.index(0).load(q_layout)
+            v_tiles.index(0).store(gl.where((n < seq_len)[:, None], v, 0.0))
             fence_async_shared()
             mbarrier.arrive(v_clean, count=1)
         mbarrier.wait(v_clean, 0)
     for t in range(1, end_tile):
-        acc0, acc1, p16, m, l = step(
-            which, t, end_tile - 1 - t, full_end, acc0, acc1, p16, m, l, factor, i, j0, seq_len, zero,
-            q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            CAUSAL, HALVES, BLOCK_N, STAGES, s_layout, p_layout, o_rows,
+        acc, p16, m, l = step(
+            which, t, end_tile - 1 - t, full_end, acc, p16, m, l, factor, i, j0, seq_len, zero,
+            q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, CAUSAL, BLOCK_N, STAGES, p_layout, o_rows,
         )  # fmt: skip
     stage = (end_tile - 1) % STAGES
     mbarrier.wait(v_full.index(stage), ((end_tile - 1) // STAGES) & 1)
-    acc0 = warpgroup_mma(p16, v_tiles.index(stage * HALVES), acc0, is_async=True)
-    if HALVES == 2:
-        acc1 = warpgroup_mma(p16, v_tiles.index(stage * HALVES + 1), acc1, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-    else:
-        acc0 = warpgroup_mma_wait(0, deps=[acc0])
+    acc = warpgroup_mma(p16, v_tiles.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
 
     seen = l > 0.0
     share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0), o_rows)[:, None]
@@ -319,11 +306,8 @@ def consumer(
     token = first_token + r // G
     live = (r < TOKENS * G) & (token < q_len)
     row = (row_start + token).to(gl.int64) * H + kh * G + r % G
-    d = gl.arange(0, 64, gl.SliceLayout(0, o_layout))
-    gl.store(out + row[:, None] * D + d[None, :], (acc0 * share).to(out.dtype.element_ty), mask=live[:, None])
-    if HALVES == 2:
-        high = (acc1 * share).to(out.dtype.element_ty)
-        gl.store(out + row[:, None] * D + (64 + d)[None, :], high, mask=live[:, None])
+    d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    gl.store(out + row[:, None] * D + d[None, :], (acc * share).to(out.dtype.element_ty), mask=live[:, None])
     if lse is not None:
         lse2 = gl.where(seen, m * factor + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
         r = which * M + gl.arange(0, M, s_rows)
@@ -371,7 +355,6 @@ def producer(
     k_pages, v_pages, k_full, k_empty, v_full, v_empty,
     B: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    HALVES: gl.constexpr = D // 64
     PAGES: gl.constexpr = BLOCK_N // PAGE
     for t in range(end_tile):
         tile = end_tile - 1 - t
@@ -381,23 +364,25 @@ def producer(
         for page in gl.static_range(PAGES):  # before the wait, which hides their latency; keys past the end are masked
             j = tile * BLOCK_N + page * PAGE
             block = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * stride_m)
-            rows += (block * rows_n + head_row + j % B,)  # type: ignore[assignment]
+            rows += ((block * rows_n + head_row + j % B) // 8,)  # type: ignore[assignment]
         mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
         for page in gl.static_range(PAGES):
-            for half in gl.static_range(HALVES):
-                tma.async_copy_global_to_shared(
-                    k_desc, [rows[page], head_column + half * 64], k_full.index(stage),
-                    k_pages.index((stage * HALVES + half) * PAGES + page),
-                )  # fmt: skip
+            tma.async_copy_global_to_shared(
+                k_desc, [rows[page], head_column, 0, 0], k_full.index(stage), k_pages.index(stage * PAGES + page)
+            )
         mbarrier.wait(v_empty.index(stage), free)
         mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
         for page in gl.static_range(PAGES):
-            for half in gl.static_range(HALVES):
-                tma.async_copy_global_to_shared(
-                    v_desc, [rows[page], head_column + half * 64], v_full.index(stage),
-                    v_pages.index((stage * HALVES + half) * PAGES + page),
-                )  # fmt: skip
+            tma.async_copy_global_to_shared(
+                v_desc, [rows[page], head_column, 0, 0], v_full.index(stage), v_pages.index(stage * PAGES + page)
+            )
+
+
+@gluon.jit
+def idle():
+    """The partition that every kernel has: in it ptxas would keep the pipeline's stage in ordinary registers, so that
+    every product waits for its address; and its four warps would issue each copy of a producer together."""
 
 
 @gluon.jit
@@ -407,18 +392,20 @@ def prefill_kernel(
     CAUSAL: gl.constexpr, G: gl.constexpr, B: gl.constexpr, D: gl.constexpr, SPLIT_M: gl.constexpr,
     BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    HALVES: gl.constexpr = D // 64
     dtype: gl.constexpr = query.dtype.element_ty
     kh, s, row_start, q_len, seq_len, first_token, end_tile, full_end = work_item(
         gl.program_id(0), tiles, K, seq_lens, query_start_loc, S, CAUSAL, G, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, 4
     )
     if end_tile > 0:
-        tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        q_tiles = gl.allocate_shared_memory(dtype, [2 * HALVES, BLOCK_M // 2, 64], tile_layout)
-        k_pages = gl.allocate_shared_memory(dtype, [STAGES * HALVES * (BLOCK_N // PAGE), PAGE, 64], tile_layout)
-        v_pages = gl.allocate_shared_memory(dtype, [STAGES * HALVES * (BLOCK_N // PAGE), PAGE, 64], tile_layout)
-        k_tiles = k_pages._reinterpret(dtype, [STAGES * HALVES, BLOCK_N, 64], tile_layout)
-        v_tiles = v_pages._reinterpret(dtype, [STAGES * HALVES, BLOCK_N, 64], tile_layout)
+        copy_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+        q_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        kv_layout: gl.constexpr = tile_layout(BLOCK_N, D)
+        pages: gl.constexpr = STAGES * (BLOCK_N // PAGE)
+        q_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, D], q_layout)
+        k_pages = gl.allocate_shared_memory(dtype, [pages, PAGE // 8, D // 64, 8, 64], copy_layout)
+        v_pages = gl.allocate_shared_memory(dtype, [pages, PAGE // 8, D // 64, 8, 64], copy_layout)
+        k_tiles = k_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], kv_layout)
+        v_tiles = v_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], kv_layout)
         k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -431,15 +418,9 @@ def prefill_kernel(
             mbarrier.init(v_empty.index(stage), count=2)
         mbarrier.init(v_clean, count=1)
         fence_async_shared()
-        # The producer is the default partition although one warp would do: only in workers does ptxas keep the stage of
-        # the pipeline in uniform registers, without which every product waits for its address.
         gl.warp_specialize(
             [
-                (producer, (
-                    k_desc, v_desc, block_tables + s.to(gl.int64) * table_stride_s, table_stride_m, rows_n,
-                    kh * rows_head, kh * columns_head, seq_len, end_tile,
-                    k_pages, v_pages, k_full, k_empty, v_full, v_empty, B, D, BLOCK_N, PAGE, STAGES,
-                )),
+                (idle, ()),
                 (first_consumer, (
                     out, lse, query, sinks, K, q_stride_t, q_stride_h, scale,
                     kh, row_start, q_len, seq_len, first_token, end_tile, full_end,
@@ -452,7 +433,12 @@ def prefill_kernel(
                     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
                     CAUSAL, G, D, BLOCK_M, BLOCK_N, STAGES,
                 )),
+                (producer, (
+                    k_desc, v_desc, block_tables + s.to(gl.int64) * table_stride_s, table_stride_m, rows_n,
+                    kh * rows_head, kh * columns_head // 64, seq_len, end_tile,
+                    k_pages, v_pages, k_full, k_empty, v_full, v_empty, B, D, BLOCK_N, PAGE, STAGES,
+                )),
             ],
-            [4, 4],
-            [232, 232],
+            [4, 4, 1],
+            [232, 232, 24],
         )  # fmt: skip
