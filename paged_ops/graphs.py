@@ -403,8 +403,10 @@ class InputBuffers:
 
     # Dimensions of size 0 and 1 would compile graphs of their own.
     LEAST = 2
-    # Sizes of the step that leaves them open: different ones, or a compiler would take T and S for the same number.
+    # Sizes of the step that leaves them open, and the least of the buffers that they are views of: numbers that are
+    # nobody else's, or a compiler would take them for the same.
     OPEN_SEQS, OPEN_TOKENS = 3, 7
+    LEAST_SEQS, LEAST_TOKENS = 5, 11
 
     def __init__(
         self,
@@ -414,7 +416,7 @@ class InputBuffers:
         max_model_len: int,
         graph_support: GraphSupport = GraphSupport.ALWAYS,
     ) -> None:
-        seqs, tokens = max(max_num_seqs, self.OPEN_SEQS), max(max_num_tokens, self.OPEN_TOKENS)
+        seqs, tokens = max(max_num_seqs, self.LEAST_SEQS), max(max_num_tokens, self.LEAST_TOKENS)
         self.builder = AttentionMetadataBuilder(
             kv_cache.block_size,
             seqs,

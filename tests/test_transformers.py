@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the e
 from paged_ops.cache import KVCache  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
+from paged_ops.integrations.projections import fuse_projections  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM, attention  # noqa: E402
 from paged_ops.layouts import Layout  # noqa: E402
 
@@ -165,6 +166,34 @@ def test_greedy_tokens_equal_generate_compiled(name: str) -> None:
     assert report.code[0].count("paged_ops.paged_attention.default(") == 2
     assert loop.stats.swapped_out > 0
     assert loop.stats.cached_tokens > 0
+
+
+# Kinds of layers, and the parts around them: the rotary embedding, of some once for each kind, and the last norm.
+COMPILATIONS = {"llama": 1 + 2, "qwen3": 1 + 2, "gpt_oss": 2 + 2, "gemma3n_shared_kv": 4 + 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILATIONS)
+def test_one_compilation_for_all_layers_of_a_kind(name: str) -> None:
+    model = make_model(name, **({"num_hidden_layers": 5} if name == "llama" else {}))
+    want = generate_by_transformers(model)
+    fuse_projections(model)
+    paged = PagedCausalLM(model).compile_layers(dynamic=True)
+    kv_cache = paged.allocate_kv_cache(56, B, num_host_blocks=56)
+    loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
+    with CompileReport(kv_cache.layers) as report:
+        loop.warm_up()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert loop.generate(prompts(), GREEDY) == want
+    assert (report.graphs, report.graph_breaks) == (COMPILATIONS[name], 0), report.recompile_reasons
+    assert report.cache_copies == 0, report.copies
+
+
+def test_layers_that_are_none() -> None:
+    paged = PagedCausalLM(make_model("llama"))
+    paged.model.model.layers = torch.nn.Sequential(*paged.model.model.layers)
+    with pytest.raises(ValueError, match=r"model: expected a decoder with a list `layers`, got LlamaForCausalLM"):
+        paged.compile_layers()
 
 
 @pytest.mark.gpu
