@@ -121,7 +121,7 @@ def _rows(cache: Tensor) -> tuple[int, int, int, int, int] | None:
     if stride_d != 1 or B % 8 or stride_b % aligned or stride_n % (8 * stride_b) or cache.data_ptr() % 16:
         return None
     rows_n = stride_n // stride_b
-    if stride_k < stride_b and stride_k % 64 == 0:
+    if K == 1 or (stride_k < stride_b and stride_k % 64 == 0):
         rows, columns, between = (N - 1) * rows_n + B, (K - 1) * stride_k + D, (rows_n, 0, stride_k)
     elif stride_k % (8 * stride_b) == 0:
         rows_k = stride_k // stride_b
