@@ -3,25 +3,36 @@
     python benchmarks/decode_step.py --commit $(git rev-parse --short HEAD) --out decode_step.jsonl
 
 Each line is one (batch × context) point of one variant: milliseconds a step (median of replays, argmax and the advance
-to the next token included), milliseconds without those two, beside the roofline. Before a point is timed, its logits
-are compared with a step that is neither compiled nor captured and attends by the float32 reference.
+to the next token included), milliseconds without those two, beside the roofline, the model's matrix products alone, and
+the clock and power of the GPU while it ran. Before a point is timed, its logits are compared with a step that is
+neither compiled nor captured and attends by the float32 reference.
 
-Variants: ``default`` compiles without autotuning; ``descent`` tunes generated kernels, and turns the products of one
-row into them; ``autotune`` also times Triton's matrix products against cuBLAS's; ``static`` is the same model, compiled
-and captured the same way, with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences
-share the first so many tokens: ``cascade`` reads them once for all.
+Variants of the plain model, ``examples/compile_decode.py``: ``default`` compiles without autotuning; ``descent`` tunes
+generated kernels, and turns the products of one row into them; ``autotune`` also times Triton's matrix products
+against cuBLAS's; ``no_attention`` writes the cache and does not read it; ``static`` is the same model with an unpaged
+cache and SDPA as PyTorch chooses. In the points with a ``+`` all sequences share the first so many tokens: ``cascade``
+reads them once for all, ``default`` does not. ``transformers`` is the model of that library with this package's
+attention, its projections fused and its layers compiled; ``transformers_static`` the same model as that library runs it
+fastest by itself: a static cache, ``torch.compile(mode="reduce-overhead")``.
+
+``--cold`` times the first step of a process with empty caches instead: compilation, and loading what it made.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +48,8 @@ from compile_decode import Config, Layer, Llama
 
 from paged_ops import AttentionMetadata, Batch, KVCache, cascade_attention, reference, reshape_and_cache
 from paged_ops.graphs import DecodeGraphs, GraphKey, InputBuffers
+from paged_ops.integrations import transformers as integration
+from paged_ops.integrations.projections import fuse_projections
 
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
 POINTS = {"1x1024": (1, 1024), "1x32768": (1, 32768), "16x4096": (16, 4096), "64x1024": (64, 1024)}
@@ -47,11 +60,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "descent": {"coordinate_descent_tuning": True},
     "autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
+    "no_attention": {},
     "static": {},
-    "cascade": {"coordinate_descent_tuning": True},
+    "cascade": {},
+    "transformers": {},
+    "transformers_static": {},
 }
+COLD = ("plain", "transformers", "transformers_whole")
 BLOCK_SIZE, REPLAYS = 16, 40
 BYTES_PER_SECOND, FLOPS = 4556e9, 700e12
+PARTS = {  # of a step, by the names of its kernels
+    "attention": "split_kernel|merge_kernel|prefill_kernel|decode_kernel|paged_attention|attn|flash|fmha",
+    "products": "nvjet|cublas|gemm|gemv|splitK|_mm_|triton_tem",
+    "cache write": "write_kernel",
+}
 
 
 def roofline_ms(c: Config, batch: int, context: int) -> float:
@@ -97,37 +119,102 @@ class CascadeLayer(Layer):
         return cascade_attention(query, kv_cache, *prefix, *suffix, m.query_start_loc, self.head_size**-0.5)
 
 
-LAYERS = {"static": StaticLayer, "cascade": CascadeLayer}
+class NoAttentionLayer(Layer):
+    """Everything but attention."""
+
+    rows: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, m: AttentionMetadata) -> Tensor:
+        reshape_and_cache(key, value, kv_cache, m.slot_mapping)
+        return NoAttentionLayer.rows[: len(query)]
 
 
-def reference_attend(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, m: AttentionMetadata
-) -> Tensor:
-    reshape_and_cache(key, value, kv_cache, m.slot_mapping)
-    batch = m.block_tables, m.seq_lens, m.query_start_loc
-    return reference.paged_attention(query.float(), kv_cache.float(), *batch, layer.head_size**-0.5).to(query.dtype)
+LAYERS = {"static": StaticLayer, "cascade": CascadeLayer, "no_attention": NoAttentionLayer}
 
 
-def check(model: Llama, run: DecodeGraphs, batch: Batch, ids: Tensor, prefix: int, kv_cache: KVCache) -> float:
+def transformers_model(c: Config) -> Any:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocabulary,
+        hidden_size=c.hidden,
+        intermediate_size=c.intermediate,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_size,
+        max_position_embeddings=c.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    )
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+class Models:
+    """The models that variants share; at most one of each kind is alive."""
+
+    def __init__(self) -> None:
+        self._kind, self._model = "", None
+
+    def get(self, variant: str, options: dict[str, Any]) -> Any:
+        """The model of a variant as a step, freshly compiled."""
+        torch._dynamo.reset()
+        kind = variant if variant.startswith("transformers") else "plain"
+        if kind != self._kind:
+            self._model = None
+            torch.cuda.empty_cache()
+            self._model = make_model(LLAMA_8B) if kind == "plain" else transformers_model(LLAMA_8B)
+            self._kind = kind
+            if kind == "transformers":
+                fuse_projections(self._model)
+                self._model = integration.PagedCausalLM(self._model)
+        if kind == "transformers":
+            self._model.compile_layers(dynamic=False, options=options)
+        elif kind == "plain":
+            layer_type = LAYERS.get(variant, Layer)
+            self._model.begin, self._model.run_layer = self._model._begin, layer_type.forward
+            self._model.end = self._model._end
+            for layer in self._model.layers:
+                layer.__class__ = layer_type
+            self._model.compile_parts(dynamic=False, **options)
+        return self._model
+
+
+@contextlib.contextmanager
+def float32_reference() -> Iterator[None]:
+    """Within it nothing is compiled, and attention is the reference's."""
+
+    def attend(query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> Tensor:
+        features.pop("value_cache", None)
+        return reference.paged_attention(query.float(), kv_cache.float(), *batch, **features).to(query.dtype)
+
+    modules = compile_decode, integration
+    before, own = [module.paged_attention for module in modules], CascadeLayer.attend
+    for module in modules:
+        module.paged_attention = attend
+    CascadeLayer.attend = Layer.attend
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        CascadeLayer.attend = own
+        for module, function in zip(modules, before, strict=True):
+            module.paged_attention = function
+
+
+def check(model: Any, run: DecodeGraphs, batch: Batch, ids: Tensor, prefix: int, kv_cache: KVCache) -> float:
     """The relative error of a replay's logits against plain steps with the float32 reference."""
     got = run.replay(batch, ids, common_prefix_len=prefix).float()
-    needed = batch.block_ids.flatten().to("cuda")
-    small = [layer[needed].contiguous() for layer in kv_cache.layers]  # else the reference would widen all of it
-    renumbered = Batch(
-        batch.query_lens, batch.num_computed_tokens, torch.arange(len(needed)).view(batch.block_ids.shape)
-    )
-    attend, compile_decode.Layer.attend = compile_decode.Layer.attend, reference_attend
-    parts = model.begin, model.run_layer, model.end
-    model.begin, model.run_layer, model.end = model._begin, Layer.forward, model._end
-    try:
-        cache = KVCache(1, len(needed), BLOCK_SIZE, 1, 1)  # only for its sizes
-        buffers = InputBuffers(cache, batch.num_reqs, batch.num_reqs, len(needed) * BLOCK_SIZE)
-        inputs = buffers.fill(renumbered, ids.cpu(), batch.num_reqs, batch.num_reqs)
-        on_gpu = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.cuda(), inputs.metadata)
+    needed, places = batch.block_ids.unique(return_inverse=True)
+    small = [layer[needed.cuda()] for layer in kv_cache.layers]  # else the reference would widen all of it
+    renumbered = Batch(batch.query_lens, batch.num_computed_tokens, places.view(batch.block_ids.shape).int())
+    cache = KVCache(1, len(needed), BLOCK_SIZE, 1, 1)  # only for its sizes
+    buffers = InputBuffers(cache, batch.num_reqs, batch.num_reqs, batch.block_ids.shape[1] * BLOCK_SIZE)
+    inputs = buffers.fill(renumbered, ids.cpu(), batch.num_reqs, batch.num_reqs)
+    on_gpu = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.cuda(), inputs.metadata)
+    with float32_reference():
         want = model(inputs.input_ids.cuda(), on_gpu, inputs.last_rows.cuda(), small).float()
-    finally:
-        compile_decode.Layer.attend = attend
-        model.begin, model.run_layer, model.end = parts
     return float((got - want).norm() / want.norm())
 
 
@@ -152,10 +239,40 @@ def host_us(function: Callable[[], Any], repeats: int = 20) -> float:
     return 1e6 * statistics.median(taken)
 
 
-def time_replays(graph: Any) -> float:
-    """Median milliseconds, the lower of two runs after a warm one."""
+def time_replays(graph: Any) -> tuple[float, dict[str, float]]:
+    """Median milliseconds, the lower of two runs after a warm one; and the GPU's state while it runs."""
     time_ms(graph.replay, 5)
-    return min(statistics.median(time_ms(graph.replay, REPLAYS)) for _ in range(2))
+    ms = min(statistics.median(time_ms(graph.replay, REPLAYS)) for _ in range(2))
+    for _ in range(REPLAYS):
+        graph.replay()
+    state = {
+        "mhz": torch.cuda.clock_rate(),
+        "watts": torch.cuda.power_draw() / 1e3,
+        "celsius": torch.cuda.temperature(),
+    }
+    torch.cuda.synchronize()
+    return ms, state
+
+
+def time_products(c: Config, rows: int) -> float:
+    """Milliseconds of the matrix products of a step alone, captured."""
+    inputs = {size: torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (c.hidden, c.intermediate)}
+    sizes = (c.heads + 2 * c.kv_heads) * c.head_size, c.hidden, 2 * c.intermediate, c.hidden
+    depths = c.hidden, c.heads * c.head_size, c.hidden, c.intermediate
+    inputs[c.heads * c.head_size] = torch.randn(rows, c.heads * c.head_size, device="cuda", dtype=torch.bfloat16)
+    options: dict[str, Any] = dict(device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(n, k, **options) for _ in range(c.layers) for n, k in zip(sizes, depths, strict=True)]
+    weights.append(torch.randn(c.vocabulary, c.hidden, **options))
+
+    def run() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return time_replays(graph)[0]
 
 
 def kernels(run: Callable[[], Any], steps: int = 3) -> list[tuple[str, float, float]]:
@@ -175,17 +292,27 @@ def kernels(run: Callable[[], Any], steps: int = 3) -> list[tuple[str, float, fl
     )
 
 
+def parts_of(rows: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Milliseconds a step by part; kernels that overlap count twice."""
+    ms: dict[str, float] = defaultdict(float)
+    for name, _, us in rows:
+        part = next((part for part, names in PARTS.items() if re.search(names, name)), "rest")
+        ms[part] += us / 1e3
+    return {part: round(value, 3) for part, value in ms.items()}
+
+
 def measure(
-    model: Llama, variant: str, point: str, kv_cache: KVCache, checked: bool = False, profiled: bool = False
+    models: Models,
+    variant: str,
+    point: str,
+    kv_cache: KVCache,
+    options: dict[str, Any],
+    checked: bool = False,
+    profiled: bool = False,
 ) -> dict[str, Any]:
     S, context = (POINTS | SHARING)[point]
     prefix = PREFIXES.get(point, 0)
-    torch._dynamo.reset()
-    layer_type = LAYERS.get(variant, Layer)
-    model.begin, model.run_layer, model.end = model._begin, layer_type.forward, model._end
-    for layer in model.layers:
-        layer.__class__ = layer_type
-    model.compile_parts(dynamic=False, **VARIANTS[variant])
+    model = models.get(variant, VARIANTS[variant] | options)
     lookahead = 2 * REPLAYS + 8
     start = context - lookahead // 2 - 1  # the contexts of the replays are centred on the point's
     longest = context + lookahead
@@ -195,63 +322,135 @@ def measure(
     own = blocks[shared:][: S * (columns - shared)].view(S, columns - shared)
     tables = torch.cat([blocks[:shared].expand(S, shared), own], 1)
     batch = Batch(torch.ones(S, dtype=torch.int64), torch.full((S,), start), tables)
-    ids = torch.randint(LLAMA_8B.vocabulary, (S,), device="cuda")
+    c = LLAMA_8B
+    ids = torch.randint(c.vocabulary, (S,), device="cuda")
     layers = kv_cache.layers
     if variant == "static":
-        c = LLAMA_8B
         shape = 2, S, c.kv_heads, longest, c.head_size
         kv_cache.layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in layers]
+    NoAttentionLayer.rows = torch.randn(S, c.heads, c.head_size, dtype=torch.bfloat16, device="cuda")
     record: dict[str, Any] = {"point": point, "variant": variant}
+    if options:
+        record["options"] = options
     try:
-        options: dict[str, Any] = dict(
+        sizes: dict[str, Any] = dict(
             max_num_seqs=S, max_model_len=columns * BLOCK_SIZE, mode="FULL_DECODE_ONLY", seq_sizes=[S]
         )
-        options["cascade"] = variant == "cascade"
-        key = GraphKey(S, S, cascade=options["cascade"])
-        run = DecodeGraphs(model, kv_cache, sample=lambda logits: logits.argmax(-1), **options)
+        sizes["cascade"] = variant == "cascade"
+        key = GraphKey(S, S, cascade=sizes["cascade"])
+        run = DecodeGraphs(model, kv_cache, sample=lambda logits: logits.argmax(-1), **sizes)
         record["capture_s"] = round(run.capture(dynamic=False).seconds, 2)
-        if checked and variant != "static":
+        if checked and variant not in ("static", "no_attention"):
             record["error"] = check(model, run, batch, ids, prefix, kv_cache)
             assert record["error"] < 0.03, record
         logits = run.replay(batch, ids, common_prefix_len=prefix, lookahead=lookahead)
         assert logits.isfinite().all()
-        record["ms"] = time_replays(run.captured[key])
+        record["ms"], state = time_replays(run.captured[key])
+        record |= state
         run.replay(batch, ids, common_prefix_len=prefix, lookahead=lookahead)
         record["host_us_next"] = host_us(run.replay_next)
         record["host_us"] = host_us(lambda: run.replay(batch, ids, common_prefix_len=prefix))
-        without = DecodeGraphs(model, kv_cache, **options)
+        without = DecodeGraphs(model, kv_cache, **sizes)
         without.capture(dynamic=False)
         without.replay(batch, ids, common_prefix_len=prefix)
-        record["ms_without_sampling"] = time_replays(without.captured[key])
+        record["ms_without_sampling"], _ = time_replays(without.captured[key])
         if profiled:
-            record["kernels"] = kernels(without.captured[key].replay)
+            record["kernels"] = kernels(run.captured[key].replay)
+            record["parts"] = parts_of(record["kernels"])
     finally:
         kv_cache.layers = layers
     if not prefix:
-        record["roofline_ms"] = roofline_ms(LLAMA_8B, S, context)
+        record["roofline_ms"] = roofline_ms(c, S, context)
         record["percent"] = 100 * record["roofline_ms"] / record["ms"]
     return record
+
+
+def measure_transformers_static(models: Models, point: str) -> dict[str, Any]:
+    """The model as its library runs it fastest: a static cache and a step that inductor captures by itself."""
+    import transformers
+
+    S, context = POINTS[point]
+    c, model = LLAMA_8B, models.get("transformers_static", {})
+    cache = transformers.StaticCache(config=model.config, max_cache_len=context + REPLAYS)
+    cache.early_initialization(S, c.kv_heads, c.head_size, torch.bfloat16, torch.device("cuda"))
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+        layer.cumulative_length.fill_(context - 2 * REPLAYS)
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def step(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+
+    ids = torch.randint(c.vocabulary, (S, 1), device="cuda")
+
+    def run() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        ids.copy_(step(ids))
+
+    began = time.perf_counter()
+    time_ms(run, 4)
+    record: dict[str, Any] = {"point": point, "variant": "transformers_static"}
+    record["capture_s"] = round(time.perf_counter() - began, 2)
+    record["ms"] = min(statistics.median(time_ms(run, REPLAYS)) for _ in range(2))
+    record["roofline_ms"] = roofline_ms(c, S, context)
+    return record
+
+
+def cold(kind: str) -> dict[str, Any]:
+    """Seconds until the first step of 16 sequences is through, in a process that has compiled nothing."""
+    c, S = LLAMA_8B, 16
+    if kind == "plain":
+        model: Any = make_model(c).compile_parts(dynamic=True)
+    else:
+        model = transformers_model(c)
+        fuse_projections(model)
+        model = integration.PagedCausalLM(model)
+        model = model.compile_layers(dynamic=True) if kind == "transformers" else torch.compile(model, fullgraph=True)
+    options: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
+    kv_cache = KVCache(c.layers, 256, BLOCK_SIZE, c.kv_heads, c.head_size, **options)
+    run = DecodeGraphs(model, kv_cache, max_num_seqs=S, seq_sizes=[S], mode="FULL_DECODE_ONLY")
+    torch.cuda.synchronize()
+    report = run.capture()
+    return {"cold": kind, "seconds": round(report.seconds, 2), "graphs": report.graphs}
+
+
+def cold_elsewhere(kind: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        command = [sys.executable, __file__, "--cold-here", kind]
+        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return record
+
+
+def print_table(records: list[dict[str, Any]]) -> None:
+    points = [point for point in POINTS | SHARING if any(r.get("point") == point for r in records)]
+    print(f"{'ms a step':22}" + "".join(f"{point:>14}" for point in points))
+    for variant in VARIANTS:
+        ms = {r["point"]: r["ms"] for r in records if r.get("variant") == variant and "ms" in r}
+        if ms:
+            print(f"{variant:22}" + "".join(f"{ms.get(point, float('nan')):14.2f}" for point in points))
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", default=list(POINTS), choices=list(POINTS | SHARING))
-    parser.add_argument("--variants", nargs="+", default=["default"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", default=["default"], choices=list(VARIANTS))
     parser.add_argument("--check", nargs="*", default=["1x1024", "16x4096"], help="points whose logits are compared")
     parser.add_argument("--profile", nargs="*", default=[], help="points with a table per kernel")
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path, required=True, help="a file of JSON lines to append to")
+    parser.add_argument("--options", type=json.loads, default={}, help="of inductor, on top of each variant's: JSON")
+    parser.add_argument("--cold", nargs="*", default=[], choices=COLD, help="models whose compilation to time")
+    parser.add_argument("--cold-here", choices=COLD, help=argparse.SUPPRESS)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path, default=Path(os.devnull), help="a file of JSON lines to append to")
     args = parser.parse_args()
-
     torch.manual_seed(0)
-    model = make_model(LLAMA_8B)
-    tokens = max(S * (context + 2 * REPLAYS + 2 * BLOCK_SIZE) for S, context in POINTS.values())
-    c = LLAMA_8B
-    options: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
-    kv_cache = KVCache(c.layers, tokens // BLOCK_SIZE + 300, BLOCK_SIZE, c.kv_heads, c.head_size, **options)
-    for layer in kv_cache.layers:
-        layer.normal_()
+    if args.cold_here:
+        print(json.dumps(cold(args.cold_here)))
+        return
     about = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -259,19 +458,47 @@ def main() -> None:
         "commit": args.commit,
         "date": time.strftime("%Y-%m-%d"),
     }
+    records: list[dict[str, Any]] = []
+
+    def add(record: dict[str, Any]) -> None:
+        records.append(record)
+        with args.out.open("a") as out:
+            out.write(json.dumps(record | about) + "\n")
+        numbers = {key: f"{value:.4g}" for key, value in record.items() if isinstance(value, (float, int))}
+        print(*(record[key] for key in ("cold", "point", "variant") if key in record), numbers, flush=True)
+        for name, launches, us in record.get("kernels", [])[:25]:
+            print(f"  {us:8.1f} µs {launches:6.1f}x  {name}", flush=True)
+
+    for kind in args.cold:
+        add(cold_elsewhere(kind))
+    rows = sorted({(POINTS | SHARING)[point][0] for point in args.points}) if args.variants else []
+    products = {S: time_products(LLAMA_8B, S) for S in rows}
+    torch.cuda.empty_cache()
+    models = Models()
+    tokens = max(S * (context + 2 * REPLAYS + 2 * BLOCK_SIZE) for S, context in POINTS.values())
+    c = LLAMA_8B
+    options: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
+    kv_cache = KVCache(
+        c.layers, (tokens // BLOCK_SIZE + 300) * bool(rows), BLOCK_SIZE, c.kv_heads, c.head_size, **options
+    )
+    for layer in kv_cache.layers:
+        layer.normal_()
     # Once the profiler has run, launches cost the host more until the process ends: it comes last.
     plan = [(variant, point, False) for variant in args.variants for point in args.points]
     plan += [(variant, point, True) for variant in args.variants for point in args.profile]
     for variant, point, profiled in plan:
-        record = measure(model, variant, point, kv_cache, not profiled and point in args.check, profiled)
+        if variant == "transformers_static":
+            record = {} if profiled else measure_transformers_static(models, point)
+        else:
+            is_checked = not profiled and point in args.check
+            record = measure(models, variant, point, kv_cache, args.options, is_checked, profiled)
         if profiled:
-            record = {key: record[key] for key in ("point", "variant", "kernels")}
-        with args.out.open("a") as out:
-            out.write(json.dumps(record | about) + "\n")
-        numbers = {key: f"{value:.3g}" for key, value in record.items() if isinstance(value, float)}
-        print(point, variant, numbers, flush=True)
-        for name, launches, us in record.get("kernels", [])[:25]:
-            print(f"  {us:8.1f} µs {launches:6.1f}x  {name}", flush=True)
+            record = {key: record[key] for key in ("point", "variant", "kernels", "parts") if key in record}
+        elif record:
+            record["products_ms"] = products[(POINTS | SHARING)[point][0]]
+        if record:
+            add(record)
+    print_table(records)
 
 
 if __name__ == "__main__":
