@@ -1,4 +1,4 @@
-"""``paged-ops demo | generate | support``: see it work, run a model, ask what runs where.
+"""``paged-ops demo | generate | support | bench | tune``: see it work, run a model, ask what runs where and how fast.
 
 What is for people goes to stdout, or to stderr with ``--json``: then stdout holds one line, a JSON object.
 """
@@ -27,6 +27,7 @@ from rich.text import Text
 
 import paged_ops
 from paged_ops import features
+from paged_ops.benchmark.commands import bench, tune_tiles
 from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
 from paged_ops.graphs import GraphMode
 from paged_ops.op import DISPATCH_KEYS, OPS, supports
@@ -47,6 +48,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Paged attention and its cache operations as PyTorch operators.",
 )
+
+app.command()(bench)
+app.command("tune")(tune_tiles)
 
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where the ops run on it, else cpu.")

@@ -1,0 +1,193 @@
+"""What is measured: batches by shape, the bytes and operations that they need, and their inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Seqs = Sequence[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Causal attention of a ragged batch over a paged cache of layout NHD; ``seqs`` are pairs (q_len, seq_len)."""
+
+    group: str
+    name: str
+    seqs: tuple[tuple[int, int], ...]
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype | None = None  # None: dtype
+    captured_len: int | None = None  # seq_lens all this long at capture, the true lengths at replay
+
+    @property
+    def key(self) -> str:
+        """The case in words, unique: what ``--cases`` matches and what a record is found by."""
+        return f"{self.group} {self.num_heads}/{self.num_kv_heads} {self.name}"
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.cache_dtype or self.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(q_len for q_len, _ in self.seqs)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of the sequences, once."""
+        tokens = sum(seq_len for _, seq_len in self.seqs)
+        return tokens * self.num_kv_heads * self.head_size * 2 * self.stored.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes that a call moves: keys, values and queries read once, the result written once."""
+        return self.kv_bytes + 2 * self.num_tokens * self.num_heads * self.head_size * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of both products, over the pairs of query and key that causality leaves."""
+        pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in self.seqs)
+        return 4 * self.num_heads * self.head_size * pairs
+
+
+@dataclasses.dataclass
+class Inputs:
+    """The arguments of one call: those of :func:`paged_ops.paged_attention`."""
+
+    case: Case
+    query: Tensor  # [T, H, D]
+    kv_cache: Tensor  # [N, 2, B, K, D]
+    block_tables: Tensor  # int32 [S, M]
+    seq_lens: Tensor  # int32 [S]
+    query_start_loc: Tensor  # int32 [S + 1]
+
+    @property
+    def scale(self) -> float:
+        return self.case.head_size**-0.5
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+        return self.query, self.kv_cache, self.block_tables, self.seq_lens, self.query_start_loc, self.scale
+
+    def sequence(self, s: int) -> Tensor:
+        """Keys and values of a sequence, ``[2, n, K, D]`` in the model's dtype."""
+        n = self.case.seqs[s][1]
+        blocks = self.block_tables[s, : -(-n // self.case.block_size)].long()
+        kv = self.kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :n]
+        return kv.to(self.case.dtype)
+
+
+def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 256) -> list[Inputs]:
+    """Calls over different blocks of one cache, in random order, with ``cache_bytes`` of keys and values or more.
+
+    Args:
+        case: the batch.
+        device: of the tensors.
+        cache_bytes: several times the device's last cache, so that no call finds its data there.
+        most: calls at most (at least 2).
+    """
+    needed = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
+    calls = min(max(2, math.ceil(cache_bytes / case.kv_bytes)), most)
+    shape = (calls * sum(needed), 2, case.block_size, case.num_kv_heads, case.head_size)
+    kv_cache = torch.empty(shape, dtype=case.stored, device=device)
+    for part in kv_cache.split(max(1, (1 << 28) // math.prod(shape[1:]))):
+        part.copy_(torch.randn(part.shape, dtype=case.dtype, device=device))
+    ids = torch.randperm(shape[0], dtype=torch.int32)
+    starts = [0, *itertools.accumulate(q_len for q_len, _ in case.seqs)]
+    made = []
+    for of_call in ids.view(calls, -1):
+        tables = torch.zeros(len(needed), max(needed), dtype=torch.int32)
+        for row, blocks in zip(tables, of_call.split(needed), strict=True):
+            row[: len(blocks)] = blocks
+        made.append(
+            Inputs(
+                case,
+                torch.randn(case.num_tokens, case.num_heads, case.head_size, dtype=case.dtype, device=device),
+                kv_cache,
+                tables.to(device),
+                torch.tensor([seq_len for _, seq_len in case.seqs], dtype=torch.int32, device=device),
+                torch.tensor(starts, dtype=torch.int32, device=device),
+            )
+        )
+    return made
+
+
+def decode(batch: int, context: int) -> tuple[tuple[int, int], ...]:
+    return ((1, context),) * batch
+
+
+def ragged(batch: int, shortest: int = 16, longest: int = 16384) -> tuple[tuple[int, int], ...]:
+    """Decode of lengths between two bounds, log-uniform, always the same."""
+    generator = random.Random(0)
+    bounds = math.log(shortest), math.log(longest)
+    return tuple((1, int(math.exp(generator.uniform(*bounds)))) for _ in range(batch))
+
+
+DECODE = {
+    "1x131072": decode(1, 131072),
+    "8x8192": decode(8, 8192),
+    "64x4096": decode(64, 4096),
+    "256x1024": decode(256, 1024),
+    "ragged128": ragged(128),
+    "1x1024": decode(1, 1024),
+}
+PREFILL = {
+    "1x8192": ((8192, 8192),),
+    "8x1024@4096": ((1024, 4096),) * 8,
+    "2048@8192+63x4096": ((2048, 8192), *decode(63, 4096)),
+}
+FP8 = torch.float8_e4m3fn
+
+
+def gpu_cases() -> list[Case]:
+    """The tables of docs/performance.md, a group each, and cases outside of what the kernels were tuned for."""
+    cases = [
+        Case("decode", name, seqs, H, K)
+        for H, K in ((32, 8), (64, 8), (32, 32), (8, 1))
+        for name, seqs in DECODE.items()
+    ]
+    cases += [
+        Case("prefill", f"{name} block {B}", seqs, block_size=B)
+        for B in (16, 64, 128)
+        for name, seqs in PREFILL.items()
+    ]
+    cases += [Case("fp8", name, DECODE[name], cache_dtype=FP8) for name in ("64x4096", "ragged128", "8x8192")]
+    many = DECODE["64x4096"]
+    cases += [Case("sizes", f"64x4096 D {D}", many, head_size=D) for D in (64, 96, 192, 256)]
+    cases += [Case("sizes", f"64x4096 block {B}", many, block_size=B) for B in (32, 64, 128)]
+    cases += [Case("sizes", "64x4096", many, H, K) for H, K in ((16, 8), (32, 2), (12, 4), (71, 1))]
+    cases += [Case("sizes", "64x4096 float16", many, dtype=torch.float16)]
+    cases += [Case("sizes", f"1x8192 D {D}", PREFILL["1x8192"], head_size=D) for D in (64, 256)]
+    cases += [Case("replay", f"{name} captured at 1", DECODE[name], captured_len=1) for name in DECODE]
+    cases += [Case("context", f"8x{2**n}", decode(8, 2**n)) for n in range(8, 17)]
+    cases += [Case("batch", f"{2**n}x4096", decode(2**n, 4096)) for n in range(9)]
+    return cases
+
+
+def cpu_cases() -> list[Case]:
+    """Small enough for any machine."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return [
+        Case("cpu", f"{name} {word}", seqs, block_size=16, dtype=dtype)
+        for word, dtype in dtypes.items()
+        for name, seqs in (
+            ("8x2048", decode(8, 2048)),
+            ("ragged16", ragged(16, 16, 2048)),
+            ("1x512 prefill", ((512, 512),)),
+        )
+    ]
+
+
+def host_case() -> Case:
+    """A decode batch so small that the device always waits for the host."""
+    return Case("host", "paged_attention, 8x64", decode(8, 64))

@@ -1,0 +1,181 @@
+"""``paged-ops bench`` and ``paged-ops tune``."""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from paged_ops.benchmark import cases, measure, report, run, tune
+from paged_ops.benchmark.providers import PROVIDERS
+from paged_ops.checks import expect
+
+Lines = list[dict[str, Any]]
+
+
+def bench(
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default as for demo.")] = None,
+    groups: Annotated[str, typer.Option(help="Groups of cases, with commas between; by default all.")] = "",
+    match: Annotated[str, typer.Option("--cases", help="A regular expression; the cases that it finds.")] = "",
+    providers: Annotated[str, typer.Option(help="With commas between; by default all that are installed.")] = "",
+    repeats: Annotated[int, typer.Option(help="Measurements whose median is taken, twice.")] = 30,
+    data: Annotated[Path | None, typer.Option(help="Append records to bench_<device>.jsonl in this folder.")] = None,
+    commit: Annotated[str | None, typer.Option(help="What the records name; by default what git says.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Call each case three times, for a profiler.")] = False,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and who serves them.")] = False,
+    write_report: Annotated[
+        bool, typer.Option("--report", help="Measure nothing: rewrite the tables and plots in docs/ from the records.")
+    ] = False,
+    docs: Annotated[Path, typer.Option(help="Where --report writes.")] = Path("docs"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
+) -> None:
+    """Measure attention and cache operations against peers and the device's ceilings.
+
+    Results are verified before they are timed. Exit code 1 if a result was wrong.
+    """
+    console = Console(stderr=json)
+    if write_report:
+        _report(console, data or Path("benchmarks/data"), docs)
+        return
+    from paged_ops.cli import choose_device
+
+    target = choose_device(device)
+    known = cases.gpu_cases() if target.type == "cuda" else cases.cpu_cases()
+    beside = [] if target.type == "cpu" else ["host", *["cache"] * run.has_cache_ops()]
+    all_groups = [*dict.fromkeys(case.group for case in known), *beside]
+    wanted = groups.split(",") if groups else all_groups
+    for group in wanted:
+        expect(group in all_groups, "--groups", f"some of {', '.join(all_groups)}", group)
+    names = providers.split(",") if providers else list(PROVIDERS)
+    for name in names:
+        expect(name in PROVIDERS, "--providers", f"some of {', '.join(PROVIDERS)}", name)
+    chosen = [case for case in known if case.group in wanted and re.search(match, case.key)]
+    asked = [PROVIDERS[name] for name in names]
+    if list_cases:
+        for case in chosen:
+            able = [each.name for each in asked if not each.reasons_against(case, target)]
+            console.print(f"{case.key}: {', '.join(able)}", highlight=False, soft_wrap=True)
+        return
+    if once:
+        for case in chosen:
+            for each in asked:
+                if not each.reasons_against(case, target):
+                    run.run_once(case, each, target)
+        return
+
+    records: Lines = []
+    about = run.about(target, commit)
+    path = None if data is None else data / f"bench_{report.file_name(about['device'])}.jsonl"
+
+    def keep(record: dict[str, Any]) -> None:
+        records.append({**record, **about})
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json_module.dumps(records[-1]) + "\n")
+        if "failed" in record:
+            text = f"{record['provider']}, {record.get('heads', '')} {record['case']}: {record['failed']}"
+            console.print(f"[red]failed:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
+        task = progress.add_task("ceilings", total=1 + len(chosen) + sum(each in wanted for each in beside))
+        ceilings = measure.measure_ceilings(target)
+        for record in run.ceiling_records(ceilings):
+            keep(record)
+        progress.advance(task)
+        for case in chosen:
+            progress.update(task, description=case.key)
+            for record in run.attention_records(case, asked, target, ceilings, repeats):
+                keep(record)
+            progress.advance(task)
+        for group in beside:
+            if group in wanted:
+                progress.update(task, description=group)
+                made = run.host_records(asked, target) if group == "host" else run.cache_records(ceilings)
+                for record in made:
+                    keep(record)
+                progress.advance(task)
+    for group in dict.fromkeys(record["group"] for record in records):
+        console.print(_table(group, [record for record in records if record["group"] == group]))
+    if path is not None:
+        console.print(f"{len(records)} records appended to {path}", highlight=False, soft_wrap=True)
+    if json:
+        print(json_module.dumps({**about, "records": records}))
+    if any("failed" in record for record in records):
+        raise typer.Exit(1)
+
+
+def tune_tiles(
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, ...; by default cuda.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write to; by default where the installed package reads.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="attention or cache; by default both.")] = "",
+    match: Annotated[str, typer.Option("--workloads", help="A regular expression; the workloads that it finds.")] = "",
+    repeats: Annotated[int, typer.Option(help="Measurements whose median is taken.")] = 10,
+) -> None:
+    """Sweep the tiles of the GPU kernels on this device and write the best as its configuration.
+
+    Every result is verified. Starts from the device's own configuration or the default; takes minutes.
+    """
+    console = Console()
+    from paged_ops.cli import choose_device
+
+    target = choose_device(device)
+    expect(target.type == "cuda", "--device", "a GPU, whose kernels have tiles to tune", str(target))
+    expect(only in ("", "attention", "cache"), "--only", "attention or cache", only)
+    from paged_ops.lowerings.gpu import tiles
+    from paged_ops.lowerings.gpu.device import CONFIGS, tuned
+
+    name = torch.cuda.get_device_name(target)
+    with console.status("") as status, torch.no_grad():
+        if only != "cache":
+            tree = tiles.table(name)
+            workloads = [each for each in tune.attention_workloads(target) if re.search(match, each.name)]
+            steps = tune.descend(tree, workloads, target, repeats, status.update)
+            _print_steps(console, steps, tune.write(out or CONFIGS, "attention", target, tree))
+        if only != "attention":
+            steps, numbers = [], {}
+            for op, workloads in tune.cache_workloads(target).items():
+                numbers[op] = tuned(op)
+                chosen = [each for each in workloads if re.search(match, each.name)]
+                steps += tune.descend(numbers[op], chosen, target, repeats, status.update)
+            _print_steps(console, steps, tune.write(out or CONFIGS, "cache", target, numbers))
+
+
+def _print_steps(console: Console, steps: list[tune.Step], path: Path) -> None:
+    table = Table("number", "before", "after", "time saved")
+    for step in steps:
+        table.add_row(".".join(step.place), str(step.before), str(step.after), f"{step.gain:.1%}")
+    console.print(table if steps else "Nothing was faster than what is configured.")
+    console.print(f"written: {path}", highlight=False, soft_wrap=True)
+
+
+def _report(console: Console, data: Path, docs: Path) -> None:
+    records = report.load(data)
+    expect(bool(records), "--data", "a folder with bench_*.jsonl, which bench --data writes", str(data))
+    for document in sorted([*docs.glob("*.md"), *docs.parent.glob("*.md")]):
+        count = report.rewrite(document, records, data)
+        if count:
+            console.print(f"{document}: {count} tables", highlight=False)
+    for path in report.plots(records, data, docs):
+        console.print(str(path), highlight=False)
+
+
+def _table(group: str, records: Lines) -> Table:
+    """The records of a group for people."""
+    table = Table("case", "provider", "µs", "% of floor", "GB/s", "TFLOP/s", "error", title=group, title_justify="left")
+    for record in records:
+        words = [record.get("heads", ""), record["case"]]
+        numbers = (record.get(name, "") for name in ("us", "percent", "gbps", "tflops", "error"))
+        table.add_row(" ".join(filter(None, words)), record.get("provider", ""), *map(str, numbers))
+    return table

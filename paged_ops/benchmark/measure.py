@@ -1,0 +1,256 @@
+"""How a case is measured: graph replays over rotated inputs, poisoned and verified results, ceilings of the same run.
+
+On a GPU all calls of a case are captured in one CUDA graph, one call a set of inputs, and the sets together are several
+times the last cache. The results are filled with NaN, the graph is replayed, and the first and the last result are
+compared with a float32 reference before anything is timed. A replay is timed by events; a read of other memory goes
+before it, so that the launch of the graph is not in the time and nothing is left in the cache. Times are medians, taken
+twice. On a CPU the calls run one after the other, in memory that is filled with NaN where it is uninitialised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops.benchmark.cases import Case, Inputs, make_inputs
+
+Call = Callable[[], Tensor]
+CPU_CACHE_BYTES = 64 << 20
+LARGEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}
+LOGITS_AT_ONCE = 1 << 28  # elements of the reference's logits
+REST_SECONDS = 0.02  # between replays that are bound by arithmetic: speeds in bursts, before the power limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches in this run: bytes a second read or copied, operations a second of bf16 products."""
+
+    read: float
+    copy: float
+    matmul: float
+
+    def floor_us(self, case: Case) -> float:
+        """The time that the bytes or the operations of a case need at the least."""
+        return max(case.bytes / self.read, case.flops / self.matmul) * 1e6
+
+    def is_compute_bound(self, case: Case) -> bool:
+        return case.flops / self.matmul > case.bytes / self.read
+
+
+class WrongResultError(RuntimeError):
+    """A provider's result is not that of the reference: its time means nothing."""
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The size of the last cache."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE_BYTES
+
+
+def inputs_of(case: Case, device: torch.device) -> list[Inputs]:
+    """Sets of inputs that together are four times the last cache."""
+    torch.manual_seed(0)
+    return make_inputs(case, device, 4 * cache_bytes(device), most=256 if device.type == "cuda" else 4)
+
+
+class Replay:
+    """Calls, one after the other, as one thing to run again: a CUDA graph, or on a CPU the calls themselves."""
+
+    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+        self._calls = calls
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.results = [call() for call in calls]  # compiles what must be compiled
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.results = [call() for call in calls]
+            self._other = torch.zeros(4 * cache_bytes(device) // 4, dtype=torch.float32, device=device)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def run(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.results = [call() for call in self._calls]
+
+    def run_poisoned(self) -> list[Tensor]:
+        """The results of a run into memory full of NaN."""
+        if self._graph is None:
+            with _nan_memory():
+                self.run()
+        else:
+            for result in self.results:
+                result.fill_(torch.nan)
+            self.run()
+            torch.cuda.synchronize()
+        return self.results
+
+    def median_us(self, repeats: int, rest: float = 0.0) -> float:
+        """Microseconds of one call."""
+        times = []
+        for n in range(repeats + 3):
+            time.sleep(rest)
+            if self._graph is None:
+                start = time.perf_counter()
+                self.run()
+                us = (time.perf_counter() - start) * 1e6
+            else:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                self._other.sum()
+                begin.record()
+                self._graph.replay()
+                end.record()
+                end.synchronize()
+                us = begin.elapsed_time(end) * 1e3
+            if n >= 3:
+                times.append(us / len(self._calls))
+        return statistics.median(times)
+
+
+@contextlib.contextmanager
+def _nan_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN."""
+    deterministic: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        deterministic.fill_uninitialized_memory = fill
+
+
+def reference(inputs: Inputs) -> Tensor:
+    """softmax(scale · q·kᵀ)·v in float32, ``[T, H, D]``, a sequence at a time."""
+    case = inputs.case
+    out = torch.empty_like(inputs.query, dtype=torch.float32)
+    G, start = case.num_heads // case.num_kv_heads, 0
+    for s, (q_len, seq_len) in enumerate(case.seqs):
+        k, v = inputs.sequence(s).float().transpose(1, 2)  # [K, n, D] each
+        j = torch.arange(seq_len, device=k.device)
+        rows = max(1, LOGITS_AT_ONCE // (case.num_heads * seq_len))
+        for first in range(0, q_len, rows):
+            count = min(rows, q_len - first)
+            part = slice(start + first, start + first + count)
+            i = torch.arange(first, first + count, device=k.device) + seq_len - q_len
+            q = inputs.query[part].float().view(count, -1, G, case.head_size).permute(1, 2, 0, 3)  # [K, G, q, D]
+            logits = (q.flatten(1, 2) @ k.transpose(1, 2)).view(*q.shape[:3], seq_len) * inputs.scale
+            weights = logits.masked_fill_(j > i[:, None], -torch.inf).softmax(-1)
+            out[part] = (weights.flatten(1, 2) @ v).view(q.shape).permute(2, 0, 1, 3).flatten(1, 2)
+        start += q_len
+    return out
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖; NaN where anything is NaN."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def verify(replay: Replay, sets: Sequence[Inputs]) -> float:
+    """The larger of the errors of the first and the last call, run into poisoned memory.
+
+    Raises:
+        WrongResultError: an error is beyond what the dtype explains, or a result was not written.
+    """
+    results = replay.run_poisoned()
+    ends = dict.fromkeys((0, len(sets) - 1))
+    errors = [relative_error(results[n].view_as(sets[n].query), reference(sets[n])) for n in ends]
+    limit = LARGEST_ERROR[sets[0].case.dtype]
+    if not all(error <= limit for error in errors):
+        raise WrongResultError(f"relative error: expected at most {limit}, got {' and '.join(map(str, errors))}")
+    return max(errors)
+
+
+def measure(calls: Sequence[Call], sets: Sequence[Inputs], ceilings: Ceilings, repeats: int = 30) -> dict[str, Any]:
+    """Time the calls of a provider, one for each set of inputs, after their results were verified.
+
+    Returns:
+        ``us`` of one call, ``us_twice`` as measured the first and the second time, ``error``, ``floor_us``, ``percent``
+        of the floor, ``gbps`` and ``tflops`` of the bytes and operations that the case needs.
+
+    Raises:
+        WrongResultError: a result is wrong.
+    """
+    case, device = sets[0].case, sets[0].query.device
+    true_lens = sets[0].seq_lens.clone()
+    if case.captured_len is not None:
+        for each in sets:
+            each.seq_lens.fill_(case.captured_len)
+    replay = Replay(calls, device)
+    for each in sets:
+        each.seq_lens.copy_(true_lens)
+    error = verify(replay, sets)
+    rest = REST_SECONDS if device.type == "cuda" and ceilings.is_compute_bound(case) else 0.0
+    twice = [replay.median_us(repeats, rest) for _ in range(2)]
+    us = statistics.mean(twice)
+    floor = ceilings.floor_us(case)
+    return {
+        "us": round(us, 2),
+        "us_twice": [round(each, 2) for each in twice],
+        "error": float(f"{error:.3g}"),
+        "floor_us": round(floor, 2),
+        "percent": round(100 * floor / us, 1),
+        "gbps": round(case.bytes / us / 1e3, 1),
+        "tflops": round(case.flops / us / 1e6, 2),
+        "calls": len(calls),
+    }
+
+
+def host_us(call: Callable[[], object], device: torch.device, calls: int = 20, repeats: int = 20) -> float:
+    """Microseconds of host time that a call takes to enqueue, the device waiting for it: the median of averages."""
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / calls)
+    return statistics.median(times)
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Read, copy and bf16 product (float32 on a CPU) at their best, in bursts."""
+    cuda = device.type == "cuda"
+    floats = (1 << 30) if cuda else (1 << 25)
+    source = torch.randn(floats // 64, device=device).repeat(64)
+    target = torch.empty_like(source)
+    n, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
+    a, b, c = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(3))
+
+    def best_us(call: Call, repeats: int = 10) -> float:
+        replay = Replay([call], device)
+        return min(replay.median_us(repeats, REST_SECONDS) for _ in range(2))
+
+    read = _reader(device)
+    return Ceilings(
+        read=source.nbytes / best_us(lambda: read(source)) * 1e6,
+        copy=2 * source.nbytes / best_us(lambda: torch.add(source, 1, out=target)) * 1e6,
+        matmul=2 * n**3 / best_us(lambda: torch.mm(a, b, out=c)) * 1e6,
+    )
+
+
+def _reader(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What reads a tensor as fast as the device can and writes next to nothing."""
+    if device.type == "cpu":
+        return torch.sum
+    from paged_ops.benchmark.read import read
+
+    return functools.partial(read, sink=torch.empty(1 << 16, device=device))

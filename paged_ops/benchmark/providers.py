@@ -1,0 +1,208 @@
+"""Who computes attention: this package and its peers, behind one protocol.
+
+A provider is a class with a name, reasons why it does not serve a case, and ``prepare``, which turns the inputs of a
+case into one call each. Whatever is not the call itself (plans, masks, other layouts of the same data) is made there
+and not timed. To add a provider, write such a class and add it to ``PROVIDERS``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import paged_ops
+from paged_ops.benchmark.cases import Case, Inputs
+from paged_ops.op import supports
+
+
+class Provider(Protocol):
+    """One way to compute paged attention."""
+
+    name: str
+    distribution: str  # whose version a record names
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        """Why it does not compute the case on the device; empty if it does."""
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        """For each set of inputs a call without arguments that returns attention, ``[T, H, D]`` in any shape."""
+
+
+class PagedOps:
+    """This package."""
+
+    name = "paged_ops"
+    distribution = "paged-ops"
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+        return supports(
+            "paged_attention", kind, dtype=case.dtype, cache_dtype=case.cache_dtype, head_size=case.head_size
+        )
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        return [functools.partial(paged_ops.paged_attention, *each.args) for each in sets]
+
+
+class FlashInfer:
+    """FlashInfer's wrappers over the same cache, planned for exactly these lengths."""
+
+    name = "FlashInfer"
+    distribution = "flashinfer-python"
+    WORKSPACE_BYTES = 512 << 20
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cuda":
+            reasons.append("runs on cuda")
+        if importlib.util.find_spec("flashinfer") is None:
+            reasons.append("flashinfer is not installed")
+        if case.captured_len is not None:
+            reasons.append("a plan is for the lengths that it was made for")
+        if case.dtype == torch.float32:
+            reasons.append("no float32")
+        if case.head_size not in (64, 128, 256):
+            reasons.append("head size: 64, 128 or 256")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        # Plans live in each wrapper; what calls compute in between is used one call at a time.
+        workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=sets[0].query.device)
+        return [self._prepare(each, workspace)[1] for each in sets]
+
+    def plan(self, inputs: Inputs) -> Callable[[], object]:
+        """What an engine calls once a step, on the host, before the first layer."""
+        workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.query.device)
+        return self._prepare(inputs, workspace)[0]
+
+    def _prepare(self, inputs: Inputs, workspace: Tensor) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+        import flashinfer
+
+        case, device = inputs.case, inputs.query.device
+        blocks = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
+        indptr = torch.tensor([0, *itertools.accumulate(blocks)], dtype=torch.int32)
+        indices = torch.cat([row[:count] for row, count in zip(inputs.block_tables, blocks, strict=True)])
+        last = torch.tensor([(n - 1) % case.block_size + 1 for _, n in case.seqs], dtype=torch.int32)
+        types = {"q_data_type": case.dtype, "kv_data_type": case.stored, "sm_scale": inputs.scale}
+        heads, rest = (case.num_heads, case.num_kv_heads, case.head_size), (case.block_size,)
+        if all(q_len == 1 for q_len, _ in case.seqs):
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=case.num_heads > case.num_kv_heads
+            )
+            plan = functools.partial(wrapper.plan, indptr, indices, last, *heads, *rest, **types)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            starts = torch.tensor([0, *itertools.accumulate(q for q, _ in case.seqs)], dtype=torch.int32)
+            plan = functools.partial(wrapper.plan, starts, indptr, indices, last, *heads, *rest, causal=True, **types)
+        plan()
+        out = torch.empty_like(inputs.query, device=device)
+        return plan, functools.partial(wrapper.run, inputs.query, inputs.kv_cache, out=out)
+
+
+class Flex:
+    """FlexAttention, compiled, with torch's PagedAttention over pages of its own size."""
+
+    name = "FlexAttention"
+    distribution = "torch"
+    PAGE = 128
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cuda":
+            reasons.append("compared on cuda")
+        if len({q_len for q_len, _ in case.seqs}) > 1:
+            reasons.append("queries of one length")
+        if case.stored.itemsize == 1:
+            reasons.append("no fp8 cache")
+        if case.captured_len is not None:
+            reasons.append("a mask is for the lengths that it was made for")
+        if case.head_size & (case.head_size - 1):
+            reasons.append("head size: a power of two")
+        if (case.num_heads // case.num_kv_heads) & (case.num_heads // case.num_kv_heads - 1):
+            reasons.append("group: a power of two")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        torch._dynamo.reset()
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        return [self._prepare(each, compiled) for each in sets]
+
+    def _prepare(self, inputs: Inputs, compiled: Callable[..., Any]) -> Callable[[], Tensor]:
+        from torch.nn.attention.experimental._paged_attention import PagedAttention
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        case, device = inputs.case, inputs.query.device
+        S, q_len = len(case.seqs), case.seqs[0][0]
+        longest = max(seq_len for _, seq_len in case.seqs)
+        pages = sum(-(-seq_len // self.PAGE) for _, seq_len in case.seqs)
+        paged = PagedAttention(pages, self.PAGE, S, device=str(device))
+        paged.empty_pages = torch.randperm(pages).tolist()
+        shape = (1, case.num_kv_heads, pages * self.PAGE, case.head_size)
+        key, value = (torch.zeros(shape, dtype=case.dtype, device=device) for _ in range(2))
+        for s, (_, seq_len) in enumerate(case.seqs):
+            row = torch.tensor([s], device=device)
+            paged.reserve(torch.tensor(s, device=device), torch.tensor(seq_len, device=device))
+            k, v = inputs.sequence(s).transpose(1, 2)[:, None]  # [1, K, n, D] each
+            paged.assign(row, torch.arange(seq_len, device=device)[None], k, v, key, value)
+        first = inputs.seq_lens - q_len  # the position of a sequence's first query
+
+        def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return kv <= first[b] + q
+
+        mask = create_block_mask(causal, S, None, q_len, longest, device=str(device), BLOCK_SIZE=self.PAGE)
+        mask = paged.convert_logical_block_mask(mask, kv_len=inputs.seq_lens)
+        query = inputs.query.view(S, q_len, case.num_heads, case.head_size).transpose(1, 2)
+
+        def call() -> Tensor:
+            out = compiled(query, key, value, block_mask=mask, scale=inputs.scale, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return call
+
+
+class DenseSDPA:
+    """``scaled_dot_product_attention`` over dense keys and values: what paging must not lose against."""
+
+    name = "SDPA dense"
+    distribution = "torch"
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if len(set(case.seqs)) > 1:
+            reasons.append("sequences of one shape")
+        if case.seqs[0][0] not in (1, case.seqs[0][1]):
+            reasons.append("one query a sequence, or as many as keys")
+        if case.stored.itemsize == 1:
+            reasons.append("no fp8")
+        if case.captured_len is not None:
+            reasons.append("lengths are shapes")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        return [self._prepare(each) for each in sets]
+
+    def _prepare(self, inputs: Inputs) -> Callable[[], Tensor]:
+        case = inputs.case
+        S, q_len = len(case.seqs), case.seqs[0][0]
+        kv = torch.stack([inputs.sequence(s) for s in range(S)]).permute(1, 0, 3, 2, 4).contiguous()  # [2, S, K, n, D]
+        query = inputs.query.view(S, q_len, case.num_heads, case.head_size).transpose(1, 2)
+
+        def call() -> Tensor:
+            out = F.scaled_dot_product_attention(
+                query, kv[0], kv[1], is_causal=q_len > 1, scale=inputs.scale, enable_gqa=True
+            )
+            return out.transpose(1, 2)
+
+        return call
+
+
+PROVIDERS: dict[str, Provider] = {each.name: each for each in (PagedOps(), FlashInfer(), Flex(), DenseSDPA())}

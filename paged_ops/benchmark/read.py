@@ -1,0 +1,28 @@
+"""The read ceiling of a GPU: a kernel that reads memory and keeps nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS_A_PROCESSOR, TILE, WARPS = 4, 8192, 8
+
+
+@triton.jit
+def read_kernel(source: Any, sink: Any, num_tiles: Any, TILE: tl.constexpr) -> None:
+    """Sums of float32, a tile a step; every program writes one number."""
+    total = tl.zeros([TILE], tl.float32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        total += tl.load(source + tile * TILE + tl.arange(0, TILE))
+    tl.store(sink + tl.program_id(0), tl.sum(total))
+
+
+def read(source: Tensor, sink: Tensor) -> Tensor:
+    """Reads whole tiles of ``source`` (float32) and writes the sum of each program to ``sink``."""
+    programs = PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(source.device).multi_processor_count
+    read_kernel[(programs,)](source, sink, source.numel() // TILE, TILE=TILE, num_warps=WARPS, num_stages=4)
+    return sink

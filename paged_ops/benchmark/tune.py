@@ -1,0 +1,322 @@
+"""The tiles of the GPU kernels, swept on the device at hand: descent along one number at a time.
+
+What can be tuned is what ``lowerings/gpu/configs/*.json`` hold: any tree of objects, lists and whole numbers. Nothing
+here knows what a number means. A workload is run once over a tree that notes which of its numbers are read; then each
+of those is moved to its neighbours, and a neighbour stays if the workloads that read it are right and faster by more
+than the noise. Values that do not compile, or give a wrong result, are dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import paged_ops
+from paged_ops.benchmark import cases, measure
+from paged_ops.benchmark.cases import Case, Inputs
+from paged_ops.benchmark.measure import Call, Replay, WrongResultError
+
+GAIN = 0.015  # a neighbour must be faster by this share
+Place = tuple[str, ...]  # where a number is in the tree
+
+
+@dataclasses.dataclass
+class Workload:
+    """Something to time: ``make`` returns one call a set of inputs, and what raises if their results are wrong."""
+
+    name: str
+    make: Callable[[], tuple[list[Call], Callable[[Replay], object]]]
+
+    def us(self, device: torch.device, repeats: int) -> float:
+        """Microseconds of a call.
+
+        Raises:
+            WrongResultError: a result is wrong.
+        """
+        calls, check = self.make()
+        replay = Replay(calls, device)
+        check(replay)
+        return replay.median_us(repeats)
+
+
+class Watched(dict[str, Any]):
+    """An object of the tree that notes which of its numbers are read."""
+
+    def __init__(self, items: dict[str, Any], place: Place, seen: set[Place]) -> None:
+        super().__init__({name: watch(value, (*place, name), seen) for name, value in items.items()})
+        self._place, self._seen = place, seen
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if isinstance(value, int):
+            self._seen.add((*self._place, name))
+        return value
+
+
+class WatchedList(list[Any]):
+    """A list of numbers that notes when it is read."""
+
+    def __init__(self, items: Sequence[int], place: Place, seen: set[Place]) -> None:
+        super().__init__(items)
+        self._note = lambda: seen.update((*place, str(n)) for n in range(len(self)))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._note()
+        return super().__getitem__(index)
+
+
+def watch(tree: Any, place: Place, seen: set[Place]) -> Any:
+    """The same tree; what is read of it is added to ``seen``."""
+    if isinstance(tree, dict):
+        return Watched(tree, place, seen)
+    return WatchedList(tree, place, seen) if isinstance(tree, list) else tree
+
+
+def get(tree: Any, place: Place) -> int:
+    for name in place:
+        tree = tree[int(name)] if isinstance(tree, list) else tree[name]
+    return int(tree)
+
+
+def put(tree: Any, place: Place, value: int) -> None:
+    for name in place[:-1]:
+        tree = tree[name]
+    tree[int(place[-1]) if isinstance(tree, list) else place[-1]] = value
+
+
+def neighbours(n: int) -> list[int]:
+    """What is tried instead of a number: half and double, and small ones one less and one more; 0 stays what it is."""
+    near = {n // 2, 2 * n, *((n - 1, n + 1) if n < 16 else ())} if n else set()
+    return sorted(near - {0, n})
+
+
+def forget() -> None:
+    """Drops what the lowering keeps of earlier calls, so that it reads the numbers again."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("paged_ops.lowerings.gpu"):
+            for each in vars(module).values():
+                keeps = getattr(each, "cache_clear", None)
+                if keeps is not None and getattr(each, "__name__", "") not in LOADERS:
+                    keeps()
+
+
+LOADERS = {"table", "tuned"}  # whose results are the trees that are changed in place
+
+
+@dataclasses.dataclass
+class Step:
+    """A number that was moved, and what it gave."""
+
+    place: Place
+    before: int
+    after: int
+    gain: float  # the share of time that was saved
+
+
+def descend(
+    tree: dict[str, Any],
+    workloads: Sequence[Workload],
+    device: torch.device,
+    repeats: int = 10,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Step]:
+    """Moves the numbers of ``tree``, in place, to where the workloads that read them are fastest.
+
+    Args:
+        tree: what the lowering reads: not a copy.
+        workloads: each is run once as it is; one that fails then takes no part.
+        device: to run on.
+        repeats: replays of each measurement.
+        progress: gets a line before each measurement.
+    """
+    readers: dict[Place, list[Workload]] = {}
+    times: dict[str, float] = {}
+    plain = dict(tree)
+    for workload in workloads:
+        progress(f"{workload.name} as it is")
+        seen: set[Place] = set()
+        tree.update(watch(plain, (), seen))
+        forget()
+        try:
+            times[workload.name] = workload.us(device, repeats)
+        except Exception as error:
+            progress(f"{workload.name} left out: {type(error).__name__}: {error}".splitlines()[0])
+            continue
+        finally:
+            tree.update(plain)
+            forget()
+        for place in seen:
+            readers.setdefault(place, []).append(workload)
+
+    steps = []
+    for place in sorted(readers):
+        moved = True
+        while moved:
+            moved, before = False, get(tree, place)
+            for value in neighbours(before):
+                progress(f"{'.'.join(place)} = {value}")
+                put(tree, place, value)
+                forget()
+                try:
+                    new = {each.name: each.us(device, repeats) for each in readers[place]}
+                except Exception:  # does not compile, does not fit, is wrong
+                    new = {}
+                ratio = math.prod(new[name] / times[name] for name in new) ** (1 / max(len(new), 1)) if new else 1.0
+                if ratio < 1 - GAIN:
+                    steps.append(Step(place, before, value, 1 - ratio))
+                    times |= new
+                    moved = True
+                    break
+                put(tree, place, before)
+                forget()
+    return steps
+
+
+def attention_workload(case: Case, device: torch.device) -> Workload:
+    def make() -> tuple[list[Call], Callable[[Replay], object]]:
+        sets = measure.inputs_of(case, device)
+        calls: list[Call] = [functools.partial(paged_ops.paged_attention, *each.args) for each in sets]
+        return calls, lambda replay: measure.verify(replay, sets)
+
+    return Workload(case.key, make)
+
+
+def attention_workloads(device: torch.device) -> list[Workload]:
+    """Every kind of element and width of heads that the tables tell apart; most head sizes by one case only."""
+    bf16, fp8 = Case("tune", "bf16", ()), Case("tune", "fp8", (), cache_dtype=cases.FP8)
+    fp32 = Case("tune", "fp32", (), dtype=torch.float32)
+    shapes = [("decode", cases.DECODE[name]) for name in ("64x4096", "ragged128", "8x8192", "1x131072")]
+    shapes.append(("prefill", ((4096, 4096),)))
+    made = [
+        dataclasses.replace(kind, name=f"{name} {len(seqs)}x{max(seqs)[1]} {kind.name}", seqs=seqs)
+        for kind in (bf16, fp8)
+        for name, seqs in shapes
+    ]
+    few = (("decode", cases.DECODE["64x4096"]), ("prefill", ((2048, 2048),)))
+    made += [
+        dataclasses.replace(kind, name=f"{name} {kind.name} D {D}", seqs=seqs, head_size=D)
+        for kind in (bf16, fp8, fp32)
+        for D in (64, 256)
+        for name, seqs in few
+    ]
+    return [attention_workload(case, device) for case in made]
+
+
+def cache_workloads(device: torch.device) -> dict[str, list[Workload]]:
+    """By the op whose numbers they read."""
+
+    def write(tokens: int, stored: torch.dtype) -> Workload:
+        def make() -> tuple[list[Call], Callable[[Replay], object]]:
+            K, D, B = 8, 128, 16
+            sets = max(2, 4 * measure.cache_bytes(device) // (tokens * K * D * 2 * (2 + stored.itemsize)))
+            key, value = torch.randn(2, sets, tokens, K, D, dtype=torch.bfloat16, device=device)
+            N = -(-sets * tokens // B)
+            kv_cache = torch.empty(N, 2, B, K, D, dtype=stored, device=device)
+            slots = torch.randperm(N * B, device=device)[: sets * tokens].view(sets, tokens)
+
+            def call(n: int) -> Tensor:
+                paged_ops.reshape_and_cache(key[n], value[n], kv_cache, slots[n])
+                return kv_cache
+
+            def check(replay: Replay) -> None:
+                kv_cache.view(torch.uint8).fill_(0x7F)
+                replay.run()
+                for side, given in enumerate((key, value)):
+                    got = kv_cache[slots // B, side, slots % B].view(torch.uint8)
+                    _expect_equal(got, given.to(stored).view(torch.uint8))
+
+            return [functools.partial(call, n) for n in range(sets)], check
+
+        return Workload(f"{tokens} tokens to {str(stored).removeprefix('torch.')}", make)
+
+    def gather() -> tuple[list[Call], Callable[[Replay], object]]:
+        sets = measure.inputs_of(Case("tune", "gather", cases.decode(8, 1024)), device)
+
+        def call(each: Inputs) -> Tensor:
+            return paged_ops.gather_kv(each.kv_cache, each.block_tables, each.seq_lens, 8 * 1024)[0]
+
+        calls: list[Call] = [functools.partial(call, each) for each in sets]
+        want = torch.cat([sets[-1].sequence(s)[0] for s in range(8)])
+        return calls, lambda replay: _expect_equal(replay.run_poisoned()[-1], want)
+
+    def merge() -> tuple[list[Call], Callable[[Replay], object]]:
+        T, H, D, sets = 4096, 32, 128, 4
+        outs = torch.randn(2, sets, T, H, D, dtype=torch.bfloat16, device=device)
+        lses = torch.randn(2, sets, T, H, device=device)
+
+        def call(n: int) -> Tensor:
+            return paged_ops.merge_attention_states(outs[0, n], lses[0, n], outs[1, n], lses[1, n])[0]
+
+        calls: list[Call] = [functools.partial(call, n) for n in range(sets)]
+        weight = torch.sigmoid(lses[0, -1] - lses[1, -1])[..., None]
+        want = weight * outs[0, -1].float() + (1 - weight) * outs[1, -1].float()
+
+        def check(replay: Replay) -> None:
+            error = measure.relative_error(replay.run_poisoned()[-1], want)
+            if not error < measure.LARGEST_ERROR[torch.bfloat16]:
+                raise WrongResultError(f"relative error {error}")
+
+        return calls, check
+
+    def copy(block_bytes: int) -> Workload:
+        def make() -> tuple[list[Call], Callable[[Replay], object]]:
+            pairs = 1024
+            sets = max(2, 4 * measure.cache_bytes(device) // (2 * pairs * block_bytes))
+            cache = torch.randint(0, 255, (2 * sets * pairs, block_bytes), dtype=torch.uint8, device=device)
+            mapping = torch.randperm(len(cache), device=device).view(sets, pairs, 2)
+
+            def call(n: int) -> Tensor:
+                paged_ops.copy_blocks([cache], mapping[n])
+                return cache
+
+            def check(replay: Replay) -> None:
+                cache[mapping[..., 1]] = 0
+                replay.run()
+                _expect_equal(cache[mapping[..., 1]], cache[mapping[..., 0]])
+
+            return [functools.partial(call, n) for n in range(sets)], check
+
+        return Workload(f"1024 blocks of {block_bytes >> 10} KiB", make)
+
+    return {
+        "reshape_and_cache": [write(n, t) for t in (torch.bfloat16, cases.FP8) for n in (8192, 256)],
+        "gather_kv": [Workload("8 x 1024 tokens", gather)],
+        "merge_attention_states": [Workload("4096 x 32 x 128", merge)],
+        "copy_blocks": [copy(32 << 10), copy(1 << 20)],
+    }
+
+
+def _expect_equal(got: Tensor, want: Tensor) -> None:
+    if not torch.equal(got, want):
+        raise WrongResultError("the result differs from what was written")
+
+
+def render(tree: Any, indent: str = "", width: int = 118) -> str:
+    """JSON in which what fits a line is on one."""
+    line = json.dumps(tree)
+    if not isinstance(tree, dict) or (indent and len(indent) + len(line) <= width):
+        return line
+    inner = indent + "  "
+    rows = (f"{inner}{json.dumps(name)}: {render(value, inner, width)}" for name, value in tree.items())
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+
+
+def write(folder: Path, kind: str, device: torch.device, tree: dict[str, Any]) -> Path:
+    """Writes ``<kind>_<device>.json``, which the lowering takes on devices of that name."""
+    path = folder / f"{kind}_{torch.cuda.get_device_name(device).lower().replace(' ', '_')}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(tree) + "\n")
+    return path
