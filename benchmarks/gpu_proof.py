@@ -59,7 +59,8 @@ def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, An
             for case in suite.iter("testcase")
             for problem in (*case.findall("failure"), *case.findall("error"))
         }
-        return {**counts, "failed": failed, "seconds": round(time.time() - start)}
+        noted = {each.get("name", ""): each.get("value") for each in suite.iter("property")}
+        return {**counts, "failed": failed, "noted": noted, "seconds": round(time.time() - start)}
 
 
 def run_sanitizer(tool: str, seconds: int) -> dict[str, Any]:

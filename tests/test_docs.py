@@ -14,12 +14,27 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
+def readme_examples():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
 def test_readme_example_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example, _ = readme_examples()
     lines = [line for line in example.splitlines() if line.strip()]
     assert len(lines) <= 12
     exec(compile(example, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip() == "torch.Size([5, 8, 64])"
+
+
+@pytest.mark.slow
+def test_readme_model_is_captured(capsys, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+    monkeypatch.chdir(ROOT)
+    _, example = readme_examples()
+    assert len(example.splitlines()) < 30
+    exec(compile(example, "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("She had never been to the | ") and lines[-1].startswith("GraphStats(")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

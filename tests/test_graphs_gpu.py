@@ -80,14 +80,16 @@ def test_replays_tell_the_truth(mode, compiled):
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_replays():
+def test_a_hundred_thousand_replays(record_property):
     model, kv_cache = Toy("cuda"), poisoned_cache(64, "cuda", num_host_blocks=32)
     run = runner(model, kv_cache, mode="FULL")
     run.capture()
     walk, compared = walk_and_compare(run.replay, model, kv_cache, 100_000, every=40, seed=5, sync_is_error=False)
     assert compared >= 2000 and run.stats.replayed == 100_000 and run.stats.plain == 0
     assert set(run.stats.replays) == set(run.captured), "a size that was never replayed"
-    print(f"\n{compared} of {run.stats.replayed} replays compared; {walk.events}; padding {run.stats.padding:.0%}")
+    noted = {"replays": run.stats.replayed, "compared": compared, **walk.events, "padding": round(run.stats.padding, 3)}
+    for name, number in noted.items():
+        record_property(name, number)
 
 
 def decodes(lengths, spare=0, blocks=None):

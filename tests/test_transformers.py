@@ -178,7 +178,7 @@ def test_one_compilation_for_all_layers_of_a_kind(name: str) -> None:
     model = make_model(name, **({"num_hidden_layers": 5} if name == "llama" else {}))
     want = generate_by_transformers(model)
     fuse_projections(model)
-    paged = PagedCausalLM(model).compile_layers(dynamic=True)
+    paged = PagedCausalLM(model).compile_layers()
     kv_cache = paged.allocate_kv_cache(56, B, num_host_blocks=56)
     loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
     with CompileReport(kv_cache.layers) as report:

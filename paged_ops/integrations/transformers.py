@@ -225,7 +225,7 @@ class PagedCausalLM:
             num_host_blocks=num_host_blocks,
         )
 
-    def compile_layers(self, **options: Any) -> PagedCausalLM:
+    def compile_layers(self, *, dynamic: bool | None = True, **options: Any) -> PagedCausalLM:
         """Compile the decoder layers with one compilation for all layers of a kind, in place; returns itself.
 
         A step is then made of compiled parts: for a model of many layers that takes a fraction of the time that
@@ -233,7 +233,8 @@ class PagedCausalLM:
         compiled by themselves. Call it after :func:`paged_ops.integrations.projections.fuse_projections`.
 
         Args:
-            options: of ``torch.compile``; ``fullgraph`` is on.
+            dynamic: sizes of a batch stay open, so that one graph serves them all; with False each has code of its own.
+            options: more of ``torch.compile``; ``fullgraph`` is on.
 
         Raises:
             ValueError: the model has no list of decoder layers.
@@ -244,7 +245,7 @@ class PagedCausalLM:
         decoder: Any = next(with_layers, None)
         if decoder is None:
             raise ValueError(f"model: expected a decoder with a list `layers`, got {type(self.model).__name__}")
-        options = {"fullgraph": True, **options}
+        options = {"fullgraph": True, "dynamic": dynamic, **options}
         run_layer = torch.compile(_run_layer, **options)
         for layer in decoder.layers:
             (attends,) = (m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal"))

@@ -1,0 +1,132 @@
+"""Runs what captured graphs promise on a GPU, and writes what came of it as one data file.
+
+    python benchmarks/graphs_proof.py --commit $(git rev-parse --short HEAD) --out benchmarks/data/graphs_proof.json
+
+Parts (--parts, each within about two minutes): ``tests`` of captured and compiled steps, two runners on two streams
+among them, and of transformers models; ``replays``, 10^5 of them with random changes of the batch in between;
+``demo`` and ``generate`` of the command line with graphs and without; ``examples``; ``readme``, the code of README.md.
+Parts that run later with the same commit are added to the file. The speed of a step is ``decode_step.py``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from gpu_proof import run_pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {  # what each must print
+    "compile_decode.py": "the same as without a cache: True",
+    "cuda_graphs.py": "the same tokens as without graphs: True",
+    "export_aoti.py": "equal to eager: True",
+}
+NUMBERS = ("tokens_match_reference", "tokens_checked", "steps", "replayed_steps", "replayed_sizes", "replayed_padding")
+NUMBERS += ("tokens_per_second", "graphs", "graph_breaks", "recompiles", "cache_copies", "compile_seconds", "device")
+
+
+def run(*command: str, folder: Path = ROOT) -> str:
+    """The output of a Python program; its failure is this program's."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)[:80]}: exit {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def command_line(*arguments: str) -> dict[str, Any]:
+    numbers = json.loads(run("-m", "paged_ops.cli", *arguments, "--device", "cuda", "--json").splitlines()[-1])
+    return {name: numbers[name] for name in (*NUMBERS, "texts") if name in numbers}
+
+
+def run_demo() -> dict[str, Any]:
+    found = {name: command_line("demo", *options) for name, options in {"graphs": [], "none": ["--no-graphs"]}.items()}
+    assert all(numbers["tokens_match_reference"] for numbers in found.values()), found
+    assert found["graphs"]["replayed_steps"] > 0 == found["none"]["replayed_steps"], found
+    return found
+
+
+def run_generate() -> dict[str, Any]:
+    model = str(ROOT / "paged_ops" / "demo_model")
+    prompts = ["--prompt", "She had never been", "--prompt", "He opened the door and"]
+    arguments = ["generate", "--model", model, *prompts, "--dtype", "float32", "--max-new-tokens", "48"]
+    found = {"graphs": command_line(*arguments), "none": command_line(*arguments, "--no-graphs")}
+    assert found["graphs"]["texts"] == found["none"]["texts"], found
+    assert found["graphs"]["replayed_steps"] > 0 == found["none"]["replayed_steps"], found
+    return found
+
+
+def run_examples() -> dict[str, Any]:
+    printed = {name: run(name, folder=ROOT / "examples") for name in EXAMPLES}
+    for name, words in EXAMPLES.items():
+        assert words in printed[name], printed
+    return {name: text.splitlines() for name, text in printed.items()}
+
+
+def run_readme() -> dict[str, Any]:
+    """The blocks of Python in README.md, in one program."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return {"blocks": len(blocks), "printed": run("-c", "\n".join(blocks)).splitlines()}
+
+
+def run_tests() -> dict[str, Any]:
+    return run_pytest(["-m", "not slow", "tests/test_graphs_gpu.py"], workers=6, seconds=400)
+
+
+def run_transformers() -> dict[str, Any]:
+    return run_pytest(["-m", "gpu", "tests/test_transformers.py"], workers=6, seconds=400)
+
+
+def run_replays() -> dict[str, Any]:
+    return run_pytest(["-m", "slow", "tests/test_graphs_gpu.py"], workers=1, seconds=400)
+
+
+PARTS = {
+    "tests": run_tests,
+    "transformers": run_transformers,
+    "replays": run_replays,
+    "demo": run_demo,
+    "generate": run_generate,
+    "examples": run_examples,
+    "readme": run_readme,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    options = parser.parse_args()
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    about |= {"commit": options.commit, "date": time.strftime("%Y-%m-%d")}
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if found.get("commit") != options.commit:
+        found = about
+    failed = []
+    for part in options.parts:
+        began = time.perf_counter()
+        try:
+            found[part] = PARTS[part]()
+        except (AssertionError, RuntimeError) as error:
+            found[part] = {"error": str(error)[-3000:]}
+        if any(found[part].get(key) for key in ("error", "failures", "errors", "timed_out")):
+            failed.append(part)
+        print(part, f"{time.perf_counter() - began:.0f} s", json.dumps(found[part])[:2000], flush=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
