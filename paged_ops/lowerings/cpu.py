@@ -1,7 +1,8 @@
 """How every op runs on the CPU: torch ops, one sequence at a time. Letters as in :mod:`paged_ops.ops`; also G = H/K,
 the query heads that share a key/value head, n keys of a sequence and q rows of a tile.
 
-Attention gathers the blocks of a sequence into scratch that stays warm in cache, then runs the CPU flash kernel of
+Attention of few rows a sequence is one C++ function (:mod:`paged_ops.lowerings.cpu_fused`) where it can be compiled.
+Else it gathers the blocks of a sequence into scratch that stays warm in cache, then runs the CPU flash kernel of
 PyTorch where the features allow it and plain float32 matmuls over tiles where they do not.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import SCHEDULE_TILE, Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
+from paged_ops.lowerings import cpu_fused
 from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
 
 # The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
@@ -39,6 +41,8 @@ KNOWS = frozenset(
     }
 )
 
+# Sequences of up to this many rows go to the C++ function: with more, matrix products repay the gather.
+FUSED_ROWS = 16
 # Keys of a sequence, and values, that decode gathers at once: few enough to stay in a cache that others use too.
 SCRATCH_BYTES = 1 << 22
 # From this many rows on it is prefill: larger chunks mean fewer merges.
@@ -189,13 +193,20 @@ def _attend(
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     lens = torch.zeros_like(seq_lens) if empty else seq_lens
     checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, max(paged.block_size, 1))
-    real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
-    starts = query_start_loc.tolist()
+    starts, ns, stored = query_start_loc.tolist(), lens.tolist(), element_dtype(kv_cache, f.kv_cache_dtype)
+    live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
+    short = [s for s in live if starts[s + 1] - starts[s] <= FUSED_ROWS]
+    fused = short if not empty and cpu_fused.serves(stored, f) else []
+    wide = f.output_scale is not None or bool(fused)
+    real = torch.empty_like(out, dtype=torch.float32) if wide and out.dtype != torch.float32 else out
     real[starts[-1] :] = 0
     lse.fill_(-torch.inf)
     if f.sinks is not None:
         lse[: starts[-1]] = f.sinks  # of live rows that see no key
-    stored, max_len = element_dtype(kv_cache, f.kv_cache_dtype), max(lens.tolist(), default=0)
+    if fused:
+        cpu_fused.attend(query, paged, stored, block_tables, lens, query_start_loc, fused, scale, f, real, lse)
+    rest = sorted({*live} - {*fused})
+    max_len = max((ns[s] for s in rest), default=0)
     flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
     sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)
     if f.block_sparse is not None:
@@ -208,8 +219,8 @@ def _attend(
         blocks = (PREFILL_BYTES if prefill else SCRATCH_BYTES) // (row_bytes * paged.block_size)
         return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)))
 
-    for s, n in enumerate(lens.tolist()):
-        start, end = starts[s], starts[s + 1]
+    for s in rest:
+        n, start, end = ns[s], starts[s], starts[s + 1]
         first = n - (end - start)  # the position of the first row
         if first < 0 and (f.causal or n == 0):  # rows before the sequence's start see nothing
             real[start : start - first] = 0
@@ -224,6 +235,8 @@ def _attend(
             lse[start:end].view(part_lse.shape).copy_(part_lse)
     if f.output_scale is not None:
         out.copy_(_quantise(real, f.output_scale, out.dtype))
+    elif real is not out:
+        out.copy_(real)
 
 
 class _Plane:

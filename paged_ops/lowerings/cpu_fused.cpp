@@ -1,0 +1,506 @@
+// Attention over a paged cache in one pass: each key and value is read once for all the query heads that share it.
+// paged_ops/lowerings/cpu_fused.py compiles and calls this. It is written in the vectors that GCC and clang share, so
+// that one text serves SSE, AVX2, AVX-512 and NEON.
+//
+// Letters as in paged_ops/ops.py; also G = H/K query heads a key/value head, q rows of a sequence.
+//
+// The keys of a sequence are cut into pieces, threads take pieces, and the pieces' partial softmaxes merge in the order
+// of their keys: results depend on shapes and lengths, not on the number of threads. A piece goes through its keys by
+// tiles, and while the rows of one head meet a tile in an online softmax (Milakov and Gimelshein, arXiv:1805.02867) a
+// share of the next tile is fetched from memory.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int TILE = 32;                      // keys that meet their rows at once
+constexpr int ROWS = 16;                      // rows whose logits are held at once
+constexpr int64_t PIECE = 256, PIECES = 256;  // the fewest keys of a piece, and about the most pieces
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t Ints __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
+static_assert(TILE % WIDTH == 0, "a tile is whole vectors");
+
+// The arguments, as in cpu_fused.py. Strides are in elements.
+struct Call {
+    const float* query;  // [T, H, D], contiguous
+    const char* key;     // [N, B, K, D/x, x]
+    const char* value;   // [N, B, K, Dv]
+    const int32_t* block_tables;
+    const int32_t* seq_lens;
+    const int32_t* query_start_loc;
+    const int32_t* sequences;   // the ones to serve
+    const float* alibi_slopes;  // [H], or null, as the next three
+    const float* sinks;         // [H]
+    const float* k_scale;       // [K]
+    const float* v_scale;       // [K]
+    float* out;                 // [T, H, Dv], contiguous
+    float* lse;                 // [T, H]
+    int64_t key_strides[5], value_strides[4], table_strides[2];
+    int64_t num_sequences, H, K, D, Dv, B, x;
+    int64_t cell, causal, window, chunk, threads;
+    float scale, soft_cap;
+};
+
+template <class To, class From>
+inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+template <class V>
+inline V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Sums over lanes -----------------------------------------------------------------------------------------------------
+
+// Lane l of a pair of vectors (lane WIDTH + l: the second's), where blocks of two halves fold into one half: the first
+// half of a block comes from the first vector. `high` picks the half that is added to the other.
+constexpr int folded(int l, int block, bool high) {
+    return l / block * block + (l % block < block / 2 ? l % block : WIDTH + l % block - block / 2) + high * (block / 2);
+}
+
+template <int BLOCK, bool HIGH, size_t... L>
+inline Floats fold(Floats a, Floats b, std::index_sequence<L...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, folded(L, BLOCK, HIGH)...);
+#else
+    return __builtin_shuffle(a, b, Ints{folded(L, BLOCK, HIGH)...});
+#endif
+}
+
+// Lane l of the result is the sum of the lanes of v[l].
+template <int N = WIDTH>
+inline Floats sums_of(Floats* v) {
+    if constexpr (N > 1) {
+        const auto lanes = std::make_index_sequence<WIDTH>();
+        for (int i = 0; i < N / 2; i++)
+            v[i] = fold<N, false>(v[i], v[i + N / 2], lanes) + fold<N, true>(v[i], v[i + N / 2], lanes);
+        return sums_of<N / 2>(v);
+    }
+    return v[0];
+}
+
+// Formats of a cache --------------------------------------------------------------------------------------------------
+
+// A word of 32 bits holds PARTS cells, and part p of a vector of words is every PARTS-th cell: keys and values keep
+// this order, which queries share and which outputs are put back from. Zeros are zero in each format.
+
+struct Float32 {
+    static constexpr int PARTS = 1;
+    static Floats part(Words words, int) { return bits<Floats>(words); }
+};
+
+struct BFloat16 {
+    static constexpr int PARTS = 2;
+    static Floats part(Words words, int p) { return bits<Floats>(p == 0 ? words << 16 : words & 0xffff0000u); }
+};
+
+// What is narrower: numbers of exponent 0 by their integer magnitude, others by moving their bits to float32's places.
+// From the magnitude SPECIAL on it is infinity and NaN.
+template <int BITS, int MANTISSA, int BIAS, uint32_t SPECIAL>
+struct Narrow {
+    static constexpr int PARTS = 32 / BITS;
+    static constexpr float power(int n) { return n == 0 ? 1.0f : 0.5f * power(n - 1); }
+    static Floats part(Words words, int p) {
+        const Words cells = words << (32 - BITS * (p + 1)), magnitudes = (cells & 0x7fffffffu) >> (32 - BITS);
+        Words normal = (magnitudes << (23 - MANTISSA)) + ((127u - BIAS) << 23);
+        normal |= magnitudes >= SPECIAL ? Words{} + 0x7f800000u : Words{};
+        // 2^23 + magnitude is a float32 with the magnitude as its last bits.
+        const Floats small = (bits<Floats>(magnitudes | 0x4b000000u) - 8388608.0f) * power(BIAS - 1 + MANTISSA);
+        const Words positive = magnitudes < (1u << MANTISSA) ? bits<Words>(small) : normal;
+        return bits<Floats>(positive | (cells & 0x80000000u));
+    }
+};
+typedef Narrow<16, 10, 15, 0x7c00> Float16;
+typedef Narrow<8, 3, 7, 0x7f> Float8_e4m3fn;
+typedef Narrow<8, 2, 15, 0x7c> Float8_e5m2;
+
+// Rows of keys and values ---------------------------------------------------------------------------------------------
+
+// logits[r][j] = q[r] . k[j] for R rows and n keys. A vector of words is the unit: rows are padded to it.
+template <class Cell, int R>
+void multiply(const float* q, const char* const* rows, int64_t offset, float* logits, int64_t n, int64_t D) {
+    constexpr int KEYS = WIDTH / R, P = Cell::PARTS;
+    for (int64_t j = 0; j < n; j += KEYS) {
+        const char* k[KEYS];
+        for (int c = 0; c < KEYS; c++) k[c] = rows[std::min(j + c, n - 1)] + offset;
+        Floats sums[WIDTH] = {};
+        for (int64_t d = 0; d < D; d += WIDTH * P)
+            for (int c = 0; c < KEYS; c++) {
+                const Words words = load<Words>(k[c] + d * 4 / P);
+                for (int p = 0; p < P; p++) {
+                    const Floats key = Cell::part(words, p);
+                    for (int r = 0; r < R; r++) sums[r * KEYS + c] += load<Floats>(q + r * D + d + p * WIDTH) * key;
+                }
+            }
+        const Floats all = sums_of(sums);
+        for (int r = 0; r < R; r++)
+            std::memcpy(logits + r * TILE + j, reinterpret_cast<const float*>(&all) + r * KEYS, KEYS * sizeof(float));
+    }
+}
+
+// values[r] = decay[r] values[r] + weights[r] . v for R rows, n keys and W vectors of words.
+template <class Cell, int R, int W>
+inline void add(const float* weights, const float* decay, const char* const* rows, int64_t offset, float* values,
+                int64_t n, int64_t Dv) {
+    constexpr int P = Cell::PARTS;
+    Floats sums[R][W * P];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < W * P; c++) sums[r][c] = load<Floats>(values + r * Dv + c * WIDTH) * decay[r];
+    for (int64_t j = 0; j < n; j++)
+        for (int w = 0; w < W; w++) {
+            const Words words = load<Words>(rows[j] + offset + w * sizeof(Words));
+            for (int p = 0; p < P; p++) {
+                const Floats value = Cell::part(words, p);
+                for (int r = 0; r < R; r++) sums[r][w * P + p] += weights[r * TILE + j] * value;
+            }
+        }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < W * P; c++) store(values + r * Dv + c * WIDTH, sums[r][c]);
+}
+
+template <class Cell, int R>
+void accumulate(const float* weights, const float* decay, const char* const* rows, int64_t offset, float* values,
+                int64_t n, int64_t Dv) {
+    constexpr int P = Cell::PARTS, W = std::max(1, (WIDTH == 16 ? 4 : 2) / P);  // what the registers hold
+    int64_t d = 0;
+    for (; d + W * P * WIDTH <= Dv; d += W * P * WIDTH)
+        add<Cell, R, W>(weights, decay, rows, offset + d * 4 / P, values + d, n, Dv);
+    if constexpr (W > 1)
+        for (; d < Dv; d += P * WIDTH) add<Cell, R, 1>(weights, decay, rows, offset + d * 4 / P, values + d, n, Dv);
+}
+
+// A format's functions by log2 of their rows.
+struct Format {
+    int64_t parts;
+    decltype(&multiply<Float32, 1>) multiply[3];
+    decltype(&accumulate<Float32, 1>) accumulate[3];
+};
+
+template <class Cell>
+constexpr Format format() {
+    return {Cell::PARTS,
+            {multiply<Cell, 1>, multiply<Cell, 2>, multiply<Cell, 4>},
+            {accumulate<Cell, 1>, accumulate<Cell, 2>, accumulate<Cell, 4>}};
+}
+
+const Format FORMATS[] = {format<Float32>(), format<Float16>(), format<BFloat16>(), format<Float8_e4m3fn>(),
+                          format<Float8_e5m2>()};
+
+// Softmax -------------------------------------------------------------------------------------------------------------
+
+// exp(x) - 1 is power (1 + result) - 1: with x = n ln 2 + f, power = 2^n and the result, exp(f) - 1, is its Taylor
+// series up to f^7. To about a unit in the last place; for |x| < 87.
+inline Floats expm1(Floats x, Floats& power) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+    const Floats t = x * 1.44269504f + round, n = t - round;
+    power = bits<Floats>((bits<Ints>(t) - bits<int32_t>(round) + 127) << 23);
+    Floats f = x - n * 0.693145752f;  // the leading bits of ln 2, so that the product is exact, and the rest
+    f -= n * 1.42860677e-6f;
+    Floats series = f * (1.0f / 5040) + 1.0f / 720;
+    series = series * f + 1.0f / 120;
+    series = series * f + 1.0f / 24;
+    series = series * f + 1.0f / 6;
+    series = series * f + 0.5f;
+    return series * f * f + f;
+}
+
+inline Floats exp(Floats x) {  // of what is not positive; NaN stays NaN
+    Floats power;
+    const Floats rest = expm1(x, power);
+    return x < -87.0f ? Floats{} : power + power * rest;
+}
+
+inline Floats tanh(Floats x) {  // by exp(2x) - 1, which keeps the digits of a small x
+    Floats y = 2.0f * x, power;
+    y = y > 30.0f ? Floats{} + 30.0f : y;
+    y = y < -30.0f ? Floats{} - 30.0f : y;
+    const Floats rest = expm1(y, power), less = power * rest + (power - 1.0f);
+    return less / (less + 2.0f);
+}
+
+// Keys [first, last) of a sequence; queries and partial result lie in rows of buffers from these on.
+struct Piece {
+    int64_t sequence, first, last, query_row, row;
+};
+
+struct Buffer {
+    float* const data;
+    explicit Buffer(int64_t floats)
+        : data(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64)))) {}
+    ~Buffer() { ::operator delete(data, std::align_val_t(64)); }
+    Buffer(const Buffer&) = delete;
+};
+
+// A row each of a head and a token: the largest logit, the sum of exponentials below it, and the weighted values.
+struct State {
+    float *largest, *total, *values;
+};
+
+struct Attention {
+    const Call& c;
+    const Format format;
+    const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv in whole vectors of words
+
+    explicit Attention(const Call& call)
+        : c(call),
+          format(FORMATS[call.cell]),
+          G(c.H / c.K),
+          cell_bytes(4 / format.parts),
+          unit(WIDTH * format.parts),
+          D(round_up(c.D, unit)),
+          Dv(round_up(c.Dv, unit)) {}
+
+    int64_t rows(int64_t s) const { return c.query_start_loc[s + 1] - c.query_start_loc[s]; }
+    int64_t position(int64_t s) const { return c.seq_lens[s] - rows(s); }  // of the first row
+    int64_t oldest(int64_t i) const {                                      // the first key that a row at position i sees
+        const int64_t window = c.window ? i - c.window + 1 : 0, chunk = c.chunk && i > 0 ? i / c.chunk * c.chunk : 0;
+        return std::max<int64_t>(std::max(window, chunk), 0);
+    }
+    int64_t end(int64_t s, int64_t i) const { return c.causal ? i + 1 : c.seq_lens[s]; }
+
+    // Where column d of a row lies in the order of parts.
+    int64_t place(int64_t d) const {
+        return d / unit * unit + d % format.parts * WIDTH + d % unit / format.parts;
+    }
+
+    // Rows of a head: token by token, G each.
+    void arrange(int64_t s, float* queries) const {
+        const int64_t q = rows(s);
+        std::fill_n(queries, q * c.H * D, 0.0f);
+        for (int64_t d = 0; d < c.D; d++) {
+            float* to = queries + place(d);
+            for (int64_t t = 0; t < q; t++) {
+                const float* from = c.query + (c.query_start_loc[s] + t) * c.H * c.D + d;
+                for (int64_t h = 0; h < c.H; h++) to[((h / G * q + t) * G + h % G) * D] = from[h * c.D];
+            }
+        }
+    }
+};
+
+// A piece's work, with the scratch of one thread.
+struct Worker : Attention {
+    const bool direct;              // rows can be read where they lie
+    Buffer logits, staged;          // staged: rows that are not contiguous, or not whole vectors
+    const char *at[2][2][TILE];     // [this tile or the next][key or value]: tokens in the cache, at head 0
+    const char* staged_at[2][TILE];
+
+    explicit Worker(const Call& call)
+        : Attention(call),
+          direct(c.D == D && c.Dv == Dv && c.key_strides[4] == 1 && c.value_strides[3] == 1 && c.x == c.D),
+          logits(ROWS * TILE),
+          staged(direct ? 0 : TILE * (D + Dv)) {
+        for (int64_t j = 0; j < TILE; j++) {
+            staged_at[0][j] = reinterpret_cast<char*>(staged.data) + j * D * cell_bytes;
+            staged_at[1][j] = reinterpret_cast<char*>(staged.data + TILE * D) + j * Dv * cell_bytes;
+        }
+        if (!direct) std::fill_n(staged.data, TILE * (D + Dv), 0.0f);
+    }
+
+    int64_t head_stride(int plane) const { return (plane ? c.value_strides[2] : c.key_strides[2]) * cell_bytes; }
+
+    void locate(int which, int64_t s, int64_t first, int64_t n) {
+        for (int64_t j = 0; j < n; j++) {
+            const int64_t column = (first + j) / c.B, offset = (first + j) % c.B;
+            const int64_t block = c.block_tables[s * c.table_strides[0] + column * c.table_strides[1]];
+            at[which][0][j] = c.key + (block * c.key_strides[0] + offset * c.key_strides[1]) * cell_bytes;
+            at[which][1][j] = c.value + (block * c.value_strides[0] + offset * c.value_strides[1]) * cell_bytes;
+        }
+    }
+
+    // A head's share in fetching a tile, in the order of memory: the processor goes on by itself. Inlined, because GCC
+    // takes a function that only fetches for one that does nothing.
+    __attribute__((always_inline)) void fetch(int which, int64_t n, int64_t part) const {
+        for (int plane = 0; plane < 2; plane++) {
+            const bool heads_apart = head_stride(plane) > (plane ? c.value_strides[1] : c.key_strides[1]) * cell_bytes;
+            const int64_t bytes = (plane ? c.Dv : c.D) * cell_bytes, step = heads_apart ? 0 : head_stride(plane);
+            const int64_t first = heads_apart ? 0 : part * n / c.K, last = heads_apart ? n : (part + 1) * n / c.K;
+            for (int64_t j = first; j < last; j++) {
+                const char* row = at[which][plane][j] + (heads_apart ? part * head_stride(plane) : 0);
+                for (int64_t head = 0; head < (heads_apart ? 1 : c.K); head++, row += step)
+                    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b);
+            }
+        }
+    }
+
+    // Copies n rows of a head to where they are contiguous and end in zeros.
+    void stage(int plane, const char* const* rows, int64_t head, int64_t n) {
+        const int64_t size = plane ? c.Dv : c.D, x = plane ? c.Dv : c.x, pack = plane ? 0 : c.key_strides[3];
+        const int64_t step = plane ? c.value_strides[3] : c.key_strides[4];
+        for (int64_t j = 0; j < n; j++) {
+            char* to = const_cast<char*>(staged_at[plane][j]);
+            const char* from = rows[j] + head * head_stride(plane);
+            for (int64_t d = 0; d < size; d += x, from += pack * cell_bytes, to += x * cell_bytes)
+                if (step == 1) std::memcpy(to, from, x * cell_bytes);
+                else
+                    for (int64_t e = 0; e < x; e++)
+                        for (int64_t b = 0; b < cell_bytes; b++) to[e * cell_bytes + b] = from[e * step * cell_bytes + b];
+        }
+    }
+
+    void run(const Piece& piece, const float* queries, State state) {
+        const int64_t s = piece.sequence, R = rows(s) * G;
+        std::fill_n(state.largest, c.K * R, -INF);
+        std::fill_n(state.total, c.K * R, 0.0f);
+        std::fill_n(state.values, c.K * R * Dv, 0.0f);
+        const auto keys = [&](int64_t from) { return std::min<int64_t>(TILE, piece.last - from); };
+        int which = 0;
+        locate(which, s, piece.first, keys(piece.first));
+        for (int64_t head = 0; head < c.K; head++) fetch(which, keys(piece.first), head);
+        for (int64_t from = piece.first; from < piece.last; from += TILE, which ^= 1) {
+            const int64_t n = keys(from), next = from + TILE;
+            if (next < piece.last) locate(which ^ 1, s, next, keys(next));
+            for (int64_t head = 0; head < c.K; head++) {
+                if (next < piece.last) fetch(which ^ 1, keys(next), head);
+                if (!direct)
+                    for (int plane = 0; plane < 2; plane++) stage(plane, at[which][plane], head, n);
+                const auto* rows = direct ? at[which] : staged_at;
+                for (int64_t r = 0; r < R; r += ROWS) {
+                    const int64_t row = head * R + r, count = std::min<int64_t>(ROWS, R - r);
+                    meet(s, head, r, count, from, n, queries + row * D, rows[0], rows[1],
+                         {state.largest + row, state.total + row, state.values + row * Dv});
+                }
+            }
+        }
+    }
+
+    // Rows [row, row + count) of a head meet n keys, the first at position `from`.
+    void meet(int64_t s, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n, const float* q,
+              const char* const* keys, const char* const* values, State state) {
+        const int64_t at_head[2] = {direct ? head * head_stride(0) : 0, direct ? head * head_stride(1) : 0};
+        float decay[ROWS];
+        bool seen = false;
+        const auto size = [&](int64_t r) { return count - r >= 4 ? 2 : count - r >= 2 ? 1 : 0; };  // log2 of rows at once
+        for (int64_t r = 0; r < count; r += 1 << size(r))
+            format.multiply[size(r)](q + r * D, keys, at_head[0], logits.data + r * TILE, n, D);
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t i = position(s) + (row + r) / G, h = head * G + (row + r) % G;
+            const int64_t first = std::max<int64_t>(oldest(i) - from, 0), last = std::min(end(s, i) - from, n);
+            const float slope = c.alibi_slopes ? c.alibi_slopes[h] : 0.0f;
+            decay[r] = softmax(logits.data + r * TILE, first, last, head, slope, from - i, state.largest[r], state.total[r]);
+            seen |= first < last;
+        }
+        for (int64_t r = 0; seen && r < count; r += 1 << size(r))
+            format.accumulate[size(r)](logits.data + r * TILE, decay + r, values, at_head[1], state.values + r * Dv, n, Dv);
+    }
+
+    // Products of one row become weights below its largest logit so far; keys outside [first, last) are not seen. Returns
+    // by what the sums so far shrink.
+    float softmax(float* row, int64_t first, int64_t last, int64_t head, float slope, int64_t distance, float& largest,
+                  float& total) const {
+        Floats lane;
+        for (int l = 0; l < WIDTH; l++) lane[l] = float(l);
+        const float scale = c.scale * (c.k_scale ? c.k_scale[head] : 1.0f);
+        Floats tops = Floats{} - INF;
+        for (int64_t j = 0; j < TILE; j += WIDTH) {
+            Floats x = load<Floats>(row + j) * scale;
+            const Floats key = lane + float(j);
+            if (c.soft_cap != 0) x = c.soft_cap * tanh(x / c.soft_cap);
+            if (slope != 0) x += slope * (key + float(distance));
+            x = key >= float(first) ? x : Floats{} - INF;
+            x = key < float(last) ? x : Floats{} - INF;
+            store(row + j, x);
+            tops = x > tops ? x : tops;
+        }
+        float top = largest;
+        for (int l = 0; l < WIDTH; l++) top = std::max(top, tops[l]);
+        const float base = top == -INF ? 0.0f : top;
+        Floats sums = {};
+        for (int64_t j = 0; j < TILE; j += WIDTH) {
+            const Floats weight = exp(load<Floats>(row + j) - base);
+            store(row + j, weight);
+            sums += weight;
+        }
+        float sum = 0;
+        for (int l = 0; l < WIDTH; l++) sum += sums[l];
+        const float decay = exp(Floats{} + (largest - base))[0];
+        total = total * decay + sum;
+        largest = top;
+        return decay;
+    }
+};
+
+// out and lse of a row of a sequence from its partial results, the pieces [begin, end), in the order of their keys.
+void merge(const Attention& a, const Piece* begin, const Piece* end, int64_t s, int64_t row, State all, float* sums) {
+    const Call& c = a.c;
+    const int64_t q = a.rows(s), head = row / (q * a.G), t = row / a.G % q, h = head * a.G + row % a.G;
+    float largest = c.sinks ? c.sinks[h] : -INF;
+    for (const Piece* p = begin; p < end; p++) largest = std::max(largest, all.largest[p->row + row]);
+    const float base = largest == -INF ? 0.0f : largest;
+    float total = c.sinks ? std::exp(c.sinks[h] - base) : 0.0f;
+    std::fill_n(sums, a.Dv, 0.0f);
+    for (const Piece* p = begin; p < end; p++) {
+        const float share = std::exp(all.largest[p->row + row] - base);
+        const float* values = all.values + (p->row + row) * a.Dv;
+        total += all.total[p->row + row] * share;
+        for (int64_t d = 0; d < a.Dv; d++) sums[d] += values[d] * share;
+    }
+    const int64_t to = (c.query_start_loc[s] + t) * c.H + h;
+    const float factor = total == 0 ? 0.0f : (c.v_scale ? c.v_scale[head] : 1.0f) / total;
+    for (int64_t d = 0; d < c.Dv; d++) c.out[to * c.Dv + d] = sums[a.place(d)] * factor;
+    c.lse[to] = base + std::log(total);
+}
+
+extern "C" void paged_attention(const Call* call) {
+    const Call& c = *call;
+    const Attention a(c);
+    std::vector<Piece> pieces;
+    std::vector<int64_t> begin, query_row;  // of each sequence
+    int64_t tokens = 0, rows = 0, query_rows = 0;
+    const auto first = [&](int64_t s) { return std::min<int64_t>(a.oldest(a.position(s)), c.seq_lens[s]); };
+    for (int64_t n = 0; n < c.num_sequences; n++) tokens += c.seq_lens[c.sequences[n]] - first(c.sequences[n]);
+    const int64_t length = round_up(std::max(PIECE, (tokens + PIECES - 1) / PIECES), TILE);
+    for (int64_t n = 0; n < c.num_sequences; n++) {
+        const int64_t s = c.sequences[n], last = c.seq_lens[s];
+        begin.push_back(pieces.size());
+        query_row.push_back(query_rows);
+        for (int64_t from = first(s); from < last; from += length, rows += a.rows(s) * c.H)
+            pieces.push_back({s, from, std::min(from + length, last), query_rows, rows});
+        query_rows += a.rows(s) * c.H;
+    }
+    begin.push_back(pieces.size());
+    Buffer queries(query_rows * a.D), largest(rows), total(rows), values(rows * a.Dv);
+#pragma omp parallel num_threads(int(c.threads))
+    {
+        Worker worker(c);
+        Buffer sums(a.Dv);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < c.num_sequences; n++) a.arrange(c.sequences[n], queries.data + query_row[n] * a.D);
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < int64_t(pieces.size()); n++) {
+            const Piece& p = pieces[n];
+            worker.run(p, queries.data + p.query_row * a.D,
+                       {largest.data + p.row, total.data + p.row, values.data + p.row * a.Dv});
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < c.num_sequences; n++)
+            for (int64_t row = 0; row < a.rows(c.sequences[n]) * c.H; row++)
+                merge(a, pieces.data() + begin[n], pieces.data() + begin[n + 1], c.sequences[n], row,
+                      {largest.data, total.data, values.data}, sums.data);
+    }
+}

@@ -1,0 +1,159 @@
+"""Attention of few rows a sequence (decode, speculative widths) on the CPU as one C++ function, ``cpu_fused.cpp``.
+
+Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
+reads each once. It is compiled at the first call that it could serve, by the compiler that torch would take for a C++
+extension, and kept in torch's folder of extensions under a hash of source, compiler, flags and machine. Without a
+compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, slower and within the same error budget.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops.features import Features
+from paged_ops.layouts import PagedKV
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
+# What the source may use of the processor: no more than torch itself does, so that a folder may be shared.
+FLAGS = {
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+}
+
+
+class Call(ctypes.Structure):
+    """The one argument of the C++ function; fields as there."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "block_tables", "seq_lens", "query_start_loc")),
+        *((name, ctypes.c_void_p) for name in ("sequences", "alibi_slopes", "sinks", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        ("key_strides", ctypes.c_int64 * 5),
+        ("value_strides", ctypes.c_int64 * 4),
+        ("table_strides", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "H", "K", "D", "Dv", "B", "x")),
+        *((name, ctypes.c_int64) for name in ("cell", "causal", "window", "chunk", "threads")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+    )
+
+
+def attend(
+    query: Tensor,
+    paged: PagedKV,
+    stored: torch.dtype,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    sequences: Sequence[int],
+    scale: float,
+    f: Features,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fill the rows of some sequences: out float32 ``[T, H, Dv]``, lse float32 ``[T, H]``. For what :func:`serves`."""
+    function = compiled()
+    assert function is not None, "no compiled function"
+    K = paged.num_kv_heads
+    served = torch.tensor(sequences, dtype=torch.int32)
+    # Named, so that they live until the call returns.
+    tensors = (
+        query.to(torch.float32).contiguous(),
+        paged.key,
+        paged.value,
+        block_tables,
+        seq_lens.contiguous(),
+        query_start_loc.contiguous(),
+        served,
+        *(each if each is None else each.contiguous() for each in (f.alibi_slopes, f.sinks)),
+        *(each if each is None else each.expand(K).contiguous() for each in (f.k_scale, f.v_scale)),
+        out,
+        lse,
+    )
+    assert out.dtype == lse.dtype == torch.float32, "results the C++ does not write"
+    call = Call(
+        *(None if each is None else each.data_ptr() for each in tensors),
+        paged.key.stride(),
+        paged.value.stride(),
+        block_tables.stride(),
+        len(served),
+        query.shape[1],
+        K,
+        paged.head_size,
+        paged.value_head_size,
+        paged.block_size,
+        paged.key.shape[4],
+        CELLS.index(stored),
+        f.causal,
+        f.sliding_window,
+        f.attention_chunk,
+        torch.get_num_threads(),
+        scale,
+        f.soft_cap,
+    )
+    function(ctypes.byref(call))
+
+
+def serves(stored: torch.dtype, f: Features) -> bool:
+    """Whether :func:`attend` can run with these features here."""
+    return stored in CELLS and f.block_sparse is None and compiled() is not None
+
+
+@functools.cache
+def compiled() -> Callable[[Any], None] | None:
+    """The C++ function, or None where no compiler is found."""
+    if sys.platform == "win32":
+        return None  # its own compiler lacks the vectors that the source is written in
+    try:
+        # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); needs setuptools.
+        from torch.utils import cpp_extension
+
+        compiler = shutil.which(cpp_extension.get_cxx_compiler())
+        folder = Path(cpp_extension._get_build_directory("paged_ops", False))
+    except (ImportError, OSError) as error:
+        warnings.warn(f"paged_ops: attention on the CPU is not compiled ({error})", stacklevel=2)
+        return None
+    if compiler is None:
+        return None
+    flags = [
+        *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
+        *FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()),
+    ]
+    key = hashlib.sha256(repr((SOURCE.read_text(), compiler, flags, platform.machine())).encode()).hexdigest()[:16]
+    library = folder / f"attention-{key}.so"
+    try:
+        if not library.exists():
+            _compile([compiler, *flags, str(SOURCE)], library)
+        function = ctypes.CDLL(str(library)).paged_attention
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        warnings.warn(f"paged_ops: attention on the CPU is not compiled, and slower: {said}", stacklevel=2)
+        return None
+    function.argtypes, function.restype = [ctypes.POINTER(Call)], None
+    return function
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Under another name first: a process that finds the library finds all of it."""
+    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    try:
+        subprocess.run([*command, "-o", unfinished], check=True, capture_output=True, text=True)
+        os.replace(unfinished, library)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
