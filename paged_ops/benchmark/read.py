@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,7 @@ PROGRAMS_A_PROCESSOR, TILE, WARPS = 4, 8192, 8
 
 
 @triton.jit
-def read_kernel(source: Any, sink: Any, num_tiles: Any, TILE: tl.constexpr) -> None:
+def read_kernel(source, sink, num_tiles, TILE: tl.constexpr):
     """Sums of float32, a tile a step; every program writes one number."""
     total = tl.zeros([TILE], tl.float32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):

@@ -304,13 +304,14 @@ def _expect_equal(got: Tensor, want: Tensor) -> None:
         raise WrongResultError("the result differs from what was written")
 
 
-def render(tree: Any, indent: str = "", width: int = 118) -> str:
-    """JSON in which what fits a line is on one."""
+def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> str:
+    """JSON in which what fits a line, after ``before``, is on one."""
     line = json.dumps(tree)
-    if not isinstance(tree, dict) or (indent and len(indent) + len(line) <= width):
+    if not isinstance(tree, dict) or (before and len(before) + len(line) <= width):
         return line
     inner = indent + "  "
-    rows = (f"{inner}{json.dumps(name)}: {render(value, inner, width)}" for name, value in tree.items())
+    names = [f"{inner}{json.dumps(name)}: " for name in tree]
+    rows = [name + render(value, inner, name, width) for name, value in zip(names, tree.values(), strict=True)]
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
 
 
