@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from paged_ops import op, testing
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import tiles
+from paged_ops.lowerings.gpu import attention, tiles
 
 pytestmark = pytest.mark.interpreter
 
@@ -67,9 +67,9 @@ def test_matches_reference(name, case):
 def test_any_number_of_programs(case, programs, monkeypatch):
     """Shares of no tile, of less than a unit, of several units: the same numbers within the error budget."""
     monkeypatch.setattr(tiles, "INTERPRETER_PROGRAMS", programs)
-    tiles.plan.cache_clear()
+    attention.forget()
     try:
         named = testing.case_named("paged_attention_with_lse", case)
         testing.check("paged_attention_with_lse", named, "cpu", gpu.paged_attention_with_lse)
     finally:
-        tiles.plan.cache_clear()
+        attention.forget()

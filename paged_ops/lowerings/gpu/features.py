@@ -10,10 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_ops.lowerings.gpu.fp8 import decode_fp8
+from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp8
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Numbers of the attention kernels that are compiled for no value in particular.
+VARYING = (
+    *("window", "chunk", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
+    *("table_stride", "S"),
+)
 
 
 @triton.jit
@@ -33,6 +38,7 @@ def load_tile(
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
     RUN: tl.constexpr,  # so many tokens lie together; 1 where elements do
+    SUMMED: tl.constexpr,  # whether a dot product sums over the tokens, not over the elements
 ):
     """``[N, PADDED]`` keys or values of one head; 0 past the head size and where not live, whatever is there."""
     d = tl.arange(0, PADDED)
@@ -50,6 +56,8 @@ def load_tile(
     tile = tl.load(base + place, mask=mask, other=0.0)
     if RUN > 1:
         tile = tl.where(live[:, None], tile, 0.0).to(tile.dtype)
+    if tile.dtype.primitive_bitwidth == 8 and FORMAT == 0:
+        return widen_fp8(tile, SUMMED).to(DTYPE)
     if FORMAT == 1:
         return decode_e4m3(tile).to(DTYPE)
     if FORMAT != 0:
@@ -78,6 +86,23 @@ def load_queries(
     row = row_token.to(tl.int64) * stride_t + row_head.to(tl.int64) * stride_h
     mask = row_live[:, None] & (d < SIZE)[None, :]
     return tl.load(query + row[:, None] + d[None, :] * stride_d, mask=mask, other=0.0)
+
+
+@triton.jit
+def queries_for(q, key_cache, FORMAT: tl.constexpr):
+    """The packed rows ``q [M, D]`` in the type that they meet keys and values of fp8 in, and their factor ``[M, 1]``.
+
+    Every fp8 number is a float16, to which one instruction converts two; to bfloat16 it is a longer way. So bfloat16
+    rows become float16, each divided by a power of two that makes its largest element less than 2.
+    """
+    factor = 1.0
+    if FORMAT == 0 and key_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        power = tl.minimum(largest.to(tl.uint32, bitcast=True) & 0x7F800000, 253 << 23)
+        inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+        factor = power.to(tl.float32, bitcast=True)[:, None]
+        q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
+    return q, factor
 
 
 @triton.jit
@@ -157,15 +182,15 @@ def keep_block_sparse(i, j, offset, sparse_block, local_blocks, vert_stride):
 
 
 @triton.jit
-def sparse_tile_is_seen(first_i, j, live, offset, sparse_block, local_blocks, vert_stride):
-    """Whether any row sees any key of a tile: its first row stands at ``first_i``, its heads have ``offset``.
+def next_seen_tile(tile, first_i, offset, sparse_block, local_blocks, vert_stride, BLOCK_N: tl.constexpr):
+    """The first of the tiles from ``tile`` on in which a row may see a key by a block-sparse pattern.
 
-    The row that sees the most of a block locally is the first at or after it.
+    The rows stand at or after ``first_i``, the first of which sees most of what is local; their heads have ``offset``.
     """
-    kb = j // sparse_block
-    near = tl.maximum(first_i // sparse_block, kb) - kb < local_blocks
-    stripe = tl.max(((kb[None, :] + offset[:, None]) % vert_stride == 0).to(tl.int32), 0)
-    return tl.max((live & (near | (stripe > 0))).to(tl.int32), 0) > 0
+    block = tile * BLOCK_N // sparse_block
+    near = tl.maximum(block, first_i // sparse_block - local_blocks + 1)
+    stripe = tl.min(block + (vert_stride - 1 - (block + offset - 1) % vert_stride), 0)
+    return tl.maximum(tile, tl.minimum(near, stripe) * sparse_block // BLOCK_N)
 
 
 @triton.jit
@@ -200,3 +225,99 @@ def finish(acc, m, l):
     out = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
     lse2 = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
     return out, lse2
+
+
+@triton.jit
+def see_tile(
+    acc,
+    m,
+    l,
+    q,
+    i,  # [M] positions of the rows
+    tile,
+    seen,  # whether any row sees a key of the tile: if not, nothing is loaded
+    slopes,  # [M]
+    factor,
+    seq_len,
+    oldest,  # no row sees a key before it
+    block_table,
+    keys,  # of the head
+    values,
+    soft_cap,
+    window,
+    chunk,
+    sparse,  # tuple: block, local blocks, vertical stride, offset of each row [M]
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SPARSE: tl.constexpr,
+    MASKED: tl.constexpr,  # off where every row sees every key of the tiles
+    B: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    X: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
+    KEY: tl.constexpr,  # strides n, b, k, dx, d
+    VALUE: tl.constexpr,  # strides n, b, k, d
+    TABLE: tl.constexpr,  # stride m
+    BLOCK_N: tl.constexpr,
+):
+    """Let the rows ``q [M, D]`` see one tile of keys."""
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
+    j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = j < seq_len
+    if WINDOW or CHUNK:
+        live = live & (j >= oldest)
+    if SPARSE:
+        live = live & seen
+    readable = live
+    if RUN > 1:  # to the end of a run, which lies in one block
+        readable = tl.max_constancy(j // RUN * RUN < seq_len, RUN)
+    block = tl.load(block_table + (j // B) * TABLE, mask=readable, other=0)
+    offset = j % B
+    k = load_tile(
+        keys, block, offset, live, live, KEY[0], KEY[1], KEY[3], KEY[4], D, D_PAD, X, FORMAT, q.dtype, 1, False
+    )
+    qk = dot_keys(q, k)
+    logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
+    if MASKED:
+        kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
+        if SPARSE:
+            kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
+        logits = tl.where(kept, logits, float("-inf"))
+    v = load_tile(
+        values, block, offset, live, readable, VALUE[0], VALUE[1], 0, VALUE[3], Dv, DV_PAD, Dv, FORMAT, q.dtype, RUN,
+        True,
+    )  # fmt: skip
+    acc, m, l = softmax_step(logits, v, acc, m, l, PRECISION)
+    return acc, m, l
+
+
+@triton.jit
+def store_rows(out, lse, result, lse2, row_token, row_head, row_live, d, output_scale, H, Dv: tl.constexpr):
+    """Columns d of rows of ``out [T, H, Dv]`` (contiguous), e4m3 with an output_scale, and their lse in natural log."""
+    row = row_token.to(tl.int64) * H + row_head
+    mask = row_live[:, None] & (d < Dv)[None, :]
+    if output_scale is not None:
+        result = encode_fp8(result / tl.load(output_scale), E4M3FN, False)
+    tl.store(out + row[:, None] * Dv + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        tl.store(lse + row, lse2 * LN2, mask=row_live)
+
+
+@triton.jit
+def oldest_key(first_i, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that the query at ``first_i``, and so any later one, may see."""
+    first_i = tl.maximum(first_i, 0)
+    oldest = first_i * 0
+    if WINDOW:
+        oldest = tl.maximum(oldest, first_i - window + 1)
+    if CHUNK:
+        oldest = tl.maximum(oldest, first_i // chunk * chunk)
+    return oldest

@@ -36,7 +36,8 @@ class Plan(NamedTuple):
 
     split: Tile
     prefill: Tile
-    programs: int
+    programs: int  # of split_kernel
+    all_split: bool  # whether split_kernel serves every sequence, whatever its length
 
 
 def padded(size: int, itemsize: int) -> int:
@@ -46,7 +47,7 @@ def padded(size: int, itemsize: int) -> int:
 
 def sequences_at_once(S: int) -> int:
     """How many sequences a program counts in one vector."""
-    return min(max(16, triton.next_power_of_2(S)), 1024)
+    return min(max(64, triton.next_power_of_2(S)), 1024)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,9 +63,12 @@ def plan(
 ) -> Plan:
     """The tiles for a batch of T rows in S sequences; shapes only bound it, so any batch within them is right."""
     group = triton.next_power_of_2(G)
-    # A batch of few rows a sequence (decode, speculative widths) fits tiles of that many rows.
+    # Decode and speculative widths: tiles of as many rows as a sequence has if all have the same, which only the device
+    # knows. So longer ones are split_kernel's too, rather than a launch of prefill_kernel's that mostly finds nothing.
     rows = triton.next_power_of_2(-(-T // S) * group)
-    split_m = max(16, rows if rows <= 64 else group)
+    same = T % S == 0 and rows <= 64
+    split_m = max(16, rows if same else group)
+    all_split = same or T * G <= split_m
     if device.type == "cpu":
         split, prefill, programs = Tile(split_m, 16, 4, 1), Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
     else:
@@ -81,7 +85,7 @@ def plan(
         if few >= S:  # long units, each of which many programs cut: more of them only get in each other's way
             per_sm = min(per_sm, fewer_per_sm)
         programs = per_sm * num_processors(device)
-    return Plan(split, prefill, programs)
+    return Plan(split, prefill, programs, all_split)
 
 
 def element_kind(dtype: torch.dtype, stored: torch.dtype) -> str:
