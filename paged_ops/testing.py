@@ -378,6 +378,8 @@ BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
     "query_past_keys": ((9, 4), (2, 1), (1, 3)),
     "long": ((1, 700), (130, 390), (1, 257)),
     "padding_only": (),
+    # As many rows as eight sequences of seven tokens have: what decides by shapes must not take it for those.
+    "uneven": ((0, 3), (40, 90), (0, 0), (8, 30), (2, 2), (0, 7), (1, 200), (5, 5)),
 }
 SPARSE = masks.SparsePattern(block_size=16, local_blocks=2, vert_stride=3)
 FEATURES: dict[str, tuple[str, Any]] = {
@@ -455,6 +457,9 @@ def _attention_cases() -> Iterator[AttentionCase]:
     yield case("scheduled-window", schedule=True, features=(FEATURES["window"],))
     yield case("scheduled-decode-bf16", "decode", schedule=True, dtype=torch.bfloat16)
     yield case("no-padding", "decode", padding=(0, 0))
+    for name, feature in FEATURES.items():
+        yield case(f"uneven-{name}", "uneven", padding=(0, 0), features=(feature,))
+    yield case("uneven-sparse-bf16", "uneven", padding=(0, 0), features=(FEATURES["sparse"],), dtype=torch.bfloat16)
     yield AttentionCase("one-token", ((1, 1),), padding=(0, 0))
     yield from _random_cases(100)
 
