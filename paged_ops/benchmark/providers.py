@@ -94,8 +94,8 @@ class FlashInfer:
         heads, rest = (case.num_heads, case.num_kv_heads, case.head_size), (case.block_size,)
         if all(q_len == 1 for q_len, _ in case.seqs):
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=case.num_heads > case.num_kv_heads
-            )
+                workspace, "NHD", use_tensor_cores=case.num_heads > case.num_kv_heads, backend="fa2"
+            )  # fa3, which it would choose on Hopper, does not split sequences: ten times slower
             plan = functools.partial(wrapper.plan, indptr, indices, last, *heads, *rest, **types)
         else:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")

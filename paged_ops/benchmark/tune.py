@@ -104,13 +104,14 @@ def neighbours(n: int) -> list[int]:
 
 
 def forget() -> None:
-    """Drops what the lowering keeps of earlier calls, so that it reads the numbers again."""
+    """Has the lowering read the numbers again: plans of earlier calls are dropped, the trees themselves are not."""
     for name, module in list(sys.modules.items()):
         if name.startswith("paged_ops.lowerings.gpu"):
-            for each in vars(module).values():
-                keeps = getattr(each, "cache_clear", None)
-                if keeps is not None and getattr(each, "__name__", "") not in LOADERS:
-                    keeps()
+            for each in list(vars(module).values()):
+                clear = getattr(each, "cache_clear", None)
+                if clear is not None and each.__name__ not in LOADERS:
+                    clear()
+            getattr(module, "forget", lambda: None)()
 
 
 LOADERS = {"table", "tuned"}  # whose results are the trees that are changed in place
