@@ -231,7 +231,7 @@ def test_providers_are_found_by_name():
 def record(us, date="2026-01-01", provider="paged_ops", case="1x8", **more):
     speed = {"us": us, "floor_us": 1.0, "percent": 100 / us, "flops": 100, "bytes": 10, "tflops": 1e-3 / us}
     about = {"device": "Some GPU", "torch": "2", "triton": "3", "commit": "abc", "date": date}
-    shape = {"group": "decode", "heads": "32/8", "case": case, "batch": 1, "context": 8}
+    shape = {"group": "decode", "heads": "32/8", "case": case, "block_size": 16, "batch": 1, "context": 8}
     return {**shape, "provider": provider, **speed, **about, **more}
 
 

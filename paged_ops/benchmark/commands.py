@@ -29,7 +29,9 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Measurements whose median is taken, twice.")] = 30,
     data: Annotated[Path | None, typer.Option(help="Append records to bench_<device>.jsonl in this folder.")] = None,
     commit: Annotated[str | None, typer.Option(help="What the records name; by default what git says.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Call each case three times, for a profiler.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Time nothing: one call of each case in an NVTX range, for a profiler.")
+    ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and who serves them.")] = False,
     write_report: Annotated[
         bool, typer.Option("--report", help="Measure nothing: rewrite the tables and plots in docs/ from the records.")

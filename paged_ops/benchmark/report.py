@@ -14,6 +14,7 @@ from typing import Any
 Record = dict[str, Any]
 BLOCK = re.compile(r"(<!-- bench: (?P<group>[\w-]+), (?P<device>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OURS = "paged_ops"
+SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot that has all providers
 COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#b08ea2", "#e3a857", "#5c677d")
 
 
@@ -162,11 +163,12 @@ def _providers(chosen: Sequence[Record]) -> list[str]:
 
 def _percent(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
     """Bars: how much of the floor each case reaches, by provider; a stroke for the best that others reached."""
-    chosen = [r for group in ("decode", "fp8", "prefill", "cpu") for r in latest(records, device, group)]
+    groups = ("decode", "fp8", "prefill", "cpu")
+    chosen = [r for group in groups for r in latest(records, device, group) if SHOWN.items() <= r.items()]
     if not chosen:
         return None
     providers, labels = _providers(chosen), list(dict.fromkeys(key(record) for record in chosen))
-    figure, axes = _figure(7, 0.8 + 0.17 * len(labels) * max(1.6, len(providers) * 0.8))
+    figure, axes = _figure(7, 0.8 + 0.12 * len(labels) * max(2, len(providers)))
     height = 0.8 / len(providers)
     for record in chosen:
         row = labels.index(key(record)) + height * (providers.index(record["provider"]) - (len(providers) - 1) / 2)
