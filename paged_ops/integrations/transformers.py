@@ -262,6 +262,8 @@ class PagedCausalLM:
         """Logits ``[S, V]``: see :class:`paged_ops.generation.ModelStep`."""
         logits = self.model(
             input_ids=input_ids[None],
+            # Nobody reads it; without one, transformers looks for packed sequences, and waits for the device.
+            attention_mask=torch.ones_like(input_ids[None], dtype=torch.bool),
             position_ids=metadata.positions[None],
             use_cache=False,
             kv_caches=kv_caches,
