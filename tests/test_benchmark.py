@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import paged_ops
 from paged_ops import cli, reference
 from paged_ops.benchmark import cases, commands, measure, report, run, tune
 from paged_ops.benchmark.cases import Case
@@ -332,6 +333,26 @@ def test_descent_finds_the_fastest_and_leaves_the_rest():
         ("few", "1"),
     }
     assert all(step.gain > tune.GAIN for step in steps)
+
+
+@pytest.mark.parametrize("op", ["reshape_and_cache", "gather_kv", "merge_attention_states", "copy_blocks"])
+def test_workloads_of_the_cache_ops_are_right(monkeypatch, op):
+    monkeypatch.setattr(measure, "CPU_CACHE_BYTES", 1 << 10)
+    small = [each for each in tune.cache_workloads(CPU)[op] if each.name not in ("1024 blocks of 1024 KiB",)]
+    for workload in small[-2:]:
+        assert workload.us(CPU, 1) > 0
+
+
+def test_a_workload_that_is_wrong_is_not_timed(monkeypatch):
+    monkeypatch.setattr(measure, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(paged_ops, "copy_blocks", lambda caches, mapping: None)
+    with pytest.raises(measure.WrongResultError):
+        tune.cache_workloads(CPU)["copy_blocks"][0].us(CPU, 1)
+    workload = tune.attention_workload(SQUARE, CPU)
+    assert workload.us(CPU, 1) > 0
+    monkeypatch.setattr(paged_ops, "paged_attention", lambda query, *args: torch.zeros_like(query))
+    with pytest.raises(measure.WrongResultError):
+        workload.us(CPU, 1)
 
 
 def test_neighbours():

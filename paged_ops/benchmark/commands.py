@@ -140,17 +140,23 @@ def tune_tiles(
 
     name = torch.cuda.get_device_name(target)
     with console.status("") as status, torch.no_grad():
+
+        def show(line: str) -> None:
+            status.update(escape(line))
+            if not console.is_terminal:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
         if only != "cache":
             tree = tiles.table(name)
             workloads = [each for each in tune.attention_workloads(target) if re.search(match, each.name)]
-            steps = tune.descend(tree, workloads, target, repeats, status.update)
+            steps = tune.descend(tree, workloads, target, repeats, show)
             _print_steps(console, steps, tune.write(out or CONFIGS, "attention", target, tree))
         if only != "attention":
             steps, numbers = [], {}
             for op, workloads in tune.cache_workloads(target).items():
                 numbers[op] = tuned(op)
                 chosen = [each for each in workloads if re.search(match, each.name)]
-                steps += tune.descend(numbers[op], chosen, target, repeats, status.update)
+                steps += tune.descend(numbers[op], chosen, target, repeats, show)
             _print_steps(console, steps, tune.write(out or CONFIGS, "cache", target, numbers))
 
 

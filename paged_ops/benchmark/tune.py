@@ -317,8 +317,9 @@ def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> s
 
 
 def write(folder: Path, kind: str, device: torch.device, tree: dict[str, Any]) -> Path:
-    """Writes ``<kind>_<device>.json``, which the lowering takes on devices of that name."""
+    """Writes ``<kind>_<device>.json``, which the lowering takes on devices of that name; what else it had stays."""
     path = folder / f"{kind}_{torch.cuda.get_device_name(device).lower().replace(' ', '_')}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(tree) + "\n")
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(render({**before, **tree}) + "\n")
     return path
