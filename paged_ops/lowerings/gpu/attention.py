@@ -358,7 +358,11 @@ def _plan(
             S,
         ),
         lengths=(S, T),
-        split=launcher(split_kernel, {**constants, "ALL": plan.all_split}, split),
+        split=launcher(
+            split_kernel,
+            {**constants, "ALL": plan.all_split, "PAIRED": _paired(query, key, value, cache_format)},
+            split,
+        ),
         split_grid=(P, 1, 1),
         split_m=split.block_m,
         prefill=None
@@ -400,6 +404,18 @@ def _run(value: Tensor, B: int) -> int:
         return 1
     return math.gcd(
         16 // value.element_size(), B, stride_n, stride_k, stride_d, value.data_ptr() // value.element_size()
+    )
+
+
+def _paired(query: Tensor, key: Tensor, value: Tensor, cache_format: int) -> bool:
+    """Whether two 8-bit elements of a head can be read as one of 16 bits, to be converted to float16 by instruction."""
+    numbers = (key.shape[4], *key.stride()[:4], value.shape[3], *value.stride()[:3])
+    return (
+        key.element_size() == 1
+        and cache_format == 0
+        and query.element_size() == 2
+        and key.shape[3] == key.stride(4) == value.stride(3) == 1
+        and not any(number % 2 for number in (*numbers, key.data_ptr(), value.data_ptr()))
     )
 
 

@@ -77,6 +77,7 @@ def split_kernel(
     BLOCK_S: tl.constexpr,
     CHUNKS_OF_S: tl.constexpr,
     PDL: tl.constexpr,
+    PAIRED: tl.constexpr,  # see see_tile
     ALL: tl.constexpr,  # every sequence is this kernel's, whatever its length: in tiles of rows
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -153,7 +154,9 @@ def split_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + kh * G + r % G)
-    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    HALVES: tl.constexpr = 2 if PAIRED else 1
+    acc = tl.zeros([BLOCK_M, DV_PAD // HALVES], tl.float32)
+    acc_odd = acc
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     # One loop over all tiles of the share: the loads of a unit are under way before the one before it is finished.
@@ -187,34 +190,38 @@ def split_kernel(
             seen = seen_tile == tile
         q = load_queries(query, row_start + token, row_head, row_live, QUERY[0], QUERY[1], QUERY[2], D, D_PAD)
         q, row_factor = queries_for(q, key_cache, FORMAT)
-        acc, m, l = see_tile(
-            acc, m, l, q, seq_len - q_len + token, tile, seen, slopes, factor * row_factor, seq_len,
+        acc, acc_odd, m, l = see_tile(
+            acc, acc_odd, m, l, q, seq_len - q_len + token, tile, seen, slopes, factor * row_factor, seq_len,
             oldest_key(first_i, window, chunk, WINDOW, CHUNK),
             block_tables + s.to(tl.int64) * table_stride,
             key_cache + kh.to(tl.int64) * KEY[2], value_cache + kh.to(tl.int64) * VALUE[2],
             soft_cap, window, chunk,
             (sparse_block, local_blocks, vert_stride, first_offset + (row_head // HEADS_AN_OFFSET) * offset_step),
             CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, KEY, VALUE, TABLE, BLOCK_N,
+            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, PAIRED, KEY, VALUE, TABLE, BLOCK_N,
         )  # fmt: skip
         if (tile + 1 == end_tile) | (start + step + skipped + 1 == end):
             from_start = part_tile == first_tile
-            if sinks is not None:
-                if from_start:  # the first part counts the sink
-                    acc, m, l = count_sink(acc, m, l, tl.load(sinks + row_head))
-            result, lse2 = finish(acc, m, l)
-            if v_scale is not None:
-                result = result * tl.load(v_scale + kh * V_SCALE)
-            d = tl.arange(0, DV_PAD)
-            if from_start & (tile + 1 == end_tile):
-                store_rows(out, lse, result, lse2, row_start + token, row_head, row_live, d, output_scale, H, Dv)
-            else:
-                part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * BLOCK_M + r
-                tl.store(
-                    parts + part_row[:, None] * Dv + d[None, :], result, mask=row_live[:, None] & (d < Dv)[None, :]
-                )
-                tl.store(part_lse + part_row, lse2, mask=row_live)
-            acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+            for half in tl.static_range(HALVES):
+                result, m_, l_ = acc, m, l
+                if half == 1:
+                    result = acc_odd
+                if sinks is not None:
+                    if from_start:  # the first part counts the sink
+                        result, m_, l_ = count_sink(result, m, l, tl.load(sinks + row_head))
+                result, lse2 = finish(result, m_, l_)
+                if v_scale is not None:
+                    result = result * tl.load(v_scale + kh * V_SCALE)
+                d = tl.arange(0, DV_PAD // HALVES) * HALVES + half
+                if from_start & (tile + 1 == end_tile):
+                    store_rows(out, lse, result, lse2, row_start + token, row_head, row_live, d, output_scale, H, Dv)
+                else:
+                    part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * BLOCK_M + r
+                    place = part_row[:, None] * Dv + d[None, :]
+                    tl.store(parts + place, result, mask=row_live[:, None] & (d < Dv)[None, :])
+                    tl.store(part_lse + part_row, lse2, mask=row_live)
+            acc = tl.zeros([BLOCK_M, DV_PAD // HALVES], tl.float32)
+            acc_odd = acc
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
 

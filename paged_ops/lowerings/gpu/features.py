@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp8
+from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp8, widen_pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -63,6 +63,23 @@ def load_tile(
     if FORMAT != 0:
         tile = decode_fp8(tile, FORMAT)
     return tile.to(DTYPE)
+
+
+@triton.jit
+def load_pairs(
+    base, block, offset, live, stride_n, stride_b, SIZE: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """What :func:`load_tile` loads of an fp8 cache, as float16, the even and the odd elements ``[N, PADDED / 2]`` apart.
+
+    Two 8-bit numbers travel as one of 16 bits, which tensor cores' operands are loaded in straight from shared memory.
+    """
+    d = tl.arange(0, PADDED // 2)
+    row = block.to(tl.int64) * (stride_n // 2) + offset.to(tl.int64) * (stride_b // 2)
+    mask = live[:, None]
+    if SIZE < PADDED:
+        mask = mask & (d < SIZE // 2)[None, :]
+    pairs = tl.load(base.to(tl.pointer_type(tl.int16)) + row[:, None] + d[None, :], mask=mask, other=0)
+    return widen_pairs(pairs, base.dtype.element_ty == tl.float8e4nv)
 
 
 @triton.jit
@@ -194,8 +211,9 @@ def next_seen_tile(tile, first_i, offset, sparse_block, local_blocks, vert_strid
 
 
 @triton.jit
-def softmax_step(logits, value, acc, m, l, PRECISION: tl.constexpr):
-    """Take a tile of logits ``[M, N]`` and values ``[N, Dv]`` into the running sum ``acc [M, Dv]``, maximum and total.
+def softmax_step(logits, m, l):
+    """Take a tile of logits ``[M, N]`` into the running maximum and total: its weights, and how much less what was
+    summed before now counts.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """
@@ -204,9 +222,7 @@ def softmax_step(logits, value, acc, m, l, PRECISION: tl.constexpr):
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(logits - shift[:, None])
     decay = tl.exp2(m - shift)
-    l = l * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
-    return acc, m_new, l
+    return p, decay, m_new, l * decay + tl.sum(p, 1)
 
 
 @triton.jit
@@ -230,6 +246,7 @@ def finish(acc, m, l):
 @triton.jit
 def see_tile(
     acc,
+    acc_odd,  # where PAIRED: acc has the even columns, this the odd ones
     m,
     l,
     q,
@@ -262,12 +279,13 @@ def see_tile(
     X: tl.constexpr,
     FORMAT: tl.constexpr,
     RUN: tl.constexpr,
+    PAIRED: tl.constexpr,  # 8-bit keys and values are loaded in pairs
     KEY: tl.constexpr,  # strides n, b, k, dx, d
     VALUE: tl.constexpr,  # strides n, b, k, d
     TABLE: tl.constexpr,  # stride m
     BLOCK_N: tl.constexpr,
 ):
-    """Let the rows ``q [M, D]`` see one tile of keys."""
+    """Let the rows ``q [M, D]`` see one tile of keys: ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``."""
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
     j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -281,22 +299,33 @@ def see_tile(
         readable = tl.max_constancy(j // RUN * RUN < seq_len, RUN)
     block = tl.load(block_table + (j // B) * TABLE, mask=readable, other=0)
     offset = j % B
-    k = load_tile(
-        keys, block, offset, live, live, KEY[0], KEY[1], KEY[3], KEY[4], D, D_PAD, X, FORMAT, q.dtype, 1, False
-    )
-    qk = dot_keys(q, k)
+    if PAIRED:
+        q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], D_PAD // 2, 2)))
+        k_even, k_odd = load_pairs(keys, block, offset, live, KEY[0], KEY[1], D, D_PAD)
+        qk = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+    else:
+        k = load_tile(
+            keys, block, offset, live, live, KEY[0], KEY[1], KEY[3], KEY[4], D, D_PAD, X, FORMAT, q.dtype, 1, False
+        )
+        qk = dot_keys(q, k)
     logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
     if MASKED:
         kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
         if SPARSE:
             kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
         logits = tl.where(kept, logits, float("-inf"))
-    v = load_tile(
-        values, block, offset, live, readable, VALUE[0], VALUE[1], 0, VALUE[3], Dv, DV_PAD, Dv, FORMAT, q.dtype, RUN,
-        True,
-    )  # fmt: skip
-    acc, m, l = softmax_step(logits, v, acc, m, l, PRECISION)
-    return acc, m, l
+    p, decay, m, l = softmax_step(logits, m, l)
+    if PAIRED:
+        v_even, v_odd = load_pairs(values, block, offset, live, VALUE[0], VALUE[1], Dv, DV_PAD)
+        acc = tl.dot(p.to(tl.float16), v_even, acc * decay[:, None])
+        acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd * decay[:, None])
+    else:
+        v = load_tile(
+            values, block, offset, live, readable, VALUE[0], VALUE[1], 0, VALUE[3], Dv, DV_PAD, Dv, FORMAT, q.dtype,
+            RUN, True,
+        )  # fmt: skip
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    return acc, acc_odd, m, l
 
 
 @triton.jit

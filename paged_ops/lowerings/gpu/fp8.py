@@ -71,6 +71,15 @@ def widen_fp8(tile, IN_PLACE: tl.constexpr):
 
 
 @triton.jit
+def widen_pairs(pairs, E4M3: tl.constexpr):
+    """int16s that hold two fp8 numbers each: the lower ones and the upper ones as float16, by instruction."""
+    if E4M3:
+        return _cvt_pairs_of_e4m3(pairs)
+    else:
+        return _cvt_pairs_of_e5m2(pairs)
+
+
+@triton.jit
 def _round_bits(real, FORMAT: tl.constexpr):
     MANTISSA: tl.constexpr = 3 if FORMAT == 1 or FORMAT == 3 else 2
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 15 if FORMAT == 2 else 8 if FORMAT == 3 else 16
@@ -142,4 +151,30 @@ def _cvt_from_e5m2(bits, IN_PLACE: tl.constexpr):
         dtype=tl.float16,
         is_pure=not IN_PLACE,
         pack=4,
+    )
+
+
+@triton.jit
+def _cvt_pairs_of_e4m3(pairs):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 apart; .reg .b16 lower, upper; prmt.b32 apart, $2, 0, 0x3120; mov.b32 {lower, upper}, apart;"
+        " cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _cvt_pairs_of_e5m2(pairs):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 apart; .reg .b16 lower, upper; prmt.b32 apart, $2, 0, 0x3120; mov.b32 {lower, upper}, apart;"
+        " cvt.rn.f16x2.e5m2x2 $0, lower; cvt.rn.f16x2.e5m2x2 $1, upper; }",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
     )

@@ -145,37 +145,37 @@ def prefill_kernel(
     sparse = (sparse_block, local_blocks, vert_stride, row_offset)
     if WINDOW or CHUNK:
         for tile in range(first_tile, full_first):
-            acc, m, l = see_tile(
-                acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+            acc, _, m, l = see_tile(
+                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, KEY, VALUE, TABLE, BLOCK_N,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
             )  # fmt: skip
     if not SPARSE:
         for tile in range(full_first, full_end):
-            acc, m, l = see_tile(
-                acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+            acc, _, m, l = see_tile(
+                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, False,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, KEY, VALUE, TABLE, BLOCK_N,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
             )  # fmt: skip
     if SPARSE:
         tile = next_seen_tile(first_tile, first_i, head_offset, sparse_block, local_blocks, vert_stride, BLOCK_N)
         while tile < end_tile:
-            acc, m, l = see_tile(
-                acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+            acc, _, m, l = see_tile(
+                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, KEY, VALUE, TABLE, BLOCK_N,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
             )  # fmt: skip
             tile = next_seen_tile(tile + 1, first_i, head_offset, sparse_block, local_blocks, vert_stride, BLOCK_N)
     else:
         for tile in range(full_end, end_tile):
-            acc, m, l = see_tile(
-                acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+            acc, _, m, l = see_tile(
+                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, KEY, VALUE, TABLE, BLOCK_N,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
             )  # fmt: skip
     if sinks is not None:
         acc, m, l = count_sink(acc, m, l, tl.load(sinks + row_head))
