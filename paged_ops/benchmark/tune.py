@@ -112,6 +112,7 @@ def forget() -> None:
                 if clear is not None and each.__name__ not in LOADERS:
                     clear()
             getattr(module, "forget", lambda: None)()
+            getattr(module, "_writes", {}).clear()
 
 
 LOADERS = {"table", "tuned"}  # whose results are the trees that are changed in place
@@ -134,7 +135,7 @@ def descend(
     repeats: int = 10,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Step]:
-    """Moves the numbers of ``tree``, in place, to where the workloads that read them are fastest.
+    """Moves the numbers of ``tree``, in place, to where the workloads that read them are fastest; Ctrl-C ends it early.
 
     Args:
         tree: what the lowering reads: not a copy.
@@ -173,6 +174,9 @@ def descend(
                 forget()
                 try:
                     new = {each.name: each.us(device, repeats) for each in readers[place]}
+                except KeyboardInterrupt:
+                    put(tree, place, before)
+                    return steps
                 except Exception:  # does not compile, does not fit, is wrong
                     new = {}
                 ratio = math.prod(new[name] / times[name] for name in new) ** (1 / max(len(new), 1)) if new else 1.0
