@@ -161,6 +161,31 @@ def test_host_cost_and_a_single_call(monkeypatch):
     run.run_once(SQUARE, PagedOps(), CPU)
 
 
+def test_rows_of_the_cache_ops_become_records(monkeypatch, tmp_path):
+    (tmp_path / "gpu_cache.py").write_text(
+        """
+def writes():
+    yield {"op": "reshape_and_cache", "case": "some", "us": 2.0, "bytes": 1000, "right": True}
+    yield {"op": "reshape_and_cache", "case": "wrong", "us": 1.0, "bytes": 1000, "right": False}
+PARTS = dict.fromkeys(("copy", "merge", "gather", "swap"), lambda: ()) | {"write": writes, "host": None}
+"""
+    )
+    monkeypatch.setattr(run, "CACHE_OPS", tmp_path / "gpu_cache.py")
+    right, wrong = run.cache_records(CEILINGS)
+    assert (right["case"], right["us"], right["floor_us"], right["percent"]) == (
+        "reshape_and_cache, some",
+        2.0,
+        1.0,
+        50.0,
+    )
+    assert "failed" in wrong
+    assert "us" not in wrong
+    monkeypatch.undo()
+    assert run.has_cache_ops()
+    text = run.CACHE_OPS.read_text()
+    assert all(f'"{part}": ' in text for part in run.CACHE_PARTS)
+
+
 # The commands
 
 
