@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paged_ops
 from paged_ops import BlockSparse, testing
-from paged_ops.lowerings import cpu
+from paged_ops.lowerings import cpu, cpu_fused
 
 OP = "paged_attention_with_lse"
 FEATURES = {
@@ -24,7 +24,8 @@ FEATURES = {
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Three blocks of 16 tokens, two heads and 64 numbers a chunk; a few rows a tile."""
+    """Torch ops for all; three blocks of 16 tokens, two heads and 64 numbers a chunk; a few rows a tile."""
+    monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
     monkeypatch.setattr(cpu, "SCRATCH_BYTES", 3 * 16 * 2 * 64 * 4)
     monkeypatch.setattr(cpu, "PREFILL_BYTES", 3 * 16 * 2 * 64 * 4)
     monkeypatch.setattr(cpu, "TILE_ELEMENTS", 8 * 48 * 5)

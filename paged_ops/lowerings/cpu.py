@@ -42,7 +42,7 @@ KNOWS = frozenset(
 )
 
 # Sequences of up to this many rows go to the C++ function: with more, matrix products repay the gather.
-FUSED_ROWS = 16
+FUSED_ROWS = 32
 # Keys of a sequence, and values, that decode gathers at once: few enough to stay in a cache that others use too.
 SCRATCH_BYTES = 1 << 22
 # From this many rows on it is prefill: larger chunks mean fewer merges.

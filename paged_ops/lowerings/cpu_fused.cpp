@@ -6,8 +6,8 @@
 //
 // The keys of a sequence are cut into pieces, threads take pieces, and the pieces' partial softmaxes merge in the order
 // of their keys: results depend on shapes and lengths, not on the number of threads. A piece goes through its keys by
-// tiles, and while the rows of one head meet a tile in an online softmax (Milakov and Gimelshein, arXiv:1805.02867) a
-// share of the next tile is fetched from memory.
+// tiles, and in each through the heads, whose rows meet the tile in an online softmax (Milakov and Gimelshein,
+// arXiv:1805.02867). Beside each load stands a fetch of what is read next: memory works while the processor computes.
 
 #include <algorithm>
 #include <cmath>
@@ -26,9 +26,10 @@ constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
-constexpr int TILE = 32;                      // keys that meet their rows at once
+constexpr int TILE = 16;                      // keys that meet their rows at once
 constexpr int ROWS = 16;                      // rows whose logits are held at once
-constexpr int64_t PIECE = 256, PIECES = 256;  // the fewest keys of a piece, and about the most pieces
+constexpr int64_t PIECE = 256;                // the fewest keys of a piece
+constexpr int64_t PIECES = 512;               // about the most pieces of one row: each keeps its partial results
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(WIDTH * 4)));
@@ -142,17 +143,28 @@ typedef Narrow<8, 2, 15, 0x7c> Float8_e5m2;
 
 // Rows of keys and values ---------------------------------------------------------------------------------------------
 
-// logits[r][j] = q[r] . k[j] for R rows and n keys. A vector of words is the unit: rows are padded to it.
+// A tile's keys or values of a head. A vector of words is the unit: rows are padded to it.
+struct Rows {
+    const char* const* at;  // TILE of them
+    int64_t offset;
+    const char* operator[](int64_t j) const { return at[j] + offset; }
+};
+
+// logits[r][j] = q[r] . k[j] for R rows and n keys; what follows them up to a whole vector is arbitrary. Fetches next.
 template <class Cell, int R>
-void multiply(const float* q, const char* const* rows, int64_t offset, float* logits, int64_t n, int64_t D) {
+void multiply(const float* q, Rows keys, Rows next, float* logits, int64_t n, int64_t D) {
     constexpr int KEYS = WIDTH / R, P = Cell::PARTS;
     for (int64_t j = 0; j < n; j += KEYS) {
-        const char* k[KEYS];
-        for (int c = 0; c < KEYS; c++) k[c] = rows[std::min(j + c, n - 1)] + offset;
+        const char *k[KEYS], *ahead[KEYS];
+        for (int c = 0; c < KEYS; c++) {
+            k[c] = keys[std::min(j + c, n - 1)];
+            ahead[c] = next[j + c];
+        }
         Floats sums[WIDTH] = {};
         for (int64_t d = 0; d < D; d += WIDTH * P)
             for (int c = 0; c < KEYS; c++) {
                 const Words words = load<Words>(k[c] + d * 4 / P);
+                __builtin_prefetch(ahead[c] + d * 4 / P);
                 for (int p = 0; p < P; p++) {
                     const Floats key = Cell::part(words, p);
                     for (int r = 0; r < R; r++) sums[r * KEYS + c] += load<Floats>(q + r * D + d + p * WIDTH) * key;
@@ -164,35 +176,35 @@ void multiply(const float* q, const char* const* rows, int64_t offset, float* lo
     }
 }
 
-// values[r] = decay[r] values[r] + weights[r] . v for R rows, n keys and W vectors of words.
+// sums[r] = decay[r] sums[r] + weights[r] . v for R rows, n values and W vectors of words from column d on.
 template <class Cell, int R, int W>
-inline void add(const float* weights, const float* decay, const char* const* rows, int64_t offset, float* values,
-                int64_t n, int64_t Dv) {
+inline void add(const float* weights, const float* decay, Rows values, Rows next, float* sums, int64_t n, int64_t Dv,
+                int64_t d) {
     constexpr int P = Cell::PARTS;
-    Floats sums[R][W * P];
+    Floats s[R][W * P];
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < W * P; c++) sums[r][c] = load<Floats>(values + r * Dv + c * WIDTH) * decay[r];
+        for (int c = 0; c < W * P; c++) s[r][c] = load<Floats>(sums + r * Dv + d + c * WIDTH) * decay[r];
     for (int64_t j = 0; j < n; j++)
         for (int w = 0; w < W; w++) {
-            const Words words = load<Words>(rows[j] + offset + w * sizeof(Words));
+            const int64_t byte = d * 4 / P + w * sizeof(Words);
+            const Words words = load<Words>(values[j] + byte);
+            __builtin_prefetch(next[j] + byte);
             for (int p = 0; p < P; p++) {
                 const Floats value = Cell::part(words, p);
-                for (int r = 0; r < R; r++) sums[r][w * P + p] += weights[r * TILE + j] * value;
+                for (int r = 0; r < R; r++) s[r][w * P + p] += weights[r * TILE + j] * value;
             }
         }
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < W * P; c++) store(values + r * Dv + c * WIDTH, sums[r][c]);
+        for (int c = 0; c < W * P; c++) store(sums + r * Dv + d + c * WIDTH, s[r][c]);
 }
 
 template <class Cell, int R>
-void accumulate(const float* weights, const float* decay, const char* const* rows, int64_t offset, float* values,
-                int64_t n, int64_t Dv) {
+void accumulate(const float* weights, const float* decay, Rows values, Rows next, float* sums, int64_t n, int64_t Dv) {
     constexpr int P = Cell::PARTS, W = std::max(1, (WIDTH == 16 ? 4 : 2) / P);  // what the registers hold
     int64_t d = 0;
-    for (; d + W * P * WIDTH <= Dv; d += W * P * WIDTH)
-        add<Cell, R, W>(weights, decay, rows, offset + d * 4 / P, values + d, n, Dv);
+    for (; d + W * P * WIDTH <= Dv; d += W * P * WIDTH) add<Cell, R, W>(weights, decay, values, next, sums, n, Dv, d);
     if constexpr (W > 1)
-        for (; d < Dv; d += P * WIDTH) add<Cell, R, 1>(weights, decay, rows, offset + d * 4 / P, values + d, n, Dv);
+        for (; d < Dv; d += P * WIDTH) add<Cell, R, 1>(weights, decay, values, next, sums, n, Dv, d);
 }
 
 // A format's functions by log2 of their rows.
@@ -266,6 +278,7 @@ struct Attention {
     const Call& c;
     const Format format;
     const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv in whole vectors of words
+    std::vector<int32_t> place;                // where a column lies in the order of parts
 
     explicit Attention(const Call& call)
         : c(call),
@@ -274,7 +287,10 @@ struct Attention {
           cell_bytes(4 / format.parts),
           unit(WIDTH * format.parts),
           D(round_up(c.D, unit)),
-          Dv(round_up(c.Dv, unit)) {}
+          Dv(round_up(c.Dv, unit)) {
+        for (int64_t d = 0; d < std::max(D, Dv); d++)
+            place.push_back(d / unit * unit + d % format.parts * WIDTH + d % unit / format.parts);
+    }
 
     int64_t rows(int64_t s) const { return c.query_start_loc[s + 1] - c.query_start_loc[s]; }
     int64_t position(int64_t s) const { return c.seq_lens[s] - rows(s); }  // of the first row
@@ -284,22 +300,16 @@ struct Attention {
     }
     int64_t end(int64_t s, int64_t i) const { return c.causal ? i + 1 : c.seq_lens[s]; }
 
-    // Where column d of a row lies in the order of parts.
-    int64_t place(int64_t d) const {
-        return d / unit * unit + d % format.parts * WIDTH + d % unit / format.parts;
-    }
-
     // Rows of a head: token by token, G each.
     void arrange(int64_t s, float* queries) const {
         const int64_t q = rows(s);
-        std::fill_n(queries, q * c.H * D, 0.0f);
-        for (int64_t d = 0; d < c.D; d++) {
-            float* to = queries + place(d);
-            for (int64_t t = 0; t < q; t++) {
-                const float* from = c.query + (c.query_start_loc[s] + t) * c.H * c.D + d;
-                for (int64_t h = 0; h < c.H; h++) to[((h / G * q + t) * G + h % G) * D] = from[h * c.D];
-            }
-        }
+        for (int64_t head = 0; head < c.K; head++)
+            for (int64_t t = 0; t < q; t++)
+                for (int64_t g = 0; g < G; g++, queries += D) {
+                    const float* from = c.query + ((c.query_start_loc[s] + t) * c.H + head * G + g) * c.D;
+                    if (c.D < D) std::fill_n(queries, D, 0.0f);
+                    for (int64_t d = 0; d < c.D; d++) queries[place[d]] = from[d];
+                }
     }
 };
 
@@ -307,7 +317,7 @@ struct Attention {
 struct Worker : Attention {
     const bool direct;              // rows can be read where they lie
     Buffer logits, staged;          // staged: rows that are not contiguous, or not whole vectors
-    const char *at[2][2][TILE];     // [this tile or the next][key or value]: tokens in the cache, at head 0
+    const char* at[2][2][TILE];     // [this tile or the next][keys or values]: tokens in the cache, at head 0
     const char* staged_at[2][TILE];
 
     explicit Worker(const Call& call)
@@ -325,42 +335,30 @@ struct Worker : Attention {
     int64_t head_stride(int plane) const { return (plane ? c.value_strides[2] : c.key_strides[2]) * cell_bytes; }
 
     void locate(int which, int64_t s, int64_t first, int64_t n) {
-        for (int64_t j = 0; j < n; j++) {
-            const int64_t column = (first + j) / c.B, offset = (first + j) % c.B;
+        for (int64_t j = 0; j < TILE; j++) {
+            const int64_t token = first + std::min(j, n - 1), column = token / c.B, offset = token % c.B;
             const int64_t block = c.block_tables[s * c.table_strides[0] + column * c.table_strides[1]];
             at[which][0][j] = c.key + (block * c.key_strides[0] + offset * c.key_strides[1]) * cell_bytes;
             at[which][1][j] = c.value + (block * c.value_strides[0] + offset * c.value_strides[1]) * cell_bytes;
         }
     }
 
-    // A head's share in fetching a tile, in the order of memory: the processor goes on by itself. Inlined, because GCC
-    // takes a function that only fetches for one that does nothing.
-    __attribute__((always_inline)) void fetch(int which, int64_t n, int64_t part) const {
-        for (int plane = 0; plane < 2; plane++) {
-            const bool heads_apart = head_stride(plane) > (plane ? c.value_strides[1] : c.key_strides[1]) * cell_bytes;
-            const int64_t bytes = (plane ? c.Dv : c.D) * cell_bytes, step = heads_apart ? 0 : head_stride(plane);
-            const int64_t first = heads_apart ? 0 : part * n / c.K, last = heads_apart ? n : (part + 1) * n / c.K;
-            for (int64_t j = first; j < last; j++) {
-                const char* row = at[which][plane][j] + (heads_apart ? part * head_stride(plane) : 0);
-                for (int64_t head = 0; head < (heads_apart ? 1 : c.K); head++, row += step)
-                    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b);
-            }
-        }
-    }
+    Rows rows_of(int which, int plane, int64_t head) const { return {at[which][plane], head * head_stride(plane)}; }
 
-    // Copies n rows of a head to where they are contiguous and end in zeros.
-    void stage(int plane, const char* const* rows, int64_t head, int64_t n) {
+    // Copies n rows to where they are contiguous and end in zeros.
+    Rows stage(int plane, Rows rows, int64_t n) {
         const int64_t size = plane ? c.Dv : c.D, x = plane ? c.Dv : c.x, pack = plane ? 0 : c.key_strides[3];
         const int64_t step = plane ? c.value_strides[3] : c.key_strides[4];
         for (int64_t j = 0; j < n; j++) {
             char* to = const_cast<char*>(staged_at[plane][j]);
-            const char* from = rows[j] + head * head_stride(plane);
+            const char* from = rows[j];
             for (int64_t d = 0; d < size; d += x, from += pack * cell_bytes, to += x * cell_bytes)
                 if (step == 1) std::memcpy(to, from, x * cell_bytes);
                 else
                     for (int64_t e = 0; e < x; e++)
                         for (int64_t b = 0; b < cell_bytes; b++) to[e * cell_bytes + b] = from[e * step * cell_bytes + b];
         }
+        return {staged_at[plane], 0};
     }
 
     void run(const Piece& piece, const float* queries, State state) {
@@ -371,18 +369,20 @@ struct Worker : Attention {
         const auto keys = [&](int64_t from) { return std::min<int64_t>(TILE, piece.last - from); };
         int which = 0;
         locate(which, s, piece.first, keys(piece.first));
-        for (int64_t head = 0; head < c.K; head++) fetch(which, keys(piece.first), head);
         for (int64_t from = piece.first; from < piece.last; from += TILE, which ^= 1) {
-            const int64_t n = keys(from), next = from + TILE;
-            if (next < piece.last) locate(which ^ 1, s, next, keys(next));
+            const int64_t n = keys(from), after = from + TILE;
+            if (after < piece.last) locate(which ^ 1, s, after, keys(after));
             for (int64_t head = 0; head < c.K; head++) {
-                if (next < piece.last) fetch(which ^ 1, keys(next), head);
-                if (!direct)
-                    for (int plane = 0; plane < 2; plane++) stage(plane, at[which][plane], head, n);
-                const auto* rows = direct ? at[which] : staged_at;
+                const bool last = head + 1 == c.K, end = last && after >= piece.last;
+                Rows tile[2], next[2];
+                for (int plane = 0; plane < 2; plane++) {
+                    tile[plane] = rows_of(which, plane, head);
+                    next[plane] = end ? tile[plane] : rows_of(which ^ last, plane, last ? 0 : head + 1);
+                    if (!direct) tile[plane] = stage(plane, tile[plane], n);
+                }
                 for (int64_t r = 0; r < R; r += ROWS) {
-                    const int64_t row = head * R + r, count = std::min<int64_t>(ROWS, R - r);
-                    meet(s, head, r, count, from, n, queries + row * D, rows[0], rows[1],
+                    const int64_t row = head * R + r;
+                    meet(s, head, r, std::min<int64_t>(ROWS, R - r), from, n, queries + row * D, tile, next,
                          {state.largest + row, state.total + row, state.values + row * Dv});
                 }
             }
@@ -391,27 +391,25 @@ struct Worker : Attention {
 
     // Rows [row, row + count) of a head meet n keys, the first at position `from`.
     void meet(int64_t s, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n, const float* q,
-              const char* const* keys, const char* const* values, State state) {
-        const int64_t at_head[2] = {direct ? head * head_stride(0) : 0, direct ? head * head_stride(1) : 0};
+              const Rows* tile, const Rows* next, State state) {
         float decay[ROWS];
         bool seen = false;
         const auto size = [&](int64_t r) { return count - r >= 4 ? 2 : count - r >= 2 ? 1 : 0; };  // log2 of rows at once
         for (int64_t r = 0; r < count; r += 1 << size(r))
-            format.multiply[size(r)](q + r * D, keys, at_head[0], logits.data + r * TILE, n, D);
+            format.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, n, D);
         for (int64_t r = 0; r < count; r++) {
             const int64_t i = position(s) + (row + r) / G, h = head * G + (row + r) % G;
             const int64_t first = std::max<int64_t>(oldest(i) - from, 0), last = std::min(end(s, i) - from, n);
-            const float slope = c.alibi_slopes ? c.alibi_slopes[h] : 0.0f;
-            decay[r] = softmax(logits.data + r * TILE, first, last, head, slope, from - i, state.largest[r], state.total[r]);
+            decay[r] = softmax(logits.data + r * TILE, first, last, head, h, from - i, state.largest[r], state.total[r]);
             seen |= first < last;
         }
         for (int64_t r = 0; seen && r < count; r += 1 << size(r))
-            format.accumulate[size(r)](logits.data + r * TILE, decay + r, values, at_head[1], state.values + r * Dv, n, Dv);
+            format.accumulate[size(r)](logits.data + r * TILE, decay + r, tile[1], next[1], state.values + r * Dv, n, Dv);
     }
 
     // Products of one row become weights below its largest logit so far; keys outside [first, last) are not seen. Returns
     // by what the sums so far shrink.
-    float softmax(float* row, int64_t first, int64_t last, int64_t head, float slope, int64_t distance, float& largest,
+    float softmax(float* row, int64_t first, int64_t last, int64_t head, int64_t h, int64_t distance, float& largest,
                   float& total) const {
         Floats lane;
         for (int l = 0; l < WIDTH; l++) lane[l] = float(l);
@@ -421,7 +419,7 @@ struct Worker : Attention {
             Floats x = load<Floats>(row + j) * scale;
             const Floats key = lane + float(j);
             if (c.soft_cap != 0) x = c.soft_cap * tanh(x / c.soft_cap);
-            if (slope != 0) x += slope * (key + float(distance));
+            if (c.alibi_slopes) x += c.alibi_slopes[h] * (key + float(distance));
             x = key >= float(first) ? x : Floats{} - INF;
             x = key < float(last) ? x : Floats{} - INF;
             store(row + j, x);
@@ -462,7 +460,7 @@ void merge(const Attention& a, const Piece* begin, const Piece* end, int64_t s, 
     }
     const int64_t to = (c.query_start_loc[s] + t) * c.H + h;
     const float factor = total == 0 ? 0.0f : (c.v_scale ? c.v_scale[head] : 1.0f) / total;
-    for (int64_t d = 0; d < c.Dv; d++) c.out[to * c.Dv + d] = sums[a.place(d)] * factor;
+    for (int64_t d = 0; d < c.Dv; d++) c.out[to * c.Dv + d] = sums[a.place[d]] * factor;
     c.lse[to] = base + std::log(total);
 }
 
@@ -471,10 +469,13 @@ extern "C" void paged_attention(const Call* call) {
     const Attention a(c);
     std::vector<Piece> pieces;
     std::vector<int64_t> begin, query_row;  // of each sequence
-    int64_t tokens = 0, rows = 0, query_rows = 0;
+    int64_t pairs = 0, rows = 0, query_rows = 0;
     const auto first = [&](int64_t s) { return std::min<int64_t>(a.oldest(a.position(s)), c.seq_lens[s]); };
-    for (int64_t n = 0; n < c.num_sequences; n++) tokens += c.seq_lens[c.sequences[n]] - first(c.sequences[n]);
-    const int64_t length = round_up(std::max(PIECE, (tokens + PIECES - 1) / PIECES), TILE);
+    for (int64_t n = 0; n < c.num_sequences; n++) {
+        const int64_t s = c.sequences[n];
+        pairs += (c.seq_lens[s] - first(s)) * a.rows(s);
+    }
+    const int64_t length = round_up(std::max(PIECE, pairs / PIECES), TILE);
     for (int64_t n = 0; n < c.num_sequences; n++) {
         const int64_t s = c.sequences[n], last = c.seq_lens[s];
         begin.push_back(pieces.size());

@@ -1,9 +1,10 @@
 """Attention of few rows a sequence (decode, speculative widths) on the CPU as one C++ function, ``cpu_fused.cpp``.
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
-reads each once. It is compiled at the first call that it could serve, by the compiler that torch would take for a C++
-extension, and kept in torch's folder of extensions under a hash of source, compiler, flags and machine. Without a
-compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, slower and within the same error budget.
+reads each once. It is compiled at the first call that it could serve, in about two seconds, by the compiler that torch
+would take for a C++ extension, and kept in torch's folder of extensions under a hash of source, compiler, flags and
+machine: later processes load it. Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything,
+slower and within the same error budget.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -116,44 +118,38 @@ def serves(stored: torch.dtype, f: Features) -> bool:
 
 @functools.cache
 def compiled() -> Callable[[Any], None] | None:
-    """The C++ function, or None where no compiler is found."""
+    """The C++ function, or None where there is no compiler that can make it."""
     if sys.platform == "win32":
         return None  # its own compiler lacks the vectors that the source is written in
     try:
-        # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); needs setuptools.
+        # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); the import needs setuptools.
         from torch.utils import cpp_extension
 
-        compiler = shutil.which(cpp_extension.get_cxx_compiler())
+        compiler = shlex.split(cpp_extension.get_cxx_compiler())
+        if shutil.which(compiler[0]) is None:
+            return None
         folder = Path(cpp_extension._get_build_directory("paged_ops", False))
-    except (ImportError, OSError) as error:
-        warnings.warn(f"paged_ops: attention on the CPU is not compiled ({error})", stacklevel=2)
-        return None
-    if compiler is None:
-        return None
-    flags = [
-        *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
-        *FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()),
-    ]
-    key = hashlib.sha256(repr((SOURCE.read_text(), compiler, flags, platform.machine())).encode()).hexdigest()[:16]
-    library = folder / f"attention-{key}.so"
-    try:
-        if not library.exists():
-            _compile([compiler, *flags, str(SOURCE)], library)
-        function = ctypes.CDLL(str(library)).paged_attention
-    except (OSError, subprocess.SubprocessError) as error:
+        return load(compiler, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()), folder)
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         warnings.warn(f"paged_ops: attention on the CPU is not compiled, and slower: {said}", stacklevel=2)
         return None
+
+
+def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], None]:
+    """The function from a library in folder, which is compiled unless it is there."""
+    command = [*compiler, "-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", *processor]
+    made_of = (SOURCE.read_text(), command, shutil.which(compiler[0]), platform.machine())
+    library = folder / f"attention-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        # Under another name first: a process that finds the library finds all of it.
+        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+        try:
+            subprocess.run([*command, str(SOURCE), "-o", unfinished], check=True, capture_output=True, text=True)
+            os.replace(unfinished, library)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+    function = ctypes.CDLL(str(library)).paged_attention
     function.argtypes, function.restype = [ctypes.POINTER(Call)], None
     return function
-
-
-def _compile(command: list[str], library: Path) -> None:
-    """Under another name first: a process that finds the library finds all of it."""
-    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
-    try:
-        subprocess.run([*command, "-o", unfinished], check=True, capture_output=True, text=True)
-        os.replace(unfinished, library)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)

@@ -1,0 +1,188 @@
+"""The C++ of attention on the CPU: every case through it, every width of vectors, every code of a format; how it is
+compiled, and what happens where it cannot be."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import paged_ops
+from paged_ops import testing
+from paged_ops.features import Features
+from paged_ops.layouts import paged_kv
+from paged_ops.lowerings import cpu, cpu_fused
+
+OP = "paged_attention_with_lse"
+DENSE = [case for case in testing.CASES[OP] if "block_sparse" not in dict(case.features)]
+WIDTHS = {"DEFAULT": (), "AVX2": cpu_fused.FLAGS["AVX2"], "AVX512": cpu_fused.FLAGS["AVX512"]}
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    assert cpu_fused.compiled() is not None, "no C++ compiler"
+
+
+@pytest.fixture
+def all_rows(monkeypatch):
+    """Prefill too."""
+    monkeypatch.setattr(cpu, "FUSED_ROWS", 1 << 30)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("libraries")
+    return lambda flags: cpu_fused.load([cpp_extension.get_cxx_compiler()], flags, folder)
+
+
+@pytest.mark.usefixtures("all_rows")
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
+def test_rows_of_any_number(case):
+    testing.check(OP, case)
+
+
+@pytest.mark.parametrize("case", testing.CASES[OP], ids=lambda case: case.name)
+def test_torch_ops_serve_everything_without_a_compiler(monkeypatch, case):
+    monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+    testing.check(OP, case)
+
+
+@pytest.mark.usefixtures("all_rows")
+@pytest.mark.skipif(CAPABILITY not in WIDTHS, reason="vectors of one width only")
+@pytest.mark.parametrize("width", WIDTHS)
+def test_vectors_of_each_width(monkeypatch, libraries, width):
+    if list(WIDTHS).index(width) > list(WIDTHS).index(CAPABILITY):
+        pytest.skip("not on this processor")
+    function = libraries(WIDTHS[width])
+    monkeypatch.setattr(cpu_fused, "compiled", lambda: function)
+    for case in DENSE[::3]:
+        testing.check(OP, case)
+
+
+def call(seqs, features=(), dtype=torch.float32):
+    """A decode case of long sequences: several pieces each."""
+    spec = testing.CacheSpec(dtype=dtype, block_size=16)
+    named = tuple(testing.FEATURES[name] for name in features)
+    return testing.AttentionCase("long", seqs, spec, features=named)
+
+
+@pytest.mark.parametrize("features", [(), ("sinks", "alibi"), ("cap", "window"), ("noncausal",)], ids="-".join)
+def test_pieces_of_long_sequences_merge(features):
+    testing.check(OP, call(((1, 1300), (5, 700), (3, 2), (2, 1024)), features))
+
+
+def test_a_long_batch_has_few_pieces():
+    """More pieces than the least length would need: their length grows with the batch."""
+    testing.check(OP, call(((8, 20000), (4, 9000)), dtype=torch.bfloat16))
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    inputs = call(((1, 1300), (5, 700), (1, 257)), ("sinks",)).inputs()
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(paged_ops.paged_attention_with_lse(*inputs.args, **inputs.kwargs))
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        testing.assert_same_bytes("out", out, results[0][0])
+        testing.assert_same_bytes("lse", lse, results[0][1])
+
+
+@pytest.mark.parametrize("dtype", cpu_fused.CELLS, ids=str)
+def test_each_code_of_a_format_is_read_right(dtype):
+    """Attention to one token is its value."""
+    K, D = 2, 64
+    codes = torch.arange(1 << min(8 * dtype.itemsize, 16), dtype=torch.int32)
+    if dtype.itemsize == 4:
+        values = codes.mul(65537).view(torch.float32)
+    else:
+        values = codes.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
+    S = len(codes) // (K * D)
+    cache = torch.zeros(S, 2, 1, K, D, dtype=dtype)
+    cache[:, 1] = values.view(S, 1, K, D)
+    out, lse = torch.empty(S, K, D), torch.empty(S, K)
+    table, ones = torch.arange(S, dtype=torch.int32)[:, None], torch.ones(S, dtype=torch.int32)
+    starts = torch.arange(S + 1, dtype=torch.int32)
+    query = torch.zeros(S, K, D, dtype=torch.float32)
+    cpu_fused.attend(query, paged_kv(cache), dtype, table, ones, starts, range(S), 1.0, Features(), out, lse)
+    torch.testing.assert_close(out.flatten(), values.float(), rtol=0, atol=0, equal_nan=True)
+    assert not lse.any()
+
+
+def test_nan_reaches_the_rows_that_see_it():
+    inputs = testing.case_named(OP, "decode-fp32").inputs()
+    _, cache, tables, lens, *_ = inputs.args
+    cache[tables[1, 0], 0, int(lens[1]) // 2, 0, 3] = torch.nan
+    out, lse = paged_ops.paged_attention_with_lse(*inputs.args, **inputs.kwargs)
+    heads = torch.zeros_like(lse, dtype=torch.bool)
+    heads[1, :4] = True  # of sequence 1, what shares key/value head 0
+    assert torch.equal(lse.isnan(), heads)
+    assert torch.equal(out.isnan(), heads[..., None].expand_as(out))
+
+
+def test_which_calls_it_serves(monkeypatch):
+    assert cpu_fused.serves(torch.bfloat16, Features(sliding_window=3, soft_cap=1.0))
+    assert not cpu_fused.serves(torch.float8_e4m3fnuz, Features())
+    assert not cpu_fused.serves(torch.float32, Features(block_sparse=[*paged_ops.BlockSparse(16, 1, 1)]))
+    monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+    assert not cpu_fused.serves(torch.float32, Features())
+
+
+def compile_in(folder: Path):
+    return cpu_fused.load([cpp_extension.get_cxx_compiler()], (), folder)
+
+
+def test_compiled_once(tmp_path, monkeypatch):
+    compile_in(tmp_path)
+    (library,) = tmp_path.iterdir()
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    compile_in(tmp_path)
+    assert list(tmp_path.iterdir()) == [library]
+
+
+def test_two_processes_compile_at_once(tmp_path):
+    program = f"""if True:
+        from pathlib import Path
+        from paged_ops import testing
+        from paged_ops.lowerings import cpu_fused
+        from torch.utils import cpp_extension
+        cpp_extension._get_build_directory = lambda name, verbose: {str(tmp_path)!r}
+        testing.check({OP!r}, testing.case_named({OP!r}, "decode-fp32"))
+        assert cpu_fused.compiled() is not None
+    """
+    both = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["attention"]
+
+
+@pytest.fixture
+def recompiled(monkeypatch, tmp_path):
+    """compiled() without its memory, with a compiler of this name."""
+
+    def compiled(compiler):
+        monkeypatch.setattr(cpp_extension, "get_cxx_compiler", lambda: compiler)
+        monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda name, verbose: str(tmp_path))
+        return cpu_fused.compiled.__wrapped__()
+
+    return compiled
+
+
+def test_no_compiler(recompiled, recwarn):
+    assert recompiled("there-is-no-such-compiler") is None
+    assert not recwarn.list
+
+
+def test_a_compiler_that_fails_is_named(recompiled, tmp_path):
+    with pytest.warns(UserWarning, match="not compiled, and slower"):
+        assert recompiled("false") is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_with_arguments(recompiled, tmp_path):
+    assert recompiled("env c++ -DANY") is not None
+    assert len(list(tmp_path.iterdir())) == 1
