@@ -64,6 +64,8 @@ SCHEDULE_TILE = tl.constexpr(_SCHEDULE_TILE)
 
 # Tensors among the keyword arguments that the kernels read, in the order that they take them.
 POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "output_scale")
+# The constants of the kernels that merge_kernel has too.
+MERGING = ("WINDOW", "CHUNK", "K", "G", "Dv", "DV_PAD", "BLOCK_S", "CHUNKS_OF_S")
 # So many kinds of calls are remembered; others are planned at each call.
 MOST_KINDS = 4096
 
@@ -141,9 +143,9 @@ class Call(NamedTuple):
     cache: tuple[int, int]  # blocks, tokens a block
     has_keys: bool  # whether any sequence can have keys
     offsets: tuple[int, int] = (0, 0)  # bytes to the first key in kv_cache and the first value in its tensor
-    workspace: tuple[int, int, int] = (0, 0, 0)  # float32s to the parts' lse, to the cuts, in all
+    workspace: tuple[int, int] = (0, 0)  # float32s to the parts' lse, in all
     numbers: tuple[int | float, ...] = ()
-    lengths: tuple[int, int] = (0, 0)  # sequences and rows
+    merge_numbers: tuple[int, ...] = ()
     split: Launcher | None = None  # None: there is nothing to compute
     split_grid: tuple[int, int, int] = (0, 1, 1)
     split_m: int = 0
@@ -200,19 +202,19 @@ def _attend(
 
     value_cache = features.get("value_cache")
     value_cache = kv_cache if value_cache is None else value_cache
-    to_lse, to_cuts, floats = call.workspace
+    to_lse, floats = call.workspace
     workspace = query.new_empty(floats, dtype=torch.float32)
-    parts, starts = workspace.data_ptr(), query_start_loc.data_ptr()
+    parts = workspace.data_ptr()
     pointers = [features.get(name) for name in POINTERS]
     written = (out.data_ptr(), 0 if lse is None else lse.data_ptr())
-    halfway = (parts, parts + 4 * to_lse, parts + 4 * to_cuts)
+    halfway = (parts, parts + 4 * to_lse)
     read = (
         query.data_ptr(),
         kv_cache.data_ptr() + call.offsets[0],
         value_cache.data_ptr() + call.offsets[1],
         block_tables.data_ptr(),
         seq_lens.data_ptr(),
-        starts,
+        query_start_loc.data_ptr(),
         *(0 if each is None else each.data_ptr() for each in pointers),
     )
 
@@ -222,7 +224,7 @@ def _attend(
         key, value, _ = _readable(paged_kv(kv_cache, f.value_cache), element_dtype(kv_cache, f.kv_cache_dtype))
         return (
             [out if f.output_scale is None else out.view(torch.uint8), lse],
-            [workspace, workspace[to_lse:], workspace[to_cuts:].view(torch.int32)],
+            [workspace, workspace[to_lse:]],
             [query, key, value, block_tables, seq_lens, query_start_loc, *pointers],
         )
 
@@ -236,9 +238,10 @@ def _attend(
         filled, _, viewed = tensors()
         with on_device(query):
             _hopper().prefill(*filled, *viewed[:6], Features(**features), scale, call.split_m)
-    if not call.merge.at(call.merge_grid, (*written, *halfway, starts, read[-1]), call.lengths):
+    if not call.merge.at(call.merge_grid, (*written, *halfway, *read[4:6], read[-1]), call.merge_numbers):
         filled, half, _ = tensors()
-        call.merge(call.merge_grid, [*filled, *half, query_start_loc, pointers[-1]], call.lengths)
+        merged = [*filled, *half, seq_lens, query_start_loc, pointers[-1]]
+        call.merge(call.merge_grid, merged, call.merge_numbers)
     return out, lse
 
 
@@ -330,22 +333,14 @@ def _plan(
     # The Hopper kernel's producer reads the first entry of a table even for a sequence without keys.
     hopper = has_hopper_gluon() and bool(block_tables.shape[1]) and _hopper().serves(query, key, value, f, scale)
     to_lse = P * 2 * split.block_m * Dv
-    to_cuts = to_lse + P * 2 * split.block_m
-    merging = {
-        "H": H,
-        "G": G,
-        "Dv": Dv,
-        "DV_PAD": constants["DV_PAD"],
-        "BLOCK_M": split.block_m,
-        "num_warps": 4,
-        **overlap(),
-    }
+    merging = {name: constants[name] for name in MERGING} | overlap() | {"ALL": plan.all_split}
+    splitting = constants | {"ALL": plan.all_split, "PAIRED": _paired(query, key, value, cache_format)}
     return call._replace(
         offsets=(
             key.data_ptr() - kv_cache.data_ptr(),
             value.data_ptr() - (kv_cache if f.value_cache is None else f.value_cache).data_ptr(),
         ),
-        workspace=(to_lse, to_cuts, to_cuts + P * 5),
+        workspace=(to_lse, to_lse + P * 2 * split.block_m),
         numbers=(
             float(scale),
             float(f.soft_cap),
@@ -357,12 +352,8 @@ def _plan(
             block_tables.stride(0),
             S,
         ),
-        lengths=(S, T),
-        split=launcher(
-            split_kernel,
-            {**constants, "ALL": plan.all_split, "PAIRED": _paired(query, key, value, cache_format)},
-            split,
-        ),
+        merge_numbers=(f.sliding_window, f.attention_chunk, S, T),
+        split=launcher(split_kernel, splitting, split),
         split_grid=(P, 1, 1),
         split_m=split.block_m,
         prefill=None
@@ -370,7 +361,7 @@ def _plan(
         else launcher(prefill_kernel, {**constants, "SPLIT_M": split.block_m}, prefill),
         prefill_grid=(K, T // (prefill.block_m // G) + S + 1, 1),
         hopper=hopper and not plan.all_split,
-        merge=launcher(merge_kernel, merging),
+        merge=launcher(merge_kernel, merging, split._replace(num_warps=4, num_stages=1, max_registers=0)),
         merge_grid=(P, 1, 1),
     )
 

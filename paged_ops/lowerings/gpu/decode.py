@@ -29,7 +29,6 @@ def split_kernel(
     lse,
     parts,  # [P, 2, M, Dv] float32: of a unit that began before the program's share (0), that goes on after it (1)
     part_lse,  # [P, 2, M] float32, to base 2
-    cuts,  # [P, 5] int32: of the unit that goes on: first row, tokens, key/value head, first and last program (or -1)
     query,
     key_cache,
     value_cache,
@@ -92,38 +91,32 @@ def split_kernel(
     r = tl.arange(0, BLOCK_M)
     group_head = tl.arange(0, triton.next_power_of_2(G)) % G
 
-    # This program's share of the key tiles of all units, start : end, and the sequence s that it starts in. Both loops
-    # are unrolled, so that what the first has loaded serves the second.
-    total = 0
-    for n in tl.static_range(CHUNKS_OF_S):
-        tiles = sequence_tiles(
-            n * BLOCK_S + tl.arange(0, BLOCK_S), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, ALL,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        total += tl.sum(tiles)
-    share = total // P
-    longer = total - share * P  # so many programs take one tile more
-    start = p * share + tl.minimum(p, longer)
-    end = start + share + tl.where(p < longer, 1, 0)
-    s = 0
-    before = 0  # tiles of the sequences before s
-    total = 0
-    for n in tl.static_range(CHUNKS_OF_S):
-        s_ = n * BLOCK_S + tl.arange(0, BLOCK_S)
-        tiles = sequence_tiles(
-            s_, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
-        )
-        passed = (total + tl.cumsum(tiles, 0) <= start) & (s_ < S)
-        s += tl.sum(passed.to(tl.int32))
-        before += tl.sum(tl.where(passed, tiles, 0))
-        total += tl.sum(tiles)
-
-    # The unit and the tile in it where the share starts.
+    start, end, _, _ = shares(
+        p,
+        P,
+        S,
+        seq_lens,
+        query_start_loc,
+        window,
+        chunk,
+        K,
+        WINDOW,
+        CHUNK,
+        G,
+        BLOCK_S,
+        CHUNKS_OF_S,
+        ALL,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    s, unit, part_tile = locate(
+        start, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, ALL, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
     row_start, q_len, seq_len, first_tile, end_tile = sequence(
         s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
     )
-    unit = (start - before) // (end_tile - first_tile)
-    part_tile = first_tile + (start - before) - unit * (end_tile - first_tile)  # where this program's part of it begins
+    part_tile += first_tile  # where this program's part of the unit begins
     tile = part_tile - 1
     kh = unit % K
     first_token = unit // K * TOKENS
@@ -208,7 +201,7 @@ def split_kernel(
                     result = acc_odd
                 if sinks is not None:
                     if from_start:  # the first part counts the sink
-                        result, m_, l_ = count_sink(result, m, l, tl.load(sinks + row_head))
+                        result, m_, l_ = count_sink(result, m_, l_, tl.load(sinks + row_head))
                 result, lse2 = finish(result, m_, l_)
                 if v_scale is not None:
                     result = result * tl.load(v_scale + kh * V_SCALE)
@@ -225,16 +218,51 @@ def split_kernel(
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
 
-    # The unit that this share ends in, if it goes on: the programs whose shares hold its first and its last tile.
-    first_program, last_program = p, -1
-    if (start < end) & (tile + 1 < end_tile):
-        first_program = program_of(end - 1 - (tile - first_tile), share, longer)
-        last_program = program_of(end - 1 + (end_tile - 1 - tile), share, longer)
-    tl.store(cuts + p * 5, row_start + first_token)
-    tl.store(cuts + p * 5 + 1, tl.minimum(q_len - first_token, TOKENS))
-    tl.store(cuts + p * 5 + 2, kh)
-    tl.store(cuts + p * 5 + 3, first_program)
-    tl.store(cuts + p * 5 + 4, last_program)
+
+@triton.jit
+def shares(
+    p, P, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
+    BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program p's share of the key tiles of all units, start : end; how many tiles a share has; how many one more."""
+    total = 0
+    for n in tl.static_range(CHUNKS_OF_S):
+        tiles = sequence_tiles(
+            n * BLOCK_S + tl.arange(0, BLOCK_S), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, ALL,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        total += tl.sum(tiles)
+    share = total // P
+    longer = total - share * P
+    start = p * share + tl.minimum(p, longer)
+    return start, start + share + tl.where(p < longer, 1, 0), share, longer
+
+
+@triton.jit
+def locate(
+    position, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    G: tl.constexpr, BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where a tile of all is: the sequence, the unit of it and the tile of that. Its loads are those of :func:`shares`,
+    which the compiler need not repeat: both loops are unrolled."""
+    s = 0
+    before = 0  # tiles of the sequences before s
+    total = 0
+    for n in tl.static_range(CHUNKS_OF_S):
+        s_ = n * BLOCK_S + tl.arange(0, BLOCK_S)
+        tiles = sequence_tiles(
+            s_, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+        )
+        passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < S)
+        s += tl.sum(passed.to(tl.int32))
+        before += tl.sum(tl.where(passed, tiles, 0))
+        total += tl.sum(tiles)
+    _, _, _, first_tile, end_tile = sequence(
+        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+    )
+    unit = (position - before) // (end_tile - first_tile)
+    return s, unit, position - before - unit * (end_tile - first_tile)
 
 
 @triton.jit
@@ -295,29 +323,39 @@ def next_unit(s, kh, first_token, q_len, K, TOKENS: tl.constexpr):
     return s, kh, first_token
 
 
-@triton.jit(do_not_specialize=["S", "T"])
+@triton.jit(do_not_specialize=["window", "chunk", "S", "T"])
 def merge_kernel(
     out,
     lse,
     parts,
     part_lse,
-    cuts,
+    seq_lens,
     query_start_loc,
     output_scale,
+    window,
+    chunk,
     S,
     T,
-    H: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    K: tl.constexpr,
     G: tl.constexpr,
     Dv: tl.constexpr,
     DV_PAD: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    CHUNKS_OF_S: tl.constexpr,
+    ALL: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The units that were cut: the parts of one are the second of its first program and the first of later ones.
 
     All its programs but the last help: one that few share is merged a token at a time, else by slices of rows. And the
-    rows of padding, which nobody else writes.
+    rows of padding, which nobody else writes. What it need not wait for, it has done when split_kernel ends.
     """
+    TOKENS: tl.constexpr = BLOCK_M // G
+    H: tl.constexpr = K * G
     p = tl.program_id(0)
     one = tl.arange(0, 1)
     d = tl.arange(0, DV_PAD)
@@ -326,15 +364,29 @@ def merge_kernel(
             nothing = tl.zeros([1, DV_PAD], tl.float32)
             unseen = tl.full([1], float("-inf"), tl.float32)
             store_rows(out, lse, nothing, unseen, t + one, h + one, one == 0, d, output_scale, H, Dv)
+    # The unit that this share ends in, if it goes on: the programs whose shares hold its first and its last tile.
+    start, end, share, longer = shares(
+        p, tl.num_programs(0), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S,
+        ALL, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    s, unit, tile = locate(
+        end - 1, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, ALL, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
+    row_start, q_len, _, first_tile, end_tile = sequence(
+        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+    )
+    left = end_tile - first_tile - 1 - tile
     if PDL:
         gdc_wait()
-    last = tl.load(cuts + p * 5 + 4)
-    if last < 0:
+    if (start == end) | (left == 0):
         return
-    first = tl.load(cuts + p * 5 + 3)
-    kh = tl.load(cuts + p * 5 + 2)
-    tokens = tl.load(cuts + p * 5 + 1)
-    row_start = tl.load(cuts + p * 5)
+    first = program_of(end - 1 - tile, share, longer)
+    last = program_of(end - 1 + left, share, longer)
+    kh = unit % K
+    first_token = unit // K * TOKENS
+    row_start += first_token
+    tokens = tl.minimum(q_len - first_token, TOKENS)
     helper = p - first
     helpers = last - first
     ROWS: tl.constexpr = triton.next_power_of_2(G)

@@ -66,10 +66,8 @@ def load_tile(
 
 
 @triton.jit
-def load_pairs(
-    base, block, offset, live, stride_n, stride_b, SIZE: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    """What :func:`load_tile` loads of an fp8 cache, as float16, the even and the odd elements ``[N, PADDED / 2]`` apart.
+def load_pairs(base, block, offset, live, stride_n, stride_b, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """What :func:`load_tile` loads of an fp8 cache as float16, its even and its odd elements apart: ``[N, PADDED/2]``.
 
     Two 8-bit numbers travel as one of 16 bits, which tensor cores' operands are loaded in straight from shared memory.
     """

@@ -81,9 +81,6 @@ def plan(
         prefill = Tile(max(prefill_m, group), *prefill_rest)
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
             split = split._replace(num_warps=8, max_registers=0)
-        few, fewer_per_sm = numbers["few_sequences"]
-        if few >= S:  # long units, each of which many programs cut: more of them only get in each other's way
-            per_sm = min(per_sm, fewer_per_sm)
         programs = per_sm * num_processors(device)
     return Plan(split, prefill, programs, all_split)
 
@@ -102,8 +99,7 @@ def table(device_name: str | None) -> dict[str, Any]:
     """The tiles of a device; None, or a device without a file: the default's.
 
     By kind of element and padded head size. ``split``: keys, warps, stages, programs a multiprocessor and, on CUDA, a
-    bound on registers; ``prefill``: rows, keys, warps, stages. ``few_sequences``: for batches of so many sequences at
-    most, so many programs a multiprocessor at most.
+    bound on registers; ``prefill``: rows, keys, warps, stages.
     """
     own = CONFIGS / f"attention_{(device_name or 'default').lower().replace(' ', '_')}.json"
     return json.loads((own if own.exists() else CONFIGS / "attention_default.json").read_text())
