@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paged_ops.inspection import CompileReport
+from paged_ops.integrations.products import use_overlapping_products
 from paged_ops.integrations.projections import FusedPart, fuse_projections
 
 
@@ -66,6 +67,56 @@ def test_what_stays():
     mixed.up_proj = nn.Sequential(nn.Linear(16, 32))
     assert fuse_projections(mixed) == 0
     assert not any(isinstance(module, FusedPart) for module in mixed.modules())
+
+
+def half_block():
+    block = Block(False).to(torch.bfloat16)
+    block.q_proj, block.k_proj, block.v_proj = (
+        nn.Linear(512, n, bias=False, dtype=torch.bfloat16) for n in (256, 64, 64)
+    )
+    block.down_proj = nn.Linear(512, 4096, bias=False, dtype=torch.bfloat16)
+    return block
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_overlapping_products_are_the_layers_own(compiled):
+    block = half_block()
+    x = torch.randn(5, 512, dtype=torch.bfloat16)
+
+    def run(block, x):
+        return block.q_proj(x), block.k_proj(x), block.v_proj(x), block.down_proj(x)
+
+    want = run(block, x)
+    assert fuse_projections(block) == 3
+    assert use_overlapping_products(block) == 2, "the fused one and down_proj: gate and up are of another size"
+    got = (torch.compile(run, fullgraph=True) if compiled else run)(block, x)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("change", ["bias", "float32", "odd outputs", "odd inputs", "many outputs"])
+def test_products_that_stay(change):
+    inputs, outputs = 512 + 8 * (change == "odd inputs"), 128 + 8 * (change == "odd outputs")
+    outputs += 1 << 13 if change == "many outputs" else 0
+    dtype = torch.float32 if change == "float32" else torch.bfloat16
+    layer = nn.Sequential(nn.Linear(inputs, outputs, bias=change == "bias", dtype=dtype))
+    assert use_overlapping_products(layer) == 0
+    assert type(layer[0]) is nn.Linear
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (256, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_overlapping_products_on_a_gpu(rows, inputs, outputs, dtype):
+    weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) * inputs**-0.5
+    layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=dtype, device="cuda"))
+    layer[0].weight.copy_(weight)
+    assert use_overlapping_products(layer) == 1
+    for _ in range(3):
+        x = torch.randn(2, rows, 2 * inputs, device="cuda", dtype=dtype)[0, :, :inputs]
+        want = (x.double() @ weight.double().T).to(dtype)
+        torch.testing.assert_close(layer(x), want, rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])

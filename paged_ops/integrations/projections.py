@@ -7,6 +7,8 @@ whose modules name their projections as Llama does, compiled or not; the idea is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,6 +48,7 @@ class FusedLinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if linears[0].bias is not None:
             self.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]), trains)
+        self.product: Callable[..., Tensor] = F.linear
         self.input: Tensor | None = None
         self.output: Tensor | None = None
         self.left = 0
@@ -56,7 +59,7 @@ class FusedLinear(nn.Module):
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         if self.output is None or self.input is not x:
-            self.input, self.output, self.left = x, F.linear(x, self.weight, self.bias), len(self.sizes)
+            self.input, self.output, self.left = x, self.product(x, self.weight, self.bias), len(self.sizes)
         result = self.output[..., start:stop]
         self.left -= 1
         if self.left == 0:

@@ -1,0 +1,138 @@
+"""Linear layers of a decode step of few rows, by a kernel that overlaps with the one before it.
+
+A product of up to 16 rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
+two kernels where it splits the sum; one Triton kernel that is launched before the kernel before it has ended
+(programmatic dependent launch) reads them faster. Large weights, more rows and other devices are left to
+``torch.nn.functional.linear``.
+
+Letters: T rows, C input features, O output features.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.integrations.projections import FusedLinear
+
+MOST_ROWS = 16
+MOST_OUTPUTS = 8192  # beyond, cuBLAS reads as fast
+STEP = 256  # C is a multiple of it
+
+_LIBRARY = torch.library.Library("paged_ops_products", "DEF")
+_LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
+
+
+def use_overlapping_products(model: nn.Module) -> int:
+    """Let the linear layers of a model take this kernel where it serves, in place; returns how many of them may.
+
+    Layers without a bias, in bfloat16 or float16, whose weight is small enough; fused ones
+    (:func:`paged_ops.integrations.projections.fuse_projections`) too. Results differ by rounding alone. Call it
+    before compiling.
+    """
+    found = 0
+    for module in model.modules():
+        is_linear = isinstance(module, FusedLinear) or type(module) is nn.Linear
+        if not (is_linear and module.bias is None and _weight_serves(module.weight)):
+            continue
+        found += 1
+        if isinstance(module, FusedLinear):
+            module.product = linear
+        else:
+            module.__class__ = OverlappingLinear
+    return found
+
+
+class OverlappingLinear(nn.Linear):
+    """``nn.Linear`` without a bias by :func:`linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
+    """``x [..., C]`` times ``weight [O, C]`` transposed: ``[..., O]`` in x's dtype, summed in float32."""
+    assert bias is None
+    return torch.ops.paged_ops_products.linear.default(x, weight)
+
+
+@torch.library.register_fake("paged_ops_products::linear", lib=_LIBRARY)
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.impl(_LIBRARY, "linear", "CPU")
+def _on_cpu(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+@torch.library.impl(_LIBRARY, "linear", "CUDA")
+def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    T, C = rows.shape
+    if not (0 < T <= MOST_ROWS and x.dtype == weight.dtype and _weight_serves(weight) and _overlaps(x.device)):
+        return F.linear(x, weight)
+    O = weight.shape[0]
+    out = x.new_empty(*x.shape[:-1], O)
+    # One program a multiprocessor, or two thirds as many of twice the outputs.
+    narrow = 32 * torch.cuda.get_device_properties(x.device).multi_processor_count >= O
+    options: dict[str, Any] = dict(BN=32, BK=256, STAGES=6) if narrow else dict(BN=64, BK=128, STAGES=5)
+    with torch.cuda.device(x.device):
+        product_kernel[(O // options["BN"],)](rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True)
+    return out
+
+
+def _weight_serves(weight: Tensor) -> bool:
+    O, C = weight.shape
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    return is_half and weight.is_contiguous() and O % 64 == 0 and O <= MOST_OUTPUTS and C % STEP == 0
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@triton.jit
+def product_kernel(
+    x,
+    weight,
+    out,
+    T,
+    O,
+    C: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program p: outputs p*BN to (p+1)*BN of all rows. Wide tiles are the left operand, as wgmma wants 64 rows."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    c = tl.arange(0, BK)
+    t = tl.arange(0, 16)
+    x_at = x + t[:, None] * C + c[None, :]
+    weight_at = weight + n[:, None].to(tl.int64) * C + c[None, :]
+    # Kernels that start from here on find all that came before this one complete.
+    gdc_wait()
+    gdc_launch_dependents()
+    if BN == 64:
+        total = tl.zeros([BN, 16], tl.float32)
+    else:
+        total = tl.zeros([16, BN], tl.float32)
+    for start in tl.range(0, C, BK, num_stages=STAGES):
+        a = tl.load(x_at + start, mask=(t < T)[:, None], other=0.0)
+        b = tl.load(weight_at + start)
+        if BN == 64:
+            total = tl.dot(b, tl.trans(a), total)
+        else:
+            total = tl.dot(a, tl.trans(b), total)
+    if BN == 64:
+        total = tl.trans(total)
+    out_at = out + t[:, None] * O + n[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(t < T)[:, None])
