@@ -132,7 +132,7 @@ def plots(records: Sequence[Record], data: Path, folder: Path) -> list[Path]:
         message = "matplotlib is not installed: it comes with the extra bench, pip install 'paged-ops[bench]'"
         raise ImportError(message) from None
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "paged_ops", "font.size": 9}
+    matplotlib.rcParams |= {"svg.hashsalt": "paged_ops", "svg.fonttype": "none", "font.size": 9}
     matplotlib.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
     kinds = {"percent": _percent, "context": _by_context, "batch": _by_batch, "roofline": _roofline}
     written = []
