@@ -160,15 +160,20 @@ def prefill_kernel(
                 B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
             )  # fmt: skip
     if SPARSE:
+        steps = 0  # counted first, so that the loop below is one whose loads are under way early
         tile = next_seen_tile(first_tile, first_i, head_offset, sparse_block, local_blocks, vert_stride, BLOCK_N)
         while tile < end_tile:
+            steps += 1
+            tile = next_seen_tile(tile + 1, first_i, head_offset, sparse_block, local_blocks, vert_stride, BLOCK_N)
+        tile = first_tile - 1
+        for _step in range(steps):
+            tile = next_seen_tile(tile + 1, first_i, head_offset, sparse_block, local_blocks, vert_stride, BLOCK_N)
             acc, _, m, l = see_tile(
                 acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
                 B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
             )  # fmt: skip
-            tile = next_seen_tile(tile + 1, first_i, head_offset, sparse_block, local_blocks, vert_stride, BLOCK_N)
     else:
         for tile in range(full_end, end_tile):
             acc, _, m, l = see_tile(
