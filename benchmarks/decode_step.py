@@ -13,8 +13,8 @@ against cuBLAS's; ``overlapping`` has this package's products of few rows; ``no_
 not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+``
 all sequences share the first so many tokens: ``cascade`` reads them once for all, ``default`` does not.
 ``transformers`` is the model of that library with this package's attention, projections fused, layers compiled, and
-products of few rows; ``transformers_static`` the same model as that library runs it fastest by itself: a static cache,
-``torch.compile(mode="reduce-overhead")``.
+products of few rows, ``transformers_descent`` with tuned kernels instead of these; ``transformers_static`` the same
+model as that library runs it fastest by itself: a static cache, ``torch.compile(mode="reduce-overhead")``.
 
 ``--cold`` times the first step of a process with empty caches instead: compilation, and loading what it made.
 """
@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -62,13 +62,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "descent": {"coordinate_descent_tuning": True},
     "autotune": {"max_autotune": True, "coordinate_descent_tuning": True},
-    "overlapping": {},
+    "overlapping": {"triton.enable_pdl": True},
     "no_attention": {},
     "static": {},
     "cascade": {},
-    "transformers": {},
+    "transformers": {"triton.enable_pdl": True},
+    "transformers_descent": {"coordinate_descent_tuning": True},
     "transformers_static": {},
 }
+PAGED = "transformers", "transformers_descent"
 COLD = ("plain", "transformers", "transformers_whole")
 BLOCK_SIZE, REPLAYS = 16, 40
 BYTES_PER_SECOND, FLOPS = 4556e9, 700e12
@@ -151,6 +153,9 @@ def transformers_model(c: Config) -> Any:
     )
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for module in model.modules():  # distributed as in the plain model: errors grow through layers alike
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.reset_parameters()
     return model.eval().requires_grad_(False)
 
 
@@ -172,11 +177,12 @@ class Models:
             self._kind = kind
             if kind == "overlapping":
                 use_overlapping_products(self._model)
-            elif kind == "transformers":
+            elif kind in PAGED:
                 fuse_projections(self._model)
-                use_overlapping_products(self._model)
+                if kind == "transformers":
+                    use_overlapping_products(self._model)
                 self._model = integration.PagedCausalLM(self._model)
-        if kind == "transformers":
+        if kind in PAGED:
             self._model.compile_layers(dynamic=False, options=options)
         elif kind != "transformers_static":
             layer_type = LAYERS.get(variant, Layer)

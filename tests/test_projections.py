@@ -94,10 +94,9 @@ def test_overlapping_products_are_the_layers_own(compiled):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("change", ["bias", "float32", "odd outputs", "odd inputs", "many outputs"])
+@pytest.mark.parametrize("change", ["bias", "float32", "odd outputs", "odd inputs"])
 def test_products_that_stay(change):
     inputs, outputs = 512 + 8 * (change == "odd inputs"), 128 + 8 * (change == "odd outputs")
-    outputs += 1 << 13 if change == "many outputs" else 0
     dtype = torch.float32 if change == "float32" else torch.bfloat16
     layer = nn.Sequential(nn.Linear(inputs, outputs, bias=change == "bias", dtype=dtype))
     assert use_overlapping_products(layer) == 0
@@ -106,7 +105,7 @@ def test_products_that_stay(change):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 16, 17])
-@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (256, 64)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (256, 64), (4096, 28672)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_overlapping_products_on_a_gpu(rows, inputs, outputs, dtype):
     weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) * inputs**-0.5

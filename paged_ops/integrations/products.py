@@ -2,7 +2,7 @@
 
 A product of up to 16 rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
 two kernels where it splits the sum; one Triton kernel that is launched before the kernel before it has ended
-(programmatic dependent launch) reads them faster. Large weights, more rows and other devices are left to
+(programmatic dependent launch) reads them faster. More rows and other devices are left to
 ``torch.nn.functional.linear``.
 
 Letters: T rows, C input features, O output features.
@@ -23,8 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.integrations.projections import FusedLinear
 
 MOST_ROWS = 16
-MOST_OUTPUTS = 8192  # beyond, cuBLAS reads as fast
-STEP = 256  # C is a multiple of it
+STEPS = 64, 256  # O and C are multiples of them
 
 _LIBRARY = torch.library.Library("paged_ops_products", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
@@ -33,7 +32,7 @@ _LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
 def use_overlapping_products(model: nn.Module) -> int:
     """Let the linear layers of a model take this kernel where it serves, in place; returns how many of them may.
 
-    Layers without a bias, in bfloat16 or float16, whose weight is small enough; fused ones
+    Layers without a bias, in bfloat16 or float16; fused ones
     (:func:`paged_ops.integrations.projections.fuse_projections`) too. Results differ by rounding alone. Call it
     before compiling.
     """
@@ -81,9 +80,13 @@ def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     O = weight.shape[0]
     out = x.new_empty(*x.shape[:-1], O)
-    # One program a multiprocessor, or two thirds as many of twice the outputs.
-    narrow = 32 * torch.cuda.get_device_properties(x.device).multi_processor_count >= O
-    options: dict[str, Any] = dict(BN=32, BK=256, STAGES=6) if narrow else dict(BN=64, BK=128, STAGES=5)
+    # Up to one program a multiprocessor of 32 outputs; else wider ones, which read rows of x less often.
+    if 32 * torch.cuda.get_device_properties(x.device).multi_processor_count >= O:
+        options: dict[str, Any] = dict(BN=32, BK=256, STAGES=6)
+    elif O <= 8192 or O % 128:
+        options = dict(BN=64, BK=128, STAGES=5)
+    else:
+        options = dict(BN=128, BK=128, STAGES=4)
     with torch.cuda.device(x.device):
         product_kernel[(O // options["BN"],)](rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True)
     return out
@@ -92,7 +95,7 @@ def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
 def _weight_serves(weight: Tensor) -> bool:
     O, C = weight.shape
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
-    return is_half and weight.is_contiguous() and O % 64 == 0 and O <= MOST_OUTPUTS and C % STEP == 0
+    return is_half and weight.is_contiguous() and O % STEPS[0] == C % STEPS[1] == 0
 
 
 @functools.cache
@@ -121,18 +124,18 @@ def product_kernel(
     # Kernels that start from here on find all that came before this one complete.
     gdc_wait()
     gdc_launch_dependents()
-    if BN == 64:
+    if BN > 32:
         total = tl.zeros([BN, 16], tl.float32)
     else:
         total = tl.zeros([16, BN], tl.float32)
     for start in tl.range(0, C, BK, num_stages=STAGES):
         a = tl.load(x_at + start, mask=(t < T)[:, None], other=0.0)
         b = tl.load(weight_at + start)
-        if BN == 64:
+        if BN > 32:
             total = tl.dot(b, tl.trans(a), total)
         else:
             total = tl.dot(a, tl.trans(b), total)
-    if BN == 64:
+    if BN > 32:
         total = tl.trans(total)
     out_at = out + t[:, None] * O + n[None, :]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(t < T)[:, None])
