@@ -10,18 +10,20 @@ EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"set
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
-def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, causal=True):
+def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, **features):
     def call():
         kv_cache = layouts.kv_cache_view(layout, gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=dtype))
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
         given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
         query = gpu(T, H, D, dtype=dtype)
-        lowering.paged_attention_with_lse(query, kv_cache, tables, lens, starts, D**-0.5, causal=causal, **given)
+        lowering.paged_attention_with_lse(query, kv_cache, tables, lens, starts, D**-0.5, **given, **features)
 
     return call
 
 
 VARIANTS = [
     Variant("hopper-prefill-nhd-d128-g4", prefill("NHD", 128, 32, 8), EXPECT),
-    Variant("hopper-prefill-hnd-d64-g8-sinks-fp16", prefill("HND", 64, 64, 8, torch.float16, True, False), EXPECT),
+    Variant("hopper-prefill-hnd-d64-g8-sinks-fp16", prefill("HND", 64, 64, 8, torch.float16, True, causal=False), EXPECT),
+    Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT),
+    Variant("hopper-prefill-nhd-d128-g8-window-cap", prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0), EXPECT),
 ]
