@@ -38,7 +38,6 @@ def load_tile(
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
     RUN: tl.constexpr,  # so many tokens lie together; 1 where elements do
-    SUMMED: tl.constexpr,  # whether a dot product sums over the tokens, not over the elements
 ):
     """``[N, PADDED]`` keys or values of one head; 0 past the head size and where not live, whatever is there."""
     d = tl.arange(0, PADDED)
@@ -57,7 +56,7 @@ def load_tile(
     if RUN > 1:
         tile = tl.where(live[:, None], tile, 0.0).to(tile.dtype)
     if tile.dtype.primitive_bitwidth == 8 and FORMAT == 0:
-        return widen_fp8(tile, SUMMED).to(DTYPE)
+        return widen_fp8(tile).to(DTYPE)
     if FORMAT == 1:
         return decode_e4m3(tile).to(DTYPE)
     if FORMAT != 0:
@@ -302,9 +301,7 @@ def see_tile(
         k_even, k_odd = load_pairs(keys, block, offset, live, KEY[0], KEY[1], D, D_PAD)
         qk = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
     else:
-        k = load_tile(
-            keys, block, offset, live, live, KEY[0], KEY[1], KEY[3], KEY[4], D, D_PAD, X, FORMAT, q.dtype, 1, False
-        )
+        k = load_tile(keys, block, offset, live, live, KEY[0], KEY[1], KEY[3], KEY[4], D, D_PAD, X, FORMAT, q.dtype, 1)
         qk = dot_keys(q, k)
     logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
     if MASKED:
@@ -320,7 +317,7 @@ def see_tile(
     else:
         v = load_tile(
             values, block, offset, live, readable, VALUE[0], VALUE[1], 0, VALUE[3], Dv, DV_PAD, Dv, FORMAT, q.dtype,
-            RUN, True,
+            RUN,
         )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return acc, acc_odd, m, l

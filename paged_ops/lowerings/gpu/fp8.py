@@ -58,16 +58,12 @@ def decode_fp8(bits, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def widen_fp8(tile, IN_PLACE: tl.constexpr):
-    """A tile of a target's own fp8 type as float16, exactly, two numbers an instruction (PTX ``cvt`` from sm_89).
-
-    IN_PLACE: Triton may not move the conversion past the change to the layout of dot products, where it would read the
-    8-bit values of an operand whose rows are summed over byte by byte.
-    """
+def widen_fp8(tile):
+    """A tile of a target's own fp8 type as float16, exactly, two numbers an instruction (PTX ``cvt`` from sm_89)."""
     if tile.dtype == tl.float8e4nv:
-        return _cvt_from_e4m3(tile.to(tl.uint8, bitcast=True), IN_PLACE)
+        return _cvt_from_e4m3(tile.to(tl.uint8, bitcast=True))
     else:
-        return _cvt_from_e5m2(tile.to(tl.uint8, bitcast=True), IN_PLACE)
+        return _cvt_from_e5m2(tile.to(tl.uint8, bitcast=True))
 
 
 @triton.jit
@@ -131,25 +127,25 @@ def _cvt_e5m2(real):
 
 
 @triton.jit
-def _cvt_from_e4m3(bits, IN_PLACE: tl.constexpr):
+def _cvt_from_e4m3(bits):
     return tl.inline_asm_elementwise(
         "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
         "=r,=r,r",
         [bits],
         dtype=tl.float16,
-        is_pure=not IN_PLACE,
+        is_pure=True,
         pack=4,
     )
 
 
 @triton.jit
-def _cvt_from_e5m2(bits, IN_PLACE: tl.constexpr):
+def _cvt_from_e5m2(bits):
     return tl.inline_asm_elementwise(
         "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e5m2x2 $0, lo; cvt.rn.f16x2.e5m2x2 $1, hi; }",
         "=r,=r,r",
         [bits],
         dtype=tl.float16,
-        is_pure=not IN_PLACE,
+        is_pure=True,
         pack=4,
     )
 
