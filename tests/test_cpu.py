@@ -38,6 +38,13 @@ def test_chunks_and_tiles_merge(case):
     testing.check(OP, case)
 
 
+@pytest.fixture(params=["cpp", "torch"])
+def way(request, monkeypatch):
+    """Attention through the C++ function, and through torch ops."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+
+
 class Largest(TorchDispatchMode):
     """The most elements that any tensor made inside has."""
 
@@ -61,6 +68,7 @@ def prompt(tokens, dtype=torch.float32, H=8, K=2, D=32, B=16):
     return query, kv_cache, torch.randperm(N, dtype=torch.int32)[None], lens, starts, D**-0.5
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", FEATURES)
 def test_long_prompts_need_no_logits_of_all_pairs(monkeypatch, name):
     monkeypatch.setattr(cpu, "TILE_ELEMENTS", 1 << 17)
@@ -78,6 +86,7 @@ def test_rows_of_one_slot_do_not_mix():
     assert int(kv_cache.count_nonzero()) == 2 * 2 * 8
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rows", [1, 80])
 def test_query_of_any_strides(rows):
     query, *rest = prompt(80)
@@ -87,6 +96,7 @@ def test_query_of_any_strides(rows):
     torch.testing.assert_close(paged_ops.paged_attention(across, *rest), paged_ops.paged_attention(query[:rows], *rest))
 
 
+@pytest.mark.usefixtures("way")
 def test_a_cache_without_blocks_is_no_keys():
     rest = torch.full((2, 3), 7, dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
     for kv_cache in (torch.empty(0, 2, 16, 2, 8), torch.empty(0, 2, 0, 2, 8)):
@@ -96,6 +106,7 @@ def test_a_cache_without_blocks_is_no_keys():
         assert (lse == 1).all()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_far_inside_the_error_budget(dtype):
     query, kv_cache, *rest = prompt(80, dtype, D=64)

@@ -26,22 +26,28 @@ def compiler():
     assert cpu_fused.compiled() is not None, "no C++ compiler"
 
 
-@pytest.fixture
-def all_rows(monkeypatch):
-    """Prefill too."""
-    monkeypatch.setattr(cpu, "FUSED_ROWS", 1 << 30)
-
-
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory):
     folder = tmp_path_factory.mktemp("libraries")
     return lambda flags: cpu_fused.load([cpp_extension.get_cxx_compiler()], flags, folder)
 
 
-@pytest.mark.usefixtures("all_rows")
-@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
-def test_rows_of_any_number(case):
+@pytest.mark.parametrize("case", DENSE[::2], ids=lambda case: case.name)
+def test_long_rows_go_where_a_matrix_unit_is_used(monkeypatch, case):
+    monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+    monkeypatch.setattr(cpu, "MATRIX_ROWS", 3)
     testing.check(OP, case)
+
+
+def test_only_bfloat16_flash_uses_a_matrix_unit(monkeypatch):
+    served = []
+    attend = cpu_fused.attend
+    monkeypatch.setattr(cpu_fused, "attend", lambda *args: (served.append(list(args[6])), attend(*args)))
+    monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+    for dtype, features in ((torch.bfloat16, ()), (torch.bfloat16, ("cap",)), (torch.float32, ())):
+        inputs = call(((1, 40), (40, 40)), features, dtype).inputs()
+        paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
+    assert served == [[0], [0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("case", testing.CASES[OP], ids=lambda case: case.name)
@@ -50,7 +56,6 @@ def test_torch_ops_serve_everything_without_a_compiler(monkeypatch, case):
     testing.check(OP, case)
 
 
-@pytest.mark.usefixtures("all_rows")
 @pytest.mark.skipif(CAPABILITY not in WIDTHS, reason="vectors of one width only")
 @pytest.mark.parametrize("width", WIDTHS)
 def test_vectors_of_each_width(monkeypatch, libraries, width):

@@ -1,7 +1,7 @@
 """How every op runs on the CPU: torch ops, one sequence at a time. Letters as in :mod:`paged_ops.ops`; also G = H/K,
 the query heads that share a key/value head, n keys of a sequence and q rows of a tile.
 
-Attention of few rows a sequence is one C++ function (:mod:`paged_ops.lowerings.cpu_fused`) where it can be compiled.
+Attention is one C++ function (:mod:`paged_ops.lowerings.cpu_fused`) where it can be compiled and knows the features.
 Else it gathers the blocks of a sequence into scratch that stays warm in cache, then runs the CPU flash kernel of
 PyTorch where the features allow it and plain float32 matmuls over tiles where they do not.
 """
@@ -41,8 +41,8 @@ KNOWS = frozenset(
     }
 )
 
-# Sequences of up to this many rows go to the C++ function: with more, matrix products repay the gather.
-FUSED_ROWS = 32
+# On processors with a matrix unit for bfloat16, which only the flash kernel uses, it takes sequences of more rows.
+MATRIX_ROWS = 32
 # Keys of a sequence, and values, that decode gathers at once: few enough to stay in a cache that others use too.
 SCRATCH_BYTES = 1 << 22
 # From this many rows on it is prefill: larger chunks mean fewer merges.
@@ -195,8 +195,10 @@ def _attend(
     checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, max(paged.block_size, 1))
     starts, ns, stored = query_start_loc.tolist(), lens.tolist(), element_dtype(kv_cache, f.kv_cache_dtype)
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
-    short = [s for s in live if starts[s + 1] - starts[s] <= FUSED_ROWS]
-    fused = short if not empty and cpu_fused.serves(stored, f) else []
+    flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
+    fused = live if not empty and cpu_fused.serves(stored, f) else []
+    if flash and query.dtype == torch.bfloat16 and _has_matrix_unit():
+        fused = [s for s in fused if starts[s + 1] - starts[s] <= MATRIX_ROWS]
     wide = f.output_scale is not None or bool(fused)
     real = torch.empty_like(out, dtype=torch.float32) if wide and out.dtype != torch.float32 else out
     real[starts[-1] :] = 0
@@ -207,7 +209,6 @@ def _attend(
         cpu_fused.attend(query, paged, stored, block_tables, lens, query_start_loc, fused, scale, f, real, lse)
     rest = sorted({*live} - {*fused})
     max_len = max((ns[s] for s in rest), default=0)
-    flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
     sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)
     if f.block_sparse is not None:
         flash, sequence = False, _sparse_sequence
@@ -237,6 +238,10 @@ def _attend(
         out.copy_(_quantise(real, f.output_scale, out.dtype))
     elif real is not out:
         out.copy_(real)
+
+
+def _has_matrix_unit() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 class _Plane:
@@ -318,9 +323,9 @@ def _sequence(
         for r, stop, low, high in _tiles(q, first, a, b, f, kernel is _flash):
             part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, f)
             if total is None and stop - r == len(q):
-                total = part[0].float(), part[1]
+                total = part
             else:
-                total = total or _nothing(q, v)
+                total = (total[0].float(), total[1]) if total else _nothing(q, v)
                 _merge_into(total, slice(r, stop), part)
     assert total is not None, "a live row without keys"
     return total

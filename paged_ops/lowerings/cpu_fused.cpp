@@ -4,10 +4,11 @@
 //
 // Letters as in paged_ops/ops.py; also G = H/K query heads a key/value head, q rows of a sequence.
 //
-// The keys of a sequence are cut into pieces, threads take pieces, and the pieces' partial softmaxes merge in the order
-// of their keys: results depend on shapes and lengths, not on the number of threads. A piece goes through its keys by
-// tiles, and in each through the heads, whose rows meet the tile in an online softmax (Milakov and Gimelshein,
-// arXiv:1805.02867). Beside each load stands a fetch of what is read next: memory works while the processor computes.
+// The rows of a sequence are cut into spans and the keys of a span into pieces, threads take pieces, and the partial
+// softmaxes of a span's pieces merge in the order of their keys: results depend on shapes and lengths, not on how many
+// threads there are. A piece goes through its keys by tiles, and in each through the heads, whose rows meet the tile in
+// an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Beside each load stands a fetch of what is read next:
+// memory works while the processor computes.
 
 #include <algorithm>
 #include <cmath>
@@ -28,8 +29,9 @@ constexpr int WIDTH = 4;
 #endif
 constexpr int TILE = 16;                      // keys that meet their rows at once
 constexpr int ROWS = 16;                      // rows whose logits are held at once
+constexpr int64_t SPAN = 128;                 // rows of a key/value head that go through the keys together
 constexpr int64_t PIECE = 256;                // the fewest keys of a piece
-constexpr int64_t PIECES = 512;               // about the most pieces of one row: each keeps its partial results
+constexpr int64_t PIECES = 512;               // about the most pieces of one row each: they keep partial results
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(WIDTH * 4)));
@@ -207,9 +209,22 @@ void accumulate(const float* weights, const float* decay, Rows values, Rows next
         for (; d < Dv; d += P * WIDTH) add<Cell, R, 1>(weights, decay, values, next, sums, n, Dv, d);
 }
 
-// A format's functions by log2 of their rows.
+// n rows as float32, in the order of parts. Fetches next.
+template <class Cell>
+void widen(Rows rows, Rows next, float* to, int64_t n, int64_t D) {
+    constexpr int P = Cell::PARTS;
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t d = 0; d < D; d += WIDTH * P) {
+            const Words words = load<Words>(rows[j] + d * 4 / P);
+            __builtin_prefetch(next[j] + d * 4 / P);
+            for (int p = 0; p < P; p++) store(to + j * D + d + p * WIDTH, Cell::part(words, p));
+        }
+}
+
+// A format's functions; two of them by log2 of their rows.
 struct Format {
     int64_t parts;
+    decltype(&widen<Float32>) widen;
     decltype(&multiply<Float32, 1>) multiply[3];
     decltype(&accumulate<Float32, 1>) accumulate[3];
 };
@@ -217,6 +232,7 @@ struct Format {
 template <class Cell>
 constexpr Format format() {
     return {Cell::PARTS,
+            widen<Cell>,
             {multiply<Cell, 1>, multiply<Cell, 2>, multiply<Cell, 4>},
             {accumulate<Cell, 1>, accumulate<Cell, 2>, accumulate<Cell, 4>}};
 }
@@ -256,9 +272,18 @@ inline Floats tanh(Floats x) {  // by exp(2x) - 1, which keeps the digits of a s
     return less / (less + 2.0f);
 }
 
-// Keys [first, last) of a sequence; queries and partial result lie in rows of buffers from these on.
+// Work ----------------------------------------------------------------------------------------------------------------
+
+// Rows of one sequence that go through its keys together.
+struct Span {
+    int64_t sequence, start, rows;  // start: the first one in query
+    int64_t position, keys;         // of the first row; of the sequence
+};
+
+// The part of a span that meets keys [first, last). Of the only one `row` is negative; others leave their results in
+// shared rows from `row` on.
 struct Piece {
-    int64_t sequence, first, last, query_row, row;
+    int64_t span, first, last, row;
 };
 
 struct Buffer {
@@ -269,15 +294,24 @@ struct Buffer {
     Buffer(const Buffer&) = delete;
 };
 
-// A row each of a head and a token: the largest logit, the sum of exponentials below it, and the weighted values.
+// A row each of a head and a token, head by head: the largest logit, the sum of exponentials below it, the weighted
+// values.
 struct State {
     float *largest, *total, *values;
+};
+
+struct States {
+    Buffer largest, total, values;
+    const int64_t width;
+    States(int64_t rows, int64_t Dv) : largest(rows), total(rows), values(rows * Dv), width(Dv) {}
+    State at(int64_t row) const { return {largest.data + row, total.data + row, values.data + row * width}; }
 };
 
 struct Attention {
     const Call& c;
     const Format format;
     const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv in whole vectors of words
+    const int64_t span;                        // the most rows of one
     std::vector<int32_t> place;                // where a column lies in the order of parts
 
     explicit Attention(const Call& call)
@@ -287,47 +321,53 @@ struct Attention {
           cell_bytes(4 / format.parts),
           unit(WIDTH * format.parts),
           D(round_up(c.D, unit)),
-          Dv(round_up(c.Dv, unit)) {
+          Dv(round_up(c.Dv, unit)),
+          span(std::max<int64_t>(SPAN / G, 1)) {
         for (int64_t d = 0; d < std::max(D, Dv); d++)
             place.push_back(d / unit * unit + d % format.parts * WIDTH + d % unit / format.parts);
     }
 
-    int64_t rows(int64_t s) const { return c.query_start_loc[s + 1] - c.query_start_loc[s]; }
-    int64_t position(int64_t s) const { return c.seq_lens[s] - rows(s); }  // of the first row
-    int64_t oldest(int64_t i) const {                                      // the first key that a row at position i sees
+    int64_t first(int64_t i) const {  // the first key that a row at position i sees
         const int64_t window = c.window ? i - c.window + 1 : 0, chunk = c.chunk && i > 0 ? i / c.chunk * c.chunk : 0;
         return std::max<int64_t>(std::max(window, chunk), 0);
     }
-    int64_t end(int64_t s, int64_t i) const { return c.causal ? i + 1 : c.seq_lens[s]; }
+    int64_t last(const Span& s, int64_t i) const { return c.causal ? std::min(i + 1, s.keys) : s.keys; }
 
-    // Rows of a head: token by token, G each.
-    void arrange(int64_t s, float* queries) const {
-        const int64_t q = rows(s);
+    void arrange(const Span& s, float* queries) const {
         for (int64_t head = 0; head < c.K; head++)
-            for (int64_t t = 0; t < q; t++)
-                for (int64_t g = 0; g < G; g++, queries += D) {
-                    const float* from = c.query + ((c.query_start_loc[s] + t) * c.H + head * G + g) * c.D;
-                    if (c.D < D) std::fill_n(queries, D, 0.0f);
-                    for (int64_t d = 0; d < c.D; d++) queries[place[d]] = from[d];
-                }
+            for (int64_t row = 0; row < s.rows * G; row++, queries += D) {
+                const float* from = c.query + ((s.start + row / G) * c.H + head * G + row % G) * c.D;
+                if (c.D < D) std::fill_n(queries, D, 0.0f);
+                for (int64_t d = 0; d < c.D; d++) queries[place[d]] = from[d];
+            }
     }
 };
 
-// A piece's work, with the scratch of one thread.
+// The scratch of one thread, and what it does with a piece.
 struct Worker : Attention {
-    const bool direct;              // rows can be read where they lie
-    Buffer logits, staged;          // staged: rows that are not contiguous, or not whole vectors
-    const char* at[2][2][TILE];     // [this tile or the next][keys or values]: tokens in the cache, at head 0
-    const char* staged_at[2][TILE];
+    const bool direct;           // rows can be read where they lie
+    Buffer queries, logits;
+    Buffer staged;               // rows that are not contiguous, or not whole vectors
+    Buffer wide;                 // rows as float32
+    States own;                  // of a span's only piece
+    Buffer sums;                 // a row of out
+    const char* at[2][2][TILE];  // [this tile or the next][keys or values]: tokens in the cache, at head 0
+    const char *staged_at[2][TILE], *wide_at[2][TILE];
 
-    explicit Worker(const Call& call)
+    Worker(const Call& call, int64_t rows)
         : Attention(call),
           direct(c.D == D && c.Dv == Dv && c.key_strides[4] == 1 && c.value_strides[3] == 1 && c.x == c.D),
+          queries(rows * c.H * D),
           logits(ROWS * TILE),
-          staged(direct ? 0 : TILE * (D + Dv)) {
+          staged(direct ? 0 : TILE * (D + Dv)),
+          wide(TILE * (D + Dv)),
+          own(rows * c.H, Dv),
+          sums(Dv) {
         for (int64_t j = 0; j < TILE; j++) {
             staged_at[0][j] = reinterpret_cast<char*>(staged.data) + j * D * cell_bytes;
             staged_at[1][j] = reinterpret_cast<char*>(staged.data + TILE * D) + j * Dv * cell_bytes;
+            wide_at[0][j] = reinterpret_cast<char*>(wide.data + j * D);
+            wide_at[1][j] = reinterpret_cast<char*>(wide.data + TILE * D + j * Dv);
         }
         if (!direct) std::fill_n(staged.data, TILE * (D + Dv), 0.0f);
     }
@@ -355,23 +395,26 @@ struct Worker : Attention {
             for (int64_t d = 0; d < size; d += x, from += pack * cell_bytes, to += x * cell_bytes)
                 if (step == 1) std::memcpy(to, from, x * cell_bytes);
                 else
-                    for (int64_t e = 0; e < x; e++)
-                        for (int64_t b = 0; b < cell_bytes; b++) to[e * cell_bytes + b] = from[e * step * cell_bytes + b];
+                    for (int64_t e = 0; e < x * cell_bytes; e++)
+                        to[e] = from[e / cell_bytes * step * cell_bytes + e % cell_bytes];
         }
         return {staged_at[plane], 0};
     }
 
-    void run(const Piece& piece, const float* queries, State state) {
-        const int64_t s = piece.sequence, R = rows(s) * G;
+    void run(const Span& span, const Piece& piece, State state) {
+        const int64_t R = span.rows * G;
+        const bool widened = R > 4 && format.parts > 1;  // several passes over a tile: converted once
+        const Format& products = widened ? FORMATS[0] : format;
+        arrange(span, queries.data);
         std::fill_n(state.largest, c.K * R, -INF);
         std::fill_n(state.total, c.K * R, 0.0f);
         std::fill_n(state.values, c.K * R * Dv, 0.0f);
         const auto keys = [&](int64_t from) { return std::min<int64_t>(TILE, piece.last - from); };
         int which = 0;
-        locate(which, s, piece.first, keys(piece.first));
+        if (piece.first < piece.last) locate(which, span.sequence, piece.first, keys(piece.first));
         for (int64_t from = piece.first; from < piece.last; from += TILE, which ^= 1) {
             const int64_t n = keys(from), after = from + TILE;
-            if (after < piece.last) locate(which ^ 1, s, after, keys(after));
+            if (after < piece.last) locate(which ^ 1, span.sequence, after, keys(after));
             for (int64_t head = 0; head < c.K; head++) {
                 const bool last = head + 1 == c.K, end = last && after >= piece.last;
                 Rows tile[2], next[2];
@@ -379,36 +422,49 @@ struct Worker : Attention {
                     tile[plane] = rows_of(which, plane, head);
                     next[plane] = end ? tile[plane] : rows_of(which ^ last, plane, last ? 0 : head + 1);
                     if (!direct) tile[plane] = stage(plane, tile[plane], n);
+                    if (widened) {
+                        float* to = wide.data + plane * TILE * D;
+                        format.widen(tile[plane], next[plane], to, n, plane ? Dv : D);
+                        tile[plane] = next[plane] = {wide_at[plane], 0};
+                    }
                 }
                 for (int64_t r = 0; r < R; r += ROWS) {
                     const int64_t row = head * R + r;
-                    meet(s, head, r, std::min<int64_t>(ROWS, R - r), from, n, queries + row * D, tile, next,
-                         {state.largest + row, state.total + row, state.values + row * Dv});
+                    meet(products, span, head, r, std::min<int64_t>(ROWS, R - r), from, n, queries.data + row * D,
+                         tile, next, {state.largest + row, state.total + row, state.values + row * Dv});
                 }
             }
         }
     }
 
     // Rows [row, row + count) of a head meet n keys, the first at position `from`.
-    void meet(int64_t s, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n, const float* q,
-              const Rows* tile, const Rows* next, State state) {
-        float decay[ROWS];
+    void meet(const Format& products, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from,
+              int64_t n, const float* q, const Rows* tile, const Rows* next, State state) {
+        int64_t low[ROWS], high[ROWS];
         bool seen = false;
-        const auto size = [&](int64_t r) { return count - r >= 4 ? 2 : count - r >= 2 ? 1 : 0; };  // log2 of rows at once
-        for (int64_t r = 0; r < count; r += 1 << size(r))
-            format.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, n, D);
         for (int64_t r = 0; r < count; r++) {
-            const int64_t i = position(s) + (row + r) / G, h = head * G + (row + r) % G;
-            const int64_t first = std::max<int64_t>(oldest(i) - from, 0), last = std::min(end(s, i) - from, n);
-            decay[r] = softmax(logits.data + r * TILE, first, last, head, h, from - i, state.largest[r], state.total[r]);
-            seen |= first < last;
+            const int64_t i = span.position + (row + r) / G;
+            low[r] = std::max<int64_t>(first(i) - from, 0);
+            high[r] = std::min(last(span, i) - from, n);
+            seen |= low[r] < high[r];
         }
-        for (int64_t r = 0; seen && r < count; r += 1 << size(r))
-            format.accumulate[size(r)](logits.data + r * TILE, decay + r, tile[1], next[1], state.values + r * Dv, n, Dv);
+        if (!seen) return;
+        float decay[ROWS];
+        const auto size = [&](int64_t r) { return count - r >= 4 ? 2 : count - r >= 2 ? 1 : 0; };  // log2
+        for (int64_t r = 0; r < count; r += 1 << size(r))
+            products.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, n, D);
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t h = head * G + (row + r) % G, distance = from - span.position - (row + r) / G;
+            float* row_of_logits = logits.data + r * TILE;
+            decay[r] = softmax(row_of_logits, low[r], high[r], head, h, distance, state.largest[r], state.total[r]);
+        }
+        for (int64_t r = 0; r < count; r += 1 << size(r))
+            products.accumulate[size(r)](logits.data + r * TILE, decay + r, tile[1], next[1], state.values + r * Dv, n,
+                                         Dv);
     }
 
-    // Products of one row become weights below its largest logit so far; keys outside [first, last) are not seen. Returns
-    // by what the sums so far shrink.
+    // Products of one row become weights below its largest logit so far; keys outside [first, last) are not seen.
+    // Returns by what the sums so far shrink.
     float softmax(float* row, int64_t first, int64_t last, int64_t head, int64_t h, int64_t distance, float& largest,
                   float& total) const {
         Floats lane;
@@ -441,67 +497,74 @@ struct Worker : Attention {
         largest = top;
         return decay;
     }
-};
 
-// out and lse of a row of a sequence from its partial results, the pieces [begin, end), in the order of their keys.
-void merge(const Attention& a, const Piece* begin, const Piece* end, int64_t s, int64_t row, State all, float* sums) {
-    const Call& c = a.c;
-    const int64_t q = a.rows(s), head = row / (q * a.G), t = row / a.G % q, h = head * a.G + row % a.G;
-    float largest = c.sinks ? c.sinks[h] : -INF;
-    for (const Piece* p = begin; p < end; p++) largest = std::max(largest, all.largest[p->row + row]);
-    const float base = largest == -INF ? 0.0f : largest;
-    float total = c.sinks ? std::exp(c.sinks[h] - base) : 0.0f;
-    std::fill_n(sums, a.Dv, 0.0f);
-    for (const Piece* p = begin; p < end; p++) {
-        const float share = std::exp(all.largest[p->row + row] - base);
-        const float* values = all.values + (p->row + row) * a.Dv;
-        total += all.total[p->row + row] * share;
-        for (int64_t d = 0; d < a.Dv; d++) sums[d] += values[d] * share;
+    // out and lse of a span from its partial results, in the order of their keys.
+    void merge(const Span& span, const State* parts, int64_t count) {
+        const int64_t R = span.rows * G;
+        for (int64_t row = 0; row < c.K * R; row++) {
+            const int64_t head = row / R, h = head * G + row % G, to = (span.start + row % R / G) * c.H + h;
+            float largest = c.sinks ? c.sinks[h] : -INF;
+            for (int64_t p = 0; p < count; p++) largest = std::max(largest, parts[p].largest[row]);
+            const float base = largest == -INF ? 0.0f : largest;
+            float total = c.sinks ? std::exp(c.sinks[h] - base) : 0.0f;
+            std::fill_n(sums.data, Dv, 0.0f);
+            for (int64_t p = 0; p < count; p++) {
+                const float share = std::exp(parts[p].largest[row] - base);
+                total += parts[p].total[row] * share;
+                for (int64_t d = 0; d < Dv; d++) sums.data[d] += parts[p].values[row * Dv + d] * share;
+            }
+            const float factor = total == 0 ? 0.0f : (c.v_scale ? c.v_scale[head] : 1.0f) / total;
+            for (int64_t d = 0; d < c.Dv; d++) c.out[to * c.Dv + d] = sums.data[place[d]] * factor;
+            c.lse[to] = base + std::log(total);
+        }
     }
-    const int64_t to = (c.query_start_loc[s] + t) * c.H + h;
-    const float factor = total == 0 ? 0.0f : (c.v_scale ? c.v_scale[head] : 1.0f) / total;
-    for (int64_t d = 0; d < c.Dv; d++) c.out[to * c.Dv + d] = sums[a.place[d]] * factor;
-    c.lse[to] = base + std::log(total);
-}
+};
 
 extern "C" void paged_attention(const Call* call) {
     const Call& c = *call;
     const Attention a(c);
-    std::vector<Piece> pieces;
-    std::vector<int64_t> begin, query_row;  // of each sequence
-    int64_t pairs = 0, rows = 0, query_rows = 0;
-    const auto first = [&](int64_t s) { return std::min<int64_t>(a.oldest(a.position(s)), c.seq_lens[s]); };
+    std::vector<Span> spans;
+    int64_t pairs = 0, longest = 0;
+    const auto first = [&](const Span& s) { return std::min(a.first(s.position), s.keys); };
+    const auto last = [&](const Span& s) { return std::max(a.last(s, s.position + s.rows - 1), first(s)); };
     for (int64_t n = 0; n < c.num_sequences; n++) {
-        const int64_t s = c.sequences[n];
-        pairs += (c.seq_lens[s] - first(s)) * a.rows(s);
+        const int64_t s = c.sequences[n], end = c.query_start_loc[s + 1];
+        for (int64_t start = c.query_start_loc[s]; start < end; start += a.span) {
+            spans.push_back({s, start, std::min(a.span, end - start), c.seq_lens[s] - end + start, c.seq_lens[s]});
+            longest = std::max(longest, spans.back().rows);
+            pairs += (last(spans.back()) - first(spans.back())) * spans.back().rows;
+        }
     }
     const int64_t length = round_up(std::max(PIECE, pairs / PIECES), TILE);
-    for (int64_t n = 0; n < c.num_sequences; n++) {
-        const int64_t s = c.sequences[n], last = c.seq_lens[s];
+    std::vector<Piece> pieces;
+    std::vector<int64_t> begin;  // of each span, among the pieces
+    int64_t rows = 0;
+    for (int64_t n = 0; n < int64_t(spans.size()); n++) {
+        const int64_t from = first(spans[n]), to = last(spans[n]), count = spans[n].rows * c.H;
         begin.push_back(pieces.size());
-        query_row.push_back(query_rows);
-        for (int64_t from = first(s); from < last; from += length, rows += a.rows(s) * c.H)
-            pieces.push_back({s, from, std::min(from + length, last), query_rows, rows});
-        query_rows += a.rows(s) * c.H;
+        if (to - from <= length) pieces.push_back({n, from, to, -1});
+        else
+            for (int64_t key = from; key < to; key += length, rows += count)
+                pieces.push_back({n, key, std::min(key + length, to), rows});
     }
     begin.push_back(pieces.size());
-    Buffer queries(query_rows * a.D), largest(rows), total(rows), values(rows * a.Dv);
+    const States shared(rows, a.Dv);
 #pragma omp parallel num_threads(int(c.threads))
     {
-        Worker worker(c);
-        Buffer sums(a.Dv);
-#pragma omp for schedule(static)
-        for (int64_t n = 0; n < c.num_sequences; n++) a.arrange(c.sequences[n], queries.data + query_row[n] * a.D);
+        Worker worker(c, longest);
 #pragma omp for schedule(dynamic)
         for (int64_t n = 0; n < int64_t(pieces.size()); n++) {
-            const Piece& p = pieces[n];
-            worker.run(p, queries.data + p.query_row * a.D,
-                       {largest.data + p.row, total.data + p.row, values.data + p.row * a.Dv});
+            const Piece& piece = pieces[n];
+            const State state = piece.row < 0 ? worker.own.at(0) : shared.at(piece.row);
+            worker.run(spans[piece.span], piece, state);
+            if (piece.row < 0) worker.merge(spans[piece.span], &state, 1);
         }
-#pragma omp for schedule(static)
-        for (int64_t n = 0; n < c.num_sequences; n++)
-            for (int64_t row = 0; row < a.rows(c.sequences[n]) * c.H; row++)
-                merge(a, pieces.data() + begin[n], pieces.data() + begin[n + 1], c.sequences[n], row,
-                      {largest.data, total.data, values.data}, sums.data);
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < int64_t(spans.size()); n++) {
+            std::vector<State> parts;
+            for (int64_t p = begin[n]; p < begin[n + 1]; p++)
+                if (pieces[p].row >= 0) parts.push_back(shared.at(pieces[p].row));
+            if (!parts.empty()) worker.merge(spans[n], parts.data(), parts.size());
+        }
     }
 }

@@ -1,7 +1,7 @@
-"""Attention of few rows a sequence (decode, speculative widths) on the CPU as one C++ function, ``cpu_fused.cpp``.
+"""Attention on the CPU as one C++ function, ``cpu_fused.cpp``, for every feature but block-sparse.
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
-reads each once. It is compiled at the first call that it could serve, in about two seconds, by the compiler that torch
+reads each once for all the rows of a decode. It is compiled at the first call that it could serve, in about two seconds, by the compiler that torch
 would take for a C++ extension, and kept in torch's folder of extensions under a hash of source, compiler, flags and
 machine: later processes load it. Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything,
 slower and within the same error budget.
