@@ -460,7 +460,7 @@ def print_table(records: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", nargs="+", default=list(POINTS), choices=list(POINTS | SHARING))
-    parser.add_argument("--variants", nargs="*", default=["default"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", default=["default"], help="names, or name:point,point,...")
     parser.add_argument("--check", nargs="*", default=["1x1024", "16x4096"], help="points whose logits are compared")
     parser.add_argument("--profile", nargs="*", default=[], help="points with a table per kernel")
     parser.add_argument("--options", type=json.loads, default={}, help="of inductor, on top of each variant's: JSON")
@@ -493,7 +493,9 @@ def main() -> None:
 
     for kind in args.cold:
         add(cold_elsewhere(kind))
-    rows = sorted({(POINTS | SHARING)[point][0] for point in args.points}) if args.variants else []
+    chosen = [each.partition(":") for each in args.variants]
+    plan = [(name, point, False) for name, _, at in chosen for point in (at.split(",") if at else args.points)]
+    rows = sorted({(POINTS | SHARING)[point][0] for _, point, _ in plan})
     products = {S: time_products(LLAMA_8B, S) for S in rows}
     torch.cuda.empty_cache()
     models = Models()
@@ -506,8 +508,7 @@ def main() -> None:
     for layer in kv_cache.layers:
         layer.normal_()
     # Once the profiler has run, launches cost the host more until the process ends: it comes last.
-    plan = [(variant, point, False) for variant in args.variants for point in args.points]
-    plan += [(variant, point, True) for variant in args.variants for point in args.profile]
+    plan += [(name, point, True) for name, point, _ in plan if point in args.profile]
     for variant, point, profiled in plan:
         if variant == "transformers_static":
             record = {} if profiled else measure_transformers_static(models, point)

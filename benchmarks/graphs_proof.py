@@ -84,7 +84,7 @@ def run_tests() -> dict[str, Any]:
 
 
 def run_transformers() -> dict[str, Any]:
-    return run_pytest(["-m", "gpu", "tests/test_transformers.py"], workers=6, seconds=400)
+    return run_pytest(["-m", "gpu", "tests/test_transformers.py", "tests/test_projections.py"], workers=6, seconds=400)
 
 
 def run_replays() -> dict[str, Any]:
