@@ -5,8 +5,9 @@
     python benchmarks/gpu_cache.py --sweep                                      # the tunables of configs/cache_*.json
 
 Device ops: CUDA-graph replays over buffers several times the L2, median of 30, outputs filled with NaN first and
-compared afterwards. Swaps: events around single eager calls, so that the host's share counts. A row is printed and
-appended to ``--out`` only if its results were right.
+compared afterwards. Swaps cannot be captured: events around calls that wait for a busy GPU, which is the time that
+they add to a stream; ``call_us`` is that of a call which finds the GPU idle, the host's share in it. A row is printed
+and appended to ``--out`` only if its results were right.
 """
 
 from __future__ import annotations
@@ -59,12 +60,15 @@ def graph_us(calls: list[Callable[[], Any]], replays: int = 30) -> float:
     return statistics.median(times)
 
 
-def call_us(call: Callable[[], Any], repeats: int = 12) -> float:
-    """Microseconds of one eager call, from its start on the host to its end on the device."""
+def call_us(call: Callable[[], Any], busy_cycles: int = 0, repeats: int = 12) -> float:
+    """Microseconds of one eager call until its end on the device: from its start on the host, or, with a GPU that is
+    busy for so many cycles (longer than the host takes), from where the stream comes to it."""
     call()
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
+        if busy_cycles:
+            torch.cuda._sleep(busy_cycles)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
@@ -196,7 +200,11 @@ def swap_rows(block_bytes: int, layers: int, dense_target: float, scattered_targ
             words.copy_(torch.arange(words.numel(), dtype=torch.int32, device=each.device).view_as(words))
         for each in targets:
             each.fill_(0x7F)
-        us = call_us(lambda s=sources, t=targets, m=mapping: paged_ops.swap_blocks(s, t, m))
+
+        def swap(sources: Any = sources, targets: Any = targets, mapping: Any = mapping) -> None:
+            paged_ops.swap_blocks(sources, targets, mapping)
+
+        us, idle_us = call_us(swap, busy_cycles=30_000_000), call_us(swap)
         right = all(
             torch.equal(source[mapping[:64, 0]].cpu(), target[mapping[:64, 1]].cpu())
             for source, target in zip(sources, targets, strict=True)
@@ -206,6 +214,7 @@ def swap_rows(block_bytes: int, layers: int, dense_target: float, scattered_targ
             "op": "swap_blocks",
             "case": f"{size} {way} the host, {'dense' if host_is_dense else 'scattered'} there",
             "us": us,
+            "call_us": idle_us,
             "bytes": layers * P * block_bytes,
             "target_gbps": dense_target if host_is_dense else scattered_target,
             "right": right,
@@ -290,36 +299,30 @@ PARTS = {
 
 def sweep() -> Iterator[Row]:
     """Each tunable over its range, the rest as configured."""
-    tile = {"elements": [2048, 4096, 8192], "num_warps": [2, 4, 8], "once": [0, 1]}
-    few = {"few_elements": [1024, 2048, 4096], "few_num_warps": [2, 4, 8]}
-    chunk = {"chunk_bytes": [8192, 16384, 32768], "num_warps": [2, 4, 8], "once": [0, 1]}
-    without: dict[str, list[int]] = {"pdl": [0]}
-    space: list[tuple[str, list[dict[str, list[int]]], Callable[[], Row]]] = [
-        ("reshape_and_cache", [tile, without], lambda: write_row("8192 tokens, bf16", 8192)),
-        ("reshape_and_cache", [tile, without],
+    tile = {"elements": [512, 1024, 2048], "num_warps": [1, 2, 4, 8]}
+    chunk = {"chunk_bytes": [4096, 8192, 16384], "num_warps": [1, 2, 4]}
+    space: list[tuple[str, dict[str, list[int]], Callable[[], Row]]] = [
+        ("reshape_and_cache", tile, lambda: write_row("8192 tokens, bf16", 8192)),
+        ("reshape_and_cache", tile,
          lambda: write_row("8192 tokens, bf16 to e4m3, scale [1]", 8192, stored=torch.float8_e4m3fn, scales=1)),
-        ("reshape_and_cache", [few, without], lambda: write_row("256 tokens, bf16", 256)),
-        ("merge_attention_states", [{**tile, "elements": [1024, 2048, 4096]}, without],
-         lambda: merge_row(4096, 32, 128)),
-        ("copy_blocks", [chunk, without], lambda: copy_row("1024 blocks of 32 KiB", 1, 1024, 32 << 10)),
-        ("copy_blocks", [chunk, without], lambda: copy_row("1024 blocks of 1 MiB", 1, 1024, 1 << 20)),
+        ("reshape_and_cache", tile, lambda: write_row("256 tokens, bf16", 256)),
+        ("merge_attention_states", tile, lambda: merge_row(4096, 32, 128)),
+        ("gather_kv", tile, lambda: next(gathers())),
+        ("copy_blocks", chunk, lambda: copy_row("1024 blocks of 32 KiB", 1, 1024, 32 << 10)),
+        ("copy_blocks", chunk, lambda: copy_row("1024 blocks of 1 MiB", 1, 1024, 1 << 20)),
     ]  # fmt: skip
-    for op, tables, measure in space:
+    for op, ranges, measure in space:
         usual = dict(tuned(op))
-        for ranges in tables:
-            for values in itertools.product(*ranges.values()):
-                setting = dict(zip(ranges, values, strict=True))
-                yield with_numbers(op, {**usual, **setting}, setting, measure)
+        for values in itertools.product(*ranges.values()):
+            setting = dict(zip(ranges, values, strict=True))
+            tuned(op).update(setting)
+            cache._writes.clear()
+            cache._plan.cache_clear()
+            cache._write_launcher.cache_clear()
+            merge._launcher.cache_clear()
+            row = measure()
+            yield {**row, "case": f"{row['case']} {setting}"}
         tuned(op).update(usual)
-
-
-def with_numbers(op: str, numbers: dict[str, int], setting: dict[str, int], measure: Callable[[], Row]) -> Row:
-    tuned(op).update(numbers)
-    cache._writes.clear()
-    cache._plan.cache_clear()
-    merge._launcher.cache_clear()
-    row = measure()
-    return {**row, "case": f"{row['case']} {setting}"}
 
 
 def main() -> None:

@@ -1,10 +1,13 @@
 """Runs the tests that a GPU is needed for and writes what came of them as data.
 
     python benchmarks/gpu_proof.py --commit $(git rev-parse HEAD) --out benchmarks/data/gpu_proof_nvidia_h200.json
+    python benchmarks/gpu_proof.py --commit ... --out ... --parts demo,host     # some; the others of the file stay
 
-Parts (--parts): the registry x cases suite on the device, the peers' matrices, what only a device can show; the tools
-of compute-sanitizer over the smaller cases, with PyTorch's memory cache off so that an overrun leaves its allocation;
-block-sparse times by density; the host's cost of a call.
+Parts: the registry x cases suite on the device, the peers' matrices (attention, cache), what only a device can show,
+the compiled graphs; the tools of compute-sanitizer over the smaller cases, with PyTorch's memory cache off so that an
+overrun leaves its allocation; block-sparse times by density; the host's cost of a call; the demo against transformers.
+Parts joined by ``+`` run at the same time; timings run alone. The file is written after each part, and goes on where it
+was if it is of the same commit.
 """
 
 from __future__ import annotations
@@ -18,18 +21,28 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-PYTEST = {
-    "suite": ["tests/test_ops.py", "--device", "cuda"],
-    "only_there": ["tests/test_gpu_device.py"],
-    "peers": ["tests/test_gpu_peers.py"],
-    "compile": ["tests/test_compile.py", "--device", "cuda"],
+# What to run, and with how many workers: caches of the cache ops' matrices take tens of gigabytes.
+PYTEST: dict[str, tuple[list[str], int]] = {
+    "suite": (["tests/test_ops.py", "--device", "cuda"], 14),
+    "peers_attention": (["tests/test_gpu_peers.py"], 10),
+    "peers_cache": (["tests/test_gpu_peers_cache.py"], 4),
+    "device": (
+        ["-m", "gpu", *(f"tests/test_{name}.py" for name in ("gpu_device", "gpu_launch", "cache", "metadata"))],
+        2,
+    ),
+    # Without the tests of packages that are loaded elsewhere: they are of the CPU whatever the device.
+    "compile": (["tests/test_compile.py", "--device", "cuda", "-k", "not elsewhere"], 12),
 }
+PLAN = (
+    "suite,peers_attention+peers_cache,device+compile,memcheck+racecheck+initcheck,density,host,demo"  # in this order
+)
 SMALL = [
     "paged_attention_with_lse-(decode|mixed|speculative|holes|padding_only)-bf16",
     "paged_attention_with_lse-(nhd-all-features|x_packed-fp16|nhd-e4m3-auto-fp16|sparse-homo_head-decode)",
@@ -148,15 +161,34 @@ def run_host() -> dict[str, Any]:
     return found
 
 
+def run_demo(seconds: int) -> dict[str, Any]:
+    """What ``paged-ops demo --device cuda`` says: the tokens of a served batch against transformers' generate()."""
+    main = "from paged_ops.cli import main; main()"
+    command = [sys.executable, "-c", main, "demo", "--device", "cuda", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"timed_out": seconds}
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]}
+
+
 HERE = {"density": run_density, "host": run_host}
+
+
+def run(part: str, seconds: int) -> dict[str, Any]:
+    if part in HERE:
+        return HERE[part]()
+    if part == "demo":
+        return run_demo(seconds)
+    return run_sanitizer(part, seconds) if part in TOOLS else run_pytest(*PYTEST[part], seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--parts", default=f"{','.join(PYTEST)},{','.join(TOOLS)},density,host")
-    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--parts", default=PLAN, help=f"by default {PLAN}")
     parser.add_argument("--seconds", type=int, default=400, help="limit of each part")
     parser.add_argument("--cases", action="store_true", help="run the small cases in this process")
     options = parser.parse_args()
@@ -170,17 +202,20 @@ def main() -> None:
         "commit": options.commit,
         "date": time.strftime("%Y-%m-%d"),
     }
-    for part in options.parts.split(","):
-        if part in HERE:
-            found[part] = HERE[part]()
-        elif part in TOOLS:
-            found[part] = run_sanitizer(part, options.seconds)
-        else:
-            workers = 2 if part == "only_there" else options.workers
-            found[part] = run_pytest(PYTEST[part], workers, options.seconds)
-        print(part, json.dumps(found[part])[:3000], flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out and options.out.exists():
+        before = json.loads(options.out.read_text())
+        if all(before.get(name) == value for name, value in found.items()):
+            found = before
+    for group in options.parts.split(","):
+        parts = group.split("+")
+        with ThreadPoolExecutor(len(parts)) as pool:
+            running = {pool.submit(run, part, options.seconds): part for part in parts}
+            for done in as_completed(running):
+                part = running[done]
+                found[part] = done.result()
+                print(part, json.dumps(found[part])[:3000], flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -664,7 +664,8 @@ LSE_ULPS = 4
 def assert_close(name: str, got: Tensor, plain: Tensor, truth: Tensor, largest: float) -> None:
     """Raise AssertionError unless ``got`` is within the error budget of ``truth``; infinities must agree exactly."""
     assert got.shape == truth.shape, f"{name}: shape {list(got.shape)} instead of {list(truth.shape)}"
-    got_, plain_, truth_ = got.detach().cpu().double(), plain.cpu().double(), truth.cpu().double()
+    where = got.device if got.is_cuda else torch.device("cpu")  # large ones are compared where they are
+    got_, plain_, truth_ = (each.detach().to(where).double() for each in (got, plain, truth))
     assert not got_.isnan().any(), f"{name}: NaN in {int(got_.isnan().sum())} of {got_.numel()} elements"
     infinite = truth_.isinf()
     assert torch.equal(got_[infinite], truth_[infinite]), f"{name}: infinities are missing"

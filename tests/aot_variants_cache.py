@@ -10,6 +10,11 @@ from paged_ops.lowerings.gpu.device import tuned
 
 LOAD, STORE = (rf"(global|buffer)_{op}_(dwordx4|b128)" for op in ("load", "store"))
 WIDE = {"cuda": (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"), "hip": (LOAD, STORE)}
+# fp8 of what 16 bytes of a 16-bit dtype hold is 8 bytes.
+HALF = {
+    "cuda": (WIDE["cuda"][0], r"st\.global\S*\.v[24]\.b32"),
+    "hip": (LOAD, STORE.replace("(dwordx4|b128)", "(dwordx[24]|b64|b128)")),
+}
 FP8 = {"cuda:90": (r"cvt\.rn\.satfinite\.e4m3x2\.f32",), "cuda:100": (r"cvt\.rn\.satfinite\.e4m3x2\.f32",)}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 N, B, K, D, T, S, M = 64, 16, 8, 128, 2048, 8, 16
@@ -76,9 +81,9 @@ VARIANTS = [
     Variant("write NHD fp32", write(dtype=torch.float32), WIDE),
     Variant("write HND bf16, D 120", write("HND", head_size=120), WIDE),
     Variant("write x-packed fp16", write("X_PACKED", dtype=torch.float16), WIDE),
-    Variant("write NHD bf16 to e4m3, scale [1]", write(stored=E4M3, scales=1), {**WIDE, **FP8}),
-    Variant("write INTERLEAVED fp32 to e5m2, scale [K]", write("INTERLEAVED", torch.float32, E5M2, scales=K), WIDE),
-    Variant("write NHD bf16 to e4m3fnuz", write(stored=torch.float8_e4m3fnuz), WIDE),
+    Variant("write NHD bf16 to e4m3, scale [1]", write(stored=E4M3, scales=1), {**HALF, **FP8}),
+    Variant("write INTERLEAVED fp32 to e5m2, scale [K]", write("INTERLEAVED", torch.float32, E5M2, scales=K), HALF),
+    Variant("write NHD bf16 to e4m3fnuz", write(stored=torch.float8_e4m3fnuz), HALF),
     Variant("gather NHD bf16", gather(), WIDE),
     Variant("gather x-packed e4m3 to bf16", gather("X_PACKED", stored=E4M3, scales=K)),
     Variant("copy NHD bf16, all layers", copy(), WIDE),

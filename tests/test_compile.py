@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import paged_ops
 from paged_ops import layouts, testing
@@ -20,7 +21,8 @@ T, H, K, D, B, N = 4, 8, 2, 32, 16, 64
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    with torch.no_grad():
+    # Graphs are small: a pool of compilers in each of the test processes would cost more than it saves.
+    with torch.no_grad(), inductor_config.patch(compile_threads=1):
         yield
 
 
@@ -403,7 +405,7 @@ print("ran", kind)
 def run_elsewhere(kind, program, tmp_path, batch, expected):
     data = tmp_path / "data.pt"
     torch.save((batch, expected), data)
-    command = [sys.executable, "-c", RUN_ELSEWHERE, kind, str(program), str(data)]
+    command = [sys.executable, "-X", "faulthandler", "-c", RUN_ELSEWHERE, kind, str(program), str(data)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"ran {kind}"

@@ -387,6 +387,8 @@ def test_no_sync_and_deterministic():
     first = run()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            slots[0].item()  # what a kernel's host side must not do would be seen
         for _ in range(20):
             again = run()
     finally:

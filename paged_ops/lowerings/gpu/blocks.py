@@ -7,11 +7,12 @@ shapes, strides and dtypes. Letters: P pairs of blocks, R runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -160,17 +161,18 @@ def _upload(block_mapping: Tensor, device: torch.device, in_capture: bool = Fals
 def _swap_pinned(sources: list[Tensor], targets: list[Tensor], mapping: Tensor, device: torch.device) -> None:
     table, numbers = _table(sources, targets, device), tuned("swap_blocks")
     to_host = targets[0].device.type == "cpu"
-    mapping = mapping[mapping[:, int(to_host)].argsort()]  # host blocks in order
+    host = int(to_host)
+    mapping = mapping.index_select(0, mapping[:, host].argsort())  # host blocks in order
     adjacent = mapping.diff(dim=0) == 1  # [P - 1, 2]
-    host_adjacent, both_adjacent = adjacent[:, int(to_host)], adjacent.all(1)
-    dense = {_is_dense(row, (0, 1)) for row in table.rows}, {_is_dense(row, (int(to_host),)) for row in table.rows}
+    dense = {_is_dense(row, (0, 1)) for row in table.rows}, {_is_dense(row, (host,)) for row in table.rows}
     payload = len(mapping) * table.length
-    direct_runs = 1 + int((~both_adjacent).sum()) if dense[0] == {True} else len(mapping)
-    host_runs = 1 + int((~host_adjacent).sum()) if dense[1] == {True} else len(mapping)
+    host_runs = len(mapping) - int(adjacent[:, host].sum()) if dense[1] == {True} else len(mapping)
+    both_adjacent = adjacent.all(1)
+    direct_runs = len(mapping) - int(both_adjacent.sum()) if dense[0] == {True} else len(mapping)
     if payload >= numbers["direct_bytes"] * direct_runs:
         _swap_direct(table, sources, targets, mapping, both_adjacent)
     elif payload >= numbers["staged_bytes"] * host_runs:
-        _swap_staged(table, sources, targets, mapping, host_adjacent, to_host, device)
+        _swap_staged(table, sources, targets, mapping, adjacent[:, host], to_host, device)
     else:
         _launch(table, _upload(mapping, device), numbers)
 
@@ -195,29 +197,60 @@ def _swap_staged(
     to_host: bool,
     device: torch.device,
 ) -> None:
-    """Through a buffer on the device, a part of the pairs and runs at a time."""
+    """Through a buffer a lane on the device, a part of the pairs and runs at a time: while one lane's part crosses, the
+    other's is gathered or scattered."""
     numbers, on_device_mapping = tuned("swap_blocks"), _upload(mapping, device)
-    hosts = targets if to_host else sources
-    for first, count, first_run, num_runs in _parts(len(mapping), table, numbers["staging_bytes"]):
-        part = table._replace(runs=table.runs[first_run : first_run + num_runs])
-        staging = torch.empty((num_runs, count * table.length), dtype=torch.uint8, device=device)
-        pairs = on_device_mapping[first : first + count]
-        if to_host:
-            _launch(part, pairs, tuned("copy_blocks"), staging, gather=True)
-        for index in range(num_runs):
-            row, owner = table.rows[first_run + index], table.owners[first_run + index]
-            host = _bytes(hosts[owner])
-            start = row[int(to_host)] - hosts[owner].data_ptr()
-            for pair, together in _spans(adjacent[first : first + count - 1], _is_dense(row, (int(to_host),))):
-                at = start + int(mapping[first + pair, int(to_host)]) * row[2 + int(to_host)]
-                there = host[at : at + together * row[4]]
-                here = staging[index, pair * row[4] : (pair + together) * row[4]]
+    host, hosts = int(to_host), targets if to_host else sources
+    host_blocks = mapping[:, host].tolist()
+    payload = len(mapping) * len(table.rows) * table.length
+    # Parts enough for both lanes to be busy, and long enough for their copies.
+    capacity = min(numbers["staging_bytes"] // 2, max(payload // 4, numbers["staged_bytes"]))
+    parts = list(_parts(len(mapping), table, capacity))
+    largest = max(count * num_runs for _, count, _, num_runs in parts) * table.length
+    staging = torch.empty((2, largest), dtype=torch.uint8, device=device)
+    with _lanes(device) as lanes:
+        turns = itertools.cycle(zip(lanes, staging, strict=True))
+        for first, count, first_run, num_runs in parts:
+            part = table._replace(runs=table.runs[first_run : first_run + num_runs])
+            pairs, (lane, buffer) = on_device_mapping[first : first + count], next(turns)
+            with lane:
                 if to_host:
-                    there.copy_(here, non_blocking=True)
-                else:
-                    here.copy_(there, non_blocking=True)
-        if not to_host:
-            _launch(part, pairs, tuned("copy_blocks"), staging, scatter=True)
+                    _launch(part, pairs, tuned("copy_blocks"), buffer, gather=True)
+                for run in range(num_runs):
+                    row, owner = table.rows[first_run + run], table.owners[first_run + run]
+                    there = _bytes(hosts[owner])
+                    start = row[host] - hosts[owner].data_ptr()
+                    here = run * count * table.length
+                    for pair, together in _spans(adjacent[first : first + count - 1], _is_dense(row, (host,))):
+                        at, size = start + host_blocks[first + pair] * row[2 + host], together * row[4]
+                        ends = there[at : at + size], buffer[here + pair * row[4] : here + pair * row[4] + size]
+                        ends[1 - host].copy_(ends[host], non_blocking=True)
+                if not to_host:
+                    _launch(part, pairs, tuned("copy_blocks"), buffer, scatter=True)
+
+
+@contextlib.contextmanager
+def _lanes(device: torch.device) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
+    """Two streams between the current stream's work before and after: as one lane's copy ends, the other's is ready.
+
+    What they use is allocated on the current stream and freed there, after they are done.
+    """
+    if device.type != "cuda":
+        yield [contextlib.nullcontext(), contextlib.nullcontext()]
+        return
+    current, streams = torch.cuda.current_stream(device), _streams(device)
+    for stream in streams:
+        stream.wait_stream(current)
+    try:
+        yield [torch.cuda.stream(stream) for stream in streams]
+    finally:
+        for stream in streams:
+            current.wait_stream(stream)
+
+
+@functools.cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(2)]
 
 
 def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
@@ -295,21 +328,19 @@ def _launch(
     gather: bool = False,
     scatter: bool = False,
 ) -> None:
-    """Copy the runs of all pairs; with ``staging [R, P * longest run]`` into it (gather) or out of it (scatter)."""
+    """Copy the runs of all pairs; with ``staging`` of R * P * longest run bytes into it (gather) or out (scatter)."""
     chunk_bytes = min(numbers["chunk_bytes"], triton.next_power_of_2(max(table.length, 16)))
     chunks = -(-table.length // chunk_bytes)
     shape = gather, scatter, table.word, chunk_bytes // table.word
-    launcher = _launcher(*shape, numbers["num_warps"], numbers["once"], numbers["pdl"], mapping.device)
+    launcher = _launcher(*shape, numbers["num_warps"], mapping.device)
     grid = len(table.runs) * len(mapping) * chunks, 1, 1
     launcher(grid, (table.runs, mapping, staging), (len(mapping), chunks, table.length))
 
 
 @functools.cache
-def _launcher(
-    gather: bool, scatter: bool, word: int, chunk: int, num_warps: int, once: int, pdl: int, device: torch.device
-) -> Launcher:
+def _launcher(gather: bool, scatter: bool, word: int, chunk: int, num_warps: int, device: torch.device) -> Launcher:
     constants = {"GATHER": gather, "SCATTER": scatter, "WORD": word, "CHUNK": chunk, "num_warps": num_warps}
-    return Launcher(copy_kernel, {**constants, "ONCE": once, **overlap(pdl)}, device)
+    return Launcher(copy_kernel, {**constants, **overlap()}, device)
 
 
 @triton.jit(do_not_specialize=["P", "chunks", "length"])
@@ -324,7 +355,6 @@ def copy_kernel(
     SCATTER: tl.constexpr,
     WORD: tl.constexpr,  # bytes that are moved as one
     CHUNK: tl.constexpr,  # words of a program
-    ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -354,5 +384,4 @@ def copy_kernel(
     mask = (word < size // WORD)[:, None]
     source = tl.multiple_of(source.to(tl.pointer_type(UNIT)), WORD)
     target = tl.multiple_of(target.to(tl.pointer_type(UNIT)), WORD)
-    data = tl.load(source + offset, mask=mask, eviction_policy="evict_first" if ONCE else "")
-    tl.store(target + offset, data, mask=mask)
+    tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)

@@ -1,9 +1,8 @@
 """Writing into the cache and gathering from it on GPUs: streaming kernels of wide loads and stores.
 
 Letters as in :mod:`paged_ops.ops`: T tokens, S sequences, K key/value heads, D and Dv head sizes, N blocks, B tokens a
-block. Inside kernels also C columns of a token (its K*D elements) and U elements of a *vector*: the most that lie
-together in memory on both sides, up to 16 bytes of the cache. Tiles are ``[tokens, vectors, U]``, so that accesses are
-wide by construction, whatever the form of the cache.
+block. Inside kernels also C columns of a token: its K*D elements. Shapes and strides are constants of the kernels, so
+that the compiler sees which columns lie together and moves 16 bytes at a time, whatever the form of the cache.
 """
 
 from __future__ import annotations
@@ -36,55 +35,31 @@ def reshape_and_cache(
     v_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
-    """Calls of one kind (shapes but for the tokens, strides, dtypes, devices) are checked, planned and compiled once:
-    the host's share of a decode step is what this op costs, once a layer."""
-    T = slot_mapping.numel()
+    """Calls of one kind (shapes, strides, dtypes, devices) are checked and planned once: the host's share of a decode
+    step is what this op costs, once a layer."""
     kind = (
+        *(key.shape, key.stride(), key.dtype, key.get_device()),
+        *(value.shape, value.stride(), value.dtype, value.get_device()),
+        *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.get_device()),
+        *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.get_device()),
         kv_cache_dtype,
-        T <= tuned("reshape_and_cache")["few_tokens"],
-        *(key.shape[1:], key.stride(), key.dtype, key.device),
-        *(value.shape[1:], value.stride(), value.dtype, value.device),
-        *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.device),
-        *(slot_mapping.stride(), slot_mapping.dtype, slot_mapping.device),
-        value_cache
-        if value_cache is None
-        else (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
-        k_scale if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.device),
-        v_scale if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.device),
+        value_cache if value_cache is None else _kind(value_cache),
+        k_scale if k_scale is None else _kind(k_scale),
+        v_scale if v_scale is None else _kind(v_scale),
     )
     write = _writes.get(kind)
-    if write is None or not key.shape[0] == value.shape[0] >= T:
-        fake.reshape_and_cache(
-            key,
-            value,
-            kv_cache,
-            slot_mapping,
-            value_cache=value_cache,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-        write = None
-    if not (T and kv_cache.numel()):
-        return
     if write is None:
-        paged, FORMAT = paged_kv(kv_cache, value_cache), _format(kv_cache, kv_cache_dtype)
-        constants = {
-            **_plan("reshape_and_cache", kind[1], *_form(paged, kv_cache, value_cache, key, value)),
-            "FORMAT": FORMAT,
-            "NATIVE": FORMAT > 0 and has_fp8_cvt(),
-            "K_SCALES": 0 if k_scale is None else k_scale.shape[0],
-            "V_SCALES": 0 if v_scale is None else v_scale.shape[0],
-        }
-        launcher = Launcher(write_kernel, constants, key.device)
-        write = Write(launcher, constants["BLOCK_T"], FORMAT > 0, paged.num_blocks * paged.block_size)
-        if len(_writes) < MOST_KINDS:
-            _writes[kind] = write
+        write = _plan_write(key, value, kv_cache, slot_mapping, value_cache, k_scale, v_scale, kv_cache_dtype)
+        if len(_writes) == MOST_KINDS:
+            _writes.clear()
+        _writes[kind] = write
+    if write.launcher is None:
+        return
     if checks.debug_checks():
         checks.slots(slot_mapping, write.num_slots)
-    k_scale, v_scale = _together(k_scale), _together(v_scale)
-    grid, numbers = (-(-T // write.tokens), 1, 1), (slot_mapping.stride(0), T)
     values = kv_cache if value_cache is None else value_cache
+    if k_scale is not None or v_scale is not None:
+        k_scale, v_scale = _together(k_scale), _together(v_scale)
     addresses = (
         key.data_ptr(),
         value.data_ptr(),
@@ -94,26 +69,75 @@ def reshape_and_cache(
         0 if k_scale is None else k_scale.data_ptr(),
         0 if v_scale is None else v_scale.data_ptr(),
     )
-    if not write.launcher.at(grid, addresses, numbers):
+    if not write.launcher.at(write.grid, addresses, write.numbers):
         if write.as_bytes:
             kv_cache, values = kv_cache.view(torch.uint8), values.view(torch.uint8)
-        write.launcher(grid, (key, value, kv_cache, values, slot_mapping, k_scale, v_scale), numbers)
-
-
-# So many kinds of calls are remembered; others are planned at each call.
-MOST_KINDS = 4096
+        tensors = (key, value, kv_cache, values, slot_mapping, k_scale, v_scale)
+        write.launcher(write.grid, tensors, write.numbers)
 
 
 class Write(NamedTuple):
     """What the calls of one kind share."""
 
-    launcher: Launcher
-    tokens: int  # of a program
+    launcher: Launcher | None  # None: nothing to write
+    grid: tuple[int, int, int]
+    numbers: tuple[int, int]
     as_bytes: bool  # the kernel takes the cache as uint8
     num_slots: int
 
 
 _writes: dict[tuple[Any, ...], Write] = {}
+MOST_KINDS = 4096  # that are remembered
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+def _plan_write(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    value_cache: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_cache_dtype: str,
+) -> Write:
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    fake.reshape_and_cache(
+        key, value, kv_cache, slot_mapping, value_cache=value_cache, kv_cache_dtype=kv_cache_dtype, **scales
+    )
+    paged, T = paged_kv(kv_cache, value_cache), slot_mapping.shape[0]
+    num_slots = paged.num_blocks * paged.block_size
+    if not (T and kv_cache.numel()):
+        return Write(None, (0, 1, 1), (0, 0), False, num_slots)
+    FORMAT = _format(kv_cache, kv_cache_dtype)
+    numbers = slot_mapping.stride(0), T
+    launcher, tokens = _write_launcher(
+        _form(paged, kv_cache, value_cache, key, value),
+        FORMAT,
+        0 if k_scale is None else k_scale.shape[0],
+        0 if v_scale is None else v_scale.shape[0],
+        (numbers[0], key.dtype, kv_cache.dtype, slot_mapping.dtype),
+        key.device,
+    )
+    return Write(launcher, (-(-T // tokens), 1, 1), numbers, FORMAT > 0, num_slots)
+
+
+@functools.lru_cache(maxsize=1024)
+def _write_launcher(
+    form: tuple[Any, ...],
+    FORMAT: int,
+    k_scales: int,
+    v_scales: int,
+    specialised: tuple[Any, ...],
+    device: torch.device,
+) -> tuple[Launcher, int]:
+    """The kernel of all calls that differ in how many tokens there are, and the tokens of a program."""
+    plan = _plan("reshape_and_cache", *form)
+    fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and has_fp8_cvt(), "K_SCALES": k_scales, "V_SCALES": v_scales}
+    return Launcher(write_kernel, {**plan, **fp8}, device), plan["BLOCK_T"]
 
 
 def gather_kv(
@@ -150,11 +174,7 @@ def gather_kv(
     if not num_tokens:
         return key, value
     with on_device(kv_cache):
-        plan = _plan(
-            "gather_kv",
-            num_tokens <= tuned("gather_kv")["few_tokens"],
-            *_form(paged, kv_cache, value_cache, key, value),
-        )
+        plan = _plan("gather_kv", *_form(paged, kv_cache, value_cache, key, value))
         if FORMAT:
             kv_cache = kv_cache.view(torch.uint8)
             value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
@@ -187,7 +207,7 @@ class Side(NamedTuple):
     C: int  # columns: K * D
     D: int
     X: int
-    U: int  # elements of a vector
+    V: int  # neighbouring columns that share a head
     dense_t: int
     dense_h: int
     dense_d: int
@@ -205,13 +225,12 @@ def _form(paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Ten
     """What decides how a launch is compiled, besides dtypes: shapes and strides, never how many tokens there are."""
     k, v = paged
     start = v.storage_offset() - kv_cache.storage_offset() if value_cache is None else 0
-    return k.shape[1:], k.stride(), v.shape[1:], v.stride(), start, key.stride(), value.stride(), k.element_size()
+    return k.shape[1:], k.stride(), v.shape[1:], v.stride(), start, key.stride(), value.stride()
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
     op: str,
-    few: bool,
     key_shape: tuple[int, ...],
     key_stride: tuple[int, ...],
     value_shape: tuple[int, ...],
@@ -219,39 +238,33 @@ def _plan(
     value_start: int,
     dense_key: tuple[int, ...],
     dense_value: tuple[int, ...],
-    itemsize: int,
 ) -> dict[str, Any]:
-    """The constants of a launch. Few tokens are spread over more programs."""
+    """The constants of a launch."""
     B, K, Dv = value_shape
-    KEY = _side(key_shape, key_stride, 0, dense_key, itemsize)
-    VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), value_start, dense_value, itemsize)
-    numbers = tuned(op)
-    elements, num_warps = (numbers[("few_" if few else "") + name] for name in ("elements", "num_warps"))
+    KEY = _side(key_shape, key_stride, 0, dense_key)
+    VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), value_start, dense_value)
+    elements, num_warps = tuned(op)["elements"], tuned(op)["num_warps"]
     tokens = 16 if KEY.across or VALUE.across else 1
     BLOCK_C = max(16, min(triton.next_power_of_2(max(KEY.C, VALUE.C)), elements // tokens))
     BLOCK_T = max(tokens, elements // BLOCK_C)
     tile = {"BLOCK_T": BLOCK_T, "BLOCK_C": BLOCK_C, "num_warps": num_warps}
-    return {"B": B, "KEY": KEY, "VALUE": VALUE, **tile, "ONCE": numbers["once"], **overlap(numbers["pdl"])}
+    return {"B": B, "KEY": KEY, "VALUE": VALUE, **tile, **overlap()}
 
 
-def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tuple[int, ...], itemsize: int) -> Side:
+def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tuple[int, ...]) -> Side:
     _, K, packs, X = shape
     block = stride[0]
     # The stride of a dimension of size 1 says nothing.
     token, head, pack, element = (s if n > 1 else 0 for n, s in zip(shape, stride[1:], strict=True))
     dense_t, dense_h, dense_d = dense
     dense_h = dense_h if K > 1 else 0
-    if X == 1:
-        element = 1
-    U = 1
-    if element == 1 and (dense_d == 1 or packs * X == 1):
-        U = math.gcd(16 // itemsize, X, start, block, token, head, pack, dense_t, dense_h)
+    element = element if X > 1 else 1
     extent = max((K - 1) * head + (packs - 1) * pack + (X - 1) * element, (K - 1) * dense_h + (packs * X - 1) * dense_d)
     return Side(
         C=K * packs * X,
         D=packs * X,
         X=X,
-        U=U,
+        V=math.gcd(16, packs * X),
         dense_t=dense_t,
         dense_h=dense_h,
         dense_d=dense_d,
@@ -296,7 +309,6 @@ def write_kernel(
     NATIVE: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
-    ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -310,17 +322,16 @@ def write_kernel(
     # Both are loaded before either is stored: a store could be taken for a write to what is still to be loaded.
     for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
         # Nor does what is loaded wait for the slots: rows to be skipped are there too.
-        k_dense, k_head, k_exists = dense_address(key, t, t < T, first, KEY, BLOCK_C)
-        v_dense, v_head, v_exists = dense_address(value, t, t < T, first, VALUE, BLOCK_C)
-        k = tl.load(k_dense, mask=k_exists, eviction_policy="evict_first" if ONCE else "")
-        v = tl.load(v_dense, mask=v_exists, eviction_policy="evict_first" if ONCE else "")
+        k_dense, k_exists = dense_address(key, t, t < T, first, KEY, BLOCK_C)
+        v_dense, v_exists = dense_address(value, t, t < T, first, VALUE, BLOCK_C)
+        k, v = tl.load(k_dense, mask=k_exists), tl.load(v_dense, mask=v_exists)
         if FORMAT != 0:
-            k = to_fp8(k, k_scale, k_head, K_SCALES, FORMAT, NATIVE)
-            v = to_fp8(v, v_scale, v_head, V_SCALES, FORMAT, NATIVE)
+            k = to_fp8(k, k_scale, first, KEY, K_SCALES, FORMAT, NATIVE)
+            v = to_fp8(v, v_scale, first, VALUE, V_SCALES, FORMAT, NATIVE)
         k_address = paged_address(key_cache, block, offset, first, KEY, BLOCK_C)
         v_address = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
-        tl.store(k_address, turn(k, KEY), mask=turn(k_exists & live[:, None, None], KEY))
-        tl.store(v_address, turn(v, VALUE), mask=turn(v_exists & live[:, None, None], VALUE))
+        tl.store(k_address, k, mask=k_exists & live[:, None])
+        tl.store(v_address, v, mask=v_exists & live[:, None])
 
 
 @triton.jit(do_not_specialize=["S", "num_tokens"])
@@ -346,7 +357,6 @@ def gather_kernel(
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     STEPS: tl.constexpr,
-    ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -365,91 +375,81 @@ def gather_kernel(
     block = tl.load(block_tables + s * stride_s + position // B * stride_m, mask=live, other=0).to(tl.int64)
     offset = position % B
     for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
-        k_address, k_head, k_mask = dense_address(key, t, inside, first, KEY, BLOCK_C)
-        v_address, v_head, v_mask = dense_address(value, t, inside, first, VALUE, BLOCK_C)
+        k_address, k_mask = dense_address(key, t, inside, first, KEY, BLOCK_C)
+        v_address, v_mask = dense_address(value, t, inside, first, VALUE, BLOCK_C)
         k_stored = paged_address(key_cache, block, offset, first, KEY, BLOCK_C)
         v_stored = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
-        k = turn(tl.load(k_stored, mask=turn(k_mask & live[:, None, None], KEY), other=0), KEY)
-        v = turn(tl.load(v_stored, mask=turn(v_mask & live[:, None, None], VALUE), other=0), VALUE)
+        k = tl.load(k_stored, mask=k_mask & live[:, None], other=0)
+        v = tl.load(v_stored, mask=v_mask & live[:, None], other=0)
         if FORMAT != 0:
-            k = from_fp8(k, k_scale, k_head, K_SCALES, FORMAT)
-            v = from_fp8(v, v_scale, v_head, V_SCALES, FORMAT)
+            k = from_fp8(k, k_scale, first, KEY, K_SCALES, FORMAT)
+            v = from_fp8(v, v_scale, first, VALUE, V_SCALES, FORMAT)
         tl.store(k_address, k.to(key.dtype.element_ty), mask=k_mask)
         tl.store(v_address, v.to(value.dtype.element_ty), mask=v_mask)
 
 
 @triton.jit
-def columns(first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The vectors of columns ``first : first + BLOCK_C``: their head, their first element in it, and which exist."""
-    vector = first // SIDE.U + tl.arange(0, BLOCK_C // SIDE.U)
-    per_head: tl.constexpr = SIDE.D // SIDE.U
-    head, d = vector // per_head, vector % per_head * SIDE.U
+def dense_address(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Addresses ``[tokens, columns]`` in ``[T, K, D]`` from column ``first`` on, and which exist."""
+    column = first + tl.arange(0, BLOCK_C)
+    head, d = column // SIDE.D, column % SIDE.D
+    exists = column < SIDE.C
     if SIDE.wide:
         head, d = head.to(tl.int64), d.to(tl.int64)
-    return head, d, vector < SIDE.C // SIDE.U
-
-
-@triton.jit
-def dense_address(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Addresses ``[tokens, vectors, U]`` in ``[T, K, D]``, the heads of the vectors, and the mask."""
-    head, d, exists = columns(first, SIDE, BLOCK_C)
-    column = head * SIDE.dense_h + d * SIDE.dense_d
-    address = (dense + t * SIDE.dense_t)[:, None, None] + column[None, :, None] + tl.arange(0, SIDE.U)[None, None, :]
-    return address, head, live[:, None, None] & exists[None, :, None]
+    address = (dense + t * SIDE.dense_t)[:, None] + (head * SIDE.dense_h + d * SIDE.dense_d)[None, :]
+    return address, live[:, None] & exists[None, :]
 
 
 @triton.jit
 def paged_address(cache, block, offset, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Addresses in the cache ``[N, B, K, D/x, x]``: ``[tokens, vectors, U]``, or across ``[1, vectors, tokens]``, which
-    lays tokens over neighbouring threads, as they lie in memory."""
-    head, d, _ = columns(first, SIDE, BLOCK_C)
-    column = head * SIDE.head + d // SIDE.X * SIDE.pack + d % SIDE.X * SIDE.element
+    """The addresses of the same tile in the cache ``[N, B, K, D/x, x]``."""
+    column = first + tl.arange(0, BLOCK_C)
+    head, d = column // SIDE.D, column % SIDE.D
+    if SIDE.wide:
+        head, d = head.to(tl.int64), d.to(tl.int64)
     row = cache + (block * SIDE.block + SIDE.start) + offset * SIDE.token
-    if SIDE.across:
-        address = row[None, None, :] + column[None, :, None]
+    if SIDE.X < SIDE.D:
+        place = d // SIDE.X * SIDE.pack + d % SIDE.X * SIDE.element
     else:
-        address = row[:, None, None] + column[None, :, None] + tl.arange(0, SIDE.U)[None, None, :]
-    return address
+        place = d * SIDE.element
+    return row[:, None] + (head * SIDE.head + place)[None, :]
 
 
 @triton.jit
-def turn(tile, SIDE: tl.constexpr):
-    """Between ``[tokens, vectors, U]`` and the shape of :func:`paged_address`."""
-    if SIDE.across:
-        tile = tl.permute(tile, 2, 1, 0)
-    return tile
+def by_head(tile, SIDE: tl.constexpr):
+    """``[tokens, columns]`` as ``[tokens, vectors, V]``: what a scale a head multiplies as a whole."""
+    return tl.reshape(tile, [tile.shape[0], tile.shape[1] // SIDE.V, SIDE.V])
 
 
 @triton.jit
-def load_scale(scale, head, SCALES: tl.constexpr):
-    """``[1]`` or ``[K]`` as what broadcasts over ``[tokens, vectors, U]``."""
-    if SCALES == 1:
-        factor = tl.load(scale)
-    else:
-        factor = tl.load(scale + head, mask=head < SCALES, other=1.0)[None, :, None]
-    return factor
+def load_scales(scale, first, SIDE: tl.constexpr, SCALES: tl.constexpr, VECTORS: tl.constexpr):
+    """``[K]`` as ``[1, vectors, 1]`` from column ``first`` on."""
+    head = (first + tl.arange(0, VECTORS) * SIDE.V) // SIDE.D
+    return tl.load(scale + head, mask=head < SCALES, other=1.0)[None, :, None]
 
 
 @triton.jit
-def to_fp8(real, scale, head, SCALES: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+def to_fp8(real, scale, first, SIDE: tl.constexpr, SCALES: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     real = real.to(tl.float32)
-    if SCALES > 0:
-        factor = load_scale(scale, head, SCALES)
-        if NATIVE:
-            real = divide(real, factor, SCALES)
-        else:
-            real = tl.div_rn(real, factor)
+    if SCALES > 1:
+        tile = by_head(real, SIDE)
+        factor = load_scales(scale, first, SIDE, SCALES, tile.shape[1])
+        real = tl.reshape(divide(tile, factor, SCALES, NATIVE), real.shape)
+    elif SCALES == 1:
+        real = divide(real, tl.load(scale), SCALES, NATIVE)
     return encode_fp8(real, FORMAT, NATIVE)
 
 
 @triton.jit
-def divide(real, scale, SCALES: tl.constexpr):
+def divide(real, scale, SCALES: tl.constexpr, QUICK: tl.constexpr):
     """``real / scale`` to nearest even, as far as fp8 can tell: one division a scale, and five operations a number.
 
     Two corrections by the remainder make ``real * (1 / scale)`` the rounded quotient (Markstein 1990, Computation of
     elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need none, and
     infinities would not survive one.
     """
+    if not QUICK:
+        return tl.div_rn(real, scale)
     usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate number could over- or underflow
     if SCALES > 1:
         usual = tl.min(usual.to(tl.int32)) > 0
@@ -466,8 +466,11 @@ def divide(real, scale, SCALES: tl.constexpr):
 
 
 @triton.jit
-def from_fp8(bits, scale, head, SCALES: tl.constexpr, FORMAT: tl.constexpr):
+def from_fp8(bits, scale, first, SIDE: tl.constexpr, SCALES: tl.constexpr, FORMAT: tl.constexpr):
     real = decode_fp8(bits, FORMAT).to(tl.float32)
-    if SCALES > 0:
-        real = real * load_scale(scale, head, SCALES)
+    if SCALES > 1:
+        tile = by_head(real, SIDE)
+        real = tl.reshape(tile * load_scales(scale, first, SIDE, SCALES, tile.shape[1]), real.shape)
+    elif SCALES == 1:
+        real = real * tl.load(scale)
     return real

@@ -45,9 +45,9 @@ def has_pdl() -> bool:
     return target.backend == "cuda" and target.arch >= 90
 
 
-def overlap(wanted: int) -> dict[str, bool]:
+def overlap() -> dict[str, bool]:
     """The constants of a kernel that may start while the one before it ends, and then waits for it (PDL)."""
-    return {"PDL": True, "launch_pdl": True} if wanted and has_pdl() else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if has_pdl() else {"PDL": False}
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from paged_ops.lowerings.gpu.device import on_device
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
 
 class Launcher:
     """A kernel with its constants bound, for launches that differ in addresses, numbers and grid only.
@@ -36,7 +38,7 @@ class Launcher:
         self._kernel = kernel
         self._constants = constants
         self._values: tuple[Any, ...] = ()  # of the constants that are parameters, in the kernel's order
-        self._compiled: dict[Any, tuple[Any, int, Any]] = {}  # by alignment: run, function, packed metadata
+        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment
         self._index = device.index
         self._stream: Any = None
 
@@ -55,7 +57,7 @@ class Launcher:
             parameters = self._kernel.arg_names[len(tensors) + len(numbers) :]
             self._values = tuple(self._constants[name] for name in parameters)
             self._stream = triton.runtime.driver.active.get_current_stream
-            self._compiled[_alignment(addresses)] = compiled.run, compiled.function, compiled.packed_metadata
+            self._compiled[_alignment(addresses)] = _entry(compiled)
 
     def at(self, grid: tuple[int, int, int], addresses: Sequence[int], numbers: Sequence[int | float] = ()) -> bool:
         """Launch on what lies at these addresses (0 for None) and return True, if nothing is new about the call.
@@ -66,10 +68,19 @@ class Launcher:
         hook = triton.knobs.runtime.launch_enter_hook
         if known is None or getattr(hook, "calls", hook) or torch.cuda.current_device() != self._index:
             return False
-        run, function, packed = known
-        stream = self._stream(self._index)
-        run(*grid, stream, function, packed, None, None, None, *addresses, *numbers, *self._values)
+        launch, kernel = known
+        launch(*grid, self._stream(self._index), *kernel, *addresses, *numbers, *self._values)
         return True
+
+
+def _entry(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a compiled kernel, and what it wants to know of it between the stream and the arguments."""
+    run, function, packed, no_hooks = compiled.run, compiled.function, compiled.packed_metadata, (None, None, None)
+    if VERSION < (3, 7) and run.global_scratch_size == run.profile_scratch_size == 0:
+        # The function in C, past the method that would allocate scratch memory for it.
+        how = run.launch_cooperative_grid, run.launch_pdl, None, None
+        return run.launch, (function, *how, packed, *no_hooks)
+    return run, (function, packed, *no_hooks)
 
 
 def _alignment(addresses: Sequence[int]) -> Any:

@@ -1,10 +1,8 @@
-"""Combining two partial attentions on GPUs: one pass over both outputs. Letters as in :mod:`paged_ops.ops`; inside the
-kernel also U elements of a vector, as in :mod:`paged_ops.lowerings.gpu.cache`."""
+"""Combining two partial attentions on GPUs: one pass over both outputs. Letters as in :mod:`paged_ops.ops`."""
 
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -41,23 +39,20 @@ def _launcher(
     device: torch.device,
 ) -> tuple[Launcher, int]:
     """The kernel for strides and a dtype, and the rows of a program."""
-    U = math.gcd(16 // dtype.itemsize, Dv, *out_a[:2], *out_b[:2]) if out_a[2] == out_b[2] == 1 and Dv else 1
     numbers = tuned("merge_attention_states")
-    VECTORS = triton.next_power_of_2(max(Dv // U, 1))
-    ROWS = max(1, numbers["elements"] // (VECTORS * U))
+    BLOCK_D = triton.next_power_of_2(max(Dv, 1))
+    ROWS = max(1, numbers["elements"] // BLOCK_D)
     constants = {
         "H": H,
         "Dv": Dv,
-        "U": U,
-        "VECTORS": VECTORS,
+        "BLOCK_D": BLOCK_D,
         "ROWS": ROWS,
         "OUT_A": out_a,
         "LSE_A": lse_a,
         "OUT_B": out_b,
         "LSE_B": lse_b,
-        "ONCE": numbers["once"],
         "num_warps": numbers["num_warps"],
-        **overlap(numbers["pdl"]),
+        **overlap(),
     }
     return Launcher(merge_kernel, constants, device), ROWS
 
@@ -73,14 +68,12 @@ def merge_kernel(
     num_rows,  # T * H
     H: tl.constexpr,
     Dv: tl.constexpr,
-    U: tl.constexpr,
-    VECTORS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     OUT_A: tl.constexpr,  # strides
     LSE_A: tl.constexpr,
     OUT_B: tl.constexpr,
     LSE_B: tl.constexpr,
-    ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -91,14 +84,13 @@ def merge_kernel(
     live = row < num_rows
     a = tl.load(lse_a + t * LSE_A[0] + h * LSE_A[1], mask=live, other=float("-inf"))
     b = tl.load(lse_b + t * LSE_B[0] + h * LSE_B[1], mask=live, other=float("-inf"))
-    d = tl.arange(0, VECTORS)[None, :, None] * U + tl.arange(0, U)[None, None, :]
-    mask = live[:, None, None] & (tl.arange(0, VECTORS) * U < Dv)[None, :, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = live[:, None] & (d < Dv)
     # Loaded whatever the lse say, which are on their way: an empty side is dropped below.
-    policy: tl.constexpr = "evict_first" if ONCE else ""
-    address_a = (out_a + t * OUT_A[0] + h * OUT_A[1])[:, None, None] + d * OUT_A[2]
-    address_b = (out_b + t * OUT_B[0] + h * OUT_B[1])[:, None, None] + d * OUT_B[2]
-    side_a = tl.load(address_a, mask=mask, eviction_policy=policy).to(tl.float32)
-    side_b = tl.load(address_b, mask=mask, eviction_policy=policy).to(tl.float32)
+    address_a = (out_a + t * OUT_A[0] + h * OUT_A[1])[:, None] + d * OUT_A[2]
+    address_b = (out_b + t * OUT_B[0] + h * OUT_B[1])[:, None] + d * OUT_B[2]
+    side_a = tl.load(address_a, mask=mask).to(tl.float32)
+    side_b = tl.load(address_b, mask=mask).to(tl.float32)
 
     a = tl.where(a == float("inf"), float("-inf"), a)
     b = tl.where(b == float("inf"), float("-inf"), b)
@@ -109,7 +101,7 @@ def merge_kernel(
     some = total != 0.0
     merged_lse = tl.where(some, shift + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     scale = 1.0 / tl.where(some, total, 1.0)
-    side_a = tl.where((a == float("-inf"))[:, None, None], 0.0, side_a * (weight_a * scale)[:, None, None])
-    side_b = tl.where((b == float("-inf"))[:, None, None], 0.0, side_b * (weight_b * scale)[:, None, None])
-    tl.store((out + row * Dv)[:, None, None] + d, (side_a + side_b).to(out.dtype.element_ty), mask=mask)
+    side_a = tl.where((a == float("-inf"))[:, None], 0.0, side_a * (weight_a * scale)[:, None])
+    side_b = tl.where((b == float("-inf"))[:, None], 0.0, side_b * (weight_b * scale)[:, None])
+    tl.store((out + row * Dv)[:, None] + d, (side_a + side_b).to(out.dtype.element_ty), mask=mask)
     tl.store(lse + row, merged_lse, mask=live)
