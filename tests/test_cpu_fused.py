@@ -138,6 +138,13 @@ def test_which_calls_it_serves(monkeypatch):
     assert not cpu_fused.serves(torch.float32, Features())
 
 
+def test_a_feature_that_it_does_not_know_turns_it_off(monkeypatch):
+    monkeypatch.setattr(cpu_fused, "KNOWS", cpu_fused.KNOWS - {"soft_cap", "sinks"})
+    assert cpu_fused.serves(torch.float32, Features(soft_cap=float("0"), sinks=None))
+    assert not cpu_fused.serves(torch.float32, Features(soft_cap=2.0))
+    assert not cpu_fused.serves(torch.float32, Features(sinks=torch.zeros(2)))
+
+
 def compile_in(folder: Path):
     return cpu_fused.load([cpp_extension.get_cxx_compiler()], (), folder)
 

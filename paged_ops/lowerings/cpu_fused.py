@@ -1,10 +1,10 @@
 """Attention on the CPU as one C++ function, ``cpu_fused.cpp``, for every feature but block-sparse.
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
-reads each once for all the rows of a decode. It is compiled at the first call that it could serve, in about two seconds, by the compiler that torch
-would take for a C++ extension, and kept in torch's folder of extensions under a hash of source, compiler, flags and
-machine: later processes load it. Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything,
-slower and within the same error budget.
+reads each once for all the rows of a decode. It is compiled at the first call that it could serve, in about two
+seconds, by the compiler that torch would take for a C++ extension, and kept in torch's folder of extensions under a
+hash of source, compiler, flags and machine: later processes load it. Without a compiler the torch ops of
+:mod:`paged_ops.lowerings.cpu` serve everything, slower and within the same error budget.
 """
 
 from __future__ import annotations
@@ -32,6 +32,23 @@ from paged_ops.layouts import PagedKV
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
+# The features that it computes with, or that the lowering sees to; with another one it is not called.
+KNOWS = frozenset(
+    {
+        "value_cache",
+        "causal",
+        "sliding_window",
+        "attention_chunk",
+        "soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "k_scale",
+        "v_scale",
+        "output_scale",
+        "kv_cache_dtype",
+        "schedule",
+    }
+)
 # What the source may use of the processor: no more than torch itself does, so that a folder may be shared.
 FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
@@ -113,7 +130,11 @@ def attend(
 
 def serves(stored: torch.dtype, f: Features) -> bool:
     """Whether :func:`attend` can run with these features here."""
-    return stored in CELLS and f.block_sparse is None and compiled() is not None
+    for name, off in Features._field_defaults.items():
+        value = getattr(f, name)
+        if name not in KNOWS and (value is not None if off is None else value != off):
+            return False
+    return stored in CELLS and compiled() is not None
 
 
 @functools.cache
