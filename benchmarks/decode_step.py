@@ -381,7 +381,7 @@ def measure(
             record["parts"] = parts_of(record["kernels"])
     finally:
         kv_cache.layers = layers
-    if not prefix:
+    if not prefix and variant != "no_attention":
         record["roofline_ms"] = roofline_ms(c, S, context)
         record["percent"] = 100 * record["roofline_ms"] / record["ms"]
     return record

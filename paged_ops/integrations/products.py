@@ -1,6 +1,6 @@
 """Linear layers of a decode step of few rows, by a kernel that overlaps with the one before it.
 
-A product of few rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
+A product of up to 16 rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
 two kernels where it splits the sum; one Triton kernel that is launched before the kernel before it has ended
 (programmatic dependent launch) reads them faster. More rows and other devices are left to
 ``torch.nn.functional.linear``.
@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.integrations.projections import FusedLinear
 
-MOST_ROWS = 64
+MOST_ROWS = 16
 STEPS = 64, 256  # O and C are multiples of them
 
 _LIBRARY = torch.library.Library("paged_ops_products", "DEF")
@@ -80,18 +80,13 @@ def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     O = weight.shape[0]
     out = x.new_empty(*x.shape[:-1], O)
-    # Of 32 outputs, up to one program a multiprocessor; else wider ones, which read the rows of x less often.
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    options: dict[str, Any]
-    if T > 16:
-        options = dict(BN=64, BK=128, STAGES=6) if O <= 8192 or O % 128 else dict(BN=128, BK=64, STAGES=5)
-    elif O <= 32 * multiprocessors:
-        options = dict(BN=32, BK=256, STAGES=6)
+    # Up to one program a multiprocessor of 32 outputs; else wider ones, which read rows of x less often.
+    if 32 * torch.cuda.get_device_properties(x.device).multi_processor_count >= O:
+        options: dict[str, Any] = dict(BN=32, BK=256, STAGES=6)
     elif O <= 8192 or O % 128:
         options = dict(BN=64, BK=128, STAGES=5)
     else:
         options = dict(BN=128, BK=128, STAGES=4)
-    options["ROWS"] = 16 if T <= 16 else 64
     with torch.cuda.device(x.device):
         product_kernel[(O // options["BN"],)](rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True)
     return out
@@ -116,7 +111,6 @@ def product_kernel(
     T,
     O,
     C: tl.constexpr,
-    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -124,16 +118,16 @@ def product_kernel(
     """Program p: outputs p*BN to (p+1)*BN of all rows. Wide tiles are the left operand, as wgmma wants 64 rows."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
-    t = tl.arange(0, ROWS)
+    t = tl.arange(0, 16)
     x_at = x + t[:, None] * C + c[None, :]
     weight_at = weight + n[:, None].to(tl.int64) * C + c[None, :]
     # Kernels that start from here on find all that came before this one complete.
     gdc_wait()
     gdc_launch_dependents()
     if BN > 32:
-        total = tl.zeros([BN, ROWS], tl.float32)
+        total = tl.zeros([BN, 16], tl.float32)
     else:
-        total = tl.zeros([ROWS, BN], tl.float32)
+        total = tl.zeros([16, BN], tl.float32)
     for start in tl.range(0, C, BK, num_stages=STAGES):
         a = tl.load(x_at + start, mask=(t < T)[:, None], other=0.0)
         b = tl.load(weight_at + start)
