@@ -1,6 +1,6 @@
 """Attention on the CPU: decode against the floor of reading the cache, prefill against a gather and dense attention.
 
-    python benchmarks/cpu_decode.py [--repeat 31]
+    python benchmarks/cpu_decode.py [--repeat 31] [--case decode] [--dtype bfloat16]
 
 32 query and 8 key/value heads, D 128, block 16, shuffled block tables. Decode: batch 8, context 2048; the floor is to
 read as many bytes as the keys and values have. Prefill: 1024 tokens, and a chunk of 512 at context 2048; beside the op
@@ -31,6 +31,7 @@ from paged_ops.lowerings import cpu_fused
 DATA = Path(__file__).parent / "data" / "cpu_decode.jsonl"
 H, K, D, B, CACHES = 32, 8, 128, 16, 4
 CASES = {"decode": (8, 1, 2048), "prefill": (1, 1024, 1024), "chunked prefill": (1, 512, 2048)}  # sequences, rows, keys
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def milliseconds(calls: dict[str, Callable[[int], object]], repeat: int) -> dict[str, list[float]]:
@@ -99,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=31)
     parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
     arguments = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     where = {
@@ -111,8 +113,8 @@ def main() -> None:
     }
     DATA.parent.mkdir(exist_ok=True)
     for case in arguments.case or CASES:
-        for dtype in (torch.float32, torch.bfloat16):
-            line = {**where, **measure(case, dtype, arguments.repeat)}
+        for dtype in arguments.dtype or DTYPES:
+            line = {**where, **measure(case, DTYPES[dtype], arguments.repeat)}
             print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
             with DATA.open("a") as data:
                 data.write(json.dumps(line) + "\n")
