@@ -152,6 +152,7 @@ class Call(NamedTuple):
     prefill: Launcher | None = None
     prefill_grid: tuple[int, int, int] = (0, 1, 1)
     hopper: bool = False  # whether hopper.py does what prefill_kernel would
+    short: int = -1  # and all of sequences of at most so many keys
     merge: Launcher | None = None
     merge_grid: tuple[int, int, int] = (0, 1, 1)
 
@@ -237,7 +238,7 @@ def _attend(
     if call.hopper:
         filled, _, viewed = tensors()
         with on_device(query):
-            _hopper().prefill(*filled, *viewed[:6], Features(**features), scale, call.split_m)
+            _hopper().prefill(*filled, *viewed[:6], Features(**features), scale, call.split_m, call.short)
     if not call.merge.at(call.merge_grid, (*written, *halfway, *read[4:6], read[-1]), call.merge_numbers):
         filled, half, _ = tensors()
         merged = [*filled, *half, seq_lens, query_start_loc, pointers[-1]]
@@ -332,9 +333,11 @@ def _plan(
 
     # The Hopper kernel's producer reads the first entry of a table even for a sequence without keys.
     hopper = has_hopper_gluon() and bool(block_tables.shape[1]) and _hopper().serves(query, key, value, f, scale)
+    short = _hopper().short_keys(T, H, device) if hopper and not plan.all_split else -1
+    split_from = None if plan.all_split else short
     to_lse = P * 2 * split.block_m * Dv
-    merging = {name: constants[name] for name in MERGING} | overlap() | {"ALL": plan.all_split}
-    splitting = constants | {"ALL": plan.all_split, "PAIRED": _paired(query, key, value, cache_format)}
+    merging = {name: constants[name] for name in MERGING} | overlap() | {"SHORT": split_from}
+    splitting = constants | {"SHORT": split_from, "PAIRED": _paired(query, key, value, cache_format)}
     return call._replace(
         offsets=(
             key.data_ptr() - kv_cache.data_ptr(),
@@ -361,6 +364,7 @@ def _plan(
         else launcher(prefill_kernel, {**constants, "SPLIT_M": split.block_m}, prefill),
         prefill_grid=(K, T // (prefill.block_m // G) + S + 1, 1),
         hopper=hopper and not plan.all_split,
+        short=short,
         merge=launcher(merge_kernel, merging, split._replace(num_warps=4, num_stages=1, max_registers=0)),
         merge_grid=(P, 1, 1),
     )

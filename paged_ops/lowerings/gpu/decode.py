@@ -77,7 +77,7 @@ def split_kernel(
     CHUNKS_OF_S: tl.constexpr,
     PDL: tl.constexpr,
     PAIRED: tl.constexpr,  # see see_tile
-    ALL: tl.constexpr,  # every sequence is this kernel's, whatever its length: in tiles of rows
+    SHORT: tl.constexpr,  # see sequence()
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -105,16 +105,16 @@ def split_kernel(
         G,
         BLOCK_S,
         CHUNKS_OF_S,
-        ALL,
+        SHORT,
         BLOCK_M,
         BLOCK_N,
     )
     s, unit, part_tile = locate(
-        start, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, ALL, BLOCK_M,
+        start, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
         BLOCK_N,
     )  # fmt: skip
     row_start, q_len, seq_len, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     part_tile += first_tile  # where this program's part of the unit begins
     tile = part_tile - 1
@@ -130,7 +130,7 @@ def split_kernel(
             if walk_tile == walk_end:
                 walk_s, walk_kh, walk_token = next_unit(walk_s, walk_kh, walk_token, walk_tokens, K, TOKENS)
                 _, walk_tokens, walk_keys, walk_tile, walk_end = sequence(
-                    walk_s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+                    walk_s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
                 )
                 walk_first = walk_keys - walk_tokens
             offsets = first_offset + ((walk_kh * G + group_head) // HEADS_AN_OFFSET) * offset_step
@@ -160,7 +160,7 @@ def split_kernel(
             s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
             if s > before:
                 row_start, q_len, seq_len, first_tile, end_tile = sequence(
-                    s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+                    s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
                 )
             tile = first_tile
             part_tile = tile
@@ -222,14 +222,14 @@ def split_kernel(
 @triton.jit
 def shares(
     p, P, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
-    BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program p's share of the key tiles of all units, start : end; how many tiles a share has; how many one more."""
     total = 0
     for n in tl.static_range(CHUNKS_OF_S):
         tiles = sequence_tiles(
-            n * BLOCK_S + tl.arange(0, BLOCK_S), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, ALL,
-            BLOCK_M, BLOCK_N,
+            n * BLOCK_S + tl.arange(0, BLOCK_S), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G,
+            SHORT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total += tl.sum(tiles)
     share = total // P
@@ -241,7 +241,7 @@ def shares(
 @triton.jit
 def locate(
     position, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    G: tl.constexpr, BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexpr,
+    G: tl.constexpr, BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, SHORT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Where a tile of all is: the sequence, the unit of it and the tile of that. Its loads are those of :func:`shares`,
@@ -252,14 +252,14 @@ def locate(
     for n in tl.static_range(CHUNKS_OF_S):
         s_ = n * BLOCK_S + tl.arange(0, BLOCK_S)
         tiles = sequence_tiles(
-            s_, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+            s_, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
         )
         passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < S)
         s += tl.sum(passed.to(tl.int32))
         before += tl.sum(tl.where(passed, tiles, 0))
         total += tl.sum(tiles)
     _, _, _, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     unit = (position - before) // (end_tile - first_tile)
     return s, unit, position - before - unit * (end_tile - first_tile)
@@ -277,19 +277,20 @@ def program_of(position, share, longer):
 @triton.jit
 def sequence(
     s, S, seq_lens, query_start_loc, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
-    ALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of sequences s: first row, number of tokens and of keys, and the range of the key tiles of a unit.
 
-    A sequence that is not split_kernel's has no tokens and keys.
+    A sequence that is not split_kernel's has no tokens and keys. It has those of more than SHORT keys whose rows fit a
+    tile; if SHORT is None every one, longer ones in tiles of rows.
     """
     live = s < S
     start = tl.load(query_start_loc + s, mask=live, other=0)
     q_len = tl.load(query_start_loc + s + 1, mask=live, other=0) - start
     seq_len = tl.load(seq_lens + s, mask=live, other=0)
     mine = q_len > 0
-    if not ALL:
-        mine = mine & (q_len * G <= BLOCK_M)
+    if SHORT is not None:
+        mine = mine & (q_len * G <= BLOCK_M) & (seq_len > SHORT)
     q_len = tl.where(mine, q_len, 0)
     seq_len = tl.where(mine, seq_len, 0)
     first_tile = oldest_key(seq_len - q_len, window, chunk, WINDOW, CHUNK) // BLOCK_N
@@ -300,11 +301,11 @@ def sequence(
 @triton.jit
 def sequence_tiles(
     s, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
-    ALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """How many key tiles the units of sequences s have. Passing over one without rows is work too: that of one tile."""
     _, q_len, _, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     units = tl.where(q_len > 0, K * tl.cdiv(q_len, BLOCK_M // G), 1)
     return tl.where(s < S, (end_tile - first_tile) * units, 0)
@@ -344,7 +345,7 @@ def merge_kernel(
     DV_PAD: tl.constexpr,
     BLOCK_S: tl.constexpr,
     CHUNKS_OF_S: tl.constexpr,
-    ALL: tl.constexpr,
+    SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -367,14 +368,14 @@ def merge_kernel(
     # The unit that this share ends in, if it goes on: the programs whose shares hold its first and its last tile.
     start, end, share, longer = shares(
         p, tl.num_programs(0), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S,
-        ALL, BLOCK_M, BLOCK_N,
+        SHORT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     s, unit, tile = locate(
-        end - 1, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, ALL, BLOCK_M,
+        end - 1, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
         BLOCK_N,
     )  # fmt: skip
     row_start, q_len, _, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, ALL, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     left = end_tile - first_tile - 1 - tile
     if PDL:

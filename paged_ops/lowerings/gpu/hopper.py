@@ -38,6 +38,7 @@ BLOCK_M = 128
 BLOCK_N = {64: 128, 128: 128, 256: 64}
 STAGES = {64: 4, 128: 2, 256: 2}  # of K and of V, what shared memory holds beside the query
 SLOTS = {64: 2, 128: 2, 256: 1}  # tiles of query rows, fetched ahead
+SHORT = 4096  # keys that one program reads in less than 50 µs
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, f: Features, scale: float) -> bool:
@@ -63,6 +64,13 @@ def serves(query: Tensor, key: Tensor, value: Tensor, f: Features, scale: float)
     )
 
 
+def short_keys(T: int, H: int, device: torch.device) -> int:
+    """Sequences of at most so many keys are this kernel's whatever their rows: while some programs read their keys,
+    others compute. -1: none, as in a batch of T rows with little to compute they would only be late."""
+    items = T * H // BLOCK_M
+    return SHORT if items >= 3 * num_processors(device) else -1
+
+
 def prefill(
     out: Tensor,
     lse: Tensor | None,
@@ -75,7 +83,7 @@ def prefill(
     f: Features,
     scale: float,
     split_m: int,
-    short: int = -1,
+    short: int,
 ) -> None:
     """Fill the rows of the sequences of more than ``split_m`` packed query rows, after :func:`serves`.
 
