@@ -60,8 +60,6 @@ KNOWS = frozenset(
 )
 
 SCHEDULE_TILE = tl.constexpr(_SCHEDULE_TILE)
-
-
 # Tensors among the keyword arguments that the kernels read, in the order that they take them.
 POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "output_scale")
 # The constants of the kernels that merge_kernel has too.
@@ -173,10 +171,12 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Calls of one kind are checked, planned and compiled once. A kind is all that checks and kernels are made for."""
+    value_cache = features.get("value_cache")
     kind = (
         with_lse,
         scale,
         kv_cache.data_ptr() & 15,
+        0 if value_cache is None else value_cache.data_ptr() & 15,
         *map(_kind, (query, kv_cache, block_tables, seq_lens, query_start_loc, *results)),
         *((name, _kind(value)) for name, value in features.items()),
     )
@@ -201,7 +201,6 @@ def _attend(
     if not call.has_keys:
         seq_lens = torch.zeros_like(seq_lens)
 
-    value_cache = features.get("value_cache")
     value_cache = kv_cache if value_cache is None else value_cache
     to_lse, floats = call.workspace
     workspace = query.new_empty(floats, dtype=torch.float32)
