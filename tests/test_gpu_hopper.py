@@ -1,0 +1,112 @@
+"""The Hopper kernel (hopper.py): which calls it takes and where its copies read, on the CPU; mixed batches, on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+import paged_ops
+from paged_ops import layouts
+from paged_ops.features import Features
+from paged_ops.lowerings.gpu import attention, hopper
+
+N, H = 5, 8
+CACHES = [("NHD", 16, 2, 128), ("NHD", 128, 2, 64), ("NHD", 16, 1, 64), ("HND", 8, 4, 128), ("HND", 48, 1, 256)]
+
+
+def split_cache(layout: str, B: int, K: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``key [N, B, K, 1, D]`` and ``value [N, B, K, D]`` of a cache with different numbers everywhere."""
+    shape = layouts.kv_cache_shape(layout, N, B, K, D)
+    numbers = torch.arange(N * 2 * B * K * D).to(torch.int16).view(torch.float16).view(shape)
+    kv_cache = layouts.kv_cache_view(layout, numbers)
+    paged = layouts.paged_kv(kv_cache)
+    return paged.key, paged.value
+
+
+def takes(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None, **features) -> bool:
+    if query is None:
+        query = torch.zeros(64, H, value.shape[3], dtype=key.dtype)
+    return hopper.serves(query, key, value, Features(**features), 0.1)
+
+
+@pytest.mark.parametrize(("layout", "B", "K", "D"), CACHES)
+def test_copies_read_the_blocks(layout, B, K, D):
+    key, value = split_cache(layout, B, K, D)
+    assert takes(key, value)
+    page = min(B & -B, hopper.BLOCK_N[D])
+    for cache in (key.squeeze(3), value):
+        rows_n, rows_head, columns_head = hopper._rows(cache)[2:]
+        descriptor = hopper._descriptor(cache, page)
+        assert descriptor.block_shape == [page // 8, D // 64, 8, 64]
+        for block, kh, j in [(0, 0, 0), (N - 1, K - 1, B - page), (2, K // 2, B // page // 2 * page)]:
+            row, column = (block * rows_n + kh * rows_head + j) // 8, kh * columns_head // 64
+            box = descriptor.base[row : row + page // 8, column : column + D // 64]
+            copied = box.transpose(1, 2).reshape(page, D).view(torch.int16)
+            assert torch.equal(copied, cache[block, j : j + page, kh].contiguous().view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"causal": False},
+        {"sliding_window": 64},
+        {"attention_chunk": 64},
+        {"soft_cap": 30.0},
+        {"sinks": torch.zeros(H)},
+    ],
+    ids=str,
+)
+def test_serves(features):
+    assert takes(*split_cache("NHD", 16, 2, 128), **features)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{"alibi_slopes": torch.zeros(H)}, {"block_sparse": [4, 2, 64, 0]}, {"output_scale": torch.ones(1)}],
+    ids=str,
+)
+def test_leaves_to_triton(features):
+    assert not takes(*split_cache("NHD", 16, 2, 128), **features)
+
+
+def test_leaves_what_tma_cannot_address_to_triton():
+    key, value = split_cache("NHD", 16, 2, 128)
+    assert not takes(key[:, :12], value[:, :12])  # blocks of 12
+    assert not takes(*(each[..., :80] for each in (key, value)))  # heads of 80
+    assert not takes(key, value, query=torch.zeros(64, H, 256, dtype=key.dtype)[..., ::2])
+    assert not takes(key.float(), value.float())
+
+
+LONG, SHORT = [(1500, 2500), (700, 700)], [(1, 4096), (2, 1), (1, 900), (3, 4000), (1, 6000), (0, 0)] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs an sm_90",
+)
+@pytest.mark.parametrize(
+    "sequences", [LONG + SHORT, SHORT + LONG, SHORT[:9] + LONG + SHORT[9:]], ids=["last", "first", "around"]
+)
+def test_short_sequences_beside_long_ones(sequences, monkeypatch):
+    blocks = [-(-n // 16) for _, n in sequences]
+    tables = torch.zeros(len(sequences), max(blocks), dtype=torch.int32)
+    ids = iter(torch.randperm(sum(blocks), dtype=torch.int32).tolist())
+    for row, count in zip(tables, blocks, strict=True):
+        row[:count] = torch.tensor(list(itertools.islice(ids, count)), dtype=torch.int32)
+    starts = torch.tensor([0, *itertools.accumulate(q for q, _ in sequences)], dtype=torch.int32)
+    lens = torch.tensor([n for _, n in sequences], dtype=torch.int32)
+    kv_cache = torch.randn(sum(blocks), 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    query = torch.randn(int(starts[-1]), 32, 128, dtype=torch.bfloat16, device="cuda")
+    call = (query, kv_cache, tables.cuda(), lens.cuda(), starts.cuda(), 0.1)
+    assert hopper.short_keys(len(query), 32, query.device) == hopper.SHORT
+    got, got_lse = paged_ops.paged_attention_with_lse(*call)
+    monkeypatch.setattr(attention, "has_hopper_gluon", lambda: False)
+    attention.forget()
+    want, want_lse = paged_ops.paged_attention_with_lse(*call)
+    attention.forget()
+    assert (got.double() - want.double()).norm() <= 4e-3 * want.double().norm()
+    torch.testing.assert_close(got_lse, want_lse, rtol=1e-4, atol=1e-4)
