@@ -135,6 +135,7 @@ class AttentionCase:
     features: tuple[tuple[str, Any], ...] = ()
     fp8_output: bool = False
     strided_query: bool = False
+    strided_vectors: bool = False  # those of a number a head
     schedule: bool = False
     padding: tuple[int, int] = (2, 3)  # sequences, tokens
     seed: int = 0
@@ -189,6 +190,11 @@ class AttentionCase:
             elif name == "alibi_slopes":
                 value = memory.put(2.0 ** -torch.arange(1.0, self.num_heads + 1).remainder(8))
             named[name] = value
+        if self.strided_vectors:
+            for name in {"alibi_slopes", "sinks", "k_scale", "v_scale"} & named.keys():
+                spread = memory.nan((2 * len(named[name]),), torch.float32)
+                spread[::2] = named[name]
+                named[name] = spread[::2]
         if self.fp8_output:
             named["output_scale"] = memory.put(torch.tensor([0.01]))
             largest = min(largest / 0.01, 448.0)
@@ -453,6 +459,9 @@ def _attention_cases() -> Iterator[AttentionCase]:
     for dtype in layouts.MODEL_DTYPES:
         yield case(f"fp8-output-{_short(dtype)}", dtype=dtype, fp8_output=True)
     yield case("fp8-output-fp8-cache", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", fp8_output=True)
+    vectors: dict[str, Any] = {"strided_vectors": True, "features": (FEATURES["alibi"], FEATURES["sinks"])}
+    yield case("strided-vectors-fp16", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", **vectors)
+    yield case("strided-vectors-decode-bf16", "decode", dtype=torch.bfloat16, **vectors)
     yield case("scheduled", schedule=True)
     yield case("scheduled-window", schedule=True, features=(FEATURES["window"],))
     yield case("scheduled-decode-bf16", "decode", schedule=True, dtype=torch.bfloat16)

@@ -171,6 +171,10 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Calls of one kind are checked, planned and compiled once. A kind is all that checks and kernels are made for."""
+    for name in POINTERS:
+        vector = features.get(name)
+        if vector is not None and not vector.is_contiguous():
+            features = {**features, name: vector.contiguous()}
     value_cache = features.get("value_cache")
     kind = (
         with_lse,
