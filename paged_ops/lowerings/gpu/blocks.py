@@ -358,8 +358,8 @@ def copy_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
         gdc_launch_dependents()
-        gdc_wait()
     # Chunks of one block are neighbours in time, so that memory is read and written in long stretches.
     program = tl.program_id(0)
     chunk = program % chunks

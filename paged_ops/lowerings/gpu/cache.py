@@ -312,8 +312,8 @@ def write_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
         gdc_launch_dependents()
-        gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slot_mapping + t * stride_slot, mask=t < T, other=-1).to(tl.int64)
     live = slot >= 0
@@ -360,8 +360,8 @@ def gather_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
         gdc_launch_dependents()
-        gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < num_tokens
     # A row's sequence is the number of sequences that end at or before it, found bit by bit.

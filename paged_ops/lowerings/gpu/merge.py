@@ -77,8 +77,8 @@ def merge_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t, h = row // H, row % H
     live = row < num_rows
