@@ -27,6 +27,8 @@ from triton.backends.driver import GPUDriver
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942", "hip:gfx950", "hip:gfx1100")
 NUM_PROCESSORS = {"cuda:80": 108, "cuda:90": 132, "cuda:100": 148}
+SHARED_MEMORY = {"cuda:80": 163 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10, "hip:gfx950": 160 << 10}
+NAMES = {"cuda:90": "NVIDIA H200"}  # devices with tiles of their own; elsewhere the default's are compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +104,12 @@ def install(target: str) -> None:
     triton.runtime.driver.set_active(Driver(GPUTarget(backend, number, warp)))
     major, minor = divmod(int(arch), 10) if is_cuda else (9, 4)
     properties = SimpleNamespace(
-        name=f"{target} (compiled ahead of time)",
+        name=NAMES.get(target, f"{target} (compiled ahead of time)"),
         major=major,
         minor=minor,
         gcnArchName=f"{arch}:sramecc+:xnack-",
         multi_processor_count=NUM_PROCESSORS.get(target, 104),
+        shared_memory_per_block_optin=SHARED_MEMORY.get(target, 64 << 10),
     )
     torch.version.hip = None if is_cuda else "6.4"
     torch.cuda.is_available = lambda: True
@@ -176,6 +179,7 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
         "name": variant.name,
         "error": error,
         "kernels": {kernel.metadata.name: spills(kernel) for kernel in launched},
+        "shared": {kernel.metadata.name: kernel.metadata.shared for kernel in launched},
         "missing": [pattern for pattern in expected if not re.search(pattern, assembly)],
         "seconds": round(time.perf_counter() - start, 2),
     }

@@ -52,6 +52,9 @@ def found_wrong(row, variant, target):
         return
     if not row["kernels"]:
         yield f"{row['name']}: launched nothing"
+    for kernel, shared in row["shared"].items():
+        if shared > aot.SHARED_MEMORY.get(target, 64 << 10):
+            yield f"{row['name']}: {kernel} needs {shared} bytes of shared memory"
     for pattern in row["missing"]:
         yield f"{row['name']}: no {pattern} in its assembly"
     for kernel, spilled in row["kernels"].items():

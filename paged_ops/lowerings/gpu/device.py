@@ -66,6 +66,12 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 << 10)
+
+
+@functools.cache
 def fp8_is_fnuz() -> bool:
     """Whether the device's fp8 is the flavour without negative zero and infinities: gfx94x of ROCm."""
     if triton.knobs.runtime.interpret:

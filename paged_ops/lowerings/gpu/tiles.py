@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from paged_ops.lowerings.gpu.device import CONFIGS, num_processors
+from paged_ops.lowerings.gpu.device import CONFIGS, num_processors, shared_memory
 
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
@@ -80,7 +80,9 @@ def plan(
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
         prefill = Tile(max(prefill_m, group), *prefill_rest)
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
-            split = split._replace(num_warps=8, max_registers=0)
+            stage, queries = (rows * width * dtype.itemsize for rows in (2 * split_n, split_m))
+            fitting = (shared_memory(device) - 3 * queries) // stage
+            split = split._replace(num_warps=8, num_stages=max(1, min(split_stages, fitting)), max_registers=0)
         programs = per_sm * num_processors(device)
     return Plan(split, prefill, programs, all_split)
 
