@@ -350,7 +350,7 @@ def test_descent_finds_the_fastest_and_leaves_the_rest():
         assert tree["split"]["fp8"][0] > 0
         raise RuntimeError("not on this device")
 
-    steps = tune.descend(tree, [Fake("decode", decode), Fake("few", few), Fake("broken", broken)], CPU)
+    steps = list(tune.descend(tree, [Fake("decode", decode), Fake("few", few), Fake("broken", broken)], CPU))
     assert tree == {"split": {"bf16": [256, 2, 5], "fp8": [32, 8]}, "few": [16, 1], "unread": 7}
     assert type(tree["split"]) is dict
     assert {step.place for step in steps} == {
@@ -378,6 +378,35 @@ def test_a_workload_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(paged_ops, "paged_attention", lambda query, *args: torch.zeros_like(query))
     with pytest.raises(measure.WrongResultError):
         workload.us(CPU, 1)
+
+
+def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    from paged_ops.lowerings.gpu import tiles
+
+    tree = {"split": {"16bit": {"128": [64, 4, 3]}}, "prefill": [128]}
+    monkeypatch.setattr(tiles, "table", lambda name: tree)
+    monkeypatch.setattr(cli, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    path, seen = tmp_path / "attention_some_gpu.json", []
+
+    def cost():
+        seen.append(json.loads(path.read_text())["split"]["16bit"]["128"][0])
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        return 1024 / tree["split"]["16bit"]["128"][0]
+
+    workloads = [Fake("decode", cost), Fake("prefill", lambda: 1 + 0 * tree["prefill"][0])]
+    monkeypatch.setattr(tune, "attention_workloads", lambda device: workloads)
+    result = CliRunner().invoke(
+        cli.app, ["tune", "--only", "attention", "--workloads", "decode", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    assert seen[:2] == [64, 64]
+    assert seen[-1] == json.loads(path.read_text())["split"]["16bit"]["128"][0] == 256
+    assert json.loads(path.read_text())["prefill"] == [128]
+    assert "stopped early" in result.output
+    assert "split.16bit.128.0" in result.output
 
 
 def test_neighbours():

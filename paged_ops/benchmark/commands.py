@@ -146,26 +146,28 @@ def tune_tiles(
             if not console.is_terminal:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        if only != "cache":
-            tree = tiles.table(name)
-            workloads = [each for each in tune.attention_workloads(target) if re.search(match, each.name)]
-            steps = tune.descend(tree, workloads, target, repeats, show)
-            _print_steps(console, steps, tune.write(out or CONFIGS, "attention", target, tree))
-        if only != "attention":
-            steps, numbers = [], {}
-            for op, workloads in tune.cache_workloads(target).items():
-                numbers[op] = tuned(op)
-                chosen = [each for each in workloads if re.search(match, each.name)]
-                steps += tune.descend(numbers[op], chosen, target, repeats, show)
-            _print_steps(console, steps, tune.write(out or CONFIGS, "cache", target, numbers))
+        folder, moves = out or CONFIGS, Table("number", "before", "after", "time saved")
 
+        def descend(kind: str, place: str, tree: dict[str, Any], workloads: list[tune.Workload]) -> None:
+            """Each move is written at once: what is found before Ctrl-C stays."""
+            chosen = [each for each in workloads if re.search(match, each.name)]
+            whole = {place: tree} if place else tree
+            tune.write(folder, kind, target, whole)
+            for step in tune.descend(tree, chosen, target, repeats, show):
+                path = ".".join(filter(None, (place, *step.place)))
+                moves.add_row(path, str(step.before), str(step.after), f"{step.gain:.1%}")
+                tune.write(folder, kind, target, whole)
 
-def _print_steps(console: Console, steps: list[tune.Step], path: Path) -> None:
-    table = Table("number", "before", "after", "time saved")
-    for step in steps:
-        table.add_row(".".join(step.place), str(step.before), str(step.after), f"{step.gain:.1%}")
-    console.print(table if steps else "Nothing was faster than what is configured.")
-    console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        try:
+            if only != "cache":
+                descend("attention", "", tiles.table(name), tune.attention_workloads(target))
+            if only != "attention":
+                for op, workloads in tune.cache_workloads(target).items():
+                    descend("cache", op, tuned(op), workloads)
+        except KeyboardInterrupt:
+            console.print("stopped early")
+    console.print(moves if moves.row_count else "Nothing was faster than what is configured.")
+    console.print(f"written to {folder}", highlight=False, soft_wrap=True)
 
 
 def _report(console: Console, data: Path, docs: Path) -> None:

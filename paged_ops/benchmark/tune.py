@@ -134,8 +134,8 @@ def descend(
     device: torch.device,
     repeats: int = 10,
     progress: Callable[[str], None] = lambda line: None,
-) -> list[Step]:
-    """Moves the numbers of ``tree``, in place, to where the workloads that read them are fastest; Ctrl-C ends it early.
+) -> Iterator[Step]:
+    """Moves the numbers of ``tree``, in place, to where the workloads that read them are fastest; yields each move.
 
     Args:
         tree: what the lowering reads: not a copy.
@@ -163,7 +163,6 @@ def descend(
         for place in seen:
             readers.setdefault(place, []).append(workload)
 
-    steps = []
     for place in sorted(readers):
         moved = True
         while moved:
@@ -174,20 +173,16 @@ def descend(
                 forget()
                 try:
                     new = {each.name: each.us(device, repeats) for each in readers[place]}
-                except KeyboardInterrupt:
-                    put(tree, place, before)
-                    return steps
                 except Exception:  # does not compile, does not fit, is wrong
                     new = {}
                 ratio = math.prod(new[name] / times[name] for name in new) ** (1 / max(len(new), 1)) if new else 1.0
                 if ratio < 1 - GAIN:
-                    steps.append(Step(place, before, value, 1 - ratio))
                     times |= new
                     moved = True
+                    yield Step(place, before, value, 1 - ratio)
                     break
                 put(tree, place, before)
                 forget()
-    return steps
 
 
 def attention_workload(case: Case, device: torch.device) -> Workload:
