@@ -42,6 +42,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: compiler $(INSTALLED)
+	$(BIN)/paged-ops bench
 	$(BIN)/python benchmarks/cpu_decode.py
 
 compiler:

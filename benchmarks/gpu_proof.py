@@ -13,6 +13,7 @@ was if it is of the same commit.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -28,6 +29,11 @@ from typing import Any
 import torch
 import triton
 
+from paged_ops import paged_attention
+from paged_ops.benchmark import measure
+from paged_ops.benchmark.cases import Case, host_case
+
+DEVICE = torch.device("cuda")
 # What to run, and with how many workers: caches of the cache ops' matrices take tens of gigabytes.
 PYTEST: dict[str, tuple[list[str], int]] = {
     "suite": (["tests/test_ops.py", "--device", "cuda"], 14),
@@ -115,50 +121,30 @@ def run_cases() -> None:
 
 def run_density() -> dict[str, Any]:
     """Microseconds of block-sparse attention by the share of key blocks that a query sees: 8192 tokens, 32/8 heads."""
-    import tune_attention
-
-    from paged_ops import paged_attention
-
     found: dict[str, Any] = {}
     for kind, seqs in {
-        "decode": [(1, 8192)] * 32,
-        "chunked": [(512, 8192)] * 4,
-        "prefill": [(8192, 8192)],
+        "decode": ((1, 8192),) * 32,
+        "chunked": ((512, 8192),) * 4,
+        "prefill": ((8192, 8192),),
     }.items():
-        calls = tune_attention.make(seqs, 32, 8, 128, 16, torch.bfloat16, torch.bfloat16)
+        sets = measure.inputs_of(Case("density", kind, seqs), DEVICE)
         for local, stride in ((128, 1), (16, 2), (16, 8), (8, 32), (4, 64)):
             sparse = [64, local, stride, 1, 0, 0, 1]
-
-            def run(calls: list[Any] = calls, sparse: list[int] = sparse) -> None:
-                for arguments in calls:
-                    paged_attention(*arguments, block_sparse=sparse)
-
-            found[f"{kind} local {local} stride {stride}"] = round(tune_attention.graph_time(run, 10) / len(calls), 1)
+            calls = [functools.partial(paged_attention, *each.args, block_sparse=sparse) for each in sets]
+            us = measure.Replay(calls, DEVICE).median_us(10)
+            found[f"{kind} local {local} stride {stride}"] = round(us, 1)
     return found
 
 
 def run_host() -> dict[str, Any]:
     """Microseconds of CPU that one eager call of a decode batch takes to enqueue, the GPU far from full."""
-    import tune_attention
-
-    from paged_ops import paged_attention
-
-    (arguments, *_) = tune_attention.make([(1, 64)] * 8, 32, 8, 128, 16, torch.bfloat16, torch.bfloat16)
-    out, one = torch.empty(1024, device="cuda"), torch.ones(1024, device="cuda")
-    found = {}
-    for name, call in {
-        "paged_attention": lambda: paged_attention(*arguments),
+    (inputs, *_) = measure.inputs_of(host_case(), DEVICE)
+    out, one = torch.empty(1024, device=DEVICE), torch.ones(1024, device=DEVICE)
+    calls = {
+        "paged_attention": lambda: paged_attention(*inputs.args),
         "torch.add": lambda: torch.add(one, one, out=out),
-    }.items():
-        times = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                call()
-            times.append((time.perf_counter() - start) / 20 * 1e6)
-        found[name] = round(sorted(times)[len(times) // 2], 1)
-    return found
+    }
+    return {name: round(measure.host_us(call, DEVICE), 1) for name, call in calls.items()}
 
 
 def run_demo(seconds: int) -> dict[str, Any]:

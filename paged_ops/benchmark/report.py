@@ -92,8 +92,9 @@ def _number(us: float | None) -> str:
 def _cell(record: Record | None) -> str:
     if record is None:
         return "–"
-    percent = f" ({record['percent']:.0f} %)" if "percent" in record else ""
-    return _number(record["us"]) + percent
+    if "percent" in record:
+        return f"{_number(record['us'])} ({record['percent']:.0f} %)"
+    return _number(record["us"]) + (f" ({record['gbps']:.1f} GB/s)" if "gbps" in record else "")
 
 
 def _source(chosen: Sequence[Record]) -> str:
