@@ -1,0 +1,62 @@
+"""How split_kernel and the Hopper kernel divide a batch, in Triton's interpreter: a stand-in serves the latter's share.
+
+``TRITON_INTERPRET=1 pytest -m interpreter tests/test_gpu_hopper_interpreter.py``, as in test_gpu_interpreter.py.
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
+pytest.importorskip("triton")
+
+from paged_ops import testing
+from paged_ops.lowerings import gpu
+from paged_ops.lowerings.gpu import attention
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize("name", ["mixed-fp32", "holes-fp32"])
+@pytest.mark.parametrize("short", [-1, 0, 20, 1 << 20])
+def test_every_sequence_has_one_kernel(name, short, monkeypatch):
+    """Long ones and those of at most ``short`` keys are hopper.py's, and nobody else writes their rows."""
+    served = []
+
+    def prefill(out, lse, query, key, value, block_tables, seq_lens, query_start_loc, f, scale, split_m, bound):
+        assert bound == short
+        assert f.causal
+        group = query.shape[1] // key.shape[2]
+        for s, n in enumerate(seq_lens.tolist()):
+            start, end = query_start_loc[s : s + 2].tolist()
+            if not end > start or not ((end - start) * group > split_m or n <= short):
+                continue
+            served.append(s)
+            assert out[start:end].isnan().all()
+            table = block_tables[s, : -(-n // value.shape[1])].long()
+            k, v = (each[table].flatten(0, 1)[:n].double() for each in (key.flatten(3), value))
+            scores = torch.einsum("thd,nhd->htn", query[start:end].double(), k.repeat_interleave(group, 1)) * scale
+            i, j = torch.arange(n - (end - start), n)[:, None], torch.arange(n)
+            scores = scores.masked_fill(j > i, -torch.inf)
+            weights = scores.softmax(-1).nan_to_num(0.0)
+            out[start:end] = torch.einsum("htn,nhd->thd", weights, v.repeat_interleave(group, 1)).to(out.dtype)
+            if lse is not None:
+                lse[start:end] = scores.logsumexp(-1).T.float()
+
+    def call(query, *args, **kwargs):
+        nan = torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan)
+        return gpu.paged_attention_with_lse(query, *args, **kwargs, out=nan)
+
+    hopper = SimpleNamespace(serves=lambda *_: True, short_keys=lambda *_: short, prefill=prefill)
+    monkeypatch.setattr(attention, "has_hopper_gluon", lambda: True)
+    monkeypatch.setattr(attention, "_hopper", lambda: hopper)
+    attention.forget()
+    try:
+        case = testing.case_named("paged_attention_with_lse", name)
+        testing.check("paged_attention_with_lse", case, "cpu", call)
+    finally:
+        attention.forget()
+    assert served
