@@ -192,8 +192,10 @@ def _attend(
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     lens = torch.zeros_like(seq_lens) if empty else seq_lens
-    checks.batch(block_tables, lens, query_start_loc, len(query), paged.num_blocks, max(paged.block_size, 1))
     starts, ns, stored = query_start_loc.tolist(), lens.tolist(), element_dtype(kv_cache, f.kv_cache_dtype)
+    N, B = paged.num_blocks, max(paged.block_size, 1)
+    if not _plainly_right(block_tables, ns, starts, len(query), N, B):
+        checks.batch(block_tables, lens, query_start_loc, len(query), N, B)
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
     fused = live if not empty and cpu_fused.serves(stored, f) else []
@@ -201,7 +203,8 @@ def _attend(
         fused = [s for s in fused if starts[s + 1] - starts[s] <= MATRIX_ROWS]
     wide = f.output_scale is not None or bool(fused)
     real = torch.empty_like(out, dtype=torch.float32) if wide and out.dtype != torch.float32 else out
-    real[starts[-1] :] = 0
+    if starts[-1] < len(query):
+        real[starts[-1] :] = 0
     lse.fill_(-torch.inf)
     if f.sinks is not None:
         lse[: starts[-1]] = f.sinks  # of live rows that see no key
@@ -238,6 +241,14 @@ def _attend(
         out.copy_(_quantise(real, f.output_scale, out.dtype))
     elif real is not out:
         out.copy_(real)
+
+
+def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: int, N: int, B: int) -> bool:
+    """Whether :func:`checks.batch` would find nothing, in a tenth of its time; False where it must look closer."""
+    if not (block_tables.numel() and min(ns) >= 0 and max(ns) <= block_tables.shape[1] * B):
+        return False
+    low, high = block_tables.aminmax()  # of entries that no length needs too
+    return starts[0] == 0 and starts[-1] <= T and starts == sorted(starts) and int(low) >= 0 and int(high) < N
 
 
 def _has_matrix_unit() -> bool:

@@ -75,9 +75,6 @@ inline V load(const void* from) {
     return v;
 }
 
-// Towards the processor, but not into its innermost cache, which has few places for rows a power of two bytes apart.
-__attribute__((always_inline)) inline void fetch(const char* from) { __builtin_prefetch(from, 0, 2); }
-
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -169,7 +166,7 @@ void multiply(const float* q, Rows keys, Rows next, float* logits, int64_t n, in
         for (int64_t d = 0; d < D; d += WIDTH * P)
             for (int c = 0; c < KEYS; c++) {
                 const Words words = load<Words>(k[c] + d * 4 / P);
-                fetch(ahead[c] + d * 4 / P);
+                __builtin_prefetch(ahead[c] + d * 4 / P);
                 for (int p = 0; p < P; p++) {
                     const Floats key = Cell::part(words, p);
                     for (int r = 0; r < R; r++) sums[r * KEYS + c] += load<Floats>(q + r * D + d + p * WIDTH) * key;
@@ -193,7 +190,7 @@ inline void add(const float* weights, const float* decay, Rows values, Rows next
         for (int w = 0; w < W; w++) {
             const int64_t byte = d * 4 / P + w * sizeof(Words);
             const Words words = load<Words>(values[j] + byte);
-            fetch(next[j] + byte);
+            __builtin_prefetch(next[j] + byte);
             for (int p = 0; p < P; p++) {
                 const Floats value = Cell::part(words, p);
                 for (int r = 0; r < R; r++) s[r][w * P + p] += weights[r * TILE + j] * value;
@@ -219,7 +216,7 @@ void widen(Rows rows, Rows next, float* to, int64_t n, int64_t D) {
     for (int64_t j = 0; j < n; j++)
         for (int64_t d = 0; d < D; d += WIDTH * P) {
             const Words words = load<Words>(rows[j] + d * 4 / P);
-            fetch(next[j] + d * 4 / P);
+            __builtin_prefetch(next[j] + d * 4 / P);
             for (int p = 0; p < P; p++) store(to + j * D + d + p * WIDTH, Cell::part(words, p));
         }
 }
