@@ -183,7 +183,7 @@ def cpu_cases() -> list[Case]:
         for name, seqs in (
             ("8x2048", decode(8, 2048)),
             ("ragged16", ragged(16, 16, 2048)),
-            ("1x512 prefill", ((512, 512),)),
+            ("1x256 prefill", ((256, 256),)),
         )
     ]
 

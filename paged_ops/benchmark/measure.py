@@ -62,7 +62,7 @@ def cache_bytes(device: torch.device) -> int:
 def inputs_of(case: Case, device: torch.device) -> list[Inputs]:
     """Sets of inputs that together are four times the last cache."""
     torch.manual_seed(0)
-    return make_inputs(case, device, 4 * cache_bytes(device), most=256 if device.type == "cuda" else 4)
+    return make_inputs(case, device, 4 * cache_bytes(device), most=256 if device.type == "cuda" else 2)
 
 
 class Replay:

@@ -164,7 +164,7 @@ def _providers(chosen: Sequence[Record]) -> list[str]:
 
 def _percent(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
     """Bars: how much of the floor each case reaches, by provider; a stroke for the best that others reached."""
-    groups = ("decode", "fp8", "prefill", "cpu")
+    groups = ("decode", "fp8", "prefill")
     chosen = [r for group in groups for r in latest(records, device, group) if SHOWN.items() <= r.items()]
     if not chosen:
         return None
@@ -223,7 +223,7 @@ def _by_batch(records: Sequence[Record], device: str, others: dict[tuple[str, st
 
 def _roofline(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
     """Operations a second against operations a byte, under the two ceilings."""
-    groups = ("decode", "fp8", "prefill", "sizes", "cpu")
+    groups = ("decode", "fp8", "prefill", "sizes")
     chosen = [r for group in groups for r in latest(records, device, group) if r["provider"] == OURS]
     ceiling = {record["case"]: record for record in latest(records, device, "ceiling")}
     if not chosen or not {"read", "matmul"} <= set(ceiling):

@@ -29,6 +29,7 @@ def about(device: torch.device, commit: str | None = None) -> Record:
     """Device, versions, commit and date: what every record carries."""
     return {
         "device": measure.device_name(device),
+        **({"threads": torch.get_num_threads()} if device.type == "cpu" else {}),
         "torch": torch.__version__,
         "triton": version("triton"),
         "commit": commit or git_commit(),
