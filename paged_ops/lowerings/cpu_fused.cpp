@@ -27,7 +27,7 @@ constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
-constexpr int TILE = 16;                      // keys that meet their rows at once
+constexpr int TILE = 64;                      // keys that meet their rows at once
 constexpr int ROWS = 16;                      // rows whose logits are held at once
 constexpr int64_t SPAN = 128;                 // rows of a key/value head that go through the keys together
 constexpr int64_t PIECE = 256;                // the fewest keys of a piece
@@ -440,38 +440,37 @@ struct Worker : Attention {
     // Rows [row, row + count) of a head meet n keys, the first at position `from`.
     void meet(const Format& products, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from,
               int64_t n, const float* q, const Rows* tile, const Rows* next, State state) {
-        int64_t low[ROWS], high[ROWS];
-        bool seen = false;
+        int64_t low[ROWS], high[ROWS], seen = 0;  // keys that rows see: [low, high), all below `seen`
         for (int64_t r = 0; r < count; r++) {
             const int64_t i = span.position + (row + r) / G;
             low[r] = std::max<int64_t>(first(i) - from, 0);
             high[r] = std::min(last(span, i) - from, n);
-            seen |= low[r] < high[r];
+            if (low[r] < high[r]) seen = std::max(seen, high[r]);
         }
-        if (!seen) return;
+        if (seen == 0) return;
         float decay[ROWS];
         const auto size = [&](int64_t r) { return count - r >= 4 ? 2 : count - r >= 2 ? 1 : 0; };  // log2
         for (int64_t r = 0; r < count; r += 1 << size(r))
-            products.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, n, D);
+            products.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, seen, D);
         for (int64_t r = 0; r < count; r++) {
             const int64_t h = head * G + (row + r) % G, distance = from - span.position - (row + r) / G;
-            float* row_of_logits = logits.data + r * TILE;
-            decay[r] = softmax(row_of_logits, low[r], high[r], head, h, distance, state.largest[r], state.total[r]);
+            decay[r] = softmax(logits.data + r * TILE, seen, low[r], high[r], head, h, distance, state.largest[r],
+                               state.total[r]);
         }
         for (int64_t r = 0; r < count; r += 1 << size(r))
-            products.accumulate[size(r)](logits.data + r * TILE, decay + r, tile[1], next[1], state.values + r * Dv, n,
-                                         Dv);
+            products.accumulate[size(r)](logits.data + r * TILE, decay + r, tile[1], next[1], state.values + r * Dv,
+                                         seen, Dv);
     }
 
-    // Products of one row become weights below its largest logit so far; keys outside [first, last) are not seen.
-    // Returns by what the sums so far shrink.
-    float softmax(float* row, int64_t first, int64_t last, int64_t head, int64_t h, int64_t distance, float& largest,
-                  float& total) const {
+    // Products of one row with n keys become weights below its largest logit so far; keys outside [first, last) are not
+    // seen. Returns by what the sums so far shrink.
+    float softmax(float* row, int64_t n, int64_t first, int64_t last, int64_t head, int64_t h, int64_t distance,
+                  float& largest, float& total) const {
         Floats lane;
         for (int l = 0; l < WIDTH; l++) lane[l] = float(l);
         const float scale = c.scale * (c.k_scale ? c.k_scale[head] : 1.0f);
         Floats tops = Floats{} - INF;
-        for (int64_t j = 0; j < TILE; j += WIDTH) {
+        for (int64_t j = 0; j < n; j += WIDTH) {
             Floats x = load<Floats>(row + j) * scale;
             const Floats key = lane + float(j);
             if (c.soft_cap != 0) x = c.soft_cap * tanh(x / c.soft_cap);
@@ -485,7 +484,7 @@ struct Worker : Attention {
         for (int l = 0; l < WIDTH; l++) top = std::max(top, tops[l]);
         const float base = top == -INF ? 0.0f : top;
         Floats sums = {};
-        for (int64_t j = 0; j < TILE; j += WIDTH) {
+        for (int64_t j = 0; j < n; j += WIDTH) {
             const Floats weight = exp(load<Floats>(row + j) - base);
             store(row + j, weight);
             sums += weight;
