@@ -221,6 +221,21 @@ void widen(Rows rows, Rows next, float* to, int64_t n, int64_t D) {
         }
 }
 
+// One row of cells, packs of x that are `pack` apart with steps inside, made contiguous.
+template <class T>
+void gather(char* to, const char* from, int64_t size, int64_t x, int64_t pack, int64_t step) {
+    const T* cells = reinterpret_cast<const T*>(from);
+    if (x == size && step == 1) {
+        std::memcpy(to, cells, size * sizeof(T));
+    } else if (x * sizeof(T) == 16 && step == 1) {
+        for (int64_t d = 0; d < size; d += x, cells += pack) std::memcpy(to + d * sizeof(T), cells, 16);
+    } else {
+        T* out = reinterpret_cast<T*>(to);
+        for (int64_t d = 0; d < size; d += x, cells += pack)
+            for (int64_t e = 0; e < x; e++) out[d + e] = cells[e * step];
+    }
+}
+
 // A format's functions; two of them by log2 of their rows.
 struct Format {
     int64_t parts;
@@ -391,12 +406,9 @@ struct Worker : Attention {
         const int64_t step = plane ? c.value_strides[3] : c.key_strides[4];
         for (int64_t j = 0; j < n; j++) {
             char* to = const_cast<char*>(staged_at[plane][j]);
-            const char* from = rows[j];
-            for (int64_t d = 0; d < size; d += x, from += pack * cell_bytes, to += x * cell_bytes)
-                if (step == 1) std::memcpy(to, from, x * cell_bytes);
-                else
-                    for (int64_t e = 0; e < x * cell_bytes; e++)
-                        to[e] = from[e / cell_bytes * step * cell_bytes + e % cell_bytes];
+            if (format.parts == 1) gather<uint32_t>(to, rows[j], size, x, pack, step);
+            if (format.parts == 2) gather<uint16_t>(to, rows[j], size, x, pack, step);
+            if (format.parts == 4) gather<uint8_t>(to, rows[j], size, x, pack, step);
         }
         return {staged_at[plane], 0};
     }
