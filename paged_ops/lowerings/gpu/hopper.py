@@ -636,7 +636,8 @@ def prefill_kernel(
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
-    REGISTERS: gl.constexpr = (224, 224, 24) if D == 256 else (208, 208, 40)
+    CONSUMER: gl.constexpr = 216 if SOFT_CAP else 208
+    REGISTERS: gl.constexpr = (224, 224, 24) if D == 256 else (CONSUMER, CONSUMER, 40)
     copy_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     group_layout: gl.constexpr = tile_layout(8, D)
     q_layout: gl.constexpr = tile_layout(BLOCK_M // 2, D)
