@@ -295,7 +295,7 @@ def _plan(
     key, value, cache_format = _readable(paged, stored)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     first_offset, offset_step, heads_an_offset = _sparse_offsets(sparse, H, K)
-    plan = tiles.plan(query.dtype, key.dtype, T, S, G, D, Dv, device)
+    plan = tiles.plan(query.dtype, key.dtype, T, S, G, D, Dv, device, sparse is not None)
     split, prefill, P = plan.split, plan.prefill, plan.programs
     constants = {
         "CAUSAL": bool(f.causal),

@@ -60,6 +60,7 @@ def plan(
     D: int,
     Dv: int,
     device: torch.device,
+    sparse: bool = False,
 ) -> Plan:
     """The tiles for a batch of T rows in S sequences; shapes only bound it, so any batch within them is right."""
     group = triton.next_power_of_2(G)
@@ -79,6 +80,8 @@ def plan(
         prefill_m, *prefill_rest = numbers["prefill"][kind][str(width)]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
         prefill = Tile(max(prefill_m, group), *prefill_rest)
+        if sparse:  # what is skipped is a whole tile; stepping to the next one takes registers that larger ones lack
+            prefill = prefill._replace(block_n=min(prefill.block_n, 64))
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
             stage, queries = (rows * width * dtype.itemsize for rows in (2 * split_n, split_m))
             fitting = (shared_memory(device) - 3 * queries) // stage
