@@ -111,15 +111,18 @@ inline Floats sums_of(Floats* v) {
 // Formats of a cache --------------------------------------------------------------------------------------------------
 
 // A word of 32 bits holds PARTS cells, and part p of a vector of words is every PARTS-th cell: keys and values keep
-// this order, which queries share and which outputs are put back from. Zeros are zero in each format.
+// this order, which queries share and which outputs are put back from. Zeros are zero in each format. For more than
+// DIRECT rows it pays to convert a tile once, by measurement.
 
 struct Float32 {
     static constexpr int PARTS = 1;
+    static constexpr int64_t DIRECT = std::numeric_limits<int64_t>::max();
     static Floats part(Words words, int) { return bits<Floats>(words); }
 };
 
 struct BFloat16 {
     static constexpr int PARTS = 2;
+    static constexpr int64_t DIRECT = 16;
     static Floats part(Words words, int p) { return bits<Floats>(p == 0 ? words << 16 : words & 0xffff0000u); }
 };
 
@@ -128,6 +131,7 @@ struct BFloat16 {
 template <int BITS, int MANTISSA, int BIAS, uint32_t SPECIAL>
 struct Narrow {
     static constexpr int PARTS = 32 / BITS;
+    static constexpr int64_t DIRECT = 4;
     static constexpr float power(int n) { return n == 0 ? 1.0f : 0.5f * power(n - 1); }
     static Floats part(Words words, int p) {
         const Words cells = words << (32 - BITS * (p + 1)), magnitudes = (cells & 0x7fffffffu) >> (32 - BITS);
@@ -149,6 +153,7 @@ typedef Narrow<8, 2, 15, 0x7c> Float8_e5m2;
 struct Rows {
     const char* const* at;  // TILE of them
     int64_t offset;
+    int shift = 0;  // log2 of how many times narrower these cells are than the ones beside whose loads they are fetched
     const char* operator[](int64_t j) const { return at[j] + offset; }
 };
 
@@ -166,7 +171,7 @@ void multiply(const float* q, Rows keys, Rows next, float* logits, int64_t n, in
         for (int64_t d = 0; d < D; d += WIDTH * P)
             for (int c = 0; c < KEYS; c++) {
                 const Words words = load<Words>(k[c] + d * 4 / P);
-                __builtin_prefetch(ahead[c] + d * 4 / P);
+                __builtin_prefetch(ahead[c] + (d * 4 / P >> next.shift));
                 for (int p = 0; p < P; p++) {
                     const Floats key = Cell::part(words, p);
                     for (int r = 0; r < R; r++) sums[r * KEYS + c] += load<Floats>(q + r * D + d + p * WIDTH) * key;
@@ -190,7 +195,7 @@ inline void add(const float* weights, const float* decay, Rows values, Rows next
         for (int w = 0; w < W; w++) {
             const int64_t byte = d * 4 / P + w * sizeof(Words);
             const Words words = load<Words>(values[j] + byte);
-            __builtin_prefetch(next[j] + byte);
+            __builtin_prefetch(next[j] + (byte >> next.shift));
             for (int p = 0; p < P; p++) {
                 const Floats value = Cell::part(words, p);
                 for (int r = 0; r < R; r++) s[r][w * P + p] += weights[r * TILE + j] * value;
@@ -209,14 +214,13 @@ void accumulate(const float* weights, const float* decay, Rows values, Rows next
         for (; d < Dv; d += P * WIDTH) add<Cell, R, 1>(weights, decay, values, next, sums, n, Dv, d);
 }
 
-// n rows as float32, in the order of parts. Fetches next.
+// n rows as float32, in the order of parts.
 template <class Cell>
-void widen(Rows rows, Rows next, float* to, int64_t n, int64_t D) {
+void widen(Rows rows, float* to, int64_t n, int64_t D) {
     constexpr int P = Cell::PARTS;
     for (int64_t j = 0; j < n; j++)
         for (int64_t d = 0; d < D; d += WIDTH * P) {
             const Words words = load<Words>(rows[j] + d * 4 / P);
-            __builtin_prefetch(next[j] + d * 4 / P);
             for (int p = 0; p < P; p++) store(to + j * D + d + p * WIDTH, Cell::part(words, p));
         }
 }
@@ -238,7 +242,7 @@ void gather(char* to, const char* from, int64_t size, int64_t x, int64_t pack, i
 
 // A format's functions; two of them by log2 of their rows.
 struct Format {
-    int64_t parts;
+    int64_t parts, direct;
     decltype(&widen<Float32>) widen;
     decltype(&multiply<Float32, 1>) multiply[3];
     decltype(&accumulate<Float32, 1>) accumulate[3];
@@ -247,6 +251,7 @@ struct Format {
 template <class Cell>
 constexpr Format format() {
     return {Cell::PARTS,
+            Cell::DIRECT,
             widen<Cell>,
             {multiply<Cell, 1>, multiply<Cell, 2>, multiply<Cell, 4>},
             {accumulate<Cell, 1>, accumulate<Cell, 2>, accumulate<Cell, 4>}};
@@ -415,7 +420,7 @@ struct Worker : Attention {
 
     void run(const Span& span, const Piece& piece, State state) {
         const int64_t R = span.rows * G;
-        const bool widened = R > 4 && format.parts > 1;  // several passes over a tile: converted once
+        const bool widened = R > format.direct;
         const Format& products = widened ? FORMATS[0] : format;
         arrange(span, queries.data);
         std::fill_n(state.largest, c.K * R, -INF);
@@ -436,8 +441,9 @@ struct Worker : Attention {
                     if (!direct) tile[plane] = stage(plane, tile[plane], n);
                     if (widened) {
                         float* to = wide.data + plane * TILE * D;
-                        format.widen(tile[plane], next[plane], to, n, plane ? Dv : D);
-                        tile[plane] = next[plane] = {wide_at[plane], 0};
+                        format.widen(tile[plane], to, n, plane ? Dv : D);
+                        tile[plane] = {wide_at[plane], 0};
+                        next[plane].shift = format.parts / 2;
                     }
                 }
                 for (int64_t r = 0; r < R; r += ROWS) {
