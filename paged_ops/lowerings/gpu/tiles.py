@@ -67,7 +67,7 @@ def plan(
     # Decode and speculative widths: tiles of as many rows as a sequence has if all have the same, which only the device
     # knows. So longer ones are split_kernel's too, rather than a launch of prefill_kernel's that mostly finds nothing.
     rows = triton.next_power_of_2(-(-T // S) * group)
-    same = T % S == 0 and rows <= 64
+    same = T % S == 0 and rows <= max(64, group)
     split_m = max(16, rows if same else group)
     all_split = same or T * G <= split_m
     if device.type == "cpu":
@@ -77,15 +77,18 @@ def plan(
         width = padded(max(D, Dv), stored.itemsize)
         kind = element_kind(dtype, stored)
         split_n, split_warps, split_stages, per_sm, *bound = numbers["split"][kind][str(width)]
-        prefill_m, *prefill_rest = numbers["prefill"][kind][str(width)]
+        prefill_m, prefill_n, *prefill_rest = numbers["prefill"][kind][str(width)]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
-        prefill = Tile(max(prefill_m, group), *prefill_rest)
         if sparse:  # what is skipped is a whole tile; stepping to the next one takes registers that larger ones lack
-            prefill = prefill._replace(block_n=min(prefill.block_n, 64))
+            prefill_n = min(prefill_n, 64)
+        if group > prefill_m:
+            prefill_n = min(prefill_n, 32)
+        prefill = Tile(max(prefill_m, group), prefill_n, *prefill_rest)
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
+            split_n = min(split_n, 32 if split_m > 64 else 64)
             stage, queries = (rows * width * dtype.itemsize for rows in (2 * split_n, split_m))
-            fitting = (shared_memory(device) - 3 * queries) // stage
-            split = split._replace(num_warps=8, num_stages=max(1, min(split_stages, fitting)), max_registers=0)
+            stages = max(1, min(split_stages, (shared_memory(device) - 3 * queries) // stage))
+            split = Tile(split_m, split_n, 8, stages)
         programs = per_sm * num_processors(device)
     return Plan(split, prefill, programs, all_split)
 
