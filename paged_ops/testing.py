@@ -135,7 +135,7 @@ class AttentionCase:
     features: tuple[tuple[str, Any], ...] = ()
     fp8_output: bool = False
     strided_query: bool = False
-    strided_vectors: bool = False  # those of a number a head
+    strided_vectors: bool = False  # those of a number a head or a sequence
     schedule: bool = False
     padding: tuple[int, int] = (2, 3)  # sequences, tokens
     seed: int = 0
@@ -191,6 +191,7 @@ class AttentionCase:
                 value = memory.put(2.0 ** -torch.arange(1.0, self.num_heads + 1).remainder(8))
             named[name] = value
         if self.strided_vectors:
+            lens, starts = (torch.stack([vector, vector + 1], 1)[:, 0] for vector in (lens, starts))
             for name in {"alibi_slopes", "sinks", "k_scale", "v_scale"} & named.keys():
                 spread = memory.nan((2 * len(named[name]),), torch.float32)
                 spread[::2] = named[name]

@@ -62,9 +62,11 @@ KNOWS = frozenset(
 SCHEDULE_TILE = tl.constexpr(_SCHEDULE_TILE)
 # Tensors among the keyword arguments that the kernels read, in the order that they take them.
 POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "output_scale")
+# Positions are int32s in kernels: longer windows and chunks are as good as this one.
+LARGEST_SPAN = 2**31 - 1
 # The constants of the kernels that merge_kernel has too.
 MERGING = ("WINDOW", "CHUNK", "K", "G", "Dv", "DV_PAD", "BLOCK_S", "CHUNKS_OF_S")
-# So many kinds of calls are remembered; others are planned at each call.
+# So many kinds of calls are remembered; then all are planned anew.
 MOST_KINDS = 4096
 
 
@@ -107,8 +109,8 @@ def attention_schedule(
     with on_device(seq_lens):
         schedule_kernel[(1,)](
             schedule,
-            seq_lens,
-            query_start_loc,
+            seq_lens.contiguous(),
+            query_start_loc.contiguous(),
             S,
             num_heads // num_kv_heads,
             sliding_window,
@@ -171,6 +173,7 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Calls of one kind are checked, planned and compiled once. A kind is all that checks and kernels are made for."""
+    seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
     for name in POINTERS:
         vector = features.get(name)
         if vector is not None and not vector.is_contiguous():
@@ -189,8 +192,9 @@ def _attend(
         call = _plan(
             with_lse, results, Features(**features), query, kv_cache, block_tables, seq_lens, query_start_loc, scale
         )
-        if len(_calls) < MOST_KINDS:
-            _calls[kind] = call
+        if len(_calls) >= MOST_KINDS:
+            _calls.clear()
+        _calls[kind] = call
     if checks.debug_checks():
         checks.batch(block_tables, seq_lens, query_start_loc, query.shape[0], *call.cache)
     out, lse = results
@@ -339,6 +343,7 @@ def _plan(
     short = _hopper().short_keys(T, H, device) if hopper and not plan.all_split else -1
     split_from = None if plan.all_split else short
     to_lse = P * 2 * split.block_m * Dv
+    spans = (min(f.sliding_window, LARGEST_SPAN), min(f.attention_chunk, LARGEST_SPAN))
     merging = {name: constants[name] for name in MERGING} | overlap() | {"SHORT": split_from}
     splitting = constants | {"SHORT": split_from, "PAIRED": _paired(query, key, value, cache_format)}
     return call._replace(
@@ -350,22 +355,21 @@ def _plan(
         numbers=(
             float(scale),
             float(f.soft_cap),
-            f.sliding_window,
-            f.attention_chunk,
+            *spans,
             *((1, 0, 1) if sparse is None else sparse[:3]),
             first_offset,
             offset_step,
             block_tables.stride(0),
             S,
         ),
-        merge_numbers=(f.sliding_window, f.attention_chunk, S, T),
+        merge_numbers=(*spans, S, T),
         split=launcher(split_kernel, splitting, split),
         split_grid=(P, 1, 1),
         split_m=split.block_m,
         prefill=None
         if hopper or plan.all_split
         else launcher(prefill_kernel, {**constants, "SPLIT_M": split.block_m}, prefill),
-        prefill_grid=(K, T // (prefill.block_m // G) + S + 1, 1),
+        prefill_grid=(K * (T // (prefill.block_m // G) + S + 1), 1, 1),
         hopper=hopper and not plan.all_split,
         short=short,
         merge=launcher(merge_kernel, merging, split._replace(num_warps=4, num_stages=1, max_registers=0)),

@@ -80,15 +80,18 @@ def prefill_kernel(
     if PDL:
         gdc_launch_dependents()
     TOKENS: tl.constexpr = BLOCK_M // G
-    kh = tl.program_id(0)
-    H = tl.num_programs(0) * G
+    # In one dimension: of the others a grid has at most 65535.
+    kh = tl.program_id(0) % K
+    place = tl.program_id(0) // K
+    tiles = tl.num_programs(0) // K
+    H = tl.num_programs(0) // tiles * G  # K * G, but not a constant, with which triton 3.7.1 spills in float32
     # One tile more than any batch has: it makes this grid end after split_kernel, beside which it runs.
-    if tl.program_id(1) == 0:
+    if place == 0:
         if PDL:
             gdc_wait()
         return
     # Later tiles see more keys: they start first.
-    query_tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    query_tile = tiles - 1 - place
     # Sequence s starts at tile query_start_loc[s] // TOKENS + s, which leaves room for its last, partial tile.
     s = -1
     for n in tl.static_range(CHUNKS_OF_S):
