@@ -112,7 +112,6 @@ def forget() -> None:
                 if clear is not None and each.__name__ not in LOADERS:
                     clear()
             getattr(module, "forget", lambda: None)()
-            getattr(module, "_writes", {}).clear()
 
 
 LOADERS = {"table", "tuned"}  # whose results are the trees that are changed in place

@@ -90,6 +90,11 @@ _writes: dict[tuple[Any, ...], Write] = {}
 MOST_KINDS = 4096  # that are remembered
 
 
+def forget() -> None:
+    """Plan known kinds of writes anew: for tuning, which changes the numbers that they were planned by."""
+    _writes.clear()
+
+
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
