@@ -4,13 +4,16 @@ Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D and
 block, P programs. Inside kernels also M packed query rows (``q_len`` tokens by G heads, so that every key and value is
 read once for all of them) and N keys of a tile.
 
-* ``split_kernel`` serves every sequence whose rows fit one tile of M rows: decode and speculative widths. Its P
-  programs take equal contiguous shares of the running total of key tiles over (sequence, key/value head), which each
-  of them counts on the device: no host plan, and one captured graph is balanced for any lengths. A unit of work that
-  lies in one share goes to the output, one that is cut leaves parts in a workspace.
-* ``merge_kernel`` combines the parts of a cut unit in a fixed order.
-* ``prefill_kernel`` serves the longer sequences by tiles of query rows, longest first.
+* ``split_kernel`` (decode.py) serves every sequence whose rows fit one tile of M rows: decode and speculative widths;
+  and all sequences of a batch that has as many rows as if all were such. Its P programs take equal contiguous shares of
+  the running total of key tiles over (sequence, key/value head), which each of them counts on the device: no host plan,
+  and one captured graph is balanced for any lengths. A unit of work that lies in one share goes to the output, one that
+  is cut leaves parts in a workspace.
+* ``merge_kernel`` (decode.py) combines the parts of a cut unit in a fixed order.
+* ``prefill_kernel`` (prefill.py; hopper.py where that serves) takes the longer sequences by tiles of query rows, longest
+  first.
 
+The host plans a *kind* of call once, by shapes, strides, dtypes and features; a known kind goes straight to its launches.
 Which kernel serves a sequence is decided by its length, on the device. Ideas: stream-K (Osama et al. 2023,
 arXiv:2301.03598), FlashAttention-2 (arXiv:2307.08691), Flash-Decoding (Dao et al. 2023), the packing of grouped heads
 from FlashInfer (arXiv:2501.01005).

@@ -92,23 +92,9 @@ def split_kernel(
     group_head = tl.arange(0, triton.next_power_of_2(G)) % G
 
     start, end, _, _ = shares(
-        p,
-        P,
-        S,
-        seq_lens,
-        query_start_loc,
-        window,
-        chunk,
-        K,
-        WINDOW,
-        CHUNK,
-        G,
-        BLOCK_S,
-        CHUNKS_OF_S,
-        SHORT,
-        BLOCK_M,
+        p, P, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
         BLOCK_N,
-    )
+    )  # fmt: skip
     s, unit, part_tile = locate(
         start, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
         BLOCK_N,
