@@ -10,10 +10,10 @@ read once for all of them) and N keys of a tile.
   and one captured graph is balanced for any lengths. A unit of work that lies in one share goes to the output, one that
   is cut leaves parts in a workspace.
 * ``merge_kernel`` (decode.py) combines the parts of a cut unit in a fixed order.
-* ``prefill_kernel`` (prefill.py; hopper.py where that serves) takes the longer sequences by tiles of query rows, longest
-  first.
+* ``prefill_kernel`` (prefill.py; hopper.py where that serves) takes the longer sequences by tiles of query rows, those
+  that see most keys first.
 
-The host plans a *kind* of call once, by shapes, strides, dtypes and features; a known kind goes straight to its launches.
+The host plans a *kind* of call once, by shapes, strides, dtypes and features; a known one goes straight to its launches.
 Which kernel serves a sequence is decided by its length, on the device. Ideas: stream-K (Osama et al. 2023,
 arXiv:2301.03598), FlashAttention-2 (arXiv:2307.08691), Flash-Decoding (Dao et al. 2023), the packing of grouped heads
 from FlashInfer (arXiv:2501.01005).
