@@ -13,7 +13,7 @@ read once for all of them) and N keys of a tile.
 * ``prefill_kernel`` (prefill.py; hopper.py where that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first.
 
-The host plans a *kind* of call once, by shapes, strides, dtypes and features; a known one goes straight to its launches.
+The host plans a *kind* of call once, by shapes, strides, dtypes and features; a known one goes straight to launches.
 Which kernel serves a sequence is decided by its length, on the device. Ideas: stream-K (Osama et al. 2023,
 arXiv:2301.03598), FlashAttention-2 (arXiv:2307.08691), Flash-Decoding (Dao et al. 2023), the packing of grouped heads
 from FlashInfer (arXiv:2501.01005).
