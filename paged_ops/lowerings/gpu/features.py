@@ -57,8 +57,6 @@ def load_tile(
         tile = tl.where(live[:, None], tile, 0.0).to(tile.dtype)
     if tile.dtype.primitive_bitwidth == 8 and FORMAT == 0:
         return widen_fp8(tile).to(DTYPE)
-    if FORMAT == 1:
-        return decode_e4m3(tile).to(DTYPE)
     if FORMAT != 0:
         tile = decode_fp8(tile, FORMAT)
     return tile.to(DTYPE)
@@ -77,18 +75,6 @@ def load_pairs(base, block, offset, live, stride_n, stride_b, SIZE: tl.constexpr
         mask = mask & (d < SIZE // 2)[None, :]
     pairs = tl.load(base.to(tl.pointer_type(tl.int16)) + row[:, None] + d[None, :], mask=mask, other=0)
     return widen_pairs(pairs, base.dtype.element_ty == tl.float8e4nv)
-
-
-@triton.jit
-def decode_e4m3(bits):
-    """The float16 numbers that e4m3fn ``bits`` hold, in few instructions: tiles of keys are decoded all the time.
-
-    e4m3's fields, moved to float16's places, are a float16 whose exponent's bias is 8 more: 2**-8 of the number.
-    """
-    wide = bits.to(tl.uint16)
-    moved = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    real = moved.to(tl.float16, bitcast=True) * 256.0
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), real).to(tl.float16)
 
 
 @triton.jit
