@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,26 @@ SMALL = [
 TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
+def run_limited(command: list[str], seconds: int, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with the output, which ends the processes that the command started too when time is up.
+
+    Raises subprocess.TimeoutExpired then, with the output so far.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **pipes, **options) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            raise subprocess.TimeoutExpired(command, seconds, out, err) from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def timed_out(error: subprocess.TimeoutExpired) -> dict[str, Any]:
+    return {"timed_out": error.timeout, "output": (error.output + error.stderr)[-1500:]}
+
+
 def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, Any]:
     """Counts, and the names of what failed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -66,9 +87,9 @@ def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, An
         command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), f"--junitxml={report}", *arguments]
         start = time.time()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return {"timed_out": seconds}
+            done = run_limited(command, seconds)
+        except subprocess.TimeoutExpired as error:
+            return timed_out(error)
         if not report.exists():
             return {"error": (done.stdout + done.stderr)[-1500:]}
         suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -116,9 +137,9 @@ def run_sanitizer(tool: str, seconds: int) -> dict[str, Any]:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.time()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return {"timed_out": seconds}
+        done = run_limited(command, seconds, env=environment)
+    except subprocess.TimeoutExpired as error:
+        return timed_out(error)
     text = done.stdout + done.stderr
     errors = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)
     cases = re.findall(r"^case (\S+) (\S+)", text, re.M)
@@ -181,9 +202,9 @@ def run_demo(seconds: int) -> dict[str, Any]:
     main = "from paged_ops.cli import main; main()"
     command = [sys.executable, "-c", main, "demo", "--device", "cuda", "--json"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"timed_out": seconds}
+        done = run_limited(command, seconds)
+    except subprocess.TimeoutExpired as error:
+        return timed_out(error)
     lines = done.stdout.strip().splitlines()
     return json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]}
 
