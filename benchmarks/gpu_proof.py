@@ -41,15 +41,15 @@ PYTEST: dict[str, tuple[list[str], int]] = {
     "suite": (["tests/test_ops.py", "--device", "cuda"], 14),
     "peers_attention": (["tests/test_gpu_peers.py"], 10),
     "peers_cache": (["tests/test_gpu_peers_cache.py"], 4),
-    "device": (
+    "only_there": (
         ["-m", "gpu", *(f"tests/test_{name}.py" for name in ("gpu_device", "gpu_launch", "cache", "metadata"))],
         2,
     ),
     # Without the tests of packages that are loaded elsewhere: they are of the CPU whatever the device.
     "compile": (["tests/test_compile.py", "--device", "cuda", "-k", "not elsewhere"], 12),
 }
-PLAN = (
-    "suite,peers_attention+peers_cache,device+compile,memcheck+racecheck+initcheck,density,host,demo"  # in this order
+PLAN = (  # in this order
+    "suite,peers_attention+peers_cache,only_there+compile,memcheck+racecheck+initcheck,density,host,demo"
 )
 SMALL = [
     "paged_attention_with_lse-(decode|mixed|speculative|holes|padding_only)-bf16",
@@ -114,7 +114,7 @@ ORDERED = (
 
 
 def unexplained_races(text: str) -> list[str]:
-    """The races in a report of racecheck that are not ORDERED."""
+    """The races in a report of racecheck that are not ORDERED, each once."""
     lines = HOPPER.read_text().splitlines()
     found = []
     for report in text.split("Race reported between")[1:]:
@@ -127,7 +127,7 @@ def unexplained_races(text: str) -> list[str]:
             code = [lines[int(line) - 1].strip() if known else "" for _, _, line in pair]
             if not any(code[0].startswith(read) and code[1].startswith(write) for read, write in ORDERED):
                 found.append(" and ".join(f"{kind} {file}:{line}" for kind, file, line in pair))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def run_sanitizer(tool: str, seconds: int) -> dict[str, Any]:

@@ -78,10 +78,11 @@ def run_generate() -> dict[str, Any]:
 
 
 def run_example(name: str) -> dict[str, Any]:
+    began = time.perf_counter()
     try:
         printed = run(name, folder=ROOT / "examples")
         assert EXAMPLES[name] in printed, printed
-        return {"printed": printed.splitlines()}
+        return {"printed": printed.splitlines(), "seconds": round(time.perf_counter() - began)}
     except (AssertionError, RuntimeError) as error:
         found = {"error": str(error)[-1000:]}
     if name == "export_aoti.py":

@@ -1,4 +1,5 @@
-"""What only a GPU shows: caches past 2^31 elements, captured graphs for other batches, equal bits run after run."""
+"""What only a GPU shows: caches past 2^31 elements, more than 65535 tiles of query rows, captured graphs for other
+batches, equal bits run after run."""
 
 import random
 
@@ -34,6 +35,23 @@ def test_large_cache_attention(large, q_len):
     want = paged_ops.paged_attention(query, small, tables, lens, starts, 0.1)
     got = paged_ops.paged_attention(query, large, tables + N - 64, lens, starts, 0.1)
     testing.assert_same_bytes("out", got, want)
+
+
+def test_more_tiles_than_65535():
+    """Each sequence gets what it gets alone; with ALiBi the Triton kernel takes them, at most 2 tokens a tile."""
+    S, q_len, H = 140, 1000, 64
+    cache = torch.randn(63, 2, B, 1, 64, dtype=torch.bfloat16, device="cuda")
+    query = torch.randn(S * q_len, H, 64, dtype=torch.bfloat16, device="cuda")
+    tables = torch.stack([torch.randperm(63) for _ in range(S)]).int().cuda()
+    lens = torch.full((S,), q_len, dtype=torch.int32, device="cuda")
+    starts = torch.arange(S + 1, dtype=torch.int32, device="cuda") * q_len
+    slopes = torch.rand(H, device="cuda")
+    got = paged_ops.paged_attention(query, cache, tables, lens, starts, 0.1, alibi_slopes=slopes)
+    for s in (0, 1, 68, 139):
+        rows = slice(s * q_len, (s + 1) * q_len)
+        one = (query[rows], cache, tables[s : s + 1], lens[:1], starts[:2], 0.1)
+        want = paged_ops.paged_attention(*one, alibi_slopes=slopes)
+        torch.testing.assert_close(got[rows], want)
 
 
 def test_large_cache_writes_and_copies(large):
