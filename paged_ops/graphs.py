@@ -114,7 +114,7 @@ class CaptureReport:
     keys: tuple[GraphKey, ...]
     graphs: int  # more than keys in the piecewise modes
     seconds: float  # compilation included
-    num_bytes: int  # of device memory, workspaces and code included
+    num_bytes: int  # of device memory, workspaces and code included; what other processes take or free meanwhile, too
 
     def __str__(self) -> str:
         sizes = ", ".join(str(key.num_tokens) for key in sorted(self.keys))
@@ -532,6 +532,7 @@ class CaptureSession:
             self._stack.callback(gc.enable)
         torch.cuda.empty_cache()
         self._free = torch.cuda.mem_get_info(self.device)[0]
+        self._reserved = torch.cuda.memory_reserved(self.device)
         self._stack.enter_context(torch.cuda.device(self.device))
         self._stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
         return self
@@ -540,7 +541,9 @@ class CaptureSession:
         self._stack.close()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        self.num_bytes = max(self._free - torch.cuda.mem_get_info(self.device)[0], 0)
+        reserved = torch.cuda.memory_reserved(self.device) - self._reserved
+        # The allocator does not know of code; the device's number shrinks where another process frees memory meanwhile.
+        self.num_bytes = max(self._free - torch.cuda.mem_get_info(self.device)[0], reserved, 0)
 
     @contextlib.contextmanager
     def sync_is_error(self) -> Iterator[None]:

@@ -69,10 +69,12 @@ def test_replays_tell_the_truth(mode, compiled):
     model, kv_cache = Toy("cuda"), poisoned_cache(48, "cuda", num_host_blocks=24)
     run = runner(torch.compile(model, fullgraph=True) if compiled else model, kv_cache, mode=mode)
     with CompileReport(kv_cache.layers) as compilation:
+        before = torch.cuda.memory_reserved()
         report = run.capture()
+        reserved = torch.cuda.memory_reserved() - before
         walk_and_compare(run.replay, model, kv_cache, 300)
     assert report.graphs == len(run.captured) == len(run.plan())
-    assert 0 < report.num_bytes < 512 << 20
+    assert report.num_bytes > 0 and reserved < 512 << 20  # other processes may share the device that is reported of
     # Of a compiled step the size 1 is a graph of its own, as everywhere in torch.compile: all others share one.
     assert compilation.graphs == 2 * compiled and compilation.recompiles == compiled, compilation.recompile_reasons
     assert compilation.cache_copies == 0, compilation.copies
