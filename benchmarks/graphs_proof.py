@@ -5,8 +5,8 @@
 Parts (--parts, each within about two minutes): ``tests`` of captured and compiled steps, two runners on two streams
 among them, and of transformers models; ``replays``, 10^5 of them with random changes of the batch in between;
 ``demo`` and ``generate`` of the command line with graphs and without; ``examples``; ``readme``, the code of README.md.
-An example that fails is recorded with why, and fails the run after the others; beside it, whether torch loads an
-AOTInductor package of one ``nn.Linear``, where the example needs one.
+An example that fails is recorded with why, and fails the run after the others; ``export_aoti.py`` runs once more, with
+the system's C++ runtime loaded first, where torch cannot load a package of one ``nn.Linear`` either, and both is said.
 Parts that run later with the same commit are added to the file. The speed of a step is ``decode_step.py``'s.
 """
 
@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,26 @@ EXAMPLES = {  # what each must print
     "cuda_graphs.py": "the same tokens as without graphs: True",
     "export_aoti.py": "equal to eager: True",
 }
+# Where the linker finds the C++ runtime in torch's libraries, a process that loads a package dies in torch's loader:
+# whether it does with a package of one layer of torch.
 LOADER = """
 import subprocess, sys, tempfile, torch
-layer = torch.nn.Linear(8, 8, device="cuda").eval()
+layer = torch.nn.Linear(8, 8).eval()
 with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-    exported = torch.export.export(layer, (torch.ones(2, 8, device="cuda"),))
+    exported = torch.export.export(layer, (torch.ones(2, 8),))
     package = torch._inductor.aoti_compile_and_package(exported, package_path=folder + "/linear.pt2")
     load = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
     print("exit", subprocess.run([sys.executable, "-c", load, package]).returncode)
 """
+PRELOADED = {"LD_PRELOAD": "libstdc++.so.6"}  # then it does not
 NUMBERS = ("tokens_match_reference", "tokens_checked", "steps", "replayed_steps", "replayed_sizes", "replayed_padding")
 NUMBERS += ("tokens_per_second", "graphs", "graph_breaks", "recompiles", "cache_copies", "compile_seconds", "device")
 
 
-def run(*command: str, folder: Path = ROOT) -> str:
-    """The output of a Python program; its failure is this program's."""
+def run(*command: str, folder: Path = ROOT, **variables: str) -> str:
+    """The output of a Python program, with more variables of the environment; its failure is this program's."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)[:80]}: exit {done.returncode}: {done.stderr[-2000:]}")
@@ -77,21 +81,27 @@ def run_generate() -> dict[str, Any]:
     return found
 
 
-def run_example(name: str) -> dict[str, Any]:
+def run_example(name: str, **variables: str) -> dict[str, Any]:
     began = time.perf_counter()
     try:
-        printed = run(name, folder=ROOT / "examples")
+        printed = run(name, folder=ROOT / "examples", **variables)
         assert EXAMPLES[name] in printed, printed
-        return {"printed": printed.splitlines(), "seconds": round(time.perf_counter() - began)}
     except (AssertionError, RuntimeError) as error:
-        found = {"error": str(error)[-1000:]}
-    if name == "export_aoti.py":
-        found["torch alone loads a package of one nn.Linear"] = run("-c", LOADER).strip()
-    return found
+        return {"error": str(error)[-1000:]}
+    return {"printed": printed.splitlines(), "seconds": round(time.perf_counter() - began)}
 
 
 def run_examples() -> dict[str, Any]:
-    found: dict[str, Any] = {name: run_example(name) for name in EXAMPLES}
+    """Each example; that of a package, if it fails where torch cannot load one of its own either, with one runtime."""
+    with ThreadPoolExecutor(len(EXAMPLES) + 1) as pool:
+        loader = pool.submit(run, "-c", LOADER)
+        found: dict[str, Any] = dict(zip(EXAMPLES, pool.map(run_example, EXAMPLES), strict=True))
+        exit_code = loader.result().split()[-1]
+    package = found["export_aoti.py"]
+    package["torch alone with a package of one nn.Linear"] = f"exit {exit_code}"
+    if "error" in package and exit_code != "0":
+        why = {"without": package.pop("error"), **PRELOADED}
+        package |= {**run_example("export_aoti.py", **PRELOADED), **why}
     failed = [name for name in EXAMPLES if "error" in found[name]]
     return {**found, "error": f"failed: {', '.join(failed)}"} if failed else found
 
