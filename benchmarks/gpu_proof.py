@@ -36,15 +36,13 @@ from paged_ops.benchmark.cases import Case, host_case
 
 DEVICE = torch.device("cuda")
 HOPPER = Path(__file__).parents[1] / "paged_ops/lowerings/gpu/hopper.py"
+ONLY_THERE = [f"tests/test_{name}.py" for name in ("gpu_device", "gpu_hopper", "gpu_launch", "cache", "metadata")]
 # What to run, and with how many workers: caches of the cache ops' matrices take tens of gigabytes.
 PYTEST: dict[str, tuple[list[str], int]] = {
     "suite": (["tests/test_ops.py", "--device", "cuda"], 14),
     "peers_attention": (["tests/test_gpu_peers.py"], 10),
     "peers_cache": (["tests/test_gpu_peers_cache.py"], 4),
-    "only_there": (
-        ["-m", "gpu", *(f"tests/test_{name}.py" for name in ("gpu_device", "gpu_launch", "cache", "metadata"))],
-        2,
-    ),
+    "only_there": (["-m", "gpu", *ONLY_THERE], 2),
     # Without the tests of packages that are loaded elsewhere: they are of the CPU whatever the device.
     "compile": (["tests/test_compile.py", "--device", "cuda", "-k", "not elsewhere"], 12),
 }

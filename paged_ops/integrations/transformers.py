@@ -144,7 +144,8 @@ class PagedCausalLM:
     """A causal language model of transformers as a :class:`paged_ops.generation.ModelStep`.
 
     Sets the model's attention to ``"paged_ops"``, in place: ``model.generate`` fails clearly until
-    ``model.set_attn_implementation("sdpa")``, or another, undoes it.
+    ``model.set_attn_implementation("sdpa")``, or another, undoes it. Compiled experts wait for the device
+    unless they are bfloat16, which no graph can hold; those of ``model.set_experts_implementation("batched_mm")`` do not.
 
     Args:
         model: in evaluation mode, on its device.
