@@ -145,7 +145,8 @@ class PagedCausalLM:
 
     Sets the model's attention to ``"paged_ops"``, in place: ``model.generate`` fails clearly until
     ``model.set_attn_implementation("sdpa")``, or another, undoes it. Compiled experts wait for the device
-    unless they are bfloat16, which no graph can hold; those of ``model.set_experts_implementation("batched_mm")`` do not.
+    unless they are bfloat16, which no graph can hold; after ``model.set_experts_implementation("batched_mm")`` they do
+    not.
 
     Args:
         model: in evaluation mode, on its device.
