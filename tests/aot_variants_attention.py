@@ -88,6 +88,12 @@ VARIANTS = [
     ),
     Variant("attention-g71", call("decode", heads=(71, 1)), may_spill=RDNA),
     Variant("attention-speculative-d256", call("speculative", D=256), may_spill=RDNA),
+    Variant(
+        "attention-decode-masks",
+        call("decode", soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),
+        {**SPLIT, "cuda:90": (*SPLIT["cuda"], r"ldmatrix\.sync[^;]*\.trans")},
+        may_spill=RDNA,
+    ),
     Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL, may_spill=RDNA),
     Variant(
         "attention-noncausal-e4m3-out",

@@ -302,7 +302,10 @@ def _plan(
     key, value, cache_format = _readable(paged, stored)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     first_offset, offset_step, heads_an_offset = _sparse_offsets(sparse, H, K)
-    plan = tiles.plan(query.dtype, key.dtype, T, S, G, D, Dv, device, sparse is not None)
+    run, paired = _run(value, max(B, 1)), _paired(query, key, value, cache_format)
+    plan = tiles.plan(
+        query.dtype, key.dtype, T, S, G, D, Dv, device, sparse is not None, _sliceable(query, key, value, run, paired)
+    )
     split, prefill, P = plan.split, plan.prefill, plan.programs
     constants = {
         "CAUSAL": bool(f.causal),
@@ -320,7 +323,7 @@ def _plan(
         "DV_PAD": tiles.padded(Dv, stored.itemsize),
         "X": key.shape[4],
         "FORMAT": cache_format,
-        "RUN": _run(value, max(B, 1)),
+        "RUN": run,
         "QUERY": query.stride(),
         "KEY": key.stride(),
         "VALUE": value.stride(),
@@ -348,7 +351,7 @@ def _plan(
     to_lse = P * 2 * split.block_m * Dv
     spans = (min(f.sliding_window, LARGEST_SPAN), min(f.attention_chunk, LARGEST_SPAN))
     merging = {name: constants[name] for name in MERGING} | overlap() | {"SHORT": split_from}
-    splitting = constants | {"SHORT": split_from, "PAIRED": _paired(query, key, value, cache_format)}
+    splitting = constants | {"SHORT": split_from, "PAIRED": paired, "SLICES": plan.slices}
     return call._replace(
         offsets=(
             key.data_ptr() - kv_cache.data_ptr(),
@@ -421,6 +424,19 @@ def _paired(query: Tensor, key: Tensor, value: Tensor, cache_format: int) -> boo
         and query.element_size() == 2
         and key.shape[3] == key.stride(4) == value.stride(3) == 1
         and not any(number % 2 for number in (*numbers, key.data_ptr(), value.data_ptr()))
+    )
+
+
+def _sliceable(query: Tensor, key: Tensor, value: Tensor, run: int, paired: bool) -> bool:
+    """Whether tiles can be taken in slices that lie in one block each, of elements as tensor cores take them."""
+    return (
+        torch.version.hip is None
+        and query.element_size() == 2
+        and (paired or key.dtype == query.dtype)
+        and key.shape[1] % tiles.SLICE == 0
+        and key.shape[3] == 1  # not packed
+        and run == 1
+        and max(key.stride(1), value.stride(1)) * tiles.SLICE < 2**31
     )
 
 

@@ -14,10 +14,13 @@ from paged_ops.lowerings.gpu.features import (
     VARYING,
     count_sink,
     finish,
+    join_slices,
     load_queries,
     next_seen_tile,
+    nothing_seen,
     oldest_key,
-    queries_for,
+    queries_for_fp8,
+    see_slices,
     see_tile,
     store_rows,
 )
@@ -78,6 +81,7 @@ def split_kernel(
     PDL: tl.constexpr,
     PAIRED: tl.constexpr,  # see see_tile
     SHORT: tl.constexpr,  # see sequence()
+    SLICES: tl.constexpr,  # of a key tile, see see_slices; 0: see see_tile
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -134,14 +138,20 @@ def split_kernel(
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + kh * G + r % G)
     HALVES: tl.constexpr = 2 if PAIRED else 1
-    acc = tl.zeros([BLOCK_M, DV_PAD // HALVES], tl.float32)
+    acc, m, l = nothing_seen(BLOCK_M, DV_PAD // HALVES, SLICES)
     acc_odd = acc
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    CONVERTED: tl.constexpr = (
+        FORMAT == 0 and key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16
+    )
+    if CONVERTED:
+        q = tl.zeros([BLOCK_M, D_PAD], tl.float16)
+        row_factor = tl.zeros([BLOCK_M, 1], tl.float32)
     # One loop over all tiles of the share: the loads of a unit are under way before the one before it is finished.
     for step in range(steps):
         tile += 1
+        first_step = step == 0  # of a unit
         if tile == end_tile:
+            first_step = True
             before = s
             s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
             if s > before:
@@ -167,24 +177,44 @@ def split_kernel(
             skipped += tl.minimum(seen_tile, last) - tile
             tile = tl.minimum(seen_tile, last)
             seen = seen_tile == tile
-        q = load_queries(query, row_start + token, row_head, row_live, QUERY[0], QUERY[1], QUERY[2], D, D_PAD)
-        q, row_factor = queries_for(q, key_cache, FORMAT)
-        acc, acc_odd, m, l = see_tile(
-            acc, acc_odd, m, l, q, seq_len - q_len + token, tile, seen, slopes, factor * row_factor, seq_len,
-            oldest_key(first_i, window, chunk, WINDOW, CHUNK),
-            block_tables + s.to(tl.int64) * table_stride,
-            key_cache + kh.to(tl.int64) * KEY[2], value_cache + kh.to(tl.int64) * VALUE[2],
-            soft_cap, window, chunk,
-            (sparse_block, local_blocks, vert_stride, first_offset + (row_head // HEADS_AN_OFFSET) * offset_step),
-            CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
-            B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, PAIRED, KEY, VALUE, TABLE, BLOCK_N,
-        )  # fmt: skip
+        loaded = load_queries(query, row_start + token, row_head, row_live, QUERY[0], QUERY[1], QUERY[2], D, D_PAD)
+        if CONVERTED:
+            if first_step:
+                q, row_factor = queries_for_fp8(loaded)
+        else:
+            q = loaded
+        i = seq_len - q_len + token
+        oldest = oldest_key(first_i, window, chunk, WINDOW, CHUNK)
+        block_table = block_tables + s.to(tl.int64) * table_stride
+        keys = key_cache + kh.to(tl.int64) * KEY[2]
+        values = value_cache + kh.to(tl.int64) * VALUE[2]
+        row_offset = first_offset + (row_head // HEADS_AN_OFFSET) * offset_step
+        sparse = (sparse_block, local_blocks, vert_stride, row_offset)
+        rows_factor = factor
+        if CONVERTED:
+            rows_factor = factor * row_factor if SLICES == 0 else factor * tl.reshape(row_factor, (1, 1, BLOCK_M))
+        if SLICES == 0:
+            acc, acc_odd, m, l = see_tile(
+                acc, acc_odd, m, l, q, i, tile, seen, slopes, rows_factor, seq_len, oldest, block_table, keys,
+                values, soft_cap, window, chunk, sparse,
+                CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
+                B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, PAIRED, KEY, VALUE, TABLE, BLOCK_N,
+            )  # fmt: skip
+        else:
+            acc, acc_odd, m, l = see_slices(
+                acc, acc_odd, m, l, q, i, tile, seen, slopes, rows_factor, seq_len, oldest, block_table, keys,
+                values, soft_cap, window, chunk, sparse,
+                CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE,
+                B, D, Dv, D_PAD, DV_PAD, PAIRED, KEY, VALUE, TABLE, BLOCK_N, SLICES,
+            )  # fmt: skip
         if (tile + 1 == end_tile) | (start + step + skipped + 1 == end):
             from_start = part_tile == first_tile
             for half in tl.static_range(HALVES):
                 result, m_, l_ = acc, m, l
                 if half == 1:
                     result = acc_odd
+                if SLICES > 0:
+                    result, m_, l_ = join_slices(result, m, l)
                 if sinks is not None:
                     if from_start:  # the first part counts the sink
                         result, m_, l_ = count_sink(result, m_, l_, tl.load(sinks + row_head))
@@ -199,10 +229,8 @@ def split_kernel(
                     place = part_row[:, None] * Dv + d[None, :]
                     tl.store(parts + place, result, mask=row_live[:, None] & (d < Dv)[None, :])
                     tl.store(part_lse + part_row, lse2, mask=row_live)
-            acc = tl.zeros([BLOCK_M, DV_PAD // HALVES], tl.float32)
+            acc, m, l = nothing_seen(BLOCK_M, DV_PAD // HALVES, SLICES)
             acc_odd = acc
-            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_M], tl.float32)
 
 
 @triton.jit
@@ -366,6 +394,7 @@ def merge_kernel(
     left = end_tile - first_tile - 1 - tile
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     if (start == end) | (left == 0):
         return
     first = program_of(end - 1 - tile, share, longer)

@@ -89,20 +89,13 @@ def load_queries(
 
 
 @triton.jit
-def queries_for(q, key_cache, FORMAT: tl.constexpr):
-    """The packed rows ``q [M, D]`` in the type that they meet keys and values of fp8 in, and their factor ``[M, 1]``.
-
-    Every fp8 number is a float16, to which one instruction converts two; to bfloat16 it is a longer way. So bfloat16
-    rows become float16, each divided by a power of two that makes its largest element less than 2.
-    """
-    factor = 1.0
-    if FORMAT == 0 and key_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
-        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-        power = tl.minimum(largest.to(tl.uint32, bitcast=True) & 0x7F800000, 253 << 23)
-        inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
-        factor = power.to(tl.float32, bitcast=True)[:, None]
-        q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
-    return q, factor
+def queries_for_fp8(q):
+    """bfloat16 rows ``q [M, D]`` as float16, each divided by the power of two, their factor ``[M, 1]``, that makes its
+    largest element less than 2. Every fp8 number is a float16, to which one instruction converts two."""
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+    power = tl.minimum(largest.to(tl.uint32, bitcast=True) & 0x7F800000, 253 << 23)
+    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * inverse[:, None]).to(tl.float16), power.to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
@@ -141,13 +134,13 @@ def apply_soft_cap(logits, soft_cap, EXACT: tl.constexpr):
 
 @triton.jit
 def logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr):
-    """log2(e) * (cap(factor * qk) + slope * (j - i)), ``[M, N]``."""
+    """log2(e) * (cap(factor * qk) + slope * (j - i)); all operands broadcast to the shape of ``qk``."""
     if SOFT_CAP:
         logits = apply_soft_cap(qk * factor, soft_cap, EXACT) * LOG2E
     else:
         logits = qk * (factor * LOG2E)
     if ALIBI:
-        logits += (slopes * LOG2E)[:, None] * (j[None, :] - i[:, None]).to(tl.float32)
+        logits += slopes * LOG2E * (j - i).to(tl.float32)
     return logits
 
 
@@ -162,23 +155,23 @@ def keep(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Whether the queries at positions ``i [M]`` see the keys at ``j [N]``, of which ``live`` exist."""
-    kept = live[None, :]
+    """Whether the queries at positions ``i`` see the keys at ``j``, of which ``live`` exist; operands broadcast."""
+    kept = live
     if CAUSAL:
-        kept = kept & (j[None, :] <= i[:, None])
+        kept = kept & (j <= i)
     if WINDOW:
-        kept = kept & (i[:, None] - j[None, :] < window)
+        kept = kept & (i - j < window)
     if CHUNK:
-        kept = kept & (i[:, None] // chunk == j[None, :] // chunk)
+        kept = kept & (i // chunk == j // chunk)
     return kept
 
 
 @triton.jit
 def keep_block_sparse(i, j, offset, sparse_block, local_blocks, vert_stride):
-    """Local blocks or a vertical stripe that slides over heads by ``offset [M]``; causality is not included."""
-    qb = i[:, None] // sparse_block
-    kb = j[None, :] // sparse_block
-    return (qb - kb < local_blocks) | ((kb + offset[:, None]) % vert_stride == 0)
+    """Local blocks or a vertical stripe that slides over heads by ``offset``; causality is not included."""
+    qb = i // sparse_block
+    kb = j // sparse_block
+    return (qb - kb < local_blocks) | ((kb + offset) % vert_stride == 0)
 
 
 @triton.jit
@@ -195,17 +188,33 @@ def next_seen_tile(tile, first_i, offset, sparse_block, local_blocks, vert_strid
 
 @triton.jit
 def softmax_step(logits, m, l):
-    """Take a tile of logits ``[M, N]`` into the running maximum and total: its weights, and how much less what was
-    summed before now counts.
+    """Take a tile of logits, keys along axis 1, into the running maxima and totals: its weights, and how much less what
+    was summed before now counts.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """
     m_new = tl.maximum(m, tl.max(logits, 1))
     # A row that has seen no key yet keeps the maximum -inf: exp2(-inf - 0) is the 0 that it needs.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(logits - shift[:, None])
+    p = tl.exp2(logits - tl.expand_dims(shift, 1))
     decay = tl.exp2(m - shift)
-    return p, decay, m_new, l * decay + tl.sum(p, 1)
+    return p, tl.expand_dims(decay, 1), m_new, l * decay + tl.sum(p, 1)
+
+
+@triton.jit
+def weigh(
+    qk, m, l, factor, i, j, live, slopes, soft_cap, window, chunk, sparse, offset, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPARSE: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """From products of queries and keys to what :func:`softmax_step` returns; operands broadcast to the products."""
+    logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
+    if MASKED:
+        kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
+        if SPARSE:
+            kept = kept & keep_block_sparse(i, j, offset, sparse[0], sparse[1], sparse[2])
+        logits = tl.where(kept, logits, float("-inf"))
+    return softmax_step(logits, m, l)
 
 
 @triton.jit
@@ -289,24 +298,166 @@ def see_tile(
     else:
         k = load_tile(keys, block, offset, live, live, KEY[0], KEY[1], KEY[3], KEY[4], D, D_PAD, X, FORMAT, q.dtype, 1)
         qk = dot_keys(q, k)
-    logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
-    if MASKED:
-        kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
-        if SPARSE:
-            kept = kept & keep_block_sparse(i, j, sparse[3], sparse[0], sparse[1], sparse[2])
-        logits = tl.where(kept, logits, float("-inf"))
-    p, decay, m, l = softmax_step(logits, m, l)
+    offset_of_row = None
+    if ALIBI:
+        slopes = slopes[:, None]
+    if SPARSE:
+        offset_of_row = sparse[3][:, None]
+    p, decay, m, l = weigh(
+        qk, m, l, factor, i[:, None], j[None, :], live[None, :], slopes, soft_cap, window, chunk, sparse, offset_of_row,
+        CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, MASKED, EXACT,
+    )  # fmt: skip
     if PAIRED:
         v_even, v_odd = load_pairs(values, block, offset, live, VALUE[0], VALUE[1], Dv, DV_PAD)
-        acc = tl.dot(p.to(tl.float16), v_even, acc * decay[:, None])
-        acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd * decay[:, None])
+        acc = tl.dot(p.to(tl.float16), v_even, acc * decay)
+        acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd * decay)
     else:
         v = load_tile(
             values, block, offset, live, readable, VALUE[0], VALUE[1], 0, VALUE[3], Dv, DV_PAD, Dv, FORMAT, q.dtype,
             RUN,
         )  # fmt: skip
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay, input_precision=PRECISION)
     return acc, acc_odd, m, l
+
+
+@triton.jit
+def see_slices(
+    acc,
+    acc_odd,  # where PAIRED: acc has the even columns, this the odd ones
+    m,
+    l,
+    q,
+    i,  # [M] positions of the rows
+    tile,
+    seen,  # whether any row sees a key of the tile
+    slopes,  # [M]
+    factor,  # [1, 1, M] or a number
+    seq_len,
+    oldest,  # no row sees a key before it
+    block_table,
+    keys,  # of the head
+    values,
+    soft_cap,
+    window,
+    chunk,
+    sparse,  # tuple: block, local blocks, vertical stride, offset of each row [M]
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SPARSE: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    Dv: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAIRED: tl.constexpr,  # 8-bit keys and values are loaded in pairs
+    KEY: tl.constexpr,  # strides n, b, k, dx, d
+    VALUE: tl.constexpr,  # strides n, b, k, d
+    TABLE: tl.constexpr,  # stride m
+    BLOCK_N: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """:func:`see_tile` for few rows, a slice of keys a warp: ``acc [W, Dv, M]``, maxima and totals ``[W, M]``.
+
+    Each of the W slices, which lies in one block, has a softmax of its own until :func:`join_slices`: warps wait for
+    each other's loads only. Products are of keys by queries, so that 8 rows fill a matrix instruction.
+    """
+    N: tl.constexpr = BLOCK_N // SLICES
+    M: tl.constexpr = q.shape[0]
+    first = tile * BLOCK_N + tl.arange(0, SLICES) * N
+    j = first[:, None] + tl.arange(0, N)[None, :]
+    live = j < seq_len
+    entered = first < seq_len
+    if WINDOW or CHUNK:
+        live = live & (j >= oldest)
+        entered = entered & (first + N > oldest)
+    if SPARSE:
+        live = live & seen
+        entered = entered & seen
+    block = tl.load(block_table + (first // B) * TABLE, mask=entered, other=0).to(tl.int64)
+    offset = (first % B).to(tl.int64)
+    # Keys that no row sees are masked as logits: what is there is read, of a block that exists.
+    k = load_slices(keys, block, offset, seq_len > 0, KEY[0], KEY[1], KEY[4], D, D_PAD, N, PAIRED, False)
+    if PAIRED:
+        q_even, q_odd = tl.split(tl.reshape(q, (M, D_PAD // 2, 2)))
+        k_even, k_odd = widen_pairs(k, keys.dtype.element_ty == tl.float8e4nv)
+        qk = tl.dot(k_odd, beside(q_odd, SLICES), tl.dot(k_even, beside(q_even, SLICES)))
+    else:
+        qk = tl.dot(k, beside(q, SLICES))
+    offset_of_row = None
+    if ALIBI:
+        slopes = slopes[None, None, :]
+    if SPARSE:
+        offset_of_row = sparse[3][None, None, :]
+    p, decay, m, l = weigh(
+        qk, m, l, factor, i[None, None, :], j[:, :, None], live[:, :, None], slopes, soft_cap, window, chunk, sparse,
+        offset_of_row, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, True, False,
+    )  # fmt: skip
+    v = load_slices(values, block, offset, live[:, None, :], VALUE[0], VALUE[1], VALUE[3], Dv, DV_PAD, N, PAIRED, True)
+    if PAIRED:
+        v_even, v_odd = widen_pairs(v, values.dtype.element_ty == tl.float8e4nv)
+        acc = tl.dot(v_even, p.to(tl.float16), acc * decay)
+        acc_odd = tl.dot(v_odd, p.to(tl.float16), acc_odd * decay)
+    else:
+        acc = tl.dot(v, p.to(v.dtype), acc * decay)
+    return acc, acc_odd, m, l
+
+
+@triton.jit
+def load_slices(
+    base, block, offset, live, stride_n, stride_b, stride_d, SIZE: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
+    PAIRED: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """N keys or values from each place (``block [W]``, ``offset [W]``) of one head: ``[W, N, PADDED]``, COLUMNS_FIRST
+    ``[W, PADDED, N]``; pairs of 8-bit numbers as int16, half as many columns."""
+    PAIR: tl.constexpr = 2 if PAIRED else 1
+    if PAIRED:
+        base = base.to(tl.pointer_type(tl.int16))
+    place = (block * (stride_n // PAIR) + offset * (stride_b // PAIR))[:, None, None]
+    n = tl.arange(0, N) * (stride_b // PAIR)
+    d = tl.arange(0, PADDED // PAIR)
+    column = d if PAIRED else d * stride_d
+    if COLUMNS_FIRST:
+        place = place + (column[None, :, None] + n[None, None, :])
+        mask = live & (d < SIZE // PAIR)[None, :, None]
+    else:
+        place = place + (n[None, :, None] + column[None, None, :])
+        mask = live & (d < SIZE // PAIR)[None, None, :]
+    return tl.load(base + place, mask=mask, other=0)
+
+
+@triton.jit
+def beside(q, SLICES: tl.constexpr):
+    """The rows ``q [M, D]`` as each slice takes them: ``[W, D, M]``."""
+    return tl.broadcast_to(tl.trans(q)[None, :, :], (SLICES, q.shape[1], q.shape[0]))
+
+
+@triton.jit
+def nothing_seen(M: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr):
+    """What :func:`see_tile` starts from, or :func:`see_slices`."""
+    if SLICES == 0:
+        acc = tl.zeros([M, COLUMNS], tl.float32)
+        m = tl.full([M], float("-inf"), tl.float32)
+    else:
+        acc = tl.zeros([SLICES, COLUMNS, M], tl.float32)
+        m = tl.full([SLICES, M], float("-inf"), tl.float32)
+    return acc, m, tl.zeros_like(m)
+
+
+@triton.jit
+def join_slices(acc, m, l):
+    """The sum ``[M, Dv]``, maxima and totals ``[M]`` of what all slices have seen."""
+    most = tl.max(m, 0)
+    weight = tl.exp2(m - tl.where(most == float("-inf"), 0.0, most)[None, :])
+    sums = tl.permute(acc * weight[:, None, :], (2, 1, 0))
+    # By halves: tl.sum would send each number through shared memory several times.
+    for _ in tl.static_range(3):
+        if sums.shape[2] > 1:
+            low, high = tl.split(tl.reshape(sums, (sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2)))
+            sums = low + high
+    return tl.reshape(sums, (sums.shape[0], sums.shape[1])), most, tl.sum(l * weight, 0)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from paged_ops.lowerings.gpu.features import (
     load_queries,
     next_seen_tile,
     oldest_key,
-    queries_for,
+    queries_for_fp8,
     see_tile,
     store_rows,
 )
@@ -114,10 +114,11 @@ def prefill_kernel(
     i = seq_len - q_len + token
     q = load_queries(query, row_start + token, row_head, row_live, QUERY[0], QUERY[1], QUERY[2], D, D_PAD)
     factor = scale
-    q, row_factor = queries_for(q, key_cache, FORMAT)
     if k_scale is not None:
         factor = scale * tl.load(k_scale + kh * K_SCALE)
-    factor *= row_factor
+    if FORMAT == 0 and key_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
+        q, row_factor = queries_for_fp8(q)
+        factor *= row_factor
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + row_head)

@@ -16,6 +16,12 @@ LARGEST_HEAD = 256
 INTERPRETER_PROGRAMS = 5
 
 
+# Keys of a slice: so many as a matrix instruction takes rows.
+SLICE = 16
+# So many packed query rows are served by slices; more fill the registers of a warp with its sums of values.
+SLICED_ROWS = 8
+
+
 class Tile(NamedTuple):
     """The tile of one kernel: packed query rows, keys, and how Triton compiles it."""
 
@@ -35,6 +41,7 @@ class Plan(NamedTuple):
     """What one call launches: the same for all batches of its shapes."""
 
     split: Tile
+    slices: int  # of a key tile of split_kernel, each of SLICE keys; 0: its tiles are whole
     prefill: Tile
     programs: int  # of split_kernel
     all_split: bool  # whether split_kernel serves every sequence, whatever its length
@@ -61,23 +68,31 @@ def plan(
     Dv: int,
     device: torch.device,
     sparse: bool = False,
+    sliceable: bool = False,
 ) -> Plan:
-    """The tiles for a batch of T rows in S sequences; shapes only bound it, so any batch within them is right."""
+    """The tiles for a batch of T rows in S sequences; shapes only bound it, so any batch within them is right.
+
+    ``sliceable``: whether the cache is one that :func:`~paged_ops.lowerings.gpu.features.see_slices` can read.
+    """
     group = triton.next_power_of_2(G)
     # Decode and speculative widths: tiles of as many rows as a sequence has if all have the same, which only the device
     # knows. So longer ones are split_kernel's too, rather than a launch of prefill_kernel's that mostly finds nothing.
     rows = triton.next_power_of_2(-(-T // S) * group)
     same = T % S == 0 and rows <= max(64, group)
-    split_m = max(16, rows if same else group)
+    if not same:
+        rows = group if T <= S else max(16, group)
+    kind, width = element_kind(dtype, stored), str(padded(max(D, Dv), stored.itemsize))
+    on_cpu = device.type == "cpu"
+    numbers = {} if on_cpu else table(torch.cuda.get_device_name())
+    sliced = sliceable and rows <= SLICED_ROWS and (on_cpu or width in numbers["slices"].get(kind, {}))
+    split_m = max(8 if sliced else 16, rows)
     all_split = same or T * G <= split_m
-    if device.type == "cpu":
-        split, prefill, programs = Tile(split_m, 16, 4, 1), Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
+    if on_cpu:
+        split = Tile(split_m, 32 if sliced else 16, 4, 1)
+        prefill, programs = Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
     else:
-        numbers = table(torch.cuda.get_device_name())
-        width = padded(max(D, Dv), stored.itemsize)
-        kind = element_kind(dtype, stored)
-        split_n, split_warps, split_stages, per_sm, *bound = numbers["split"][kind][str(width)]
-        prefill_m, prefill_n, *prefill_rest = numbers["prefill"][kind][str(width)]
+        split_n, split_warps, split_stages, per_sm, *bound = numbers["slices" if sliced else "split"][kind][width]
+        prefill_m, prefill_n, *prefill_rest = numbers["prefill"][kind][width]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
         if sparse:  # what is skipped is a whole tile; stepping to the next one takes registers that larger ones lack
             prefill_n = min(prefill_n, 64)
@@ -86,11 +101,11 @@ def plan(
         prefill = Tile(max(prefill_m, group), prefill_n, *prefill_rest)
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
             split_n = min(split_n, 32 if split_m > 64 else 64)
-            stage, queries = (rows * width * dtype.itemsize for rows in (2 * split_n, split_m))
+            stage, queries = (rows * int(width) * dtype.itemsize for rows in (2 * split_n, split_m))
             stages = max(1, min(split_stages, (shared_memory(device) - 3 * queries) // stage))
             split = Tile(split_m, split_n, 8, stages)
         programs = per_sm * num_processors(device)
-    return Plan(split, prefill, programs, all_split)
+    return Plan(split, split.block_n // SLICE if sliced else 0, prefill, programs, all_split)
 
 
 def element_kind(dtype: torch.dtype, stored: torch.dtype) -> str:
@@ -107,7 +122,8 @@ def table(device_name: str | None) -> dict[str, Any]:
     """The tiles of a device; None, or a device without a file: the default's.
 
     By kind of element and padded head size. ``split``: keys, warps, stages, programs a multiprocessor and, on CUDA, a
-    bound on registers; ``prefill``: rows, keys, warps, stages.
+    bound on registers; ``slices``: the same where tiles are sliced, which they are only with an entry; ``prefill``:
+    rows, keys, warps, stages.
     """
     own = CONFIGS / f"attention_{(device_name or 'default').lower().replace(' ', '_')}.json"
     return json.loads((own if own.exists() else CONFIGS / "attention_default.json").read_text())
