@@ -28,7 +28,7 @@ REPEATED = {
     "paged_attention_with_lse": (
         r"random-\d\d+|(d8|d32|d40|d72|d112|d120|d128)(-fp16-decode)?|b(8|32|64|128)(-decode)?"
         r"|(hnd|plane_first|interleaved|separate)-(all-features|.*fp8.*|e4m3.*|e5m2.*)"
-        r"|long-d128-b64-.*|(?!sinks-sparse|noncausal-cap)[a-z]+-[a-z]+-long"
+        r"|long-d128-b64-.*|(?!sinks-sparse|noncausal-cap)[a-z]+-[a-z]+-(long|prefill)|(nhd|x_packed)-uint8-.*"
         r"|(chunk|alibi|noncausal|sinks)-(long|holes)|sparse-(rank|local_blocks)-long|h(4|6|16).*"
     ),
     "attention_schedule": r".*-(window|chunk)",
