@@ -55,7 +55,8 @@ def run(*command: str, folder: Path = ROOT, **variables: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)[:80]}: exit {done.returncode}: {done.stderr[-2000:]}")
+        said = done.stderr[-2000:].replace(f"{ROOT}/", "")
+        raise RuntimeError(f"{' '.join(command)[:80]}: exit {done.returncode}: {said}")
     return done.stdout
 
 
