@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_ops import op, testing
+from paged_ops import layouts, op, testing
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import attention, tiles
 
@@ -63,7 +63,7 @@ def test_matches_reference(name, case):
 
 
 @pytest.mark.parametrize("programs", [1, 2, 40])
-@pytest.mark.parametrize("case", ["mixed-fp32", "window-alibi", "sparse-homo_head-decode"])
+@pytest.mark.parametrize("case", ["decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode"])
 def test_any_number_of_programs(case, programs, monkeypatch):
     """Shares of no tile, of less than a unit, of several units: the same numbers within the error budget."""
     monkeypatch.setattr(tiles, "INTERPRETER_PROGRAMS", programs)
@@ -73,3 +73,48 @@ def test_any_number_of_programs(case, programs, monkeypatch):
         testing.check("paged_attention_with_lse", named, "cpu", gpu.paged_attention_with_lse)
     finally:
         attention.forget()
+
+
+@pytest.mark.parametrize(
+    ("sliced", "changes"),
+    [
+        (True, {}),
+        (True, {"layout": "HND", "B": 48, "heads": (8, 1)}),
+        (False, {"B": 8}),  # a slice would lie in two blocks
+        (False, {"layout": "X_PACKED"}),
+        (False, {"dtype": torch.float32}),
+        (False, {"stored": torch.float8_e4m3fn}),  # the interpreter has no instruction that converts pairs
+        (False, {"heads": (16, 1)}),  # 16 packed rows
+        (False, {"tokens": 3}),  # of 4 heads each: 16 packed rows
+    ],
+)
+def test_key_tiles_are_sliced_where_they_can_be(sliced, changes, monkeypatch):
+    """What chooses between the two ways to see a tile of keys; test_matches_reference runs both."""
+    plans = []
+    plan = tiles.plan
+
+    def noted(*arguments):
+        plans.append(plan(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(tiles, "plan", noted)
+    settings = {
+        "layout": "NHD",
+        "B": 16,
+        "heads": (8, 2),
+        "dtype": torch.float16,
+        "stored": None,
+        "tokens": 1,
+        **changes,
+    }
+    (H, K), B, D, S, dtype = settings["heads"], settings["B"], 32, 2, settings["dtype"]
+    storage = torch.zeros(layouts.kv_cache_shape(settings["layout"], 4, B, K, D), dtype=settings["stored"] or dtype)
+    kv_cache, features = layouts.kv_cache_view(settings["layout"], storage), {}
+    if settings["layout"] == "X_PACKED":
+        kv_cache, features["value_cache"] = layouts.split_kv_cache(kv_cache, K, D)
+    starts = torch.arange(S + 1, dtype=torch.int32) * settings["tokens"]
+    query = torch.zeros(S * settings["tokens"], H, D, dtype=dtype)
+    tables, lens = torch.zeros(S, 2, dtype=torch.int32), torch.full((S,), 5, dtype=torch.int32)
+    attention._calls.clear()
+    gpu.paged_attention(query, kv_cache, tables, lens, starts, D**-0.5, **features)
+    assert [bool(each.slices) for each in plans] == [sliced]
