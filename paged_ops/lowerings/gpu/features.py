@@ -1,8 +1,8 @@
 """What all attention kernels share: loads from the paged cache, the logits, the masks, the softmax.
 
 Letters inside kernels: M packed query rows of a tile (row r is token ``r // G`` and head ``r % G`` of the G = H/K query
-heads of a key/value head), N keys of a tile, D and Dv head sizes padded to powers of two. Exponentials are to base 2:
-logits leave :func:`logits2` multiplied by log2(e). A feature that is off compiles away.
+heads of a key/value head), N keys of a tile, or of each of its W slices, D and Dv head sizes padded to powers of two.
+Exponentials are to base 2: logits leave :func:`logits2` multiplied by log2(e). A feature that is off compiles away.
 """
 
 from __future__ import annotations
