@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from paged_ops import layouts, op, testing
-from paged_ops.lowerings import gpu
+from paged_ops.lowerings import cpu, gpu
 from paged_ops.lowerings.gpu import attention, tiles
 
 pytestmark = pytest.mark.interpreter
@@ -73,6 +73,22 @@ def test_any_number_of_programs(case, programs, monkeypatch):
         testing.check("paged_attention_with_lse", named, "cpu", gpu.paged_attention_with_lse)
     finally:
         attention.forget()
+
+
+@pytest.mark.parametrize("case", ["decode-fp16", "mixed-fp32"])
+def test_nan_reaches_the_rows_that_see_it(case):
+    """A key of a sequence, whoever else has part of its work, and a query row: as on a CPU."""
+    inputs = testing.case_named("paged_attention_with_lse", case).inputs("cpu")
+    query, cache, tables, _, starts, *_ = inputs.args
+    cache[tables[1, 0], 0, 0, 0, 3] = torch.nan  # its first key, of head 0
+    query[int(starts[2]), -1, 5] = torch.nan
+    for got, want in zip(
+        gpu.paged_attention_with_lse(*inputs.args, **inputs.kwargs),
+        cpu.paged_attention_with_lse(*inputs.args, **inputs.kwargs),
+        strict=True,
+    ):
+        assert want.isnan().any()
+        assert torch.equal(got.isnan(), want.isnan())
 
 
 @pytest.mark.parametrize(

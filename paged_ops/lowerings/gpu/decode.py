@@ -394,7 +394,6 @@ def merge_kernel(
     left = end_tile - first_tile - 1 - tile
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     if (start == end) | (left == 0):
         return
     first = program_of(end - 1 - tile, share, longer)

@@ -228,8 +228,8 @@ def count_sink(acc, m, l, sink):
 
 @triton.jit
 def finish(acc, m, l):
-    """The normalised output and the base-2 lse of what a row has seen; 0 and -inf if that is nothing."""
-    seen = l > 0.0
+    """The normalised output and the base-2 lse of what a row has seen; 0 and -inf if that is nothing, NaN stays NaN."""
+    seen = l != 0.0
     out = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
     lse2 = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
     return out, lse2

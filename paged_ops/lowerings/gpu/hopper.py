@@ -574,7 +574,7 @@ def consumer(
             l = gl.convert_layout(gl.sum(l, 1), s_rows)
             if sinks is not None:
                 l += gl.where(sink > float("-inf"), gl.exp2(sink - m * factor), 0.0)
-            seen = l > 0.0
+            seen = l != 0.0
             share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0), o_rows)[:, None]
             r = which * M + gl.arange(0, M, o_rows)
             token = first_token + r // G

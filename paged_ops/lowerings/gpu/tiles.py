@@ -79,12 +79,12 @@ def plan(
     # knows. So longer ones are split_kernel's too, rather than a launch of prefill_kernel's that mostly finds nothing.
     rows = triton.next_power_of_2(-(-T // S) * group)
     same = T % S == 0 and rows <= max(64, group)
-    if not same:
+    if not same:  # one token each, unless there are more than sequences: then up to 16 rows are not left to prefill
         rows = group if T <= S else max(16, group)
     kind, width = element_kind(dtype, stored), str(padded(max(D, Dv), stored.itemsize))
     on_cpu = device.type == "cpu"
     numbers = {} if on_cpu else table(torch.cuda.get_device_name())
-    sliced = sliceable and rows <= SLICED_ROWS and (on_cpu or width in numbers["slices"].get(kind, {}))
+    sliced = sliceable and rows <= SLICED_ROWS and (on_cpu or width in numbers.get("slices", {}).get(kind, {}))
     split_m = max(8 if sliced else 16, rows)
     all_split = same or T * G <= split_m
     if on_cpu:
