@@ -37,6 +37,23 @@ def test_large_cache_attention(large, q_len):
     testing.assert_same_bytes("out", got, want)
 
 
+@pytest.mark.parametrize("q_len", [1, 300])
+def test_nan_reaches_the_rows_that_see_it(q_len):
+    """Of a key and of a query row: what is NaN on a CPU, and nothing else."""
+    cache = torch.randn(64, 2, B, K, D, dtype=torch.bfloat16)
+    tables = torch.randperm(64).int().view(2, 32)
+    cache[tables[1, 0], 0, 0, 0, 3] = torch.nan  # the first key of sequence 1
+    query = torch.randn(2 * q_len, 32, D, dtype=torch.bfloat16)
+    query[0, -1, 5] = torch.nan
+    lens, starts = torch.tensor([511, 303], dtype=torch.int32), torch.tensor([0, q_len, 2 * q_len], dtype=torch.int32)
+    tensors = (query, cache, tables, lens, starts)
+    wanted = paged_ops.paged_attention_with_lse(*tensors, 0.1)
+    found = paged_ops.paged_attention_with_lse(*(each.cuda() for each in tensors), 0.1)
+    for got, want in zip(found, wanted, strict=True):
+        assert want.isnan().any()
+        assert torch.equal(got.cpu().isnan(), want.isnan())
+
+
 def test_more_tiles_than_65535():
     """Each sequence gets what it gets alone; with ALiBi the Triton kernel takes them, at most 2 tokens a tile."""
     S, q_len, H = 140, 1000, 64
