@@ -14,8 +14,6 @@ from paged_ops.lowerings.gpu.device import CONFIGS, num_processors, shared_memor
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
 INTERPRETER_PROGRAMS = 5
-
-
 # Keys of a slice: so many as a matrix instruction takes rows.
 SLICE = 16
 # So many packed query rows are served by slices; more fill the registers of a warp with its sums of values.
@@ -85,7 +83,7 @@ def plan(
     on_cpu = device.type == "cpu"
     numbers = {} if on_cpu else table(torch.cuda.get_device_name())
     sliced = sliceable and rows <= SLICED_ROWS and (on_cpu or width in numbers.get("slices", {}).get(kind, {}))
-    split_m = max(8 if sliced else 16, rows)
+    split_m = max(SLICED_ROWS if sliced else 16, rows)
     all_split = same or T * G <= split_m
     if on_cpu:
         split = Tile(split_m, 32 if sliced else 16, 4, 1)
