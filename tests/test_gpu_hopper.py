@@ -81,17 +81,14 @@ def test_leaves_what_tma_cannot_address_to_triton():
 
 
 LONG, SHORT = [(1500, 2500), (700, 700)], [(1, 4096), (2, 1), (1, 900), (3, 4000), (1, 6000), (0, 0)] * 4
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
+on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0),
     reason="needs an sm_90",
 )
-@pytest.mark.parametrize(
-    "sequences", [LONG + SHORT, SHORT + LONG, SHORT[:9] + LONG + SHORT[9:]], ids=["last", "first", "around"]
-)
-def test_short_sequences_beside_long_ones(sequences, monkeypatch):
+
+
+def check_against_triton(sequences, H, K, short, monkeypatch):
+    """Pairs (q_len, seq_len): the Hopper kernel has those of at most ``short`` keys; and what Triton's kernels say."""
     blocks = [-(-n // 16) for _, n in sequences]
     tables = torch.zeros(len(sequences), max(blocks), dtype=torch.int32)
     ids = iter(torch.randperm(sum(blocks), dtype=torch.int32).tolist())
@@ -99,14 +96,62 @@ def test_short_sequences_beside_long_ones(sequences, monkeypatch):
         row[:count] = torch.tensor(list(itertools.islice(ids, count)), dtype=torch.int32)
     starts = torch.tensor([0, *itertools.accumulate(q for q, _ in sequences)], dtype=torch.int32)
     lens = torch.tensor([n for _, n in sequences], dtype=torch.int32)
-    kv_cache = torch.randn(sum(blocks), 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
-    query = torch.randn(int(starts[-1]), 32, 128, dtype=torch.bfloat16, device="cuda")
+    kv_cache = torch.randn(sum(blocks), 2, 16, K, 128, dtype=torch.bfloat16, device="cuda")
+    query = torch.randn(int(starts[-1]), H, 128, dtype=torch.bfloat16, device="cuda")
     call = (query, kv_cache, tables.cuda(), lens.cuda(), starts.cuda(), 0.1)
-    assert hopper.short_keys(len(query), 32, query.device) == hopper.SHORT
+    bounds = []
+    monkeypatch.setattr(
+        hopper, "prefill", lambda *args, kernel=hopper.prefill: (bounds.append(args[-1]), kernel(*args))
+    )
     got, got_lse = paged_ops.paged_attention_with_lse(*call)
+    assert bounds == [short]
     monkeypatch.setattr(attention, "has_hopper_gluon", lambda: False)
     attention.forget()
     want, want_lse = paged_ops.paged_attention_with_lse(*call)
     attention.forget()
+    assert len(bounds) == 1
     assert (got.double() - want.double()).norm() <= 5e-3 * want.double().norm()
     torch.testing.assert_close(got_lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    "sequences", [LONG + SHORT, SHORT + LONG, SHORT[:9] + LONG + SHORT[9:]], ids=["last", "first", "around"]
+)
+def test_short_sequences_beside_long_ones(sequences, monkeypatch):
+    check_against_triton(sequences, 32, 8, hopper.SHORT, monkeypatch)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    ("sequences", "heads"),
+    [
+        ([(1, 4096), (1, 9000), (1, 1), (0, 0), (1, 8192)] * 12, (64, 1)),
+        ([(1, 300), (1, 20000), (0, 5), (1, 77)] * 12, (71, 1)),
+        ([(16, 4096), (16, 16), (16, 10000), (16, 8192), (16, 500), (16, 1000)], (32, 8)),
+        ([(40, 4096), (1, 16), (16, 10000), (7, 8192), (16, 500), (16, 1000)], (32, 8)),  # a tile and more
+    ],
+    ids=["64-heads", "71-heads", "16-tokens", "up-to-40-tokens"],
+)
+def test_sequences_of_many_rows(sequences, heads, monkeypatch):
+    check_against_triton(sequences, *heads, hopper.SHORT_OF_MANY_ROWS, monkeypatch)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("lens", [(512, 16384), (130, 3000), (4096, 4096)], ids=str)
+def test_about_one_item_a_program(lens, monkeypatch):
+    """Who takes the last items: each is taken once."""
+    check_against_triton([lens], 32, 8, -1 if lens[0] < 4096 else hopper.SHORT, monkeypatch)
+
+
+def test_which_sequences_are_short(monkeypatch):
+    monkeypatch.setattr(hopper, "num_processors", lambda _: 132)
+    device = torch.device("cuda", 0)
+    assert hopper.short_keys(16, 512, 0, device) == -1  # a decode batch
+    assert hopper.short_keys(16, 512, 395, device) == -1
+    assert hopper.short_keys(16, 512, 396, device) == hopper.SHORT
+    assert hopper.short_keys(64, 44, 0, device) == hopper.SHORT_OF_MANY_ROWS
+    assert hopper.short_keys(64, 43, 0, device) == -1

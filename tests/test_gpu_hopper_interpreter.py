@@ -50,7 +50,7 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
         nan = torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan)
         return gpu.paged_attention_with_lse(query, *args, **kwargs, out=nan)
 
-    hopper = SimpleNamespace(serves=lambda *_: True, short_keys=lambda *_: short, prefill=prefill)
+    hopper = SimpleNamespace(BLOCK_M=128, serves=lambda *_: True, short_keys=lambda *_: short, prefill=prefill)
     monkeypatch.setattr(attention, "has_hopper_gluon", lambda: True)
     monkeypatch.setattr(attention, "_hopper", lambda: hopper)
     attention.forget()

@@ -75,6 +75,25 @@ def test_any_number_of_programs(case, programs, monkeypatch):
         attention.forget()
 
 
+@pytest.mark.parametrize(("programs", "heads"), [(3, (71, 1)), (20, (8, 2)), (100, (8, 1)), (70, (6, 1))])
+def test_one_sequence_in_many_parts(programs, heads, monkeypatch):
+    """Few parts are merged by rows, many by columns."""
+    monkeypatch.setattr(tiles, "INTERPRETER_PROGRAMS", programs)
+    H, K = heads
+    tokens = 32 * programs + 7
+    blocks = -(-tokens // 16)
+    query, kv_cache = torch.randn(1, H, 40), torch.randn(blocks, 2, 16, K, 40)
+    ints = (torch.randperm(blocks).view(1, -1), torch.tensor([tokens]), torch.tensor([0, 1]))
+    call = (query, kv_cache, *(each.to(torch.int32) for each in ints), 0.2)
+    attention.forget()
+    try:
+        got = gpu.paged_attention_with_lse(*call)
+    finally:
+        attention.forget()
+    for mine, want in zip(got, cpu.paged_attention_with_lse(*call), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("case", ["decode-fp16", "mixed-fp32"])
 def test_nan_reaches_the_rows_that_see_it(case):
     """A key of a sequence, whoever else has part of its work, and a query row: as on a CPU."""

@@ -346,8 +346,12 @@ def _plan(
 
     # The Hopper kernel's producer reads the first entry of a table even for a sequence without keys.
     hopper = has_hopper_gluon() and bool(block_tables.shape[1]) and _hopper().serves(query, key, value, f, scale)
-    short = _hopper().short_keys(T, H, device) if hopper and not plan.all_split else -1
-    split_from = None if plan.all_split else short
+    short = -1
+    if hopper:
+        items = 0 if plan.all_split else T * G // _hopper().BLOCK_M * K
+        short = _hopper().short_keys(split.block_m, S * K, items, device)
+        hopper = short >= 0 or not plan.all_split
+    split_from = None if plan.all_split and short < 0 else short
     to_lse = P * 2 * split.block_m * Dv
     spans = (min(f.sliding_window, LARGEST_SPAN), min(f.attention_chunk, LARGEST_SPAN))
     merging = {name: constants[name] for name in MERGING} | overlap() | {"SHORT": split_from}
@@ -376,7 +380,7 @@ def _plan(
         if hopper or plan.all_split
         else launcher(prefill_kernel, {**constants, "SPLIT_M": split.block_m}, prefill),
         prefill_grid=(K * (T // (prefill.block_m // G) + S + 1), 1, 1),
-        hopper=hopper and not plan.all_split,
+        hopper=hopper,
         short=short,
         merge=launcher(merge_kernel, merging, split._replace(num_warps=4, num_stages=1, max_registers=0)),
         merge_grid=(P, 1, 1),

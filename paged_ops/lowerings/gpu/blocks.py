@@ -358,8 +358,7 @@ def copy_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
-        gdc_launch_dependents()
+        gdc_wait()
     # Chunks of one block are neighbours in time, so that memory is read and written in long stretches.
     program = tl.program_id(0)
     chunk = program % chunks
@@ -385,3 +384,5 @@ def copy_kernel(
     source = tl.multiple_of(source.to(tl.pointer_type(UNIT)), WORD)
     target = tl.multiple_of(target.to(tl.pointer_type(UNIT)), WORD)
     tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)
+    if PDL:
+        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read

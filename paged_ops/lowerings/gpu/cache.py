@@ -140,7 +140,8 @@ def _write_launcher(
     device: torch.device,
 ) -> tuple[Launcher, int]:
     """The kernel of all calls that differ in how many tokens there are, and the tokens of a program."""
-    plan = _plan("reshape_and_cache", *form)
+    by_head = max(k_scales, v_scales) > 1  # a scale is read and divided by once for a program's tokens
+    plan = _plan("reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
     fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and has_fp8_cvt(), "K_SCALES": k_scales, "V_SCALES": v_scales}
     return Launcher(write_kernel, {**plan, **fp8}, device), plan["BLOCK_T"]
 
@@ -179,7 +180,7 @@ def gather_kv(
     if not num_tokens:
         return key, value
     with on_device(kv_cache):
-        plan = _plan("gather_kv", *_form(paged, kv_cache, value_cache, key, value))
+        plan = _plan("gather_kv", "elements", *_form(paged, kv_cache, value_cache, key, value))
         if FORMAT:
             kv_cache = kv_cache.view(torch.uint8)
             value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
@@ -236,6 +237,7 @@ def _form(paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Ten
 @functools.lru_cache(maxsize=1024)
 def _plan(
     op: str,
+    size: str,
     key_shape: tuple[int, ...],
     key_stride: tuple[int, ...],
     value_shape: tuple[int, ...],
@@ -244,11 +246,11 @@ def _plan(
     dense_key: tuple[int, ...],
     dense_value: tuple[int, ...],
 ) -> dict[str, Any]:
-    """The constants of a launch."""
+    """The constants of a launch; ``size`` names the number of elements of a program among the tuned."""
     B, K, Dv = value_shape
     KEY = _side(key_shape, key_stride, 0, dense_key)
     VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), value_start, dense_value)
-    elements, num_warps = tuned(op)["elements"], tuned(op)["num_warps"]
+    elements, num_warps = tuned(op)[size], tuned(op)["num_warps"]
     tokens = 16 if KEY.across or VALUE.across else 1
     BLOCK_C = max(16, min(triton.next_power_of_2(max(KEY.C, VALUE.C)), elements // tokens))
     BLOCK_T = max(tokens, elements // BLOCK_C)
@@ -317,8 +319,7 @@ def write_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
-        gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slot_mapping + t * stride_slot, mask=t < T, other=-1).to(tl.int64)
     live = slot >= 0
@@ -337,6 +338,8 @@ def write_kernel(
         v_address = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
         tl.store(k_address, k, mask=k_exists & live[:, None])
         tl.store(v_address, v, mask=v_exists & live[:, None])
+    if PDL:
+        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read
 
 
 @triton.jit(do_not_specialize=["S", "num_tokens"])
@@ -365,8 +368,7 @@ def gather_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
-        gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < num_tokens
     # A row's sequence is the number of sequences that end at or before it, found bit by bit.
@@ -391,6 +393,8 @@ def gather_kernel(
             v = from_fp8(v, v_scale, first, VALUE, V_SCALES, FORMAT)
         tl.store(k_address, k.to(key.dtype.element_ty), mask=k_mask)
         tl.store(v_address, v.to(value.dtype.element_ty), mask=v_mask)
+    if PDL:
+        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read
 
 
 @triton.jit

@@ -392,10 +392,6 @@ def merge_kernel(
         s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     left = end_tile - first_tile - 1 - tile
-    if PDL:
-        gdc_wait()
-    if (start == end) | (left == 0):
-        return
     first = program_of(end - 1 - tile, share, longer)
     last = program_of(end - 1 + left, share, longer)
     kh = unit % K
@@ -404,21 +400,38 @@ def merge_kernel(
     tokens = tl.minimum(q_len - first_token, TOKENS)
     helper = p - first
     helpers = last - first
-    ROWS: tl.constexpr = triton.next_power_of_2(G)
-    if (helpers < 8) & (ROWS * DV_PAD <= 2048):
-        for token in range(helper, tokens, helpers):
-            g = tl.arange(0, ROWS)
-            result, lse2 = merged(parts, part_lse, first, last, token * G + g, g < G, d, BLOCK_M, Dv, 1, 4)
-            store_rows(out, lse, result, lse2, row_start + token + g * 0, kh * G + g, g < G, d, output_scale, H, Dv)
+    if PDL:
+        gdc_wait()
+    if (start == end) | (left == 0):
+        return
+    # Few parts are merged by whole rows, many by columns, so that every program that helps has a share of the loads.
+    ROWS: tl.constexpr = min(triton.next_power_of_2(G), max(1, 2048 // DV_PAD))
+    args = (out, lse, parts, part_lse, output_scale, first, last, helper, helpers, row_start, tokens, kh)
+    if helpers < 8:
+        merge_items(args, G, H, Dv, DV_PAD, BLOCK_M, ROWS, DV_PAD, 1, 4)
+    elif helpers < 64:
+        merge_items(args, G, H, Dv, DV_PAD, BLOCK_M, 1, min(DV_PAD, 32), 64, 1)
     else:
-        WIDTH: tl.constexpr = min(DV_PAD, 32)
-        for item in range(helper, tokens * G * (DV_PAD // WIDTH), helpers):
-            row = item // (DV_PAD // WIDTH) + one
-            columns = item % (DV_PAD // WIDTH) * WIDTH + tl.arange(0, WIDTH)
-            result, lse2 = merged(parts, part_lse, first, last, row, one == 0, columns, BLOCK_M, Dv, 64, 1)
-            store_rows(
-                out, lse, result, lse2, row_start + row // G, kh * G + row % G, one == 0, columns, output_scale, H, Dv
-            )
+        merge_items(args, G, H, Dv, DV_PAD, BLOCK_M, 1, 8, 512, 1)
+    if PDL:
+        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read
+
+
+@triton.jit
+def merge_items(
+    args, G: tl.constexpr, H: tl.constexpr, Dv: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """What a helper merges of a unit: an item is ROWS heads of a token by WIDTH columns."""
+    out, lse, parts, part_lse, output_scale, first, last, helper, helpers, row_start, tokens, kh = args
+    HEADS: tl.constexpr = (G + ROWS - 1) // ROWS
+    COLUMNS: tl.constexpr = DV_PAD // WIDTH
+    for item in range(helper, tokens * (HEADS * COLUMNS), helpers):
+        token = item // (HEADS * COLUMNS)
+        g = item // COLUMNS % HEADS * ROWS + tl.arange(0, ROWS)
+        d = item % COLUMNS * WIDTH + tl.arange(0, WIDTH)
+        result, lse2 = merged(parts, part_lse, first, last, token * G + g, g < G, d, BLOCK_M, Dv, AT_ONCE, UNROLLED)
+        store_rows(out, lse, result, lse2, row_start + token + g * 0, kh * G + g, g < G, d, output_scale, H, Dv)
 
 
 @triton.jit

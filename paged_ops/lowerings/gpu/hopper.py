@@ -39,6 +39,8 @@ BLOCK_N = {64: 128, 128: 128, 256: 64}
 STAGES = {64: 4, 128: 2, 256: 2}  # of K and of V, what shared memory holds beside the query
 SLOTS = {64: 2, 128: 2, 256: 1}  # tiles of query rows, fetched ahead
 SHORT = 4096  # keys that one program reads in less than 50 µs
+MANY_ROWS = 64  # packed query rows of a sequence: split_kernel would take twice the time
+SHORT_OF_MANY_ROWS = 8192  # keys, where that is so
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, f: Features, scale: float) -> bool:
@@ -64,11 +66,19 @@ def serves(query: Tensor, key: Tensor, value: Tensor, f: Features, scale: float)
     )
 
 
-def short_keys(T: int, H: int, device: torch.device) -> int:
-    """Sequences of at most so many keys are this kernel's whatever their rows: while some programs read their keys,
-    others compute. -1: none, as in a batch of T rows with little to compute they would only be late."""
-    items = T * H // BLOCK_M
-    return SHORT if items >= 3 * num_processors(device) else -1
+def short_keys(rows: int, units: int, items: int, device: torch.device) -> int:
+    """Sequences of at most so many keys are this kernel's even if their rows fit split_kernel's tiles; -1: none.
+
+    Args:
+        rows: packed query rows of split_kernel's tiles. Many (large groups, wide speculation) are bound by products.
+        units: key/value heads of all sequences. Too few would not keep the programs busy.
+        items: tiles of query rows of all sequences that split_kernel cannot take. If there is much to compute, some
+            programs read the keys of short sequences meanwhile; with little these would only be late.
+    """
+    programs = num_processors(device)
+    if rows >= MANY_ROWS and 3 * units >= programs:
+        return SHORT_OF_MANY_ROWS
+    return SHORT if items >= 3 * programs else -1
 
 
 def prefill(
@@ -302,6 +312,16 @@ def light_programs(
 
 
 @gluon.jit
+def take(taken, reverse, start, programs, last):
+    """A ticket, and the item that it is for if it is one of the batch."""
+    ticket = programs + gl.atomic_add(taken, 1)
+    item = start
+    if ticket <= last:
+        item = start + gl.atomic_add(taken + 1 + reverse.to(gl.int32), 1)
+    return ticket, item
+
+
+@gluon.jit
 def scheduler(
     query, seq_lens, query_start_loc, taken, q_stride_t, q_stride_h, short, window, chunk, S, K, tiles,
     items, q_groups, item_full, item_empty,
@@ -335,9 +355,10 @@ def scheduler(
             item, tiles, K, seq_lens, query_start_loc, S, short, window, chunk,
             CAUSAL, WINDOW, CHUNK, G, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, 4,
         )  # fmt: skip
-        ticket = programs + gl.atomic_add(taken, 1)
-        if ticket <= last:
-            item = start + gl.atomic_add(taken + 1 + reverse.to(gl.int32), 1)
+        # The last items are for whoever is free first: they are not taken ahead.
+        ends = ticket + 2 * programs > last
+        if not ends:
+            ticket, item = take(taken, reverse, start, programs, last)
         if count > 0:
             slot = n % SLOTS
             mbarrier.wait(item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
@@ -360,6 +381,10 @@ def scheduler(
             fence_async_shared()
             mbarrier.arrive(item_full.index(slot), count=1)
             n += 1
+        if ends:
+            of_before = n + SLOTS - 1
+            mbarrier.wait(item_empty.index(of_before % SLOTS), ((of_before // SLOTS) & 1) ^ 1)
+            ticket, item = take(taken, reverse, start, programs, last)
     slot = n % SLOTS
     mbarrier.wait(item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
     items.index(slot * FIELDS + COUNT).store(zero)  # no more

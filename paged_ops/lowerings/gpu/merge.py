@@ -77,8 +77,7 @@ def merge_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()  # first: what starts from here on finds all that came before this kernel complete
-        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t, h = row // H, row % H
     live = row < num_rows
@@ -105,3 +104,5 @@ def merge_kernel(
     side_b = tl.where((b == float("-inf"))[:, None], 0.0, side_b * (weight_b * scale)[:, None])
     tl.store((out + row * Dv)[:, None] + d, (side_a + side_b).to(out.dtype.element_ty), mask=mask)
     tl.store(lse + row, merged_lse, mask=live)
+    if PDL:
+        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read

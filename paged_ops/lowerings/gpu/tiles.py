@@ -98,10 +98,11 @@ def plan(
             prefill_n = min(prefill_n, 32)
         prefill = Tile(max(prefill_m, group), prefill_n, *prefill_rest)
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
-            split_n = min(split_n, 32 if split_m > 64 else 64)
+            split_n = min(split_n, 32)
             stage, queries = (rows * int(width) * dtype.itemsize for rows in (2 * split_n, split_m))
-            stages = max(1, min(split_stages, (shared_memory(device) - 3 * queries) // stage))
-            split = Tile(split_m, split_n, 8, stages)
+            one_fits = split_m > 64 or int(width) > 128
+            space = shared_memory(device) // (1 if one_fits else 2) - 3 * queries
+            split = Tile(split_m, split_n, 8 if one_fits else 4, max(1, min(split_stages, space // stage)))
         programs = per_sm * num_processors(device)
     return Plan(split, split.block_n // SLICE if sliced else 0, prefill, programs, all_split)
 
