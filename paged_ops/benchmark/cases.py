@@ -161,11 +161,13 @@ def gpu_cases() -> list[Case]:
         for B in (16, 64, 128)
         for name, seqs in PREFILL.items()
     ]
+    cases += [Case("prefill", "512@32768 block 16", ((512, 32768),))]
     cases += [Case("fp8", name, DECODE[name], cache_dtype=FP8) for name in ("64x4096", "ragged128", "8x8192")]
     many = DECODE["64x4096"]
     cases += [Case("sizes", f"64x4096 D {D}", many, head_size=D) for D in (64, 96, 192, 256)]
     cases += [Case("sizes", f"64x4096 block {B}", many, block_size=B) for B in (32, 64, 128)]
-    cases += [Case("sizes", "64x4096", many, H, K) for H, K in ((16, 8), (32, 2), (12, 4), (71, 1))]
+    cases += [Case("sizes", "64x4096", many, H, K) for H, K in ((16, 8), (128, 8), (32, 2), (12, 4), (48, 1), (71, 1))]
+    cases += [Case("sizes", f"64x4096 {n} tokens each", ((n, 4096),) * 64) for n in (4, 16)]
     cases += [Case("sizes", "64x4096 float16", many, dtype=torch.float16)]
     cases += [Case("sizes", f"1x8192 D {D}", PREFILL["1x8192"], head_size=D) for D in (64, 256)]
     cases += [Case("replay", f"{name} captured at 1", DECODE[name], captured_len=1) for name in DECODE]
