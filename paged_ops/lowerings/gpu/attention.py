@@ -11,7 +11,7 @@ read once for all of them) and N keys of a tile.
   is cut leaves parts in a workspace.
 * ``merge_kernel`` (decode.py) combines the parts of a cut unit in a fixed order.
 * ``prefill_kernel`` (prefill.py; hopper.py where that serves) takes the longer sequences by tiles of query rows, those
-  that see most keys first.
+  that see most keys first. hopper.py also has short sequences of fewer rows where that is faster, see its short_keys.
 
 The host plans a *kind* of call once, by shapes, strides, dtypes and features; a known one goes straight to launches.
 Which kernel serves a sequence is decided by its length, on the device. Ideas: stream-K (Osama et al. 2023,

@@ -1,4 +1,5 @@
-"""Prefill on Hopper (sm_90) in Gluon: what ``prefill_kernel`` of prefill.py does, where tensor cores set the pace.
+"""Prefill on Hopper (sm_90) in Gluon: what ``prefill_kernel`` of prefill.py does, where tensor cores set the pace; and
+sequences of few tokens beside it, or of many heads a key/value head.
 
 One program a multiprocessor takes items: a tile of query rows of one key/value head, longest first. A scheduler of four
 warps takes them and fetches query rows ahead, a producer warp brings keys and values to shared memory by TMA, block of
