@@ -405,12 +405,15 @@ def merge_kernel(
     if (start == end) | (left == 0):
         return
     # Few parts are merged by whole rows, many by columns, so that every program that helps has a share of the loads.
-    ROWS: tl.constexpr = min(triton.next_power_of_2(G), max(1, 2048 // DV_PAD))
+    MOST: tl.constexpr = 2048 // DV_PAD
+    GROUP: tl.constexpr = triton.next_power_of_2(G)
+    ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # triton 3.5 (torch 2.9): min() would be a tensor
+    WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
     args = (out, lse, parts, part_lse, output_scale, first, last, helper, helpers, row_start, tokens, kh)
     if helpers < 8:
         merge_items(args, G, H, Dv, DV_PAD, BLOCK_M, ROWS, DV_PAD, 1, 4)
     elif helpers < 64:
-        merge_items(args, G, H, Dv, DV_PAD, BLOCK_M, 1, min(DV_PAD, 32), 64, 1)
+        merge_items(args, G, H, Dv, DV_PAD, BLOCK_M, 1, WIDTH, 64, 1)
     else:
         merge_items(args, G, H, Dv, DV_PAD, BLOCK_M, 1, 8, 512, 1)
     if PDL:
