@@ -350,8 +350,9 @@ def _plan(
     if hopper:
         items = 0 if plan.all_split else T * G // _hopper().BLOCK_M * K
         short = _hopper().short_keys(split.block_m, S * K, items, device)
-        hopper = short >= 0 or not plan.all_split
-    split_from = None if plan.all_split and short < 0 else short
+    all_split = plan.all_split and short < 0
+    hopper = hopper and not all_split
+    split_from = None if all_split else short
     to_lse = P * 2 * split.block_m * Dv
     spans = (min(f.sliding_window, LARGEST_SPAN), min(f.attention_chunk, LARGEST_SPAN))
     merging = {name: constants[name] for name in MERGING} | overlap() | {"SHORT": split_from}
@@ -377,7 +378,7 @@ def _plan(
         split_grid=(P, 1, 1),
         split_m=split.block_m,
         prefill=None
-        if hopper or plan.all_split
+        if hopper or all_split
         else launcher(prefill_kernel, {**constants, "SPLIT_M": split.block_m}, prefill),
         prefill_grid=(K * (T // (prefill.block_m // G) + S + 1), 1, 1),
         hopper=hopper,

@@ -194,7 +194,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 KV_HEAD, SEQUENCE, ROW_START, Q_LEN, SEQ_LEN = (gl.constexpr(n) for n in range(5))
 FIRST_TOKEN, COUNT, END_TILE, FULL_START, FULL_END = (gl.constexpr(n) for n in range(5, 10))
 FIELDS = gl.constexpr(10)
-# What a key costs a tile of few rows, measured: of what it costs a whole one.
+# What a key of few rows counts against one of a whole tile when programs are divided: half of it, or half more, lost.
 LIGHT = gl.constexpr(0.45)
 
 

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     slices: int  # of a key tile of split_kernel, each of SLICE keys; 0: its tiles are whole
     prefill: Tile
     programs: int  # of split_kernel
-    all_split: bool  # whether split_kernel serves every sequence, whatever its length
+    all_split: bool  # whether split_kernel serves every sequence, whatever its length, but for those hopper.py has
 
 
 def padded(size: int, itemsize: int) -> int:
@@ -100,7 +100,7 @@ def plan(
         if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
             split_n = min(split_n, 32)
             stage, queries = (rows * int(width) * dtype.itemsize for rows in (2 * split_n, split_m))
-            one_fits = split_m > 64 or int(width) > 128
+            one_fits = split_m > 64 or int(width) > 128  # on a multiprocessor; else two programs share its memory
             space = shared_memory(device) // (1 if one_fits else 2) - 3 * queries
             split = Tile(split_m, split_n, 8 if one_fits else 4, max(1, min(split_stages, space // stage)))
         programs = per_sm * num_processors(device)
