@@ -1,6 +1,7 @@
 """Paged attention and paged-cache ops as first-class PyTorch operators."""
 
-from paged_ops.cache import BlockAllocator, KVCache, OutOfBlocks
+from paged_ops.allocator import BlockAllocator, OutOfBlocks
+from paged_ops.cache import KVCache
 from paged_ops.checks import set_debug_checks
 from paged_ops.layouts import (
     Layout,
@@ -11,6 +12,7 @@ from paged_ops.layouts import (
     min_tpu_block_size,
     preferred_tpu_block_size,
     set_default_layout,
+    split_joined_cache,
     split_kv_cache,
 )
 from paged_ops.masks import BlockSparse
@@ -74,6 +76,7 @@ __all__ = [
     "set_debug_checks",
     "set_default_layout",
     "split_decodes_and_prefills",
+    "split_joined_cache",
     "split_kv_cache",
     "supports",
     "swap_blocks",

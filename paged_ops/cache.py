@@ -1,8 +1,4 @@
-"""Who owns the cache's memory: ``BlockPool`` (blocks), ``BlockAllocator`` (sequences on blocks), ``KVCache`` (tensors).
-
-Paged memory with copy-on-write and preemption by swapping is the idea of PagedAttention (Kwon et al. 2023,
-arXiv:2309.06180); the reuse of full prefix blocks, idle ones in least-recently-used order, that of vLLM's automatic
-prefix caching and of RadixAttention (SGLang, Zheng et al. 2023, arXiv:2312.07104).
+"""The cache's memory: ``KVCache``, a ``BlockAllocator`` whose blocks are real.
 
 One step of an engine, here for a new sequence (a chunked prefill writes and commits a part of the tokens at a time):
 
@@ -11,443 +7,50 @@ One step of an engine, here for a new sequence (a chunked prefill writes and com
     ...                                             # the model writes cache.slots(seq_id) and attends
     cache.commit(seq_id, len(prompt) - num_cached)  # the step is issued: its full blocks may now be shared
 
-Letters: N blocks, B tokens a block, K key/value heads, D head size, L layers.
+Letters: N blocks, B tokens a block, K key/value heads, D head size, Dv value head size, L layers.
 """
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paged_ops.allocator import BlockAllocator, OutOfBlocks, at_least
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout, split_kv_cache
 from paged_ops.ops import copy_blocks, swap_blocks
 
-
-class OutOfBlocks(RuntimeError):  # noqa: N818 - a state to react to, like StopIteration, more than a mistake
-    """Too few free blocks. Raised before anything is changed: free or swap out a sequence, then call again."""
-
-
-class Prefix:
-    """The identity of all tokens from a sequence's start to the end of a full block: equal prefixes are one object."""
-
-    __slots__ = ("__weakref__",)
-
-
-class BlockPool:
-    """``num_blocks`` blocks of one memory, with a reference count each; every operation on a block is O(1).
-
-    A block is owned (count > 0), free, or *idle*: free too, but its content is known and can be had again through
-    ``find`` until the block is taken for something else, the least recently released idle block first and only when
-    no other block is free. ``name`` says in errors which memory this is.
-    """
-
-    def __init__(self, num_blocks: int, name: str) -> None:
-        self.num_blocks = num_blocks
-        self.name = name
-        self.ref_counts = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, so that runs are adjacent
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the first is the least recently released
-        self._block_of: dict[Prefix, int] = {}
-        self._prefix_of: list[Prefix | None] = [None] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that ``take`` can give: free and idle."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def num_idle(self) -> int:
-        """Free blocks whose content is still known."""
-        return len(self._idle)
-
-    def find(self, prefix: Prefix) -> int | None:
-        """The block, owned or idle, that holds the last B tokens of ``prefix``."""
-        return self._block_of.get(prefix)
-
-    def fits(self, plan: Sequence[int | None]) -> bool:
-        """Whether ``take(plan)`` would succeed."""
-        return plan.count(None) <= self._num_spare(plan)
-
-    def take(self, plan: Sequence[int | None]) -> list[int]:
-        """Takes one reference to each block that ``plan`` names and a fresh block for each None: all of them or,
-        with ``OutOfBlocks``, none."""
-        if not self.fits(plan):
-            raise OutOfBlocks(
-                f"{self.name} cache: expected {plan.count(None)} free blocks, got {self._num_spare(plan)} of"
-                f" {self.num_blocks}; free or swap out a sequence first"
-            )
-        for block in plan:  # before the fresh ones, which could evict them
-            if block is not None:
-                self.share(block)
-        return [self._fresh() if block is None else block for block in plan]
-
-    def share(self, block: int) -> None:
-        """Takes one more reference to an owned or idle block."""
-        self._check(block)
-        if not self.ref_counts[block] and block not in self._idle:
-            raise ValueError(f"block: {block} of the {self.name} cache is free and cannot be shared; take it first")
-        self._idle.pop(block, None)
-        self.ref_counts[block] += 1
-
-    def release(self, block: int) -> bool:
-        """Gives one reference back; True when it was the last and the block is free (or idle) now."""
-        self._check(block)
-        if not self.ref_counts[block]:
-            raise ValueError(f"block: double free of block {block} of the {self.name} cache; nobody owns it")
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block]:
-            return False
-        if self._prefix_of[block] is None:
-            self._free.append(block)
-        else:
-            self._idle[block] = None
-        return True
-
-    def remember(self, block: int, prefix: Prefix) -> None:
-        """Makes ``find(prefix)`` give ``block``, unless another block holds the same content already."""
-        if self._block_of.setdefault(prefix, block) == block:
-            self._prefix_of[block] = prefix
-
-    def _num_spare(self, plan: Sequence[int | None]) -> int:
-        return self.num_free - sum(block in self._idle for block in plan if block is not None)
-
-    def _fresh(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            prefix = self._prefix_of[block]
-            assert prefix is not None
-            del self._block_of[prefix]
-            self._prefix_of[block] = None
-        self.ref_counts[block] = 1
-        return block
-
-    def _check(self, block: int) -> None:
-        if not 0 <= block < self.num_blocks:
-            raise ValueError(
-                f"block: expected an id in 0..{self.num_blocks - 1} of the {self.name} cache, got {block}: not its own"
-            )
-
-
-@dataclass(slots=True)
-class _Sequence:
-    tokens: list[int]
-    blocks: list[int]  # of the device pool or, when swapped, of the host pool
-    num_computed: int  # tokens whose keys and values were written by a step that was issued
-    prefixes: list[Prefix]  # the root, then one for each full block of computed tokens
-    swapped: bool = False
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts of blocks at this moment, and of what happened since the start."""
-
-    num_blocks: int
-    used_blocks: int
-    free_blocks: int  # idle ones included
-    idle_blocks: int  # free, content still known
-    shared_blocks: int  # more than one reference
-    host_used_blocks: int
-    host_free_blocks: int
-    admitted_tokens: int  # prompt tokens of all admissions
-    hit_tokens: int  # those of them found in the cache
-    copied_blocks: int  # copy-on-write
-    swapped_out_blocks: int  # moved to the host; a block whose content is there already is not moved
-    swapped_in_blocks: int
-
-
-class BlockAllocator:
-    """Which blocks hold which tokens of which sequence: bookkeeping alone, in plain Python without tensors.
-
-    A sequence has tokens (reserved slots, in order), of which the first ``num_computed_tokens`` are written. Shared are
-
-    - all blocks of a fork and its parent. Who appends first to a shared last block gets a new one and queues a copy;
-    - full blocks of *committed* tokens between sequences whose tokens up to there, and ``extra_key``, are equal. What
-      some step still has to write cannot be found, so nobody attends to what is not there. The index is a chain of
-      dictionary keys (prefix before the block, tokens of the block): their hash finds and their equality decides, so
-      that colliding hashes never share.
-
-    Work is assumed to run in the order in which it is issued (one stream): a step sees what earlier steps wrote.
-    Methods raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or known already where a new one is due,
-    and ``OutOfBlocks`` when blocks run out; either way nothing has changed.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        _at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-        _at_least(1, block_size=block_size)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks, "device")
-        self.host_pool = BlockPool(num_host_blocks, "host")
-        self._sequences: dict[Hashable, _Sequence] = {}
-        self._copies: dict[int, int] = {}  # pending, by destination; each holds a reference to its source
-        # A key holds the parent of its value, so an ancestor's identity outlives the eviction of the ancestor's block.
-        self._prefixes: weakref.WeakValueDictionary[tuple[Prefix | None, tuple[Hashable, ...]], Prefix]
-        self._prefixes = weakref.WeakValueDictionary()
-        self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
-
-    def admit(self, seq_id: Hashable, token_ids: Iterable[int], extra_key: Hashable = None) -> int:
-        """Adds a sequence, reserves slots for all its tokens and returns how many of them (a multiple of B, less than
-        all) are in the cache already: the step computes the others. Sequences with different ``extra_key`` never share
-        (an adapter's id, a digest of an image; the ``seq_id`` itself for a sequence that must not share)."""
-        self._check_new(seq_id)
-        tokens = [int(token) for token in token_ids]
-        prefixes, plan = self._match(tokens, extra_key)
-        blocks = self.pool.take(plan)
-        num_cached = (len(prefixes) - 1) * self.block_size
-        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, prefixes)
-        self._admitted_tokens += len(tokens)
-        self._hit_tokens += num_cached
-        return num_cached
-
-    def can_admit(self, token_ids: Iterable[int], extra_key: Hashable = None) -> bool:
-        """Whether ``admit`` would find the blocks it needs now."""
-        return self.pool.fits(self._match([int(token) for token in token_ids], extra_key)[1])
-
-    def append(self, seq_id: Hashable, token_ids: Iterable[int]) -> None:
-        """Reserves slots for tokens that a coming step writes. If the last block has room but other owners too, the
-        sequence gets a fresh one and a copy is queued, to be done before that step."""
-        seq = self._live(seq_id)
-        tokens = [int(token) for token in token_ids]
-        copies_tail, num_new = self._growth(seq, len(tokens))
-        fresh = self.pool.take([None] * num_new)
-        if copies_tail:
-            tail, seq.blocks[-1] = seq.blocks[-1], fresh.pop(0)
-            source = self._copies.get(tail, tail)  # a tail that waits for a copy itself has that copy's source
-            self.pool.share(source)  # held, or it could become a destination of the same launch
-            self._copies[seq.blocks[-1]] = source
-            self._release(tail)
-        seq.blocks += fresh
-        seq.tokens += tokens
-
-    def can_append(self, seq_id: Hashable, num_tokens: int = 1) -> bool:
-        """Whether ``append`` of that many tokens would find the blocks it needs now."""
-        return self.pool.fits([None] * self._growth(self._live(seq_id), num_tokens)[1])
-
-    def commit(self, seq_id: Hashable, num_written: int) -> None:
-        """Says that the step which writes the next ``num_written`` reserved tokens was issued. Blocks that became full
-        by it can be shared from now on."""
-        seq = self._live(seq_id)
-        reserved = len(seq.tokens) - seq.num_computed
-        if not 0 <= num_written <= reserved:
-            raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
-        if num_written and seq.blocks[seq.num_computed // self.block_size] in self._copies:
-            raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
-        seq.num_computed += num_written
-        for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
-            seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
-            self.pool.remember(seq.blocks[index], seq.prefixes[-1])
-
-    def rollback(self, seq_id: Hashable) -> None:
-        """Drops the reserved tokens that were not committed (a rejected draft, a step that was given up)."""
-        seq = self._live(seq_id)
-        del seq.tokens[seq.num_computed :]
-        while len(seq.blocks) > self._num_blocks(seq.num_computed):
-            self._release(seq.blocks.pop())
-
-    def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """Adds a sequence with the parent's tokens on the parent's blocks (parallel sampling, beam search). The
-        parent's tokens must all be committed: nobody would write the reserved ones for the child."""
-        self._check_new(child_id)
-        parent = self._live(parent_id)
-        if parent.num_computed < len(parent.tokens):
-            raise ValueError(
-                f"parent_id: {parent_id!r} has {len(parent.tokens) - parent.num_computed} reserved tokens that are not"
-                " committed; fork after commit or rollback"
-            )
-        for block in parent.blocks:
-            self.pool.share(block)
-        self._sequences[child_id] = _Sequence(
-            parent.tokens.copy(), parent.blocks.copy(), parent.num_computed, parent.prefixes.copy()
-        )
-
-    def free(self, seq_id: Hashable) -> None:
-        """Removes a sequence, swapped out or not; blocks that nobody else owns become free, or idle when full."""
-        seq = self._get(seq_id)
-        del self._sequences[seq_id]
-        for block in reversed(seq.blocks):  # the end of a prefix is evicted before its start
-            if seq.swapped:
-                self.host_pool.release(block)
-            else:
-                self._release(block)
-
-    def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
-        """Moves a sequence to host blocks. The pairs (device block, host block) must be copied before anything else is
-        issued; blocks whose content is on the host already, and blocks without content, are not among them."""
-        seq = self._live(seq_id)
-        if self._copies:
-            raise ValueError(f"seq_id: {seq_id!r} cannot be swapped out while copies are pending; flush copies first")
-        pairs = self._move(seq)
-        self._num_swapped_out += len(pairs)
-        return pairs
-
-    def swap_in(self, seq_id: Hashable) -> list[tuple[int, int]]:
-        """Brings a sequence back to the device; pairs (host block, device block) as in ``swap_out``."""
-        pairs = self._move(self._swapped(seq_id))
-        self._num_swapped_in += len(pairs)
-        return pairs
-
-    def can_swap_out(self, seq_id: Hashable) -> bool:
-        """Whether ``swap_out`` would find the host blocks it needs now."""
-        return self.host_pool.fits(self._swap_plan(self._live(seq_id)))
-
-    def can_swap_in(self, seq_id: Hashable) -> bool:
-        """Whether ``swap_in`` would find the blocks it needs now."""
-        return self.pool.fits(self._swap_plan(self._swapped(seq_id)))
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Takes the pending (source block, destination block) pairs, which the caller copies before anything else is
-        issued. No block is both source and destination and no destination occurs twice."""
-        pairs = [(source, destination) for destination, source in self._copies.items()]
-        self._copies.clear()
-        for source, _ in pairs:
-            self._release(source)
-        self._num_copied += len(pairs)
-        return pairs
-
-    def block_ids(self, seq_id: Hashable) -> list[int]:
-        """The sequence's row of the block table."""
-        return self._live(seq_id).blocks.copy()
-
-    def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
-        """The slots (block · B + offset) of tokens start..stop-1; by default of those reserved and not committed."""
-        seq = self._live(seq_id)
-        start, stop = seq.num_computed if start is None else start, len(seq.tokens) if stop is None else stop
-        if not 0 <= start <= stop <= len(seq.tokens):
-            raise ValueError(f"start, stop: expected a range within 0..{len(seq.tokens)}, got {start}..{stop}")
-        size = self.block_size
-        return [seq.blocks[position // size] * size + position % size for position in range(start, stop)]
-
-    def num_tokens(self, seq_id: Hashable) -> int:
-        """Tokens of the sequence: computed and reserved."""
-        return len(self._get(seq_id).tokens)
-
-    def num_computed_tokens(self, seq_id: Hashable) -> int:
-        """Tokens whose keys and values are in the cache: shared at admission or committed."""
-        return self._get(seq_id).num_computed
-
-    def is_swapped_out(self, seq_id: Hashable) -> bool:
-        """Whether the sequence is on the host."""
-        return self._get(seq_id).swapped
-
-    def stats(self) -> CacheStats:
-        """Counts for logs and tests; O(N)."""
-        pool, host = self.pool, self.host_pool
-        return CacheStats(
-            num_blocks=pool.num_blocks,
-            used_blocks=pool.num_blocks - pool.num_free,
-            free_blocks=pool.num_free,
-            idle_blocks=pool.num_idle,
-            shared_blocks=sum(count > 1 for count in pool.ref_counts),
-            host_used_blocks=host.num_blocks - host.num_free,
-            host_free_blocks=host.num_free,
-            admitted_tokens=self._admitted_tokens,
-            hit_tokens=self._hit_tokens,
-            copied_blocks=self._num_copied,
-            swapped_out_blocks=self._num_swapped_out,
-            swapped_in_blocks=self._num_swapped_in,
-        )
-
-    def _get(self, seq_id: Hashable) -> _Sequence:
-        seq = self._sequences.get(seq_id)
-        if seq is None:
-            raise ValueError(f"seq_id: {seq_id!r} is unknown: never admitted, or freed already")
-        return seq
-
-    def _live(self, seq_id: Hashable) -> _Sequence:
-        seq = self._get(seq_id)
-        if seq.swapped:
-            raise ValueError(f"seq_id: {seq_id!r} is swapped out; swap it in first")
-        return seq
-
-    def _swapped(self, seq_id: Hashable) -> _Sequence:
-        seq = self._get(seq_id)
-        if not seq.swapped:
-            raise ValueError(f"seq_id: {seq_id!r} is not swapped out")
-        return seq
-
-    def _check_new(self, seq_id: Hashable) -> None:
-        if seq_id in self._sequences:
-            raise ValueError(f"seq_id: {seq_id!r} is in use; free it first or choose another")
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def _extend(self, prefix: Prefix, tokens: list[int], index: int) -> Prefix:
-        block = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-        return self._prefixes.setdefault((prefix, block), Prefix())
-
-    def _match(self, tokens: list[int], extra_key: Hashable) -> tuple[list[Prefix], list[int | None]]:
-        """The prefixes of the leading blocks that are in the cache (after the root), and the plan for all blocks."""
-        if not tokens:
-            raise ValueError("token_ids: expected at least one token, got none")
-        prefixes = [self._prefixes.setdefault((None, (extra_key,)), Prefix())]
-        plan: list[int | None] = []
-        for index in range((len(tokens) - 1) // self.block_size):  # one token is left to compute: logits need a query
-            prefix = self._extend(prefixes[-1], tokens, index)
-            block = self.pool.find(prefix)
-            if block is None:
-                break
-            prefixes.append(prefix)
-            plan.append(block)
-        return prefixes, plan + [None] * (self._num_blocks(len(tokens)) - len(plan))
-
-    def _growth(self, seq: _Sequence, num_tokens: int) -> tuple[bool, int]:
-        """Whether an append must copy the last block first, and how many fresh blocks it needs in all."""
-        _at_least(0, num_tokens=num_tokens)
-        copies_tail = False
-        if num_tokens and len(seq.tokens) % self.block_size and self.pool.ref_counts[seq.blocks[-1]] > 1:
-            held = sum(source == seq.blocks[-1] for source in self._copies.values())
-            copies_tail = self.pool.ref_counts[seq.blocks[-1]] - held > 1
-        num_new = self._num_blocks(len(seq.tokens) + num_tokens) - len(seq.blocks)
-        return copies_tail, num_new + copies_tail
-
-    def _release(self, block: int) -> None:
-        if self.pool.release(block) and block in self._copies:
-            self._release(self._copies.pop(block))  # nobody wants the copy any more
-
-    def _swap_plan(self, seq: _Sequence) -> list[int | None]:
-        """On the side where the sequence is not: the host takes computed tokens alone, the device reserved ones too."""
-        target, num_tokens = (self.pool, len(seq.tokens)) if seq.swapped else (self.host_pool, seq.num_computed)
-        found = [target.find(prefix) for prefix in seq.prefixes[1:]]
-        return found + [None] * (self._num_blocks(num_tokens) - len(found))
-
-    def _move(self, seq: _Sequence) -> list[tuple[int, int]]:
-        source, target = (self.host_pool, self.pool) if seq.swapped else (self.pool, self.host_pool)
-        plan = self._swap_plan(seq)
-        blocks = target.take(plan)
-        # The shorter side, where zip stops, is the host's: no blocks for reserved tokens.
-        pairs = [(old, new) for old, new, known in zip(seq.blocks, blocks, plan, strict=False) if known is None]
-        for block, prefix in zip(blocks, seq.prefixes[1:], strict=False):
-            target.remember(block, prefix)
-        for block in reversed(seq.blocks):
-            source.release(block)
-        seq.blocks, seq.swapped = blocks, not seq.swapped
-        return pairs
+__all__ = ["KVCache", "OutOfBlocks"]
 
 
 class KVCache(BlockAllocator):
     """A ``BlockAllocator`` whose blocks are real: one tensor a layer, and a host cache for preemption.
 
+    A block's id means the same block in all layers; how large it is may differ from layer to layer. ``copy.deepcopy``
+    and pickle give an independent cache with equal content.
+
     Args:
         num_layers: L.
         num_blocks: N. ``num_blocks_for`` gives what fits into a number of bytes.
         block_size: B tokens a block, any number from 1.
-        num_kv_heads: K.
-        head_size: D.
+        num_kv_heads: K, one number or one for each layer.
+        head_size: D, one number or one for each layer.
+        value_head_size: Dv, one number or one for each layer; D when None.
         dtype: float32, float16, bfloat16, a float8, or uint8 (fp8 bits; ops then need a ``kv_cache_dtype``).
         device: where the layers live.
         layout: the default layout of the device when None.
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
 
     Attributes:
-        layers: L tensors, zeroed, in the form that the ops take (HND a view of its allocation; X_PACKED the flat
-            ``[2, N, B·K·D]``, to be split by ``split_kv_cache`` where it is used).
+        layers: L tensors, zeroed, in the form that the ops take (HND a view of its allocation). Two forms are yet to be
+            split where they are used, within a compiled function: X_PACKED, the flat ``[2, N, B·K·D]``, by
+            ``split_kv_cache``; and layers with Dv other than D, ``[N, B, K, D + Dv]``, by ``split_joined_cache``.
         host_layers: L tensors in the same form, with ``num_host_blocks`` blocks.
+        num_kv_heads, head_size, value_head_size: of each layer.
+
+    Raises:
+        ValueError: a size is not positive, there is not one for each layer, or the layout does not serve them.
     """
 
     def __init__(
@@ -455,46 +58,76 @@ class KVCache(BlockAllocator):
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_size: int,
+        num_kv_heads: int | Sequence[int],
+        head_size: int | Sequence[int],
         *,
+        value_head_size: int | Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         layout: Layout | str | None = None,
         num_host_blocks: int = 0,
     ) -> None:
         super().__init__(num_blocks, block_size, num_host_blocks)
-        _at_least(1, num_layers=num_layers, num_kv_heads=num_kv_heads, head_size=head_size)
+        sizes = _layer_sizes(num_layers, num_kv_heads, head_size, value_head_size)
+        self.num_kv_heads, self.head_size, self.value_head_size = sizes
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
             raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
         self.dtype = dtype
         self.device = torch.device(device)
         chosen = get_default_layout(self.device) if layout is None else layout
-        on_cuda = self.device.type == "cuda"
 
         def allocate(blocks: int, where: torch.device, pin_memory: bool) -> list[Tensor]:
-            shape = (blocks, block_size, num_kv_heads, head_size)
-            return [allocate_kv_cache(chosen, *shape, dtype, where, pin_memory) for _ in range(num_layers)]
+            return [
+                allocate_kv_cache(chosen, blocks, block_size, K, D, dtype, where, pin_memory, value_head_size=Dv)
+                for K, D, Dv in zip(*sizes, strict=True)
+            ]
 
         self.layers = allocate(num_blocks, self.device, False)
+        on_cuda = self.device.type == "cuda"
         self.host_layers = allocate(num_host_blocks, torch.device("cpu"), on_cuda) if num_host_blocks else []
+        self.layout = Layout(chosen)
+        if self.layout is Layout.X_PACKED:
+            for layer, K, D in zip(self.layers, *sizes[:2], strict=True):
+                split_kv_cache(layer, K, D)  # refuses a head size that cannot be packed
+        self._prepare_device()
+
+    def _prepare_device(self) -> None:
+        on_cuda = self.device.type == "cuda"
         if on_cuda:
             for layer in self.layers:  # a graph that torch.compile captures may write what never moves
                 torch._dynamo.mark_static_address(layer, guard=False)
-        self.layout = Layout(chosen)
-        if self.layout is Layout.X_PACKED:
-            split_kv_cache(self.layers[0], num_kv_heads, head_size)  # refuses a head size that cannot be packed
-        self._swapped_event = torch.cuda.Event() if on_cuda and num_host_blocks else None
+        self._swapped_event = torch.cuda.Event() if on_cuda and self.host_layers else None
         if self._swapped_event is not None:
             # The arguments keep the pinned memory alive until the last swap is done, also when the cache is dropped.
             weakref.finalize(self, _wait, self._swapped_event, self.host_layers)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        state = super().__getstate__()
+        del state["_swapped_event"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.device.type == "cuda":
+            self.host_layers = [layer.pin_memory() for layer in self.host_layers]
+        self._prepare_device()
+
     @staticmethod
     def num_blocks_for(
-        num_bytes: int, num_layers: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+        num_bytes: int,
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int | Sequence[int],
+        head_size: int | Sequence[int],
+        dtype: torch.dtype,
+        *,
+        value_head_size: int | Sequence[int] | None = None,
     ) -> int:
         """How many blocks, keys and values of all layers, fit into ``num_bytes``."""
-        return num_bytes // (num_layers * 2 * block_size * num_kv_heads * head_size * dtype.itemsize)
+        at_least(1, block_size=block_size)
+        sizes = zip(*_layer_sizes(num_layers, num_kv_heads, head_size, value_head_size), strict=True)
+        return num_bytes // (block_size * dtype.itemsize * sum(K * (D + Dv) for K, D, Dv in sizes))
 
     @property
     def nbytes(self) -> int:
@@ -508,39 +141,36 @@ class KVCache(BlockAllocator):
 
     def flush_copies(self) -> None:
         """Does the queued copy-on-write copies, all layers in one launch: call it before each step that writes."""
-        pairs = self.take_copies()
+        pairs = self.pending_copies()
         if pairs:
-            copy_blocks(self._by_block(self.layers), torch.tensor(pairs, dtype=torch.int64))
+            mapping = torch.tensor(pairs, dtype=torch.int64, device="cpu")
+            copy_blocks(self._by_block(self.layers), mapping)
+            self.take_copies()
 
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
         """Moves a sequence to the host cache, asynchronously on the current stream: its device blocks may be used by
-        later work on that stream at once. Returns the (device block, host block) pairs that were moved."""
+        later work on that stream at once; ``swap_in`` is asynchronous too. Returns the (device block, host block)
+        pairs that were moved."""
         self.flush_copies()
-        pairs = super().swap_out(seq_id)
-        self._swap(self.layers, self.host_layers, pairs)
-        return pairs
-
-    def swap_in(self, seq_id: Hashable) -> list[tuple[int, int]]:
-        """Brings a sequence back, asynchronously on the current stream; the (host block, device block) pairs."""
-        pairs = super().swap_in(seq_id)
-        self._swap(self.host_layers, self.layers, pairs)
-        return pairs
+        return super().swap_out(seq_id)
 
     def synchronize(self) -> None:
         """Waits until all swaps are done. Only a reader of ``host_layers`` needs it: work on the device is in order."""
         if self._swapped_event is not None:
             self._swapped_event.synchronize()
 
-    def _swap(self, source: list[Tensor], target: list[Tensor], pairs: list[tuple[int, int]]) -> None:
+    def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
         if not pairs:
             return
-        mapping = torch.tensor(pairs, dtype=torch.int64)
+        caches = self._by_block(self.layers), self._by_block(self.host_layers)
+        source, target = caches if to_host else reversed(caches)
+        mapping = torch.tensor(pairs, dtype=torch.int64, device="cpu")
         if self._swapped_event is None:
-            swap_blocks(self._by_block(source), self._by_block(target), mapping)
+            swap_blocks(source, target, mapping)
             return
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._swapped_event)  # swaps stay in order when the stream changes; one event covers all
-        swap_blocks(self._by_block(source), self._by_block(target), mapping)
+        swap_blocks(source, target, mapping)
         self._swapped_event.record(stream)
 
     def _by_block(self, layers: list[Tensor]) -> list[Tensor]:
@@ -550,10 +180,26 @@ class KVCache(BlockAllocator):
         return [plane for layer in layers for plane in layer.unbind(0)]
 
 
-def _at_least(least: int, **arguments: int) -> None:
-    for name, value in arguments.items():
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
+def _layer_sizes(
+    num_layers: int,
+    num_kv_heads: int | Sequence[int],
+    head_size: int | Sequence[int],
+    value_head_size: int | Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """K, D and Dv of each layer."""
+    at_least(1, num_layers=num_layers)
+
+    def of_layers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+        values = (given,) * num_layers if isinstance(given, int) else tuple(given)
+        if len(values) != num_layers:
+            raise ValueError(f"{name}: expected a number, or one for each of {num_layers} layers, got {len(values)}")
+        for value in values:
+            at_least(1, **{name: value})
+        return values
+
+    head_sizes = of_layers("head_size", head_size)
+    value_head_sizes = head_sizes if value_head_size is None else of_layers("value_head_size", value_head_size)
+    return of_layers("num_kv_heads", num_kv_heads), head_sizes, value_head_sizes
 
 
 def _wait(event: torch.cuda.Event, pinned: list[Tensor]) -> None:

@@ -454,7 +454,7 @@ class InputBuffers:
             self._device[start : start + t].copy_(input_ids)
             host.send(S)
         else:
-            numbers[start : start + t] = torch.as_tensor(input_ids)
+            numbers[start : start + t] = torch.as_tensor(input_ids, device="cpu")
             numbers[start + t : start + T] = 0
             host.send(start + T)
         return self._step(S, T, metadata)
@@ -500,7 +500,9 @@ class _Host:
 
     def __init__(self, device: Tensor, on_gpu: bool) -> None:
         self._target = device
-        self._numbers = torch.zeros(device.shape, dtype=device.dtype, pin_memory=True) if on_gpu else device
+        self._numbers = device
+        if on_gpu:
+            self._numbers = torch.zeros(device.shape, dtype=device.dtype, device="cpu", pin_memory=True)
         self._event = torch.cuda.Event() if on_gpu else None
 
     def wait(self) -> Tensor:

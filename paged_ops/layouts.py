@@ -12,6 +12,9 @@ interleaved    [N, B, 2K, D], key h at 2h, value at 2h+1   -                    
 separate       [N, B, K, D], any strides                   [N, B, K, Dv]           engines with two tensors
 x-packed       [N, K, D/x, B, x]                           [N, K, D, B]            the classic PagedAttention cache
 =============  ==========================================  ======================  ================================
+
+Where values have another head size than keys, a layer is still one allocation, ``[N, B, K, D + Dv]``, of which
+:func:`split_joined_cache` makes the separate form.
 """
 
 from __future__ import annotations
@@ -101,10 +104,26 @@ def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None) -> PagedKV:
 
 
 def kv_cache_shape(
-    layout: Layout | str, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    layout: Layout | str,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
 ) -> tuple[int, ...]:
-    """The shape to allocate for one layer; :func:`kv_cache_view` makes of it what the ops take."""
+    """The shape to allocate for one layer; :func:`kv_cache_view` makes of it what the ops take.
+
+    With a ``value_head_size`` Dv other than D it is that of a joined cache: ``[N, B, K, D + Dv]``, HND
+    ``[N, K, B, D + Dv]``; the other layouts have none.
+    """
     N, B, K, D = num_blocks, block_size, num_kv_heads, head_size
+    if value_head_size not in (None, D):
+        row = D + value_head_size
+        joined = {Layout.NHD: (N, B, K, row), Layout.HND: (N, K, B, row)}
+        has_form = f"NHD or HND where value_head_size {value_head_size} is not head_size {D}"
+        expect(_layout(layout) in joined, "layout", has_form, _layout(layout))
+        return joined[_layout(layout)]
     return {
         Layout.NHD: (N, 2, B, K, D),
         Layout.HND: (N, 2, K, B, D),
@@ -116,9 +135,10 @@ def kv_cache_shape(
 def kv_cache_view(layout: Layout | str, storage: Tensor) -> Tensor:
     """The allocated tensor in the form that the ops take: HND as a ``[N, 2, B, K, D]`` view, others as they are.
 
-    An x-packed cache stays flat: :func:`split_kv_cache` splits it inside the compiled function.
+    An x-packed cache stays flat, and a joined one joined (HND as a ``[N, B, K, D + Dv]`` view): :func:`split_kv_cache`
+    and :func:`split_joined_cache` split them inside the compiled function.
     """
-    return storage.transpose(2, 3) if _layout(layout) is Layout.HND else storage
+    return storage.transpose(-3, -2) if _layout(layout) is Layout.HND else storage
 
 
 def allocate_kv_cache(
@@ -130,9 +150,12 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     pin_memory: bool = False,
+    *,
+    value_head_size: int | None = None,
 ) -> Tensor:
-    """A zeroed cache of one layer in the form that the ops take."""
-    shape = kv_cache_shape(layout, num_blocks, block_size, num_kv_heads, head_size)
+    """A zeroed cache of one layer in the form that the ops take; x-packed and joined ones are yet to be split."""
+    sizes = (num_blocks, block_size, num_kv_heads, head_size)
+    shape = kv_cache_shape(layout, *sizes, value_head_size=value_head_size)
     return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
 
 
@@ -151,6 +174,17 @@ def split_kv_cache(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple
     N, B = kv_cache.shape[1], kv_cache.shape[2] // row
     key_cache = kv_cache[0].view(N, num_kv_heads, head_size // x, B, x)
     return key_cache, kv_cache[1].view(N, num_kv_heads, head_size, B)
+
+
+def split_joined_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Keys ``[N, B, K, D]`` and values ``[N, B, K, Dv]`` as views of a joined cache ``[N, B, K, D + Dv]``, any strides.
+
+    Call it inside the compiled function, as :func:`split_kv_cache`.
+    """
+    expect(kv_cache.dim() == 4, "kv_cache", "the joined cache [N, B, K, D + Dv]", kv_cache)
+    within = 1 <= head_size < kv_cache.shape[3]
+    expect(within, "head_size", f"1 to {kv_cache.shape[3] - 1}, a part of D + Dv = {kv_cache.shape[3]}", head_size)
+    return kv_cache[..., :head_size], kv_cache[..., head_size:]
 
 
 _DEFAULTS = {"cpu": Layout.NHD, "cuda": Layout.NHD, "xla": Layout.INTERLEAVED}

@@ -1,7 +1,9 @@
 """The cache: directed cases, errors, and long random walks whose tensor contents are checked at every step."""
 
 import copy
+import pickle
 import random
+import unittest.mock
 import zlib
 from collections import Counter
 from collections.abc import Hashable
@@ -12,8 +14,11 @@ import torch
 from torch import Tensor
 
 import paged_ops.cache
-from paged_ops.cache import BlockAllocator, BlockPool, KVCache, OutOfBlocks
-from paged_ops.layouts import Layout, paged_kv, split_kv_cache
+from paged_ops import graphs
+from paged_ops.allocator import BlockAllocator, BlockPool, OutOfBlocks
+from paged_ops.cache import KVCache
+from paged_ops.layouts import Layout, paged_kv, split_joined_cache, split_kv_cache
+from paged_ops.metadata import Batch
 
 
 def state(cache: BlockAllocator) -> object:
@@ -89,7 +94,7 @@ class Expected:
 class Walk:
     """Random calls on a cache, a model of what it should hold, and a comparison after every call."""
 
-    def __init__(self, cache: KVCache, num_kv_heads: int, head_size: int, seed: int) -> None:
+    def __init__(self, cache: KVCache, seed: int) -> None:
         self.cache = cache
         self.random = random.Random(seed)
         self.live: dict[int, Expected] = {}
@@ -97,17 +102,23 @@ class Walk:
         self.next_id = 0
         self.events: Counter[str] = Counter()
         self.modulus = 255 if cache.dtype.itemsize == 1 else 1 << 20
-        self.device_views = self.views(cache.layers, num_kv_heads, head_size)
-        self.host_views = self.views(cache.host_layers, num_kv_heads, head_size)
+        self.device_views = self.views(cache.layers)
+        self.host_views = self.views(cache.host_layers)
 
-    def views(self, layers: list[Tensor], num_kv_heads: int, head_size: int) -> list[Tensor]:
+    def views(self, layers: list[Tensor]) -> list[Tensor]:
         """Keys and values of each layer with dimensions [N, B, ...], fp8 as its bits."""
         if self.cache.dtype.itemsize == 1:
             layers = [layer.view(torch.uint8) for layer in layers]
-        if self.cache.layout is Layout.X_PACKED:
-            pairs = [paged_kv(*split_kv_cache(layer, num_kv_heads, head_size)) for layer in layers]
-        else:
-            pairs = [paged_kv(layer) for layer in layers]
+        pairs = []
+        sizes = zip(self.cache.num_kv_heads, self.cache.head_size, self.cache.value_head_size, strict=True)
+        for layer, (K, D, Dv) in zip(layers, sizes, strict=bool(layers)):
+            if D != Dv:
+                pairs.append(paged_kv(*split_joined_cache(layer, D)))
+            elif self.cache.layout is Layout.X_PACKED:
+                pairs.append(paged_kv(*split_kv_cache(layer, K, D)))
+            else:
+                pairs.append(paged_kv(layer))
+            assert (pairs[-1].num_kv_heads, pairs[-1].head_size, pairs[-1].value_head_size) == (K, D, Dv)
         return [view for pair in pairs for view in pair]
 
     def values(self, contents: list[int], channel: int) -> Tensor:
@@ -116,10 +127,22 @@ class Walk:
 
     def write(self, seq_id: int, stop: int) -> None:
         """What the model's step does: writes the reserved tokens up to `stop` where the cache says."""
-        expected, size = self.live[seq_id], self.cache.block_size
+        expected = self.live[seq_id]
         slots = torch.tensor(self.cache.slots(seq_id, stop=stop), device=self.cache.device)
+        self.fill(slots, expected.contents[expected.num_computed : stop])
+
+    def write_all(self, seq_id: Hashable, tokens: list[int]) -> None:
+        """For a sequence that a test made itself: what its blocks hold."""
+        expected = self.live[seq_id] = Expected(0)
+        expected.extend(tokens)
+        slots = torch.tensor(self.cache.slots(seq_id, 0, len(tokens)))
+        self.fill(slots, expected.contents)
+        expected.num_computed = len(tokens)
+
+    def fill(self, slots: Tensor, contents: list[int]) -> None:
+        size = self.cache.block_size
         for channel, view in enumerate(self.device_views):
-            values = self.values(expected.contents[expected.num_computed : stop], channel).to(view.device, view.dtype)
+            values = self.values(contents, channel).to(view.device, view.dtype)
             view[slots // size, slots % size] = values.view(-1, *[1] * (view.dim() - 2)).expand(-1, *view.shape[2:])
 
     def check_contents(self) -> None:
@@ -264,7 +287,7 @@ REFUSALS = ("admit refused", "append refused", "swap_out refused", "swap_in refu
 
 def test_random_walk() -> None:
     cache = KVCache(2, 40, 4, 1, 2, num_host_blocks=12)
-    walk = Walk(cache, 1, 2, seed=1)
+    walk = Walk(cache, seed=1)
     walk.run(10_000)
     assert all(walk.events[name] > 30 for name in EVENTS + REFUSALS), walk.events
     stats = cache.stats()
@@ -275,7 +298,7 @@ def test_random_walk() -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 16, 48, 544])
 def test_random_walk_over_block_sizes(block_size: int) -> None:
     cache = KVCache(1, 30, block_size, 1, 1, num_host_blocks=10)
-    walk = Walk(cache, 1, 1, seed=block_size)
+    walk = Walk(cache, seed=block_size)
     walk.run(600 if block_size < 100 else 300)
     assert all(walk.events[name] for name in EVENTS), walk.events
     assert (cache.stats().copied_blocks > 0) == (block_size > 1)
@@ -287,9 +310,17 @@ def test_random_walk_over_block_sizes(block_size: int) -> None:
 def test_random_walk_over_layouts(layout: Layout, dtype: torch.dtype) -> None:
     cache = KVCache(2, 24, 4, 2, 16, dtype=dtype, layout=layout, num_host_blocks=8)
     assert all(layer.dtype is dtype for layer in cache.layers + cache.host_layers)
-    walk = Walk(cache, 2, 16, seed=5)
+    walk = Walk(cache, seed=5)
     walk.modulus = 255 if dtype is torch.bfloat16 else walk.modulus  # integers that the dtype can tell apart
     walk.run(250)
+    assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
+
+
+@pytest.mark.parametrize("layout", [Layout.NHD, Layout.HND])
+def test_random_walk_over_layers_of_different_sizes(layout: Layout) -> None:
+    sizes = {"num_kv_heads": [1, 4, 2], "head_size": [16, 8, 24], "value_head_size": [16, 24, 8]}
+    cache = KVCache(3, 24, 4, **sizes, layout=layout, num_host_blocks=8)
+    Walk(cache, seed=7).run(250)
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
 
 
@@ -299,7 +330,7 @@ def test_random_walk_over_layouts(layout: Layout, dtype: torch.dtype) -> None:
 def test_random_walk_on_gpu(layout: Layout) -> None:
     cache = KVCache(2, 40, 4, 2, 16, device="cuda", dtype=torch.float32, layout=layout, num_host_blocks=12)
     assert all(layer.is_pinned() for layer in cache.host_layers)
-    Walk(cache, 2, 16, seed=3).run(500)
+    Walk(cache, seed=3).run(500)
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
 
 
@@ -726,6 +757,210 @@ def test_layers_and_bytes(layout: Layout | str, shape: tuple[int, ...]) -> None:
     assert KVCache.num_blocks_for(cache.nbytes - 1, **sizes) == 4
     if layout == Layout.HND:
         assert cache.layers[0].transpose(2, 3).is_contiguous()
+
+
+def test_sizes_by_layer() -> None:
+    sizes = {"num_kv_heads": [2, 1, 4], "head_size": [8, 16, 4], "value_head_size": [8, 8, 12]}
+    cache = KVCache(3, 5, 3, **sizes, dtype=torch.float16, num_host_blocks=2)
+    assert [tuple(layer.shape) for layer in cache.layers] == [(5, 2, 3, 2, 8), (5, 3, 1, 24), (5, 3, 4, 16)]
+    assert [tuple(layer.shape) for layer in cache.host_layers] == [(2, 2, 3, 2, 8), (2, 3, 1, 24), (2, 3, 4, 16)]
+    per_block = 3 * 2 * (2 * 16 + 24 + 4 * 16)
+    assert (cache.nbytes, cache.host_nbytes) == (5 * per_block, 2 * per_block)
+    arguments = {"num_layers": 3, "block_size": 3, "dtype": torch.float16, **sizes}
+    assert KVCache.num_blocks_for(5 * per_block, **arguments) == 5
+    assert KVCache.num_blocks_for(5 * per_block - 1, **arguments) == 4
+    key, value = split_joined_cache(cache.layers[1], 16)
+    assert (key.shape, value.shape) == ((5, 3, 1, 16), (5, 3, 1, 8))
+    assert value.data_ptr() == key.data_ptr() + 16 * 2
+    hnd = KVCache(1, 5, 3, 2, 16, value_head_size=8, layout="HND")
+    assert hnd.layers[0].shape == (5, 3, 2, 24)
+    assert hnd.layers[0].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"head_size": [8]}, "head_size: expected a number, or one for each of 2 layers, got 1"),
+        ({"num_kv_heads": [1, 2, 3]}, "num_kv_heads: expected a number, or one for each of 2 layers, got 3"),
+        ({"value_head_size": [8, 0]}, "value_head_size: expected at least 1, got 0"),
+        ({"value_head_size": 16, "layout": "X_PACKED"}, "layout: expected NHD or HND where value_head_size 16 is not"),
+        ({"value_head_size": 16, "layout": "INTERLEAVED"}, "layout: expected NHD or HND .* got INTERLEAVED"),
+    ],
+)
+def test_bad_sizes_by_layer(sizes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCache(2, 4, 2, **({"num_kv_heads": 1, "head_size": 8} | sizes))
+
+
+def test_reset_forgets_all_prefixes() -> None:
+    cache = KVCache(1, 8, 2, 1, 2, num_host_blocks=4)
+    prompt = [1, 2, 3, 4, 5]
+    admit_computed(cache, "a", prompt)
+    admit_computed(cache, "b", [7, 8, 9])
+    cache.swap_out("b")
+    cache.fork("a", "c")
+    cache.append("c", [6])  # waits for a copy
+    before = state(cache)
+    with pytest.raises(ValueError, match="free_sequences: expected no sequence in the cache, got 3"):
+        cache.reset()
+    assert state(cache) == before
+    cache.reset(free_sequences=True)
+    check_invariants(cache)
+    assert (cache.pool.num_free, cache.pool.num_idle, cache.host_pool.num_free) == (8, 0, 4)
+    assert not cache.pending_copies()
+    assert not cache._prefixes
+    assert cache.admit("a", prompt) == 0
+    assert cache.admit("b", [7, 8, 9]) == 0
+    cache.free("a")
+    cache.free("b")
+    cache.reset()
+    Walk(KVCache(1, 20, 2, 1, 1, num_host_blocks=5), seed=0).run(50)
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt is: no Exception."""
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, Interrupted])
+@pytest.mark.parametrize("method", ["flush_copies", "swap_out", "swap_in"])
+def test_what_an_op_raises_loses_nothing(
+    method: str, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KVCache(2, 6, 2, 1, 2, num_host_blocks=2)
+    walk = Walk(cache, seed=0)
+    admit_computed(cache, "a", [1, 2, 3])
+    walk.write_all("a", [1, 2, 3])
+    cache.fork("a", "b")
+    walk.live["b"] = copy.deepcopy(walk.live["a"])
+    if method == "flush_copies":
+        cache.append("b", [4])
+        walk.live["b"].extend([4])
+    if method == "swap_in":
+        cache.swap_out("b")
+        walk.live["b"].swapped = True
+
+    def fails(*args: object) -> None:
+        raise raised("no memory")
+
+    before, stats = state(cache), cache.stats()
+    arguments = () if method == "flush_copies" else ("b",)
+    with monkeypatch.context() as patched:
+        patched.setattr(paged_ops.cache, "copy_blocks" if method == "flush_copies" else "swap_blocks", fails)
+        with pytest.raises(raised, match="no memory"):
+            getattr(cache, method)(*arguments)
+    assert state(cache) == before
+    assert cache.stats() == stats
+    walk.check()
+    getattr(cache, method)(*arguments)
+    if method != "flush_copies":
+        walk.live["b"].swapped = method == "swap_out"
+    walk.check()
+    assert cache.stats() != stats
+
+
+def test_a_swap_that_fails_forgets_what_its_target_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(1, 4, 2, 1, 2, num_host_blocks=2)
+    admit_computed(cache, "a", [1, 2, 3])
+    cache.swap_out("a")
+    cache.swap_in("a")
+    assert cache.host_pool.num_idle == 1
+    admit_computed(cache, "b", [4, 5, 6])
+    fails = unittest.mock.Mock(side_effect=RuntimeError("after a part of the blocks was written"))
+    with monkeypatch.context() as patched:
+        patched.setattr(paged_ops.cache, "swap_blocks", fails)
+        with pytest.raises(RuntimeError, match="a part"):
+            cache.swap_out("b")
+    check_invariants(cache)
+    assert cache.host_pool.num_idle == 0, "the block may be half overwritten"
+    assert not cache.is_swapped_out("b")
+    assert len(cache.swap_out("a")) == 2
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_under_another_default_device_and_dtype(device: str, dtype: torch.dtype) -> None:
+    default = torch.get_default_dtype()
+    torch.set_default_device(device)
+    torch.set_default_dtype(dtype)
+    try:
+        cache = KVCache(2, 24, 4, 1, 2, num_host_blocks=8)
+        graphs.InputBuffers(cache, 4, 16, 64).fill(Batch([3, 1], [0, 4], [[0], [1, 2]]), [1, 2, 3, 4], 4, 8)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(default)
+    walk = Walk(cache, seed=2)
+
+    def elsewhere(name: str) -> None:
+        method = getattr(cache, name)
+
+        def call(*args: object) -> object:
+            torch.set_default_device(device)
+            torch.set_default_dtype(dtype)
+            try:
+                return method(*args)
+            finally:
+                torch.set_default_device(None)
+                torch.set_default_dtype(default)
+
+        setattr(cache, name, call)
+
+    for name in ("flush_copies", "swap_out", "swap_in", "admit", "append", "commit", "free", "rollback"):
+        elsewhere(name)
+    walk.run(150)
+    assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_copy_is_an_independent_cache_with_equal_content(how: str, layout: Layout) -> None:
+    cache = KVCache(2, 24, 4, 2, 16, layout=layout, num_host_blocks=8)
+    walk = Walk(cache, seed=11)
+    moves = [walk.admit, walk.append, walk.step, walk.fork, walk.swap_out, walk.step]
+    for turn in range(60):
+        moves[turn % len(moves)]()
+    walk.free()
+    admit_computed(cache, "parent", [5])
+    walk.write_all("parent", [5])
+    cache.fork("parent", "child")
+    walk.live["child"] = copy.deepcopy(walk.live["parent"])
+    cache.append("child", [6])
+    walk.live["child"].extend([6])
+    assert cache.pending_copies()
+    assert any(cache.is_swapped_out(seq_id) for seq_id in walk.live)
+    before, content = state(cache), [layer.clone() for layer in cache.layers + cache.host_layers]
+    other = COPIES[how](cache)
+    twin = Walk(other, seed=11)
+    twin.live, twin.history, twin.next_id = copy.deepcopy((walk.live, walk.history, walk.next_id))
+    twin.events = walk.events.copy()
+    twin.random.setstate(walk.random.getstate())
+    twin.check()
+    assert other.stats() == cache.stats()
+    assert all(a.stride() == b.stride() for a, b in zip(other.layers, cache.layers, strict=True))
+    twin.run(150)
+    assert state(cache) == before
+    assert all(torch.equal(a, b) for a, b in zip(cache.layers + cache.host_layers, content, strict=True))
+    walk.check()
+    walk.run(150)  # the same calls: shared prefixes are found in the copy as in the original
+    assert twin.events == walk.events
+    assert other.stats() == cache.stats()
+
+
+def test_copies_of_a_bookkeeper_and_no_shallow_ones() -> None:
+    cache = BlockAllocator(8, 2)
+    admit_computed(cache, "a", [1, 2, 3])
+    other = copy.deepcopy(cache)
+    cache.reset(free_sequences=True)
+    assert other.admit("b", [1, 2, 3]) == 2
+    other.free("a")
+    other.free("b")
+    admit_computed(other, "filler", list(range(16)))
+    other.free("filler")
+    assert len(other._prefixes) == 1 + 8, "prefixes that nobody names any more are gone in the copy as well"
+    with pytest.raises(TypeError, match=r"BlockAllocator: a shallow copy .* copy.deepcopy"):
+        copy.copy(other)
 
 
 def test_a_cache_of_no_blocks() -> None:

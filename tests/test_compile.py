@@ -138,6 +138,37 @@ def split_inside(device):
     return function, (torch.randn(shape, device=device),)
 
 
+def joined_inside(device):
+    """Values of another head size: one tensor, split inside."""
+    Dv = D // 2
+
+    def function(kv, qkv, tables, lens, starts, slots):
+        query, key, value = qkv.split([H, K, K], dim=1)
+        key_cache, value_cache = paged_ops.split_joined_cache(kv, D)
+        paged_ops.reshape_and_cache(key, value[..., :Dv], key_cache, slots, value_cache=value_cache)
+        return paged_ops.paged_attention(query, key_cache, tables, lens, starts, D**-0.5, value_cache=value_cache)
+
+    shape = layouts.kv_cache_shape("NHD", N, B, K, D, value_head_size=Dv)
+    return function, (torch.randn(shape, device=device),)
+
+
+def joined_hnd_inside(device):
+    function, _ = joined_inside(device)
+    return function, (layouts.allocate_kv_cache("HND", N, B, K, D, torch.float32, device, value_head_size=D // 2),)
+
+
+def joined_layers_inside(device):
+    layer, caches = joined_inside(device)
+
+    def function(layers, qkv, *rest):
+        for kv in layers:
+            out = layer(kv, qkv, *rest)
+            qkv = next_layer(qkv, torch.cat([out, out], dim=-1))
+        return qkv
+
+    return function, ([each.clone() for each in caches * 3],)
+
+
 def arena_inside(device):
     def function(arena, qkv, *rest):
         for layer in range(3):
@@ -214,6 +245,9 @@ WITHOUT_COPY = [
     sliced_inside,
     unbound_inside,
     split_inside,
+    joined_inside,
+    joined_hnd_inside,
+    joined_layers_inside,
     arena_inside,
     arena_slices_as_list,
     list_of_caches,

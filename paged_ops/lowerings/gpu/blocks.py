@@ -122,7 +122,7 @@ def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: tor
             distances = (src.stride(0) * size if len(src) > 1 else 0, dst.stride(0) * size if len(dst) > 1 else 0)
             rows.append((*addresses, *distances, length * size))
             owners.append(owner)
-    runs = torch.tensor(rows, dtype=torch.int64)
+    runs = torch.tensor(rows, dtype=torch.int64, device="cpu")
     ready = None
     if device.type == "cuda":
         runs = runs.pin_memory().to(device, non_blocking=True)
