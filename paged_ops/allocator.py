@@ -8,8 +8,8 @@ Letters: N blocks, B tokens a block.
 """
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -104,6 +104,24 @@ class BlockPool:
         self._block_of: dict[Prefix, int] = {}
         self._prefix_of: list[Prefix | None] = [None] * self.num_blocks
 
+    def recover(self, owners: Mapping[int, int]) -> None:
+        """Sets all counts by the number of owners of each block, after an exception between two statements: what is
+        neither owned nor idle is free, and its content forgotten."""
+        self.ref_counts = [owners.get(block, 0) for block in range(self.num_blocks)]
+        known = {
+            block: prefix
+            for block, prefix in enumerate(self._prefix_of)
+            if prefix is not None and self._block_of.get(prefix) == block
+        }
+        idle = [block for block in self._idle if block in known and not self.ref_counts[block]]
+        kept = {block: prefix for block, prefix in known.items() if self.ref_counts[block] or block in self._idle}
+        self._prefix_of = [kept.get(block) for block in range(self.num_blocks)]
+        self._block_of = {prefix: block for block, prefix in kept.items()}
+        self._idle = OrderedDict.fromkeys(idle)
+        self._free = [
+            block for block in reversed(range(self.num_blocks)) if not self.ref_counts[block] and block not in kept
+        ]
+
     def _num_spare(self, plan: Sequence[int | None]) -> int:
         return self.num_free - sum(block in self._idle for block in plan if block is not None)
 
@@ -197,9 +215,11 @@ class BlockAllocator:
         self._hit_tokens += num_cached
         return num_cached
 
-    def can_admit(self, token_ids: Iterable[int], extra_key: Hashable = None) -> bool:
-        """Whether ``admit`` would find the blocks it needs now."""
-        return self.pool.fits(self._match([int(token) for token in token_ids], extra_key)[1])
+    def can_admit(self, token_ids: Iterable[int], extra_key: Hashable = None, *, spare_blocks: int = 0) -> bool:
+        """Whether ``admit`` would find the blocks it needs now, and leave ``spare_blocks`` of them free."""
+        at_least(0, spare_blocks=spare_blocks)
+        plan = self._match([int(token) for token in token_ids], extra_key)[1]
+        return self.pool.fits(plan + [None] * spare_blocks)
 
     def append(self, seq_id: Hashable, token_ids: Iterable[int]) -> None:
         """Reserves slots for tokens that a coming step writes. If the last block has room but other owners too, the
@@ -282,6 +302,25 @@ class BlockAllocator:
         self.pool.forget()
         self.host_pool.forget()
 
+    def recover(self) -> None:
+        """Makes the bookkeeping whole after an exception that came in the middle of a call: KeyboardInterrupt may come
+        between any two statements. The sequences' own lists and the pending copies are what counts; the pools follow
+        from them. A call that was interrupted has happened, or has not. O(N); changes nothing when all is well."""
+        owners: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        for seq in self._sequences.values():
+            del seq.blocks[self._num_blocks(seq.num_computed if seq.swapped else len(seq.tokens)) :]
+            owners[seq.swapped].update(seq.blocks)
+        for block in [block for block in self._copies if not owners[False][block]]:
+            del self._copies[block]
+        owners[False].update(self._copies.values())
+        self.pool.recover(owners[False])
+        self.host_pool.recover(owners[True])
+        for seq in self._sequences.values():
+            for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
+                seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
+            for block, prefix in zip(seq.blocks, seq.prefixes[1:], strict=False):
+                (self.host_pool if seq.swapped else self.pool).remember(block, prefix)
+
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
         """Moves a sequence to host blocks. The pairs (device block, host block) must be copied before anything else is
         issued; blocks whose content is on the host already, and blocks without content, are not among them."""
@@ -302,9 +341,13 @@ class BlockAllocator:
         """Whether ``swap_out`` would find the host blocks it needs now."""
         return self.host_pool.fits(self._swap_plan(self._live(seq_id)))
 
-    def can_swap_in(self, seq_id: Hashable) -> bool:
-        """Whether ``swap_in`` would find the blocks it needs now."""
-        return self.pool.fits(self._swap_plan(self._swapped(seq_id)))
+    def can_swap_in(self, seq_id: Hashable, *, num_tokens: int = 0, spare_blocks: int = 0) -> bool:
+        """Whether ``swap_in`` would find the blocks it needs now, an ``append`` of ``num_tokens`` those that it needs
+        then, and ``spare_blocks`` were left."""
+        seq = self._swapped(seq_id)
+        plan = self._swap_plan(seq)
+        more = self._num_blocks(len(seq.tokens) + num_tokens) - self._num_blocks(len(seq.tokens)) + spare_blocks
+        return self.pool.fits(plan + [None] * more)
 
     def pending_copies(self) -> list[tuple[int, int]]:
         """The (source block, destination block) pairs of copy-on-write that must be copied before anything else is
@@ -340,6 +383,19 @@ class BlockAllocator:
     def num_computed_tokens(self, seq_id: Hashable) -> int:
         """Tokens whose keys and values are in the cache: shared at admission or committed."""
         return self._get(seq_id).num_computed
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence that the cache can hold when it is alone."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences own; O(1)."""
+        return self.num_blocks - self.pool.num_free
+
+    def __contains__(self, seq_id: Hashable) -> bool:
+        return seq_id in self._sequences
 
     def is_swapped_out(self, seq_id: Hashable) -> bool:
         """Whether the sequence is on the host."""

@@ -324,6 +324,29 @@ def test_random_walk_over_layers_of_different_sizes(layout: Layout) -> None:
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
 
 
+def test_recovery_rebuilds_the_pools_from_the_sequences() -> None:
+    cache = KVCache(1, 24, 4, 1, 2, num_host_blocks=8)
+    walk = Walk(cache, seed=3)
+    moves = [walk.admit, walk.append, walk.step, walk.fork, walk.free, walk.swap_out, walk.swap_in]
+    for i in range(400):
+        walk.random.choices(moves, weights=[4, 8, 6, 2, 3, 2, 3])[0]()
+        before = state(cache)
+        cache.recover()
+        assert sorted(cache.pool._free) == sorted(before[0][0][1])  # type: ignore[index]
+        cache.pool._free.sort(key=before[0][0][1].index)  # type: ignore[index]
+        cache.host_pool._free.sort(key=before[0][1][1].index)  # type: ignore[index]
+        assert state(cache) == before, "nothing was wrong, nothing changes"
+        for pool in (cache.pool, cache.host_pool):  # as if calls had been cut off in the middle
+            pool.ref_counts[i % 8] += 1
+            lost = pool._free.pop() if pool._free else pool._idle.popitem()[0] if pool._idle else None
+            if lost is not None and i % 2:
+                pool.ref_counts[lost] = 1
+        cache.recover()
+        walk.check()
+    assert cache.stats().swapped_out_blocks
+    assert cache.stats().copied_blocks
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 @pytest.mark.parametrize("layout", list(Layout))
