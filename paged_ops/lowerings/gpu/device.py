@@ -13,6 +13,10 @@ import triton
 from torch import Tensor
 
 CONFIGS = Path(__file__).parent / "configs"
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+# The Tritons between which Gluon's functions and how compiled kernels are launched are known: those of torch 2.10 and
+# torch 2.15. Beyond them Triton's own language and launches serve, which it keeps stable.
+OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -52,8 +56,8 @@ def overlap() -> dict[str, bool]:
 
 @functools.cache
 def has_hopper_gluon() -> bool:
-    """Whether the device is an sm_90 and Triton's Gluon is that of triton >= 3.6 (torch 2.10)."""
-    if triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    """Whether the device is an sm_90 and Triton's Gluon one that gluon_names.py knows."""
+    if triton.knobs.runtime.interpret or not OLDEST_GLUON <= TRITON <= NEWEST_KNOWN:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return target.backend == "cuda" and target.arch == 90

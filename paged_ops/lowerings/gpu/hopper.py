@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -34,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import tiles
 from paged_ops.lowerings.gpu.device import num_processors
+from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows, reinterpret
 
 BLOCK_M = 128
 BLOCK_N = {64: 128, 128: 128, 256: 64}
@@ -372,7 +372,7 @@ def scheduler(
                 token = first_token + r // G
                 live = (r < TOKENS * G) & (token < q_len)
                 row = (row_start + token).to(gl.int64) * q_stride_t + (kh * G + r % G).to(gl.int64) * q_stride_h
-                async_copy.async_copy_global_to_shared(
+                load_rows(
                     q_groups.index(slot * (BLOCK_M // ROWS) + part),
                     query + row[:, None] + d[None, :],
                     mask=live[:, None],
@@ -431,13 +431,13 @@ def producer(
             mbarrier.wait(k_empty.index(stage), free)
             mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
             for page in gl.static_range(PAGES):
-                tma.async_copy_global_to_shared(
+                load_box(
                     k_desc, [rows[page], head_column, 0, 0], k_full.index(stage), k_pages.index(stage * PAGES + page)
                 )
             mbarrier.wait(v_empty.index(stage), free)
             mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
             for page in gl.static_range(PAGES):
-                tma.async_copy_global_to_shared(
+                load_box(
                     v_desc, [rows[page], head_column, 0, 0], v_full.index(stage), v_pages.index(stage * PAGES + page)
                 )
         total += count
@@ -672,9 +672,9 @@ def prefill_kernel(
     q_groups = gl.allocate_shared_memory(dtype, [SLOTS * (BLOCK_M // 8), 8, D], group_layout)
     k_pages = gl.allocate_shared_memory(dtype, [pages, PAGE // 8, D // 64, 8, 64], copy_layout)
     v_pages = gl.allocate_shared_memory(dtype, [pages, PAGE // 8, D // 64, 8, 64], copy_layout)
-    q_tiles = q_groups._reinterpret(dtype, [SLOTS * 2, BLOCK_M // 2, D], q_layout)
-    k_tiles = k_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], kv_layout)
-    v_tiles = v_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], kv_layout)
+    q_tiles = reinterpret(q_groups, dtype, [SLOTS * 2, BLOCK_M // 2, D], q_layout)
+    k_tiles = reinterpret(k_pages, dtype, [STAGES, BLOCK_N, D], kv_layout)
+    v_tiles = reinterpret(v_pages, dtype, [STAGES, BLOCK_N, D], kv_layout)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
     item_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     item_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

@@ -9,9 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_ops.lowerings.gpu.device import on_device
-
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+from paged_ops.lowerings.gpu.device import NEWEST_KNOWN, TRITON, on_device
 
 
 class Launcher:
@@ -28,8 +26,8 @@ class Launcher:
     are multiples of 16 bytes, is seen to here: each combination gets a kernel of its own.
 
     Triton launches the first call of each combination, and every call in its interpreter, on ROCm (which specialises on
-    the sizes of storages too), on a device that is not the current one, and under a profiler's launch hooks. It is the
-    only place that knows how Triton (3.5 to 3.7) calls a compiled kernel.
+    the sizes of storages too), on a device that is not the current one, under a profiler's launch hooks, and if it is
+    newer than the newest known here. It is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
     """
 
     __slots__ = ("_compiled", "_constants", "_index", "_kernel", "_stream", "_values")
@@ -52,7 +50,7 @@ class Launcher:
         first = next(each for each in tensors if each is not None)
         with on_device(first):
             compiled = self._kernel[grid](*tensors, *numbers, **self._constants)
-            if compiled is None or torch.version.hip is not None or not first.is_cuda:
+            if compiled is None or torch.version.hip is not None or not first.is_cuda or TRITON > NEWEST_KNOWN:
                 return
             parameters = self._kernel.arg_names[len(tensors) + len(numbers) :]
             self._values = tuple(self._constants[name] for name in parameters)
@@ -76,7 +74,7 @@ class Launcher:
 def _entry(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     """What launches a compiled kernel, and what it wants to know of it between the stream and the arguments."""
     run, function, packed, no_hooks = compiled.run, compiled.function, compiled.packed_metadata, (None, None, None)
-    if VERSION < (3, 7) and run.global_scratch_size == run.profile_scratch_size == 0:
+    if TRITON < (3, 7) and run.global_scratch_size == run.profile_scratch_size == 0:
         # The function in C, past the method that would allocate scratch memory for it.
         how = run.launch_cooperative_grid, run.launch_pdl, None, None
         return run.launch, (function, *how, packed, *no_hooks)
