@@ -10,7 +10,7 @@ Letters: N blocks, B tokens a block.
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 
@@ -149,7 +149,9 @@ class _Sequence:
     tokens: list[int]
     blocks: list[int]  # of the device pool or, when swapped, of the host pool
     num_computed: int  # tokens whose keys and values were written by a step that was issued
+    num_reserved: int  # tokens that have slots, computed ones included
     prefixes: list[Prefix]  # the root, then one for each full block of computed tokens
+    first_block: int = 0  # which block of the sequence blocks[0] is: those before it were given back
     swapped: bool = False
 
 
@@ -182,16 +184,34 @@ class BlockAllocator:
       dictionary keys (prefix before the block, tokens of the block): their hash finds and their equality decides, so
       that colliding hashes never share.
 
+    With a ``sliding_window`` w or an ``attention_chunk`` c (0 is none) each layer sees no further than that: the query
+    at position i sees the keys j > i - w, and those of its own chunk, j // c = i // c. Then a commit gives back the
+    blocks that no later token can see; their entries in the sequence's row name its oldest block instead, as kernels
+    may touch what they mask. A prefix is shared if the blocks within reach of its end are in the cache. The slots of a
+    prompt can be reserved in parts (``first_chunk``, ``reserve``), so that it may be longer than the cache.
+
     Work is assumed to run in the order in which it is issued (one stream): a step sees what earlier steps wrote.
     Methods raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or known already where a new one is due,
     and ``OutOfBlocks`` when blocks run out; either way nothing has changed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        *,
+        sliding_window: int = 0,
+        attention_chunk: int = 0,
+    ) -> None:
         at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        at_least(0, sliding_window=sliding_window, attention_chunk=attention_chunk)
         at_least(1, block_size=block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.attention_chunk = attention_chunk
+        self._forgets = bool(sliding_window or attention_chunk)
         self.pool = BlockPool(num_blocks, "device")
         self.host_pool = BlockPool(num_host_blocks, "host")
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -201,25 +221,74 @@ class BlockAllocator:
         self._prefixes = weakref.WeakValueDictionary()
         self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
 
-    def admit(self, seq_id: Hashable, token_ids: Iterable[int], extra_key: Hashable = None) -> int:
-        """Adds a sequence, reserves slots for all its tokens and returns how many of them (a multiple of B, less than
-        all) are in the cache already: the step computes the others. Sequences with different ``extra_key`` never share
-        (an adapter's id, a digest of an image; the ``seq_id`` itself for a sequence that must not share)."""
+    def admit(
+        self,
+        seq_id: Hashable,
+        token_ids: Iterable[int],
+        extra_key: Hashable = None,
+        *,
+        first_chunk: int | None = None,
+        max_cached: int | None = None,
+    ) -> int:
+        """Adds a sequence, reserves slots for its tokens and returns how many of them (a multiple of B, less than all)
+        are in the cache already: the step computes the others.
+
+        Args:
+            seq_id: a new name.
+            token_ids: the prompt.
+            extra_key: sequences with different keys never share (an adapter's id, a digest of an image; the ``seq_id``
+                itself for a sequence that must not share).
+            first_chunk: tokens that the first step computes. Layers with a window or chunk reserve slots for these
+                alone, and ``reserve`` does for later ones; layers that see everything always reserve all.
+            max_cached: take at most so many tokens from the cache.
+        """
         self._check_new(seq_id)
         tokens = [int(token) for token in token_ids]
-        prefixes, plan = self._match(tokens, extra_key)
+        prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
         blocks = self.pool.take(plan)
         num_cached = (len(prefixes) - 1) * self.block_size
-        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, prefixes)
+        first_block = self._first_block(num_cached)
+        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, first_block)
         self._admitted_tokens += len(tokens)
         self._hit_tokens += num_cached
         return num_cached
 
-    def can_admit(self, token_ids: Iterable[int], extra_key: Hashable = None, *, spare_blocks: int = 0) -> bool:
+    def can_admit(
+        self,
+        token_ids: Iterable[int],
+        extra_key: Hashable = None,
+        *,
+        first_chunk: int | None = None,
+        max_cached: int | None = None,
+        spare_blocks: int = 0,
+    ) -> bool:
         """Whether ``admit`` would find the blocks it needs now, and leave ``spare_blocks`` of them free."""
         at_least(0, spare_blocks=spare_blocks)
-        plan = self._match([int(token) for token in token_ids], extra_key)[1]
+        _, plan, _ = self._plan([int(token) for token in token_ids], extra_key, first_chunk, max_cached)
         return self.pool.fits(plan + [None] * spare_blocks)
+
+    def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
+        """The numbers of leading tokens that ``admit`` could find in the cache now, from 0 up."""
+        blocks = self._chain([int(token) for token in token_ids], extra_key)[1]
+        return [length * self.block_size for length in self._servable(blocks)]
+
+    def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
+        """Makes sure that the next ``num_tokens`` tokens that are not computed have slots; for a prompt that was
+        admitted with a ``first_chunk``."""
+        seq = self._live(seq_id)
+        waiting = len(seq.tokens) - seq.num_computed
+        if not 0 <= num_tokens <= waiting:
+            raise ValueError(f"num_tokens: expected 0..{waiting} (not computed, of {seq_id!r}), got {num_tokens}")
+        stop = seq.num_computed + num_tokens
+        if stop > seq.num_reserved:
+            seq.blocks += self.pool.take([None] * self._num_missing(seq, stop))
+            seq.num_reserved = stop
+
+    def num_reservable(self, seq_id: Hashable) -> int:
+        """How many of the tokens that are not computed have slots, or would find the blocks for them now."""
+        seq = self._live(seq_id)
+        most = (seq.first_block + len(seq.blocks) + self.pool.num_free) * self.block_size
+        return max(seq.num_reserved, min(most, len(seq.tokens))) - seq.num_computed
 
     def append(self, seq_id: Hashable, token_ids: Iterable[int]) -> None:
         """Reserves slots for tokens that a coming step writes. If the last block has room but other owners too, the
@@ -235,6 +304,7 @@ class BlockAllocator:
             self._copies[seq.blocks[-1]] = source
             self._release(tail)
         seq.blocks += fresh
+        seq.num_reserved = len(seq.tokens) + len(tokens)
         seq.tokens += tokens
 
     def can_append(self, seq_id: Hashable, num_tokens: int = 1) -> bool:
@@ -243,23 +313,26 @@ class BlockAllocator:
 
     def commit(self, seq_id: Hashable, num_written: int) -> None:
         """Says that the step which writes the next ``num_written`` reserved tokens was issued. Blocks that became full
-        by it can be shared from now on."""
+        by it can be shared from now on; those that no later token sees are given back."""
         seq = self._live(seq_id)
-        reserved = len(seq.tokens) - seq.num_computed
+        reserved = seq.num_reserved - seq.num_computed
         if not 0 <= num_written <= reserved:
             raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
-        if num_written and seq.blocks[seq.num_computed // self.block_size] in self._copies:
+        if num_written and seq.blocks[seq.num_computed // self.block_size - seq.first_block] in self._copies:
             raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
         seq.num_computed += num_written
         for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
             seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
-            self.pool.remember(seq.blocks[index], seq.prefixes[-1])
+            self.pool.remember(seq.blocks[index - seq.first_block], seq.prefixes[-1])
+        if self._forgets:
+            self._give_back(seq)
 
     def rollback(self, seq_id: Hashable) -> None:
-        """Drops the reserved tokens that were not committed (a rejected draft, a step that was given up)."""
+        """Drops the tokens that were not committed (a rejected draft, a step that was given up)."""
         seq = self._live(seq_id)
         del seq.tokens[seq.num_computed :]
-        while len(seq.blocks) > self._num_blocks(seq.num_computed):
+        seq.num_reserved = seq.num_computed
+        while len(seq.blocks) > self._num_blocks(seq.num_computed) - seq.first_block:
             self._release(seq.blocks.pop())
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
@@ -274,8 +347,8 @@ class BlockAllocator:
             )
         for block in parent.blocks:
             self.pool.share(block)
-        self._sequences[child_id] = _Sequence(
-            parent.tokens.copy(), parent.blocks.copy(), parent.num_computed, parent.prefixes.copy()
+        self._sequences[child_id] = replace(
+            parent, tokens=parent.tokens.copy(), blocks=parent.blocks.copy(), prefixes=parent.prefixes.copy()
         )
 
     def free(self, seq_id: Hashable) -> None:
@@ -308,7 +381,9 @@ class BlockAllocator:
         from them. A call that was interrupted has happened, or has not. O(N); changes nothing when all is well."""
         owners: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         for seq in self._sequences.values():
-            del seq.blocks[self._num_blocks(seq.num_computed if seq.swapped else len(seq.tokens)) :]
+            seq.num_reserved = min(seq.num_reserved, len(seq.tokens))
+            num_tokens = seq.num_computed if seq.swapped else seq.num_reserved
+            del seq.blocks[self._num_blocks(num_tokens) - seq.first_block :]
             owners[seq.swapped].update(seq.blocks)
         for block in [block for block in self._copies if not owners[False][block]]:
             del self._copies[block]
@@ -318,7 +393,7 @@ class BlockAllocator:
         for seq in self._sequences.values():
             for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
                 seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
-            for block, prefix in zip(seq.blocks, seq.prefixes[1:], strict=False):
+            for block, prefix in zip(seq.blocks, seq.prefixes[1 + seq.first_block :], strict=False):
                 (self.host_pool if seq.swapped else self.pool).remember(block, prefix)
 
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
@@ -346,7 +421,8 @@ class BlockAllocator:
         then, and ``spare_blocks`` were left."""
         seq = self._swapped(seq_id)
         plan = self._swap_plan(seq)
-        more = self._num_blocks(len(seq.tokens) + num_tokens) - self._num_blocks(len(seq.tokens)) + spare_blocks
+        longest = len(seq.tokens) + num_tokens if num_tokens else seq.num_reserved
+        more = self._num_blocks(longest) - self._num_blocks(seq.num_reserved) + spare_blocks
         return self.pool.fits(plan + [None] * more)
 
     def pending_copies(self) -> list[tuple[int, int]]:
@@ -364,17 +440,22 @@ class BlockAllocator:
         return pairs
 
     def block_ids(self, seq_id: Hashable) -> list[int]:
-        """The sequence's row of the block table."""
-        return self._live(seq_id).blocks.copy()
+        """The sequence's row of the block table; in place of blocks that were given back it names the oldest one."""
+        seq = self._live(seq_id)
+        return seq.blocks[:1] * seq.first_block + seq.blocks
 
     def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
         """The slots (block · B + offset) of tokens start..stop-1; by default of those reserved and not committed."""
         seq = self._live(seq_id)
-        start, stop = seq.num_computed if start is None else start, len(seq.tokens) if stop is None else stop
-        if not 0 <= start <= stop <= len(seq.tokens):
-            raise ValueError(f"start, stop: expected a range within 0..{len(seq.tokens)}, got {start}..{stop}")
+        start, stop = seq.num_computed if start is None else start, seq.num_reserved if stop is None else stop
         size = self.block_size
-        return [seq.blocks[position // size] * size + position % size for position in range(start, stop)]
+        first = seq.first_block * size
+        if not first <= start <= stop <= seq.num_reserved:
+            raise ValueError(
+                f"start, stop: expected a range within {first}..{seq.num_reserved} (the tokens of {seq_id!r} that have"
+                f" slots), got {start}..{stop}"
+            )
+        return [seq.blocks[(at - first) // size] * size + at % size for at in range(start, stop)]
 
     def num_tokens(self, seq_id: Hashable) -> int:
         """Tokens of the sequence: computed and reserved."""
@@ -387,6 +468,13 @@ class BlockAllocator:
     @property
     def max_seq_len(self) -> int:
         """The longest sequence that the cache can hold when it is alone."""
+        reach = [
+            -(-(self.sliding_window - 1) // self.block_size) + 1 if self.sliding_window else self.num_blocks + 1,
+            -(-(self.attention_chunk - 1) // self.block_size) + 1 if self.attention_chunk else self.num_blocks + 1,
+            # the newest block always stays
+        ]
+        if self.num_blocks >= max(2, min(reach)):
+            return 2**31 - 1  # lengths are int32
         return self.num_blocks * self.block_size
 
     @property
@@ -444,34 +532,85 @@ class BlockAllocator:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _extend(self, prefix: Prefix, tokens: list[int], index: int) -> Prefix:
-        block = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-        return self._prefixes.setdefault((prefix, block), Prefix())
+    def _tokens_of(self, tokens: list[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
 
-    def _match(self, tokens: list[int], extra_key: Hashable) -> tuple[list[Prefix], list[int | None]]:
-        """The prefixes of the leading blocks that are in the cache (after the root), and the plan for all blocks."""
+    def _extend(self, prefix: Prefix, tokens: list[int], index: int) -> Prefix:
+        return self._prefixes.setdefault((prefix, self._tokens_of(tokens, index)), Prefix())
+
+    def _first_block(self, num_computed: int) -> int:
+        """The oldest block that tokens from ``num_computed`` on see; at least the newest stays, to fill the row."""
+        start = 0
+        if self.sliding_window:
+            start = num_computed - self.sliding_window + 1
+        if self.attention_chunk:
+            start = max(start, num_computed // self.attention_chunk * self.attention_chunk)
+        return max(0, min(start, num_computed - 1)) // self.block_size
+
+    def _give_back(self, seq: _Sequence) -> None:
+        first_block = self._first_block(seq.num_computed)
+        count = first_block - seq.first_block
+        if count:
+            unseen = seq.blocks[:count]
+            seq.blocks, seq.first_block = seq.blocks[count:], first_block
+            for block in unseen:
+                self._release(block)
+
+    def _chain(self, tokens: list[int], extra_key: Hashable) -> tuple[list[Prefix], list[int | None]]:
+        """The prefixes of the leading blocks, after the root, as far as they are known, and the block that holds the
+        end of each, if it is in the cache still."""
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
         prefixes = [self._prefixes.setdefault((None, (extra_key,)), Prefix())]
-        plan: list[int | None] = []
+        blocks: list[int | None] = []
         for index in range((len(tokens) - 1) // self.block_size):  # one token is left to compute: logits need a query
-            prefix = self._extend(prefixes[-1], tokens, index)
-            block = self.pool.find(prefix)
-            if block is None:
+            prefix = self._prefixes.get((prefixes[-1], self._tokens_of(tokens, index)))
+            block = None if prefix is None else self.pool.find(prefix)
+            if prefix is None or (block is None and not self._forgets):
                 break
             prefixes.append(prefix)
-            plan.append(block)
-        return prefixes, plan + [None] * (self._num_blocks(len(tokens)) - len(plan))
+            blocks.append(block)
+        return prefixes, blocks
+
+    def _servable(self, blocks: list[int | None]) -> list[int]:
+        """The numbers of leading blocks after which a sequence could go on, as all that it would see is there."""
+        lengths, start = [0], 0  # of the blocks that are there without a gap
+        for index, block in enumerate(blocks):
+            if block is None:
+                start = index + 1
+            elif start <= self._first_block((index + 1) * self.block_size):
+                lengths.append(index + 1)
+        return lengths
+
+    def _plan(
+        self, tokens: list[int], extra_key: Hashable, first_chunk: int | None, max_cached: int | None
+    ) -> tuple[list[Prefix], list[int | None], int]:
+        """The prefixes that an admission finds, what it takes from the pool, and how many tokens get slots."""
+        prefixes, blocks = self._chain(tokens, extra_key)
+        most = len(blocks) if max_cached is None else max_cached // self.block_size
+        length = max(length for length in self._servable(blocks) if length <= most)
+        num_reserved = len(tokens)
+        if first_chunk is not None:
+            at_least(1, first_chunk=first_chunk)
+            if self._forgets:
+                num_reserved = min(num_reserved, length * self.block_size + first_chunk)
+        found = blocks[self._first_block(length * self.block_size) : length]
+        fresh: list[int | None] = [None] * (self._num_blocks(num_reserved) - length)
+        return prefixes[: length + 1], found + fresh, num_reserved
+
+    def _num_missing(self, seq: _Sequence, num_tokens: int) -> int:
+        """Blocks that the sequence lacks for so many tokens."""
+        return self._num_blocks(num_tokens) - seq.first_block - len(seq.blocks)
 
     def _growth(self, seq: _Sequence, num_tokens: int) -> tuple[bool, int]:
         """Whether an append must copy the last block first, and how many fresh blocks it needs in all."""
-        at_least(0, num_tokens=num_tokens)
+        if num_tokens < 0:
+            at_least(0, num_tokens=num_tokens)
         copies_tail = False
-        if num_tokens and len(seq.tokens) % self.block_size and self.pool.ref_counts[seq.blocks[-1]] > 1:
+        if num_tokens and seq.num_reserved % self.block_size and self.pool.ref_counts[seq.blocks[-1]] > 1:
             held = sum(source == seq.blocks[-1] for source in self._copies.values())
             copies_tail = self.pool.ref_counts[seq.blocks[-1]] - held > 1
-        num_new = self._num_blocks(len(seq.tokens) + num_tokens) - len(seq.blocks)
-        return copies_tail, num_new + copies_tail
+        return copies_tail, self._num_missing(seq, len(seq.tokens) + num_tokens) + copies_tail
 
     def _release(self, block: int) -> None:
         if self.pool.release(block) and block in self._copies:
@@ -479,9 +618,9 @@ class BlockAllocator:
 
     def _swap_plan(self, seq: _Sequence) -> list[int | None]:
         """On the side where the sequence is not: the host takes computed tokens alone, the device reserved ones too."""
-        target, num_tokens = (self.pool, len(seq.tokens)) if seq.swapped else (self.host_pool, seq.num_computed)
-        found = [target.find(prefix) for prefix in seq.prefixes[1:]]
-        return found + [None] * (self._num_blocks(num_tokens) - len(found))
+        target, num_tokens = (self.pool, seq.num_reserved) if seq.swapped else (self.host_pool, seq.num_computed)
+        found = [target.find(prefix) for prefix in seq.prefixes[1 + seq.first_block :]]
+        return found + [None] * (self._num_blocks(num_tokens) - seq.first_block - len(found))
 
     def _move(self, seq: _Sequence) -> list[tuple[int, int]]:
         source, target = (self.host_pool, self.pool) if seq.swapped else (self.pool, self.host_pool)
@@ -495,7 +634,7 @@ class BlockAllocator:
             for block in reversed(blocks):
                 target.release(block)
             raise
-        for block, prefix in zip(blocks, seq.prefixes[1:], strict=False):
+        for block, prefix in zip(blocks, seq.prefixes[1 + seq.first_block :], strict=False):
             target.remember(block, prefix)
         for block in reversed(seq.blocks):
             source.release(block)

@@ -41,6 +41,8 @@ class KVCache(BlockAllocator):
         device: where the layers live.
         layout: the default layout of the device when None.
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
+        sliding_window, attention_chunk: how far all layers see; blocks out of reach are given back. 0: everything.
+            Blocks are shared by all layers, so layers that see differently far are better kept in caches of their own.
 
     Attributes:
         layers: L tensors, zeroed, in the form that the ops take (HND a view of its allocation). Two forms are yet to be
@@ -66,8 +68,12 @@ class KVCache(BlockAllocator):
         device: torch.device | str = "cpu",
         layout: Layout | str | None = None,
         num_host_blocks: int = 0,
+        sliding_window: int = 0,
+        attention_chunk: int = 0,
     ) -> None:
-        super().__init__(num_blocks, block_size, num_host_blocks)
+        super().__init__(
+            num_blocks, block_size, num_host_blocks, sliding_window=sliding_window, attention_chunk=attention_chunk
+        )
         sizes = _layer_sizes(num_layers, num_kv_heads, head_size, value_head_size)
         self.num_kv_heads, self.head_size, self.value_head_size = sizes
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):

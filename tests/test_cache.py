@@ -1,6 +1,7 @@
 """The cache: directed cases, errors, and long random walks whose tensor contents are checked at every step."""
 
 import copy
+import functools
 import pickle
 import random
 import unittest.mock
@@ -28,12 +29,28 @@ def state(cache: BlockAllocator) -> object:
         for pool in (cache.pool, cache.host_pool)
     ]
     seqs = {
-        key: (seq.tokens, seq.blocks, seq.num_computed, seq.prefixes, seq.swapped)
+        key: (seq.tokens, seq.blocks, seq.num_computed, seq.num_reserved, seq.prefixes, seq.first_block, seq.swapped)
         for key, seq in cache._sequences.items()
     }
     memo = {id(prefix): prefix for pool in pools for prefix in pool[4] if prefix is not None}
     memo |= {id(prefix): prefix for seq in cache._sequences.values() for prefix in seq.prefixes}
     return copy.deepcopy((pools, seqs, cache._copies, cache.stats()), memo)
+
+
+@functools.cache
+def _oldest_seen(num_computed: int, window: int, chunk: int) -> int:
+    """The first key that a query at position num_computed or later sees, itself at the latest; by trying them."""
+    for key in range(num_computed):
+        for query in range(num_computed, key + (window or 10**9)):
+            if not chunk or key // chunk == query // chunk:
+                return key
+            if query // chunk > key // chunk:
+                break
+    return num_computed
+
+
+def oldest_seen(cache: BlockAllocator, num_computed: int) -> int:
+    return _oldest_seen(num_computed, cache.sliding_window, cache.attention_chunk)
 
 
 def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
@@ -53,8 +70,10 @@ def check_invariants(cache: BlockAllocator) -> None:
     host: Counter[int] = Counter()
     for seq in cache._sequences.values():
         (host if seq.swapped else device).update(seq.blocks)
-        num_tokens = seq.num_computed if seq.swapped else len(seq.tokens)
-        assert len(seq.blocks) == -(-num_tokens // cache.block_size)
+        num_tokens = seq.num_computed if seq.swapped else seq.num_reserved
+        assert seq.num_computed <= seq.num_reserved <= len(seq.tokens)
+        assert seq.first_block * cache.block_size <= oldest_seen(cache, seq.num_computed)
+        assert seq.first_block + len(seq.blocks) == -(-num_tokens // cache.block_size)
         assert len(set(seq.blocks)) == len(seq.blocks)
         assert len(seq.prefixes) - 1 == seq.num_computed // cache.block_size
     check_pool(cache.pool, device)
@@ -62,7 +81,7 @@ def check_invariants(cache: BlockAllocator) -> None:
     assert not set(cache._copies) & set(cache._copies.values())
     for seq in cache._sequences.values():
         if not seq.swapped and seq.num_computed < len(seq.tokens):  # nobody else owns a block that it is going to write
-            for block in seq.blocks[seq.num_computed // cache.block_size :]:
+            for block in seq.blocks[seq.num_computed // cache.block_size - seq.first_block :]:
                 assert device[block] - list(cache._copies.values()).count(block) == 1
     stats = cache.stats()
     assert stats.used_blocks == sum(count > 0 for count in device.values())
@@ -154,9 +173,11 @@ class Walk:
             for seq_id, expected in self.live.items():
                 if expected.swapped == swapped:
                     # What a block waits for is still, unharmed, in the source of its copy.
-                    blocks = [pending.get(block, block) for block in self.cache._sequences[seq_id].blocks]
-                    slots += [blocks[p // size] * size + p % size for p in range(expected.num_computed)]
-                    contents += expected.contents[: expected.num_computed]
+                    seq = self.cache._sequences[seq_id]
+                    blocks = [pending.get(block, block) for block in seq.blocks]
+                    seen = range(oldest_seen(self.cache, expected.num_computed), expected.num_computed)
+                    slots += [blocks[p // size - seq.first_block] * size + p % size for p in seen]
+                    contents += expected.contents[seen.start : seen.stop]
             for channel, view in enumerate(views):
                 where = torch.tensor(slots, dtype=torch.int64, device=view.device)
                 found = view[where // size, where % size].flatten(1).long().cpu()
@@ -172,15 +193,15 @@ class Walk:
             assert self.cache._sequences[seq_id].tokens == expected.tokens
         self.check_contents()
 
-    def attempt(self, name: str, possible: bool, *args: object) -> bool:
+    def attempt(self, name: str, possible: bool, *args: object, **options: object) -> bool:
         """Calls a method whose predicate said whether blocks suffice; a refusal must change nothing."""
         if possible:
-            self.result = getattr(self.cache, name)(*args)
+            self.result = getattr(self.cache, name)(*args, **options)
             self.events[name] += 1
             return True
         before = state(self.cache)
         with pytest.raises(OutOfBlocks, match=r"expected .* free blocks, got"):
-            getattr(self.cache, name)(*args)
+            getattr(self.cache, name)(*args, **options)
         after = state(self.cache)
         assert before == after
         self.events[f"{name} refused"] += 1
@@ -200,9 +221,16 @@ class Walk:
             known = self.random.choice(self.history)
             extra_key, prompt = known.extra_key, known.tokens[: self.random.randint(0, len(known.tokens))]
         prompt = (prompt + self.tokens(2 * size))[: 6 * size]
-        expected, seq_id = Expected(extra_key), self.next_id
-        if self.attempt("admit", self.cache.can_admit(prompt, extra_key), seq_id, prompt, extra_key):
+        expected, seq_id, options = Expected(extra_key), self.next_id, {}
+        if self.cache._forgets:
+            options["first_chunk"] = self.random.choice([None, 1, self.random.randint(1, 2 * size)])
+            if self.random.random() < 0.3:
+                options["max_cached"] = self.random.randint(0, len(prompt))
+        lengths = self.cache.cached_lengths(prompt, extra_key)
+        possible = self.cache.can_admit(prompt, extra_key, **options)
+        if self.attempt("admit", possible, seq_id, prompt, extra_key, **options):
             expected.extend(prompt)
+            assert self.result == max(n for n in lengths if n <= options.get("max_cached", len(prompt)))
             expected.num_computed = self.result
             assert self.result % size == 0
             assert self.result < len(prompt)
@@ -220,9 +248,13 @@ class Walk:
         """One step of an engine: the copies, then for some sequences a part of their reserved tokens."""
         self.cache.flush_copies()
         for seq_id, expected in self.live.items():
-            reserved = len(expected.tokens) - expected.num_computed
-            if not expected.swapped and reserved and self.random.random() < 0.6:
-                stop = expected.num_computed + self.random.choice([reserved, self.random.randint(1, reserved)])
+            if expected.swapped:
+                continue
+            possible = self.cache.num_reservable(seq_id)
+            if possible and self.random.random() < 0.6:
+                num_tokens = self.random.choice([possible, self.random.randint(1, possible)])
+                self.cache.reserve(seq_id, num_tokens)
+                stop = expected.num_computed + num_tokens
                 self.write(seq_id, stop)
                 self.cache.commit(seq_id, stop - expected.num_computed)
                 expected.num_computed = stop
@@ -324,8 +356,9 @@ def test_random_walk_over_layers_of_different_sizes(layout: Layout) -> None:
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
 
 
-def test_recovery_rebuilds_the_pools_from_the_sequences() -> None:
-    cache = KVCache(1, 24, 4, 1, 2, num_host_blocks=8)
+@pytest.mark.parametrize("sliding_window", [0, 6])
+def test_recovery_rebuilds_the_pools_from_the_sequences(sliding_window: int) -> None:
+    cache = KVCache(1, 24, 4, 1, 2, num_host_blocks=8, sliding_window=sliding_window)
     walk = Walk(cache, seed=3)
     moves = [walk.admit, walk.append, walk.step, walk.fork, walk.free, walk.swap_out, walk.swap_in]
     for i in range(400):
@@ -345,6 +378,113 @@ def test_recovery_rebuilds_the_pools_from_the_sequences() -> None:
         walk.check()
     assert cache.stats().swapped_out_blocks
     assert cache.stats().copied_blocks
+
+
+@pytest.mark.parametrize(
+    ("block_size", "sliding_window", "attention_chunk"),
+    [(4, 1, 0), (4, 5, 0), (4, 8, 0), (4, 0, 4), (4, 0, 6), (4, 7, 12), (1, 3, 0), (3, 7, 0), (16, 4, 0), (8, 0, 3)],
+)
+def test_random_walk_within_reach(block_size: int, sliding_window: int, attention_chunk: int) -> None:
+    reach = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
+    cache = KVCache(1, 24, block_size, 1, 1, num_host_blocks=8, **reach)
+    walk = Walk(cache, seed=13)
+    walk.run(1200)
+    assert all(walk.events[name] > 5 for name in (*EVENTS, "admit refused", "append refused")), walk.events
+    stats = cache.stats()
+    assert (stats.copied_blocks > 0) == (block_size > 1)
+    assert 0.03 < stats.hit_tokens / stats.admitted_tokens < 0.9, stats
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize(
+    ("reach", "most"),
+    [
+        ({"sliding_window": 16}, 2),
+        ({"sliding_window": 17}, 2),
+        ({"sliding_window": 18}, 3),
+        ({"attention_chunk": 32}, 2),
+    ],
+)
+def test_blocks_out_of_reach_come_back(reach: dict, most: int, chunk: int) -> None:
+    cache = BlockAllocator(63 if chunk == 1 else most + -(-chunk // 16), 16, **reach)
+    everything = BlockAllocator(63, 16)
+    prompt = list(range(1000))
+    for each in (cache, everything):
+        each.admit("a", prompt, first_chunk=chunk)
+        while each.num_computed_tokens("a") < 1000:
+            num_tokens = min(chunk, 1000 - each.num_computed_tokens("a"))
+            each.reserve("a", num_tokens)
+            assert each.num_reservable("a") >= num_tokens
+            row = each.block_ids("a")
+            assert len(row) == -(-(each.num_computed_tokens("a") + num_tokens) // 16) or each is everything
+            each.commit("a", num_tokens)
+            check_invariants(each)
+            assert each is everything or len(set(each.block_ids("a"))) <= most
+            assert each.stats().used_blocks == len(set(each.block_ids("a"))), "a row names blocks of its own alone"
+    assert everything.stats().used_blocks == 63
+    assert len(cache.block_ids("a")) == 63
+    with pytest.raises(ValueError, match=r"start, stop: expected a range within (976|960|992)\.\.1000"):
+        cache.slots("a", 0, 1000)
+    cache.free("a")
+    assert cache.stats().used_blocks == 0
+
+
+def test_a_prefix_needs_only_what_its_end_sees() -> None:
+    cache = BlockAllocator(16, 2, sliding_window=4)
+    prompt = list(range(12))
+    admit_computed(cache, "a", prompt)
+    cache.free("a")
+    assert cache.cached_lengths(prompt) == [0, 2, 4, 6, 8, 10]
+    cache.admit("filler", [99] * 20)  # ten free blocks, then the idle ones that went first: the start of the prompt
+    cache.append("filler", [99] * 6)
+    cache.free("filler")
+    lengths = cache.cached_lengths(prompt)
+    assert 2 not in lengths
+    assert 10 in lengths
+    assert cache.admit("b", prompt, max_cached=7) == max(n for n in lengths if n <= 7)
+    assert cache.admit("c", prompt) == 10
+    assert len(cache.block_ids("c")) == 6
+    assert len(set(cache.block_ids("c"))) == 3, "the key at 7 is in the fourth block, and a new block is for two more"
+    assert cache.admit("d", [*prompt[:10], 77, 78, 79], "other") == 0
+    everything = BlockAllocator(16, 2)
+    admit_computed(everything, "a", prompt)
+    assert everything.cached_lengths(prompt) == [0, 2, 4, 6, 8, 10]
+    assert everything.admit("b", prompt, max_cached=5) == 4
+    assert everything.can_admit(prompt, spare_blocks=5)
+    assert not everything.can_admit(prompt, spare_blocks=6)
+
+
+def test_a_prompt_longer_than_its_pool() -> None:
+    cache = BlockAllocator(4, 4, sliding_window=6)
+    assert cache.max_seq_len == 2**31 - 1
+    assert BlockAllocator(4, 4).max_seq_len == 16
+    assert BlockAllocator(2, 4, sliding_window=6).max_seq_len == 8
+    prompt = list(range(100))
+    assert not cache.can_admit(prompt)
+    with pytest.raises(OutOfBlocks, match="expected 25 free blocks, got 4 of 4"):
+        cache.admit("a", prompt)
+    assert cache.can_admit(prompt, first_chunk=16)
+    assert not cache.can_admit(prompt, first_chunk=16, spare_blocks=1)
+    cache.admit("a", prompt, first_chunk=16)
+    before = state(cache)
+    with pytest.raises(OutOfBlocks, match="expected 1 free blocks, got 0 of 4"):
+        cache.reserve("a", 17)
+    with pytest.raises(ValueError, match=r"num_tokens: expected 0\.\.100 .*, got 101"):
+        cache.reserve("a", 101)
+    with pytest.raises(ValueError, match=r"num_written: expected 0\.\.16"):
+        cache.commit("a", 17)
+    with pytest.raises(ValueError, match="first_chunk: expected at least 1, got 0"):
+        cache.admit("b", prompt, first_chunk=0)
+    assert state(cache) == before
+    assert cache.num_reservable("a") == 16
+    while waiting := cache.num_tokens("a") - cache.num_computed_tokens("a"):
+        num_tokens = min(waiting, cache.num_reservable("a"))
+        cache.reserve("a", num_tokens)
+        cache.commit("a", num_tokens)
+    for token in range(50):
+        cache.append("a", [token])
+        cache.commit("a", 1)
+    check_invariants(cache)
 
 
 @pytest.mark.gpu
@@ -660,8 +800,8 @@ BAD_CALLS = [
     ("block_ids", ("out",), ValueError, "seq_id: 'out' is swapped out"),
     ("block_ids", ("nobody",), ValueError, "seq_id: 'nobody' is unknown"),
     ("num_tokens", ("nobody",), ValueError, "seq_id: 'nobody' is unknown"),
-    ("slots", ("full", 2, 4), ValueError, r"start, stop: expected a range within 0\.\.3, got 2\.\.4"),
-    ("slots", ("full", -1, 2), ValueError, r"start, stop: expected a range within 0\.\.3, got -1\.\.2"),
+    ("slots", ("full", 2, 4), ValueError, r"start, stop: expected a range within 0\.\.3 .*, got 2\.\.4"),
+    ("slots", ("full", -1, 2), ValueError, r"start, stop: expected a range within 0\.\.3 .*, got -1\.\.2"),
 ]
 
 
