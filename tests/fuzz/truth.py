@@ -1,0 +1,118 @@
+"""What the ops mean, from the specification alone: short, vectorised, in any dtype (float64 is the truth).
+
+Shares no code with the package. Letters: W sequences, R rows of each (padded), L keys of each (padded), H query heads,
+K key/value heads, G = H/K, D and Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Mantissa bits, least exponent, largest finite value.
+FP8 = {torch.float8_e4m3fn: (3, -6, 448.0), torch.float8_e5m2: (2, -14, 57344.0)}
+
+
+class Features(NamedTuple):
+    """What changes the logits and which keys are seen."""
+
+    scale: float
+    causal: bool = True
+    window: int = 0
+    chunk: int = 0
+    cap: float = 0.0
+    slopes: Tensor | None = None  # [H]
+    sinks: Tensor | None = None  # [H]
+    sparse: list[int] | None = None
+
+
+def seen(f: Features, i: Tensor, n: Tensor, L: int, H: int, K: int) -> Tensor:
+    """Which of L keys, n ``[W, R]`` of them real, rows at ``i [W, R]`` see: bool ``[W, 1 or K, R, 1 or G, L]``."""
+    j = torch.arange(L, device=i.device)
+    i, n = i[:, None, :, None, None], n[:, None, :, None, None]
+    keep = j < n
+    if f.causal:
+        keep = keep & (j <= i)
+    if f.window:
+        keep = keep & (i - j < f.window)
+    if f.chunk:
+        keep = keep & (torch.div(i, f.chunk, rounding_mode="floor") == torch.div(j, f.chunk, rounding_mode="floor"))
+    if f.sparse is not None:
+        size, local, stride, homo, by_group, rank, world = f.sparse
+        if homo:
+            offset = torch.ones(H, dtype=torch.int64)
+        else:
+            heads = K if by_group else H
+            step = max(1, int(stride / (world * heads)))
+            own = torch.arange(H) // (H // K) if by_group else torch.arange(H)
+            offset = (rank * heads + own) * step + 1
+        offset = offset.to(i.device).view(1, K, 1, H // K, 1)
+        qb, kb = torch.div(i, size, rounding_mode="floor"), torch.div(j, size, rounding_mode="floor")
+        keep = keep & ((qb - kb < local) | ((kb + offset) % stride == 0))
+    return keep
+
+
+def attend(
+    f: Features, q: Tensor, k: Tensor, v: Tensor, i: Tensor, n: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``q [W, R, H, D]`` over ``k [W, L, K, D]``, ``v [W, L, K, Dv]``: out and lse in ``dtype``."""
+    (W, R, H, D), (L, K) = q.shape, k.shape[1:3]
+    G, Dv = H // K, v.shape[3]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    rows = q.view(W, R, K, G, D).transpose(1, 2).reshape(W * K, R * G, D)
+    logits = (rows @ k.permute(0, 2, 3, 1).reshape(W * K, D, L)).view(W, K, R, G, L) * f.scale
+    if f.cap:
+        logits = f.cap * torch.tanh(logits / f.cap)
+    if f.slopes is not None:
+        away = torch.arange(L, device=i.device) - i[:, :, None]  # [W, R, L]
+        logits = logits + f.slopes.to(dtype).view(1, K, 1, G, 1) * away.to(dtype)[:, None, :, None, :]
+    logits = logits.masked_fill(~seen(f, i, n, L, H, K), -torch.inf)
+    lse = torch.logsumexp(logits, -1)  # [W, K, R, G]
+    if f.sinks is not None:
+        lse = torch.logaddexp(lse, f.sinks.to(dtype).view(1, K, 1, G))
+    weights = torch.where(lse[..., None] == -torch.inf, 0.0, torch.exp(logits - lse[..., None]))
+    out = weights.view(W * K, R * G, L) @ v.permute(0, 2, 1, 3).reshape(W * K, L, Dv)
+    return out.view(W, K, R, G, Dv).transpose(1, 2).reshape(W, R, H, Dv), lse.transpose(1, 2).reshape(W, R, H)
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two partial attentions as one, in the dtype of the outputs; +inf is read as -inf."""
+    empty = -torch.inf
+    lse_a, lse_b = (lse.masked_fill(lse == torch.inf, empty) for lse in (lse_a, lse_b))
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = torch.zeros_like(out_a)
+    for side, own in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.exp(own - lse)[..., None].to(side.dtype)
+        out = out + torch.where(own[..., None] == empty, 0.0, weight * side)
+    return out, lse
+
+
+def fp8(real: Tensor, kind: torch.dtype) -> Tensor:
+    """float32 numbers rounded to nearest even in an fp8 format, saturated, NaN kept: as float64."""
+    bits, least, largest = FP8[kind]
+    x = real.double().clamp(-largest, largest)
+    exponent = (torch.frexp(x.nan_to_num(1.0)).exponent - 1).clamp(min=least)
+    step = torch.ldexp(torch.ones_like(x), exponent - bits)
+    return torch.round(x / step) * step
+
+
+def by_head(scale: Tensor | None) -> Any:
+    """A scale ``[1]`` or ``[K]`` as a factor of ``[..., K, D]``."""
+    return 1.0 if scale is None else scale[:, None]
+
+
+def schedule(
+    lens: list[int], q_lens: list[int], G: int, window: int, chunk: int, rows: int = 128, keys: int = 128
+) -> list[int]:
+    """The running total of tiles of query rows by keys, from the oldest key that a sequence's first row may see."""
+    total = [0]
+    for n, q in zip(lens, q_lens, strict=True):
+        first, oldest = max(n - q, 0), 0
+        if window:
+            oldest = max(oldest, first - window + 1)
+        if chunk:
+            oldest = max(oldest, first // chunk * chunk)
+        total.append(total[-1] + -(-q * G // rows) * max(0, -(-(n - oldest) // keys)))
+    return total

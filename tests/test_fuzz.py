@@ -1,0 +1,72 @@
+"""The harness of tests/fuzz, for a short time: some cases of each campaign, and that it would find what is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz import graphs, ops, runner
+
+import paged_ops
+
+CAMPAIGNS = {"ops": (ops, range(24)), "graphs": (graphs, range(6))}
+
+
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_finds_nothing(name):
+    module, numbers = CAMPAIGNS[name]
+    results = runner.run_cases(name, module.run, numbers, runner.Options(seed=1), seconds=30)
+    assert not results.findings, results.findings[0]["what"]
+    assert results.counts["cases"] > 1
+
+
+def test_a_case_runs_again_exactly():
+    first, second = (runner.run_cases("ops", ops.run, [7], runner.Options(seed=3)) for _ in range(2))
+    other = runner.run_cases("ops", ops.run, [8], runner.Options(seed=3))
+    assert first == second != other
+
+
+def broken(name, change):
+    """The op with other arguments or another result."""
+    original = getattr(paged_ops, name)
+
+    def call(*args, **kwargs):
+        return change(original, *args, **kwargs)
+
+    return call
+
+
+def one_key_less(original, query, cache, tables, lens, *args, **kwargs):
+    return original(query, cache, tables, torch.where(lens > 1, lens - 1, lens), *args, **kwargs)
+
+
+WRONG = {
+    "paged_attention": one_key_less,
+    "paged_attention_with_lse": one_key_less,
+    "reshape_and_cache": lambda original, k, v, cache, slots, **f: original(k, v, cache, slots[:-1], **f),
+    "merge_attention_states": lambda original, a, la, b, lb: original(a, la, b, lb + 1e-3),
+    "copy_blocks": lambda original, caches, mapping: original(caches[:1], mapping[:-1]),
+    "gather_kv": lambda original, cache, tables, *args, **f: original(cache, tables.roll(1, 1), *args, **f),
+    "cascade_attention": lambda original, q, c, table, n, *args, **f: original(
+        q, c, table, (n - 1).clamp(0), *args, **f
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_finds_what_is_wrong(name, monkeypatch):
+    monkeypatch.setattr(paged_ops, name, broken(name, WRONG[name]))
+    results = runner.run_cases("ops", ops.run, range(4), runner.Options(seed=0))
+    what = "attention " if name.startswith("paged") else {"copy_blocks": "memory after copy_blocks"}.get(name, name)
+    assert any(line.startswith(what) for each in results.findings for line in each["what"].splitlines())
+
+
+def test_a_long_run_says_how_to_run_a_case_again(tmp_path):
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-m", "tests.fuzz", "ops", "--seconds", "4", "--processes", "1", "--out", str(out)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
+    found = json.loads(out.read_text())
+    assert found["counts"]["calls"] > 10 and found["seed"] == 0 and found["device"] == "cpu"
+    assert done.returncode == bool(found["findings"])
