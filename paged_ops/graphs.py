@@ -38,6 +38,7 @@ from torch import Tensor
 from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, GraphSupport, advance_decodes
+from paged_ops.states import StateCache
 
 Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
 
@@ -417,6 +418,7 @@ class InputBuffers:
         graph_support: GraphSupport = GraphSupport.ALWAYS,
     ) -> None:
         seqs, tokens = max(max_num_seqs, self.LEAST_SEQS), max(max_num_tokens, self.LEAST_TOKENS)
+        states: StateCache | None = getattr(kv_cache, "states", None)
         self.builder = AttentionMetadataBuilder(
             kv_cache.block_size,
             seqs,
@@ -425,6 +427,7 @@ class InputBuffers:
             kv_cache.device,
             num_blocks=kv_cache.num_blocks,
             graph_support=graph_support,
+            num_state_rows=0 if states is None else len(states.tensors[0]),
         )
         self._seqs = seqs
         # last rows, then ids: what a step uses of both is sent in one copy
@@ -482,6 +485,7 @@ class InputBuffers:
             metadata.seq_lens,
             metadata.query_start_loc,
             metadata.block_tables,
+            *([] if metadata.state_slots is None else [metadata.state_slots]),
         ):
             torch._dynamo.mark_dynamic(tensor, 0)
         return inputs

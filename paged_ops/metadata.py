@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from paged_ops.checks import expect
 from paged_ops.layouts import paged_kv
+from paged_ops.states import PADDING_ROW
 
 Ints = Sequence[int] | Tensor  # numpy arrays too
 
@@ -65,6 +66,8 @@ class AttentionMetadata:
         slot_mapping: int64 ``[T]``: ``block * B + offset`` of each token in the cache.
         num_computed_tokens_cpu: int32 ``[S]``, host: tokens that were in the cache before this step.
         positions: int64 ``[T]``: where each token stands in its sequence, as rotary embeddings need it.
+        state_slots: int32 ``[S]`` or None: the row of :class:`paged_ops.states.StateCache` that holds each sequence's
+            state; the step writes the next one to row ``state_slots ^ 1``. 0 for padding.
         cascade: present when the step was built with a common prefix (and without ``fast_build``).
     """
 
@@ -81,6 +84,7 @@ class AttentionMetadata:
     slot_mapping: Tensor
     num_computed_tokens_cpu: Tensor
     positions: Tensor
+    state_slots: Tensor | None = None
     cascade: CascadeMetadata | None = None
 
 
@@ -109,18 +113,28 @@ class Batch:
         num_computed_tokens: ``[num_reqs]`` tokens that are in the cache already.
         block_ids: the blocks of each request in order: lists of ints, or an int32 or int64 tensor ``[num_reqs, W]``
             whose entries past a request's need may hold anything. The tensor is faster: keep one, append to its rows.
+        state_slots: ``[num_reqs]`` the row of each request's state, as ``StateCache.rows`` gives it; None without.
 
     Raises:
         ValueError: an argument is not on the CPU or not integer, or they disagree about the number of requests.
     """
 
-    def __init__(self, query_lens: Ints, num_computed_tokens: Ints, block_ids: Sequence[Sequence[int]] | Tensor):
+    def __init__(
+        self,
+        query_lens: Ints,
+        num_computed_tokens: Ints,
+        block_ids: Sequence[Sequence[int]] | Tensor,
+        *,
+        state_slots: Ints | None = None,
+    ):
         self.query_lens = _integers("query_lens", query_lens, rank=1)
         self.num_computed_tokens = _integers("num_computed_tokens", num_computed_tokens, rank=1)
         self.block_ids = _block_ids(block_ids)
-        for argument in ("num_computed_tokens", "block_ids"):
+        self.state_slots = None if state_slots is None else _integers("state_slots", state_slots, rank=1)
+        for argument in ("num_computed_tokens", "block_ids", "state_slots"):
             rows = getattr(self, argument)
-            expect(len(rows) == self.num_reqs, argument, f"one for each of the {self.num_reqs} requests", len(rows))
+            fits = rows is None or len(rows) == self.num_reqs
+            expect(fits, argument, f"one for each of the {self.num_reqs} requests", rows if fits else len(rows))
 
     @property
     def num_reqs(self) -> int:
@@ -132,8 +146,9 @@ class Batch:
 
     def swap(self, i: int, j: int) -> None:
         """Exchange requests i and j."""
-        for rows in (self.query_lens, self.num_computed_tokens, self.block_ids):
-            rows[[i, j]] = rows[[j, i]]
+        for rows in (self.query_lens, self.num_computed_tokens, self.block_ids, self.state_slots):
+            if rows is not None:
+                rows[[i, j]] = rows[[j, i]]
 
 
 class AttentionMetadataBuilder:
@@ -158,6 +173,7 @@ class AttentionMetadataBuilder:
         graph_support: what the layers that read the metadata allow.
         unused_block_id: what to write into block-table entries that no length needs: None (the fastest) leaves there
             what happens to be there; tests poison them.
+        num_state_rows: R of the tensors of a ``StateCache``; 0 without one.
         num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
             that the host fills one while the device still reads the other.
 
@@ -176,6 +192,7 @@ class AttentionMetadataBuilder:
         num_blocks: int,
         graph_support: GraphSupport = GraphSupport.ALWAYS,
         unused_block_id: int | None = None,
+        num_state_rows: int = 0,
         num_staging_buffers: int | None = None,
     ):
         self.device = torch.device(device)
@@ -189,6 +206,7 @@ class AttentionMetadataBuilder:
         fits = f"1 to {most_blocks} (lengths are int32, block_size is {block_size})"
         expect(1 <= max_blocks_per_seq <= most_blocks, "max_blocks_per_seq", fits, max_blocks_per_seq)
         expect(0 <= num_blocks < 2**31, "num_blocks", "0 or more, and less than 2**31", num_blocks)
+        expect(0 <= num_state_rows < 2**31, "num_state_rows", "0 or more, and less than 2**31", num_state_rows)
         if num_staging_buffers is None:
             num_staging_buffers = 2 if on_gpu else 0
         least = int(on_gpu)
@@ -201,6 +219,7 @@ class AttentionMetadataBuilder:
         self.num_blocks = num_blocks
         self.graph_support = graph_support
         self.unused_block_id = unused_block_id
+        self.num_state_rows = num_state_rows
 
         def buffers(where: torch.device | str, pinned: bool = False) -> _Buffers:
             return _Buffers.allocate(max_num_seqs, max_num_tokens, max_blocks_per_seq, where, pinned)
@@ -259,6 +278,7 @@ class AttentionMetadataBuilder:
         expect(lookahead >= 0, "lookahead", "0 or more", lookahead)
         reach = seq_lens + lookahead
         blocks = self._needed_blocks(batch.block_ids, reach, _max(reach))
+        state_slots = self._state_slots(batch)
         self._check_common_prefix(common_prefix_len, computed, blocks)
 
         # Pinned to the CPU by name, because the user may have set another default device.
@@ -278,7 +298,7 @@ class AttentionMetadataBuilder:
         columns = torch.div(positions, B, rounding_mode="trunc")
         slots = blocks[request, columns].to(torch.int64) * B + (positions - columns * B)
 
-        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach)
+        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots)
         metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
         if common_prefix_len and not fast_build:
             metadata.cascade = self._build_cascade(common_prefix_len, metadata)
@@ -306,7 +326,7 @@ class AttentionMetadataBuilder:
         query_start_loc = torch.arange(0, t + 1, query_len, dtype=torch.int32, device="cpu")
         seq_lens, computed = torch.zeros((2, num_reqs), dtype=torch.int32, device="cpu")
         nothing = computed[:0]
-        self._write(query_start_loc, seq_lens, nothing, nothing, t, nothing.view(0, 0), nothing)
+        self._write(query_start_loc, seq_lens, nothing, nothing, t, nothing.view(0, 0), nothing, nothing)
         max_seq_len = self.max_blocks_per_seq * self.block_size
         metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
         if cascade:
@@ -347,6 +367,21 @@ class AttentionMetadataBuilder:
                     expect(False, "block_ids", ids, f"{int(blocks[s, column])} at [{s}, {column}]")
         return blocks
 
+    def _state_slots(self, batch: Batch) -> Tensor:
+        """The rows of the requests' states, checked; none without a ``StateCache``."""
+        rows, R = batch.state_slots, self.num_state_rows
+        if not R:
+            expect(rows is None, "state_slots", "None, as the builder has no states (num_state_rows)", rows)
+        elif rows is None:
+            expect(not batch.num_reqs, "state_slots", "one for each request, as the builder has states", None)
+        if rows is None:
+            return torch.zeros(0, dtype=torch.int32, device="cpu")
+        valid = not len(rows) or (bool((rows >= 2).all()) and bool((rows < R).all()))
+        expect(valid, "state_slots", f"rows in [2, {R}), those of StateCache.rows", rows.tolist())
+        slots = rows // 2
+        expect(len(slots.unique()) == len(slots), "state_slots", "a slot for each request alone", rows.tolist())
+        return rows
+
     def _is_needed(self, seq_lens: Tensor, width: int) -> Tensor:
         """bool ``[len(seq_lens), width]``: whether an entry of a block table lies within its sequence."""
         return torch.arange(0, width * self.block_size, self.block_size, device="cpu") < seq_lens[:, None]
@@ -373,6 +408,7 @@ class AttentionMetadataBuilder:
         T: int,
         blocks: Tensor,
         reach: Tensor,
+        state_slots: Tensor,
     ) -> None:
         """Fill the buffers with values that have been checked; ``reach`` are lengths that need their blocks."""
         staging = next(self._turns, None)
@@ -385,6 +421,9 @@ class AttentionMetadataBuilder:
         into.slot_mapping[t:T] = -1
         into.positions[:t] = positions
         into.positions[t:T] = 0
+        if self.num_state_rows:
+            into.state_slots[: len(state_slots)] = state_slots
+            into.state_slots[len(state_slots) : S] = PADDING_ROW
         if self.unused_block_id is None:
             rows = n
             compact = staging is not None and _prefers_compact(n, width, self.max_blocks_per_seq)
@@ -396,7 +435,7 @@ class AttentionMetadataBuilder:
             table = into.block_tables[:n, :width]
             table.copy_(torch.where(self._is_needed(reach, width), blocks, self.unused_block_id))
         if staging is not None:
-            staging.send(self._buffers, (T, T, S + 1, S, 0 if compact else rows))
+            staging.send(self._buffers, (T, T, S + 1, S, S if self.num_state_rows else 0, 0 if compact else rows))
             if compact:
                 self._buffers.block_tables[:n, :width].copy_(table.to(self.device, non_blocking=True))
             staging.sent(self.device)
@@ -418,7 +457,7 @@ class AttentionMetadataBuilder:
             if len(self._views) >= 1024:
                 self._views.clear()
             self._views[sizes] = self._buffers.views(*sizes)
-        device_query_start_loc, device_seq_lens, block_tables, slot_mapping, positions = self._views[sizes]
+        device_query_start_loc, device_seq_lens, state_slots, block_tables, slot_mapping, positions = self._views[sizes]
         return AttentionMetadata(
             query_start_loc=device_query_start_loc,
             query_start_loc_cpu=query_start_loc,
@@ -432,6 +471,7 @@ class AttentionMetadataBuilder:
             slot_mapping=slot_mapping,
             num_computed_tokens_cpu=computed,
             positions=positions,
+            state_slots=state_slots if self.num_state_rows else None,
         )
 
     def _build_cascade(self, common_prefix_len: int, metadata: AttentionMetadata) -> CascadeMetadata:
@@ -460,6 +500,7 @@ class _Buffers:
     positions: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    state_slots: Tensor
     block_tables: Tensor
 
     @classmethod
@@ -471,6 +512,7 @@ class _Buffers:
             (torch.int64, (max_num_tokens,)),
             (torch.int64, (max_num_tokens,)),
             (torch.int32, (max_num_seqs + 1,)),
+            (torch.int32, (max_num_seqs,)),
             (torch.int32, (max_num_seqs,)),
             (torch.int32, (max_num_seqs, max_blocks)),
         ]
@@ -491,6 +533,7 @@ class _Buffers:
         return (
             self.query_start_loc[: S + 1],
             self.seq_lens[:S],
+            self.state_slots[:S],
             self.block_tables[:S],
             self.slot_mapping[:T],
             self.positions[:T],
@@ -498,7 +541,14 @@ class _Buffers:
 
     def used(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Byte ranges of ``storage`` that hold the first rows of each tensor; small gaps are closed."""
-        tensors = (self.slot_mapping, self.positions, self.query_start_loc, self.seq_lens, self.block_tables)
+        tensors = (
+            self.slot_mapping,
+            self.positions,
+            self.query_start_loc,
+            self.seq_lens,
+            self.state_slots,
+            self.block_tables,
+        )
         ranges: list[tuple[int, int]] = []
         for tensor, count in zip(tensors, rows, strict=True):
             if count == 0:
@@ -544,8 +594,9 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     """Make of a decode step the next one, on the device: each live request has one token more.
 
     ``seq_lens`` and ``positions`` (and a cascade's ``suffix_lens``) grow by 1, ``slot_mapping`` names the next slot;
-    padding stays padding. No copy, no sync: it can be captured, and a compiler fuses it into one kernel. Only device
-    tensors change: the numbers on the host still tell of the step that was built.
+    ``state_slots`` name the states that the step wrote; padding stays padding. No copy, no sync: it can be captured,
+    and a compiler fuses it into one kernel. Only device tensors change: the numbers on the host still tell of the step
+    that was built.
 
     Args:
         metadata: a step of one token for each request, S = T, built with a ``lookahead`` that covers the tokens by
@@ -566,6 +617,8 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     metadata.slot_mapping.copy_(torch.where(live, block * block_size + positions % block_size, -1))
     metadata.positions.copy_(positions)
     metadata.seq_lens.add_(live)
+    if metadata.state_slots is not None:
+        metadata.state_slots.bitwise_xor_(live)
     if metadata.cascade is not None:
         metadata.cascade.suffix_lens.add_(live)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paged_ops.cache import OutOfBlocks
+from paged_ops.metadata import AttentionMetadataBuilder, Batch, advance_decodes
 from paged_ops.states import PADDING_ROW, StateCache, StateSpec
 
 SPECS = [StateSpec((3, 2), torch.float32), StateSpec((4,), torch.int64), StateSpec((), torch.bfloat16)]
@@ -179,3 +180,50 @@ def test_other_default_devices_and_dtypes() -> None:
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)
+
+
+def metadata_builder(**changes: Any) -> AttentionMetadataBuilder:
+    return AttentionMetadataBuilder(4, 6, 40, 8, num_blocks=64, **{"num_state_rows": 12, **changes})
+
+
+def batch_with(state_slots: list[int] | None, query_lens: tuple[int, ...] = (3, 1)) -> Batch:
+    return Batch(query_lens, [0] * len(query_lens), [[s] for s in range(len(query_lens))], state_slots=state_slots)
+
+
+@pytest.mark.parametrize("num_staging_buffers", [None, 1])
+def test_a_steps_metadata_names_the_rows_of_states(num_staging_buffers: int | None) -> None:
+    builder = metadata_builder(num_staging_buffers=num_staging_buffers)
+    address = builder.build_for_capture(6).state_slots.data_ptr()
+    for rows, S in (([7, 4, 10], 6), ([3, 6], 5), ([], 4), ([9], 1), (None, 3)):
+        n = len(rows or [])
+        slots = builder.build(0, batch_with(rows, (1,) * n), num_reqs=S).state_slots
+        assert slots.tolist() == (rows or []) + [PADDING_ROW] * (S - n)
+        assert (slots.dtype, slots.data_ptr()) == (torch.int32, address)
+    assert builder.build_for_capture(3).state_slots.tolist() == [PADDING_ROW] * 3
+    assert metadata_builder(num_state_rows=0).build(0, batch_with(None)).state_slots is None
+
+
+def test_rows_of_states_move_with_their_requests_and_flip_with_their_tokens() -> None:
+    batch = batch_with([7, 4], (3, 1))
+    batch.swap(0, 1)
+    assert batch.state_slots.tolist() == [4, 7]
+    metadata = metadata_builder().build(0, batch_with([7, 4], (1, 1)), num_reqs=3, num_tokens=3)
+    advance_decodes(metadata, 4)
+    assert metadata.state_slots.tolist() == [6, 5, PADDING_ROW]
+
+
+@pytest.mark.parametrize(
+    ("make_builder", "rows", "message"),
+    [
+        (metadata_builder, [1, 4], r"state_slots: expected rows in \[2, 12\), those of StateCache.rows, got \[1, 4\]"),
+        (metadata_builder, [2, 12], r"state_slots: expected rows in \[2, 12\)"),
+        (metadata_builder, [4, 5], r"state_slots: expected a slot for each request alone, got \[4, 5\]"),
+        (metadata_builder, None, "state_slots: expected one for each request, as the builder has states, got None"),
+        (lambda: metadata_builder(num_state_rows=0), [2, 4], "state_slots: expected None, as the builder has no state"),
+        (lambda: metadata_builder(num_state_rows=-1), None, "num_state_rows: expected 0 or more"),
+        (metadata_builder, [2], "state_slots: expected one for each of the 2 requests, got 1"),
+    ],
+)
+def test_wrong_rows_of_states(make_builder: Callable[[], Any], rows: list[int] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_builder().build(0, batch_with(rows))
