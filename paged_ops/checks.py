@@ -73,9 +73,10 @@ def in_range(argument: str, values: Tensor, low: int, high: int, unit: str) -> N
     """Check that every value lies in ``[low, high)``. Reads values: for the host or the debug switch."""
     if not values.numel():
         return
-    smallest, largest = values.aminmax()
+    smallest, largest = (int(each) for each in values.aminmax())  # Python's: a bound may be too large for int32
     if smallest < low or largest >= high:
-        where = ((values < low) | (values >= high)).nonzero()[0].tolist()
+        wide = values.long()
+        where = ((wide < low) | (wide >= high)).nonzero()[0].tolist()
         raise ValueError(f"{argument}: expected {unit} in [{low}, {high}), got {int(values[tuple(where)])} at {where}")
 
 
@@ -84,10 +85,29 @@ def slots(slot_mapping: Tensor, num_slots: int) -> None:
     in_range("slot_mapping", slot_mapping.clamp(min=-1), -1, num_slots, "slots (negative ones are skipped)")
 
 
-def batch(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, T: int, N: int, B: int) -> None:
+def batch(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    T: int,
+    N: int,
+    B: int,
+    tables: str = "block_tables",
+    lens: str = "seq_lens",
+) -> None:
     """Check the values of a batch: lengths, query ranges and the block ids that the lengths need. Reads values."""
-    M = block_tables.shape[1]
-    in_range("seq_lens", seq_lens, 0, M * B + 1, f"lengths that {M} blocks of {B} tokens can hold,")
+    lengths(lens, seq_lens, block_tables.shape[1], B)
+    query_ranges(query_start_loc, T)
+    needed_blocks(block_tables, seq_lens, N, B, tables)
+
+
+def lengths(argument: str, seq_lens: Tensor, M: int, B: int) -> None:
+    """Check that M blocks can hold each sequence. Reads values."""
+    in_range(argument, seq_lens, 0, M * B + 1, f"lengths that {M} blocks of {B} tokens can hold,")
+
+
+def query_ranges(query_start_loc: Tensor, T: int) -> None:
+    """Check that the rows of query are cut into ranges, in order. Reads values."""
     in_range("query_start_loc", query_start_loc, 0, T + 1, "rows of query")
     expect(
         bool((query_start_loc.diff() >= 0).all()),
@@ -96,12 +116,11 @@ def batch(block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, T: in
         query_start_loc.tolist(),
     )
     expect(int(query_start_loc[0]) == 0, "query_start_loc", "0 first", int(query_start_loc[0]))
-    needed_blocks(block_tables, seq_lens, N, B)
 
 
 def needed_blocks(block_tables: Tensor, seq_lens: Tensor, N: int, B: int, argument: str = "block_tables") -> None:
     """Check the block ids that the lengths need; other entries may hold anything. Reads values."""
-    need = torch.arange(block_tables.shape[1], device=block_tables.device) < (seq_lens[:, None] + B - 1) // B
+    need = torch.arange(block_tables.shape[1], device=block_tables.device) * B < seq_lens[:, None]
     in_range(argument, block_tables.where(need, 0), 0, max(N, 1), f"ids of the {N} blocks of the cache")
 
 

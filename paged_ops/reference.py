@@ -89,13 +89,13 @@ def paged_attention_with_lse(
             logits = logits + alibi_slopes[:, None, None].to(dtype) * (j[None, :] - i[:, None]).to(dtype)
         kept = masks.keep(i, j, H, K, is_causal=causal, window=sliding_window, chunk=attention_chunk, sparse=sparse)
         logits = logits.masked_fill(~kept, -torch.inf)
-        if sinks is not None:  # one more logit a head, with the value 0
-            logits = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(H, q_len, 1)], 2)
-            v = torch.cat([v, v.new_zeros(1, *v.shape[1:])])
+        summands = logits
+        if sinks is not None:  # one more logit a head, without a value
+            summands = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(H, q_len, 1)], 2)
 
-        total = torch.logsumexp(logits, 2)  # [H, q]; -inf for a row that sees nothing
-        weights = torch.exp(logits - total[:, :, None]).nan_to_num(0.0)
-        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
+        total = torch.logsumexp(summands, 2)  # [H, q]; -inf for a row that sees nothing
+        weights = torch.exp(logits - total.masked_fill(total == -torch.inf, 0.0)[:, :, None])
+        out[start:end] = _weighted_sum(weights, v, kept)
         lse[start:end] = total.T
     if output_scale is not None:
         out = quantise(out, output_scale, torch.float8_e4m3fn)
@@ -239,6 +239,17 @@ def _read_sequence(
     block, offset = block_table[j // max(B, 1)].long(), j % max(B, 1)
     key, value = _at(paged.key, block, offset), _at(paged.value, block, offset)  # [n, K, D/x, x], [n, K, Dv]
     return dequantise(key.flatten(2), k_scale, dtype), dequantise(value, v_scale, dtype)
+
+
+def _weighted_sum(weights: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """``[q, H, Dv]`` of weights ``[H, q, n]`` and values ``[n, H, Dv]``: 0 * NaN is NaN, so keys with such values come
+    one by one, to the rows that see them."""
+    finite = v.isfinite()
+    total = torch.einsum("hqk,khd->qhd", weights, v.where(finite, 0.0))
+    for j in (~finite).flatten(1).any(1).nonzero().flatten().tolist():
+        share = weights[:, :, j].T[:, :, None] * v[j].where(~finite[j], 0.0)
+        total += share.where(kept[:, :, j].T[:, :, None], 0.0)
+    return total
 
 
 def _at(cache: Tensor, block: Tensor, offset: Tensor) -> Tensor:

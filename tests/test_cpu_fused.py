@@ -111,10 +111,9 @@ def test_each_code_of_a_format_is_read_right(dtype):
     cache = torch.zeros(S, 2, 1, K, D, dtype=dtype)
     cache[:, 1] = values.view(S, 1, K, D)
     out, lse = torch.empty(S, K, D), torch.empty(S, K)
-    table, ones = torch.arange(S, dtype=torch.int32)[:, None], torch.ones(S, dtype=torch.int32)
-    starts = torch.arange(S + 1, dtype=torch.int32)
-    query = torch.zeros(S, K, D, dtype=torch.float32)
-    cpu_fused.attend(query, paged_kv(cache), dtype, table, ones, starts, range(S), 1.0, Features(), out, lse)
+    table, query = torch.arange(S, dtype=torch.int32)[:, None], torch.zeros(S, K, D, dtype=torch.float32)
+    batch = table, [1] * S, range(S + 1), range(S)
+    cpu_fused.attend(query, paged_kv(cache), dtype, *batch, 1.0, Features(), out, lse)
     torch.testing.assert_close(out.flatten(), values.float(), rtol=0, atol=0, equal_nan=True)
     assert not lse.any()
 

@@ -14,6 +14,7 @@ from paged_ops.features import Features, conflicts
 from paged_ops.layouts import MODEL_DTYPES, PagedKV
 
 OUTPUT_FP8 = torch.float8_e4m3fn
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def paged_attention(
@@ -30,7 +31,7 @@ def paged_attention(
     f = Features(**features)
     paged = _check_query_and_cache(query, kv_cache, f)
     _check_batch(block_tables, seq_lens, query_start_loc, query.device)
-    _check_features(query, paged, f)
+    _check_features(query, paged, scale, f)
     if f.schedule is not None:
         checks.tensor("schedule", f.schedule, (seq_lens.shape[0] + 1,), torch.int32, query.device, "[S + 1]")
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
@@ -97,7 +98,7 @@ def cascade_attention(
     checks.tensor("prefix_block_table", prefix_block_table, (1, None), torch.int32, query.device, "[1, Mp]")
     checks.tensor("prefix_len", prefix_len, (1,), torch.int32, query.device, "[1]")
     _check_batch(suffix_block_tables, suffix_lens, query_start_loc, query.device, "suffix_block_tables", "suffix_lens")
-    _check_features(query, paged, f)
+    _check_features(query, paged, scale, f)
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
 
@@ -127,10 +128,14 @@ def _check_batch(
     checks.tensor("query_start_loc", query_start_loc, (S + 1,), torch.int32, device, "[S + 1]")
 
 
-def _check_features(query: Tensor, paged: PagedKV, f: Features) -> None:
+def _check_features(query: Tensor, paged: PagedKV, scale: float, f: Features) -> None:
     H = query.shape[1]
+    if type(scale) is float:
+        expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
     _check_masks(f)
     expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
+    if type(f.soft_cap) is float and f.soft_cap != 0:  # kernels hold it as float32
+        expect(SMALLEST <= f.soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", f.soft_cap)
     for name, per_head in (("alibi_slopes", f.alibi_slopes), ("sinks", f.sinks)):
         if per_head is not None:
             checks.tensor(name, per_head, (H,), torch.float32, query.device, "[H]")

@@ -62,14 +62,16 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     if not kv_cache.numel():
         return
+    slot_mapping = slot_mapping.clone()  # checked and used, whatever another thread may write
     checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
     # Of rows that share a slot the last one stays: parallel writes would mix them.
     row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
-    rows, slots = torch.tensor([*row_of.values()], dtype=torch.int64), torch.tensor([*row_of], dtype=torch.int64)
+    rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
     block, offset = slots // paged.block_size, slots % paged.block_size
-    for plane, real, scale in ((paged.key, key, f.k_scale), (paged.value, value, f.v_scale)):
-        cells = _quantise(real[rows], scale, stored).view(plane.dtype)
-        plane[block, offset] = cells.view(len(rows), *plane.shape[2:])
+    # All is read before anything is written: key and value may be views of the cache.
+    cells = [_quantise(real[rows], scale, stored) for real, scale in ((key, f.k_scale), (value, f.v_scale))]
+    for plane, new in zip(paged, cells, strict=True):
+        plane[block, offset] = new.view(plane.dtype).view(len(rows), *plane.shape[2:])
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
@@ -99,6 +101,9 @@ def attention_schedule(
 ) -> Tensor:
     arguments = (seq_lens, query_start_loc, num_heads, num_kv_heads, head_size)
     schedule, f = fake.attention_schedule(*arguments, out=out, **options), Features(**options)
+    seq_lens, query_start_loc = seq_lens.long(), query_start_loc.long()
+    checks.in_range("seq_lens", seq_lens, 0, 1 << 31, "lengths")
+    checks.query_ranges(query_start_loc, (1 << 31) - 1)
     q_lens = query_start_loc.diff()
     first = (seq_lens - q_lens).clamp(min=0)  # the first row's position decides how far back keys are seen
     oldest = torch.zeros_like(first)
@@ -108,8 +113,10 @@ def attention_schedule(
         oldest = oldest.maximum(first // f.attention_chunk * f.attention_chunk)
     query_tiles = (q_lens * (num_heads // num_kv_heads) + SCHEDULE_TILE - 1) // SCHEDULE_TILE
     key_tiles = (seq_lens - oldest + SCHEDULE_TILE - 1) // SCHEDULE_TILE
+    totals = (query_tiles * key_tiles).cumsum(0)
+    checks.in_range("seq_lens", totals, 0, 1 << 31, "lengths whose tiles, up to each sequence, lie")
     schedule[0] = 0
-    schedule[1:] = (query_tiles * key_tiles).cumsum(0)
+    schedule[1:] = totals
     return schedule
 
 
@@ -119,15 +126,18 @@ def merge_attention_states(
     output, lse = fake.merge_attention_states(out_a, lse_a, out_b, lse_b, out=out)
     lse_a, lse_b = (side.masked_fill(side == torch.inf, -torch.inf) for side in (lse_a, lse_b))
     # An empty side's output is not read: 0 * NaN would be NaN.
-    share_a, share_b = _share(lse_a, lse_b), _share(lse_b, lse_a)
-    output.copy_(torch.where(share_a > 0, share_a * out_a, 0.0) + torch.where(share_b > 0, share_b * out_b, 0.0))
+    sides = ((out_a, lse_a, lse_b), (out_b, lse_b, lse_a))
+    part_a, part_b = (
+        (_share(lse, other) * part).masked_fill_((lse == -torch.inf)[..., None], 0.0) for part, lse, other in sides
+    )
+    output.copy_(part_a.add_(part_b))
     torch.logaddexp(lse_a, lse_b, out=lse)
     return output, lse
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     fake.copy_blocks(kv_caches, block_mapping)
-    caches = [cache for cache in kv_caches if cache.numel()]
+    caches, block_mapping = [cache for cache in kv_caches if cache.numel()], block_mapping.clone()
     for cache in caches:
         checks.block_mapping(block_mapping, len(cache), len(cache), same_cache=True)
     for cache in caches:
@@ -137,6 +147,7 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     fake.swap_blocks(src_caches, dst_caches, block_mapping)
     pairs = [(src, dst) for src, dst in zip(src_caches, dst_caches, strict=True) if src.numel() and dst.numel()]
+    block_mapping = block_mapping.clone()
     for src, dst in pairs:
         same = src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr() and src.data_ptr() == dst.data_ptr()
         checks.block_mapping(block_mapping, len(src), len(dst), same_cache=same)
@@ -160,11 +171,12 @@ def gather_kv(
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     B, row = paged.block_size, 0
     if kv_cache.numel():
-        checks.in_range(
-            "seq_lens", seq_lens, 0, block_tables.shape[1] * B + 1, "lengths that the block tables can hold,"
-        )
+        seq_lens = seq_lens.clone()  # checked and used, whatever another thread may write
+        checks.lengths("seq_lens", seq_lens, block_tables.shape[1], B)
+        ns = seq_lens.tolist()
+        block_tables = block_tables.narrow(1, 0, -(-max(ns, default=0) // B)).clone()
         checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, B)
-        for s, n in enumerate(seq_lens.tolist()):
+        for s, n in enumerate(ns):
             n = min(n, num_tokens - row)
             blocks = block_tables[s, : -(-n // B)]
             for result, plane, scale in ((key, paged.key, f.k_scale), (value, paged.value, f.v_scale)):
@@ -191,11 +203,15 @@ def _attend(
         query = query.contiguous()  # the flash kernel takes it for granted
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
-    lens = torch.zeros_like(seq_lens) if empty else seq_lens
-    starts, ns, stored = query_start_loc.tolist(), lens.tolist(), element_dtype(kv_cache, f.kv_cache_dtype)
-    N, B = paged.num_blocks, max(paged.block_size, 1)
-    if not _plainly_right(block_tables, ns, starts, len(query), N, B):
-        checks.batch(block_tables, lens, query_start_loc, len(query), N, B)
+    stored, N, B = element_dtype(kv_cache, f.kv_cache_dtype), paged.num_blocks, max(paged.block_size, 1)
+    # Copies are checked and used: another thread may write the caller's tensors meanwhile.
+    starts, ns, M = query_start_loc.tolist(), [0] * len(seq_lens) if empty else seq_lens.tolist(), block_tables.shape[1]
+    block_tables = block_tables.narrow(1, 0, min(max(-(-max(ns, default=0) // B), 0), M)).clone()
+    if not _plainly_right(block_tables, ns, starts, len(query), N, M * B):
+        lens, ranges = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (ns, starts))
+        checks.lengths("seq_lens", lens, M, B)
+        checks.query_ranges(ranges, len(query))
+        checks.needed_blocks(block_tables, lens, N, B)
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
     fused = live if not empty and cpu_fused.serves(stored, f) else []
@@ -209,7 +225,7 @@ def _attend(
     if f.sinks is not None:
         lse[: starts[-1]] = f.sinks  # of live rows that see no key
     if fused:
-        cpu_fused.attend(query, paged, stored, block_tables, lens, query_start_loc, fused, scale, f, real, lse)
+        cpu_fused.attend(query, paged, stored, block_tables, ns, starts, fused, scale, f, real, lse)
     rest = sorted({*live} - {*fused})
     max_len = max((ns[s] for s in rest), default=0)
     sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)
@@ -243,9 +259,9 @@ def _attend(
         out.copy_(real)
 
 
-def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: int, N: int, B: int) -> bool:
-    """Whether :func:`checks.batch` would find nothing, in a tenth of its time; False where it must look closer."""
-    if not (block_tables.numel() and min(ns) >= 0 and max(ns) <= block_tables.shape[1] * B):
+def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: int, N: int, most: int) -> bool:
+    """Whether the checks of a batch would find nothing, in a tenth of their time; False where they must look closer."""
+    if not (block_tables.numel() and min(ns) >= 0 and max(ns) <= most):
         return False
     low, high = block_tables.aminmax()  # of entries that no length needs too
     return starts[0] == 0 and starts[-1] <= T and starts == sorted(starts) and int(low) >= 0 and int(high) < N
@@ -268,7 +284,7 @@ class _Plane:
         rows = scratch.flatten(0, 1)[:, :width]
         self.scratch = rows.unflatten(1, cells.shape[2:]).unflatten(0, (blocks, B))  # as cells
         self.tokens = rows.unflatten(1, (K, -1)).transpose(0, 1)  # [K, n, D]
-        self.staging = torch.empty(0 if stored == rows.dtype else blocks, *cells.shape[1:], dtype=cells.dtype)
+        self.staging = cells.new_empty(0 if stored == rows.dtype else blocks, *cells.shape[1:])
 
     def read(self, blocks: Tensor) -> Tensor:
         """The tokens of some blocks, dequantised: ``[K, n, D]``, followed by what the scratch held before."""
@@ -288,7 +304,7 @@ class _Cache:
         self.paged, self.f, self.stored, self.dtype, self.blocks_per_chunk = paged, f, stored, dtype, blocks_per_chunk
         padded = paged.num_kv_heads * max(paged.head_size, paged.value_head_size) + 64 // dtype.itemsize
         # One allocation: the allocator keeps the pages of one this size for the next call, and returns those of two.
-        scratch = torch.empty(2, blocks_per_chunk, paged.block_size, padded, dtype=dtype)
+        scratch = torch.empty(2, blocks_per_chunk, paged.block_size, padded, dtype=dtype, device="cpu")
         self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
         self.value = _Plane(paged.value, stored, f.v_scale, scratch[1])
 
@@ -370,20 +386,21 @@ def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> I
 def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
     """A tile through PyTorch's flash kernel (D = Dv, no cap, no bias): rows from position i, keys from position j."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    rows, K, G, _ = q.shape
-    k, v, n = k[None], v[None], k.shape[1]
+    (rows, K, G, _), n = q.shape, k.shape[1]
     if _all_seen(rows, n, i, j, f):  # the query heads of a group are rows of one product
         folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
-        out, lse = flash(folded, k, v, scale=scale)
+        out, lse = flash(folded, k[None], v[None], scale=scale)
         return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1)
-    q, k, v = q.permute(2, 1, 0, 3), k.expand(G, -1, -1, -1), v.expand(G, -1, -1, -1)  # [G, K, q, D]
+    groups = q.permute(2, 1, 0, 3), k.expand(G, -1, -1, -1), v.expand(G, -1, -1, -1)  # [G, K, q, D]
     if i == j and _oldest_key(i + rows - 1, f) <= j:
-        out, lse = flash(q, k, v, is_causal=True, scale=scale)
+        out, lse = flash(*groups, is_causal=True, scale=scale)
     else:
         kept = _kept(rows, n, i, j, f)
-        bias = torch.zeros(kept.shape).masked_fill_(~kept, -torch.inf)
-        out, lse = flash(q, k, v, attn_mask=bias, scale=scale)
+        bias = q.new_zeros(kept.shape, dtype=torch.float32).masked_fill_(~kept, -torch.inf)
+        out, lse = flash(*groups, attn_mask=bias, scale=scale)
         lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel says 0 of a row that sees nothing
+    if out.isnan().any() or lse.isnan().any():  # perhaps of a key that the row does not see
+        return _softmax(q.float(), k.float(), v.float(), scale, _kept(rows, n, i, j, f), f)
     return out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
 
 
@@ -391,7 +408,7 @@ def _matmul(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fe
     """A tile with soft cap, ALiBi or Dv != D: rows from position i, keys from position j."""
     rows, n = len(q), k.shape[1]
     kept = None if _all_seen(rows, n, i, j, f) else _kept(rows, n, i, j, f)
-    distance = None if f.alibi_slopes is None else torch.arange(j, j + n) - torch.arange(i, i + rows)[:, None]
+    distance = None if f.alibi_slopes is None else _positions(j, j + n) - _positions(i, i + rows)[:, None]
     return _softmax(q, k, v, scale, kept, f, distance)
 
 
@@ -402,21 +419,21 @@ def _sparse_sequence(
     assert f.block_sparse is not None
     q, B, (rows, K, G, _) = q.to(cache.dtype), cache.paged.block_size, q.shape
     sparse = masks.check_block_sparse(f.block_sparse, B)
-    offsets = torch.tensor(masks.block_sparse_offsets(sparse, K * G, K)).view(K, G, 1, 1)
+    offsets = torch.tensor(masks.block_sparse_offsets(sparse, K * G, K), device="cpu").view(K, G, 1, 1)
     total = _nothing(q, cache.value.tokens)
     # Heads of one pattern go together, others one key/value head at a time, so that each skips its own blocks.
     together = bool((offsets == offsets[0, 0]).all())
     groups = [(slice(0, K), cache)] if together else [(slice(h, h + 1), head) for h, head in enumerate(cache.heads)]
     for r in range(0, rows, sparse.block_size):
         tile = slice(r, min(r + sparse.block_size, rows))
-        i = torch.arange(first + tile.start, first + tile.stop)[:, None]
-        kb = torch.arange(0, int(i[-1]) + 1, B) // sparse.block_size
+        i = _positions(first + tile.start, first + tile.stop)[:, None]
+        kb = _positions(0, int(i[-1]) + 1, B) // sparse.block_size
         near = kb > int(i[0]) // sparse.block_size - sparse.local_blocks
         for heads, group in groups:
             far = ((kb + offsets[heads]) % sparse.vert_stride == 0).flatten(0, 2).any(0)
             seen = (near | far).nonzero().squeeze(1)
             for blocks in seen.split(group.blocks_per_chunk) if len(seen) else ():
-                j = (blocks[:, None] * B + torch.arange(B)).flatten()
+                j = (blocks[:, None] * B + _positions(0, B)).flatten()
                 k, v = (plane.read(block_table[blocks])[:, : len(j)] for plane in (group.key, group.value))
                 v.masked_fill_((j >= n)[:, None], 0.0)  # the tail of the last block: 0 * NaN would be NaN
                 kept = masks.causal(i, j) & masks.block_sparse(i, j, offsets[heads], sparse)  # [K, G, q, n]
@@ -440,12 +457,19 @@ def _softmax(
     lse = logits.logsumexp(3)
     weights = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
     out = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (G, -1))
+    if kept is not None and out.isnan().any():  # perhaps of a value that the row does not see: 0 * NaN is NaN
+        out = torch.bmm(weights.flatten(1, 2), v.where(v.isfinite(), 0.0)).unflatten(1, (G, -1))
+        seen = kept.expand(weights.shape).to(v.dtype).flatten(1, 2)
+        for number, where in ((torch.inf, v == torch.inf), (-torch.inf, v == -torch.inf), (torch.nan, v.isnan())):
+            reached = torch.bmm(seen, where.to(v.dtype)).view(out.shape) > 0
+            out = out + torch.zeros_like(out).masked_fill_(reached, number)
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
 def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The state of rows that have seen no key yet."""
-    return torch.zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -torch.inf)
+    empty = functools.partial(q.new_full, dtype=torch.float32)
+    return empty((*q.shape[:3], v.shape[-1]), 0.0), empty(q.shape[:3], -torch.inf)
 
 
 def _merge_into(
@@ -470,14 +494,18 @@ def _all_seen(rows: int, n: int, i: int, j: int, f: Features) -> bool:
 
 
 def _kept(rows: int, n: int, i: int, j: int, f: Features) -> Tensor:
-    positions, keys = torch.arange(i, i + rows), torch.arange(j, j + n)
+    positions, keys = _positions(i, i + rows), _positions(j, j + n)
     kept = masks.keep(positions, keys, 1, 1, is_causal=f.causal, window=f.sliding_window, chunk=f.attention_chunk)
     return kept[0]
 
 
+def _positions(start: int, end: int, step: int = 1) -> Tensor:
+    return torch.arange(start, end, step, dtype=torch.int64, device="cpu")
+
+
 def _share(lse: Tensor, other: Tensor) -> Tensor:
-    """The weight of a part beside another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if both are empty."""
-    return torch.sub(lse, other).sigmoid_().nan_to_num_(0.0)[..., None]
+    """The weight of a part beside another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if it is empty."""
+    return torch.sub(lse, other).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)[..., None]
 
 
 def _take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
@@ -516,7 +544,7 @@ def _real(cells: Tensor, stored: torch.dtype) -> Tensor:
     if stored not in FP8_DTYPES:
         return cells
     # Looked up: PyTorch converts float8_e4m3fn one element at a time.
-    table = torch.arange(256, dtype=torch.uint8).view(stored).float()
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(stored).float()
     return table.index_select(0, cells.flatten().int()).view(cells.shape)
 
 

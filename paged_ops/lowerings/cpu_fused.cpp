@@ -475,9 +475,22 @@ struct Worker : Attention {
             decay[r] = softmax(logits.data + r * TILE, seen, low[r], high[r], head, h, distance, state.largest[r],
                                state.total[r]);
         }
-        for (int64_t r = 0; r < count; r += 1 << size(r))
-            products.accumulate[size(r)](logits.data + r * TILE, decay + r, tile[1], next[1], state.values + r * Dv,
-                                         seen, Dv);
+        // 0 * NaN is NaN: values meet the rows that see them, several rows at once where all of these do.
+        const auto weigh = [&](int64_t r, int log2, int64_t begin, int64_t end) {
+            if (begin >= end) return;
+            const Rows values = {tile[1].at + begin, tile[1].offset};
+            const Rows ahead = {next[1].at + begin, next[1].offset, next[1].shift};
+            products.accumulate[log2](logits.data + r * TILE + begin, decay + r, values, ahead, state.values + r * Dv,
+                                      end - begin, Dv);
+            std::fill_n(decay + r, 1 << log2, 1.0f);
+        };
+        for (int64_t r = 0; r < count; r += 1 << size(r)) {
+            const int64_t last = r + (1 << size(r)), begin = *std::max_element(low + r, low + last);
+            const int64_t end = std::max(begin, *std::min_element(high + r, high + last));
+            for (int64_t one = r; one < last; one++) weigh(one, 0, low[one], std::min(high[one], begin));
+            weigh(r, size(r), begin, end);
+            for (int64_t one = r; one < last; one++) weigh(one, 0, std::max(low[one], end), high[one]);
+        }
     }
 
     // Products of one row with n keys become weights below its largest logit so far; keys outside [first, last) are not

@@ -9,6 +9,7 @@ hash of source, compiler, flags and machine: later processes load it. Without a 
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import hashlib
@@ -77,40 +78,43 @@ def attend(
     paged: PagedKV,
     stored: torch.dtype,
     block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
+    seq_lens: Sequence[int],
+    query_start_loc: Sequence[int],
     sequences: Sequence[int],
     scale: float,
     f: Features,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fill the rows of some sequences: out float32 ``[T, H, Dv]``, lse float32 ``[T, H]``. For what :func:`serves`."""
+    """Fill the rows of some sequences: out float32 ``[T, H, Dv]``, lse float32 ``[T, H]``. For what :func:`serves`.
+
+    Nothing here or in C++ looks at the values again: they are right, and no other thread writes block_tables.
+    """
     function = compiled()
     assert function is not None, "no compiled function"
     K = paged.num_kv_heads
-    served = torch.tensor(sequences, dtype=torch.int32)
     # Named, so that they live until the call returns.
+    integers = [array.array("i", each) for each in (seq_lens, query_start_loc, sequences)]
     tensors = (
         query.to(torch.float32).contiguous(),
         paged.key,
         paged.value,
         block_tables,
-        seq_lens.contiguous(),
-        query_start_loc.contiguous(),
-        served,
         *(each if each is None else each.contiguous() for each in (f.alibi_slopes, f.sinks)),
         *(each if each is None else each.expand(K).contiguous() for each in (f.k_scale, f.v_scale)),
         out,
         lse,
     )
     assert out.dtype == lse.dtype == torch.float32, "results the C++ does not write"
+    pointers = [None if each is None else each.data_ptr() for each in tensors]
     call = Call(
-        *(None if each is None else each.data_ptr() for each in tensors),
+        *pointers[:4],
+        *(each.buffer_info()[0] for each in integers),
+        *pointers[4:],
         paged.key.stride(),
         paged.value.stride(),
         block_tables.stride(),
-        len(served),
+        len(sequences),
         query.shape[1],
         K,
         paged.head_size,
