@@ -298,10 +298,11 @@ class BlockAllocator:
         copies_tail, num_new = self._growth(seq, len(tokens))
         fresh = self.pool.take([None] * num_new)
         if copies_tail:
-            tail, seq.blocks[-1] = seq.blocks[-1], fresh.pop(0)
+            tail, copy = seq.blocks[-1], fresh.pop(0)
             source = self._copies.get(tail, tail)  # a tail that waits for a copy itself has that copy's source
             self.pool.share(source)  # held, or it could become a destination of the same launch
-            self._copies[seq.blocks[-1]] = source
+            self._copies[copy] = source  # before the sequence has it: an interrupt between the two would lose the copy
+            seq.blocks[-1] = copy
             self._release(tail)
         seq.blocks += fresh
         seq.num_reserved = len(seq.tokens) + len(tokens)
