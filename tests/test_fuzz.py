@@ -1,5 +1,7 @@
 """The harness of tests/fuzz, for a short time: some cases of each campaign, and that it would find what is wrong."""
 
+import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -7,11 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import graphs, ops, runner
+from fuzz import allocator, graphs, metadata, ops, runner
 
 import paged_ops
 
-CAMPAIGNS = {"ops": (ops, range(24)), "graphs": (graphs, range(6))}
+CAMPAIGNS = {
+    "ops": (ops, range(24)),
+    "allocator": (allocator, range(40)),
+    "metadata": (metadata, range(20)),
+    "graphs": (graphs, range(6)),
+}
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
@@ -70,3 +77,20 @@ def test_a_long_run_says_how_to_run_a_case_again(tmp_path):
     found = json.loads(out.read_text())
     assert found["counts"]["calls"] > 10 and found["seed"] == 0 and found["device"] == "cpu"
     assert done.returncode == bool(found["findings"])
+
+
+def test_an_interrupted_append_keeps_the_copy_of_a_shared_block():
+    """Ctrl-C between any two lines of an append: the block of which a copy is due is not lost."""
+    for lines in range(1, 60):
+        cache = allocator.Contents(8, 4, 0)
+        cache.admit(0, [1, 2, 3, 4, 5, 6])
+        for slot in cache.slots(0):
+            cache.device[slot // 4][slot % 4] = slot
+        cache.commit(0, 6)
+        cache.fork(0, 1)
+        held = [list(cache.device[block]) for block in cache.block_ids(1)]
+        with contextlib.suppress(allocator.Interrupted):
+            allocator.interrupted(functools.partial(cache.append, 1, [7]), lines)
+        cache.recover()
+        cache.flush_copies()
+        assert [cache.device[block] for block in cache.block_ids(1)][:2] == held, lines
