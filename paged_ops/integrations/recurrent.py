@@ -1,0 +1,508 @@
+"""Layers of transformers that keep state instead of keys, in a ragged batch: linear attention, convolutions, Mamba.
+
+Such a layer takes a cache of transformers, reads there the state of each row of its batch, and writes the new one. In a
+paged step all sequences lie in one row. So the layer runs once for all sequences with one token, as a batch
+``[S, 1, ...]``, and once for each longer chunk, with a cache of transformers' own class that holds the rows of
+:class:`paged_ops.states.StateCache` which belong to those sequences.
+
+Which modules these are, what they keep, and whether they take up a state in the middle of a prompt is not looked up by
+name: :meth:`StateLayers.find` observes it.
+
+Letters: T tokens of the batch, S sequences, n sequences of one call, R rows of a tensor of states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from paged_ops.metadata import AttentionMetadata
+from paged_ops.states import PADDING_ROW, StateSpec
+
+_NUM_OBSERVED = 11  # tokens by which a model is observed; no other size of an argument is likely to be this
+_NUM_BEFORE = 6  # of them are in the first chunk
+_OURS = ("kv_caches", "attention_metadata")  # arguments that are for the attention function alone
+
+
+class StateKey(NamedTuple):
+    """One tensor of a layer's state in transformers' cache."""
+
+    kind: str  # "conv" or "recurrent"
+    number: int  # among those of its layer
+
+
+class _Rows(NamedTuple):
+    """The tokens of one call of a layer and where their states are."""
+
+    tokens: Tensor | slice  # which of the T tokens: int64 [n], one for each sequence; or a slice, of one sequence
+    read: Tensor  # int64 [n]
+    write: Tensor  # int64 [n]
+    is_first: bool = False  # no token came before: there is no state to read
+
+
+class StepStates(Cache):
+    """The states of one step, in the place of transformers' cache: what a model hands to its layers.
+
+    Layers with attention get their new keys and values back, as the attention function writes those to the paged cache.
+    Layers that keep state find it in ``groups``.
+
+    Attributes:
+        groups: of each module that keeps state, in order, its tensors ``[R, ...]``.
+        num_tokens: T, padding included.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        num_tokens: int,
+        calls: list[_Rows],
+        sequence_of_token: Tensor | None,
+        of_one_layer: bool = False,
+    ) -> None:
+        # not Cache's own: there are no layers to make
+        self.layers: list[Any] = []
+        self.groups, self.num_tokens = groups, num_tokens
+        self.calls, self.sequence_of_token = calls, sequence_of_token
+        self.of_one_layer = of_one_layer
+
+    @staticmethod
+    def of(metadata: AttentionMetadata, num_tokens: int, groups: Sequence[Sequence[Tensor]]) -> StepStates:
+        """The states of the step that ``metadata`` describes, of ``num_tokens`` with padding.
+
+        A step of one token for each sequence, none of them its first, is a *decode*. Compiled code takes any step
+        without a longer chunk for one, as it cannot read the lengths on the host.
+        """
+        assert metadata.state_slots is not None, "the cache has states"
+        begins, ends = metadata.query_start_loc[:-1], metadata.query_start_loc[1:]
+        # a sequence without a token in this step reads and writes what padding does
+        read = torch.where(ends > begins, metadata.state_slots, PADDING_ROW).to(torch.int64)
+        write = read ^ 1
+        first_tokens = begins.clamp(max=num_tokens - 1).to(torch.int64)
+        if metadata.max_query_len <= 1 and (torch.compiler.is_compiling() or not _begins_any(metadata)):
+            tokens = torch.arange(num_tokens, device=ends.device, dtype=ends.dtype)
+            sequence_of_token = torch.searchsorted(ends, tokens, right=True).clamp(max=ends.shape[0] - 1)
+            return StepStates(groups, num_tokens, [_Rows(first_tokens, read, write)], sequence_of_token)
+        bounds, lengths = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens_cpu.tolist()
+        calls: list[_Rows] = []
+        singles: list[int] = []
+        for s, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            is_first = lengths[s] == end - begin
+            if end - begin == 1 and not is_first:
+                singles.append(s)
+            elif end > begin:
+                here = slice(s, s + 1)
+                calls.append(_Rows(slice(begin, end), read[here], write[here], is_first))
+        if singles:
+            chosen = torch.tensor(singles, dtype=torch.int64, device=read.device)
+            calls.append(_Rows(first_tokens[chosen], read[chosen], write[chosen]))
+        return StepStates(groups, num_tokens, calls, None)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.sequence_of_token is not None
+
+    def of_layer(self, groups: Sequence[Sequence[Tensor]]) -> StepStates:
+        """The same step for one decoder layer, whose modules have these tensors."""
+        return StepStates(groups, self.num_tokens, self.calls, self.sequence_of_token, True)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions come as an argument
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False  # a model that asks for itself wants to know about its mask, and there is none
+
+
+class _Same:
+    """A list with one layer everywhere: the numbers of layers are then not read, and compiled code serves them all."""
+
+    def __init__(self, layer: LinearAttentionLayer) -> None:
+        self.layer = layer
+
+    def __getitem__(self, layer_idx: int) -> LinearAttentionLayer:
+        return self.layer
+
+
+class _LayerCache(Cache):
+    """A cache of transformers that has one layer, whichever is asked for."""
+
+    def __init__(self, layer: LinearAttentionLayer) -> None:
+        self.layer = layer
+        self.layers: Any = _Same(layer)
+
+    @staticmethod
+    def of(keys: Sequence[StateKey], states: Sequence[Tensor], is_first: bool) -> _LayerCache:
+        """With the states of one call's sequences, ``[n, ...]``, which the layer overwrites. If ``is_first``, these are
+        only room: no token came before."""
+        count = max(key.number for key in keys) + 1
+        layer = LinearAttentionLayer(number_of_states=count)
+        layer.device, layer.dtype = states[0].device, states[0].dtype
+        for index in range(count):
+            layer.has_previous_state[index] = not is_first
+        for key, state in zip(keys, states, strict=True):
+            if key.kind == "conv":
+                layer.conv_states[key.number] = state
+                layer.is_conv_states_initialized[key.number] = True
+                layer.conv_kernel_size[key.number] = state.shape[-1]
+            else:
+                layer.recurrent_states[key.number] = state
+                layer.is_recurrent_states_initialized[key.number] = True
+        return _LayerCache(layer)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.layer.has_previous_state[0 if state_idx is None else state_idx])
+
+    def state(self, key: StateKey) -> Tensor:
+        states = self.layer.conv_states if key.kind == "conv" else self.layer.recurrent_states
+        state: Tensor = states[key.number]
+        return state
+
+
+class StateLayer:
+    """A module that keeps state, and its forward for a step of many sequences.
+
+    With any other cache, or none, the forward is the module's own.
+
+    Attributes:
+        name: within the model.
+        keys, specs: the states that it keeps, and what one sequence's are like.
+        index: among the modules that keep state; ``position``: among those of its decoder layer.
+        continues: it takes up a state before several tokens. If not, a later chunk of a prompt goes token by token.
+    """
+
+    def __init__(self, module: nn.Module, name: str, keys: Sequence[StateKey], specs: Sequence[StateSpec]) -> None:
+        self.module, self.name = module, name
+        self.keys, self.specs = tuple(keys), tuple(specs)
+        self.index = self.position = 0
+        self.continues = False
+        self.forward: Callable[..., Any] = module.forward
+
+    def install(self) -> None:
+        """Become the module's forward: an attribute of the instance, which comes before that of its class."""
+        self.module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        del self.module.__dict__["forward"]
+        if getattr(self.forward, "__func__", None) is not type(self.module).forward:
+            self.module.__dict__["forward"] = self.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = next((each for each in (*args, *kwargs.values()) if isinstance(each, StepStates)), None)
+        if step is None:
+            return self.forward(*args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OURS}
+        tensors = step.groups[self.position if step.of_one_layer else self.index]
+        if step.sequence_of_token is not None:
+            (rows,) = step.calls
+            out = self._call(args, kwargs, step, rows, tensors)
+            return _map(lambda x: x[:, 0].index_select(0, step.sequence_of_token)[None], out)
+        merged: Any = None
+        for rows in step.calls:
+            out = self._call(args, kwargs, step, rows, tensors)
+            if merged is None:  # tokens of padding stay zero
+                merged = _map(lambda x: x.new_zeros(1, step.num_tokens, *x.shape[2:]), out)
+            _place(merged, out, rows.tokens)
+        return merged
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: StepStates, rows: _Rows, tensors: Sequence[Tensor]
+    ) -> Any:
+        """Run the module for some of a step's tokens; reads and writes their sequences' states."""
+        if rows.is_first:
+            states = [tensor.new_zeros(1, *tensor.shape[1:]) for tensor in tensors]
+        else:
+            states = [tensor.index_select(0, rows.read) for tensor in tensors]
+        cache = _LayerCache.of(self.keys, states, rows.is_first)
+
+        def run(select: Callable[[Tensor], Tensor]) -> Any:
+            chosen = _choose((args, kwargs), step, cache, step.num_tokens, select)
+            return self.forward(*chosen[0], **chosen[1])
+
+        tokens = rows.tokens
+        if isinstance(tokens, Tensor):
+            out = run(lambda x: x[0].index_select(0, tokens)[:, None])
+        elif rows.is_first or self.continues:
+            out = run(_part(tokens.start, tokens.stop))
+        else:
+            out = _cat([run(_part(t, t + 1)) for t in range(tokens.start, tokens.stop)])
+        for key, tensor in zip(self.keys, tensors, strict=True):
+            tensor.index_copy_(0, rows.write, cache.state(key))
+        return out
+
+
+class StateLayers:
+    """All modules of a model that keep state instead of keys.
+
+    Attributes:
+        layers: in the order in which the model runs them.
+        specs: their states, in order: what :class:`paged_ops.states.StateCache` takes.
+        argument: of the model's forward, for the cache.
+    """
+
+    def __init__(self, layers: Sequence[StateLayer], argument: str) -> None:
+        self.layers, self.argument = tuple(layers), argument
+        for index, layer in enumerate(self.layers):
+            layer.index = index
+        self.specs = tuple(spec for layer in self.layers for spec in layer.specs)
+
+    @staticmethod
+    def find(model: PreTrainedModel) -> StateLayers | None:
+        """Run a few tokens through the model, as it is, and observe which modules keep state. None if none does.
+
+        Raises:
+            ValueError: a module keeps more state than transformers' cache holds, or shares it with another.
+        """
+        try:
+            cache = DynamicCache(config=model.config)
+        except KeyError:  # layers that this cache does not have
+            return None
+        if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+            return None
+        arguments = inspect.signature(model.forward).parameters
+        argument = "cache_params" if "cache_params" in arguments else "past_key_values"
+        observed = _observe(model, cache, argument)
+        if not observed:
+            return None
+        layers = []
+        for call in observed:
+            layer = StateLayer(call.module, call.name, call.keys, call.specs)
+            _check(layer, call, model)
+            layers.append(layer)
+        return StateLayers(layers, argument)
+
+    def install(self) -> None:
+        """Give the modules a forward that serves steps of many sequences."""
+        for layer in self.layers:
+            layer.install()
+
+    def remove(self) -> None:
+        """Give the modules their own forward again."""
+        for layer in self.layers:
+            layer.remove()
+
+    def groups(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """The tensors of ``StateCache``, those of each module together."""
+        groups, start = [], 0
+        for layer in self.layers:
+            groups.append(tensors[start : start + len(layer.keys)])
+            start += len(layer.keys)
+        return groups
+
+    def step(self, metadata: AttentionMetadata, num_tokens: int, tensors: Sequence[Tensor]) -> StepStates:
+        """What to hand to the model as its cache, for one step."""
+        return StepStates.of(metadata, num_tokens, self.groups(tensors))
+
+
+class _Observed:
+    """One call of a module that updated states."""
+
+    def __init__(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module, self.name, self.args, self.kwargs = module, name, args, kwargs
+        self.states: dict[tuple[int, StateKey], Tensor] = {}
+
+    @property
+    def layer_idx(self) -> int:
+        return next(iter(self.states))[0]
+
+    @property
+    def keys(self) -> list[StateKey]:
+        return [key for _, key in self.states]
+
+    @property
+    def specs(self) -> list[StateSpec]:
+        return [StateSpec(tuple(state.shape[1:]), state.dtype) for state in self.states.values()]
+
+
+def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Observed]:
+    """The calls that update states in a forward of a few tokens."""
+    running: list[_Observed] = []  # modules that were given the cache, the innermost last
+    found: dict[int, _Observed] = {}
+    name = type(model).__name__
+
+    def update(layer_idx: int, layer: Any, kind: str) -> Callable[..., Tensor]:
+        own = getattr(layer, f"update_{kind}_state")
+
+        def recorded(states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+            result: Tensor = own(states, state_idx, **kwargs)
+            call, key = running[-1], (layer_idx, StateKey(kind, state_idx))
+            if any(key in other.states for other in found.values()):
+                raise ValueError(f"model: expected each state to be written once a step, got {key} twice in {name}")
+            found.setdefault(id(call), call).states[key] = getattr(layer, f"{kind}_states")[state_idx]
+            return result
+
+        return recorded
+
+    for layer_idx, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for kind in ("conv", "recurrent"):
+                setattr(layer, f"update_{kind}_state", update(layer_idx, layer, kind))
+    ids = torch.arange(1, _NUM_OBSERVED + 1, device=model.get_input_embeddings().weight.device)
+    ids = ids % model.get_input_embeddings().weight.shape[0]
+    with _calls_with(model, cache, running), torch.no_grad():
+        model(input_ids=ids[None], use_cache=True, **{argument: cache})
+    calls = list(found.values())
+    if len({call.module for call in calls}) < len(calls) or any(len({i for i, _ in c.states}) > 1 for c in calls):
+        raise ValueError(f"model: expected a module to keep the states of one layer, got one for several in {name}")
+    for call in calls:
+        call.states = {key: state.clone() for key, state in call.states.items()}
+    return calls
+
+
+@contextmanager
+def _calls_with(model: nn.Module, cache: Cache, running: list[_Observed]) -> Iterator[None]:
+    """Keeps ``running`` up to date: the modules being called with ``cache`` among their arguments."""
+
+    def begin(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(each is cache for each in (*args, *kwargs.values())):
+                running.append(_Observed(module, name, args, kwargs))
+
+        return hook
+
+    def end(module: nn.Module, args: Any, out: Any) -> None:
+        if running and running[-1].module is module:
+            running.pop()
+
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(begin(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _check(layer: StateLayer, call: _Observed, model: PreTrainedModel) -> None:
+    """Sees that the layer gives the same as with a cache of transformers; finds out whether it takes up a state before
+    several tokens."""
+    cache = next(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
+    tables = [state.new_zeros(2, *state.shape[1:]) for state in call.states.values()]
+    device = tables[0].device
+    rows = [torch.tensor([row], device=device) for row in (0, 1)]
+
+    def run(begin: int, end: int, states: Sequence[Tensor] | None, at_once: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """The output of some tokens, and the states after them."""
+        step = StepStates([tables], _NUM_OBSERVED, [], None)
+        args, kwargs = _choose((call.args, call.kwargs), cache, step, 0, lambda x: x)
+        for table, state in zip(tables, states or (), strict=bool(states)):
+            table[0].copy_(state[0])
+        layer.continues = at_once
+        out = layer._call(args, kwargs, step, _Rows(slice(begin, end), rows[0], rows[1], states is None), tables)
+        return _tensors(out), [table[1:].clone() for table in tables]
+
+    # a prompt and then token by token, as transformers generates
+    own = _LayerCache(DynamicCache(config=model.config).layers[call.layer_idx])
+    bounds = [0, *range(_NUM_BEFORE, _NUM_OBSERVED + 1)]
+    out, state = run(0, _NUM_BEFORE, None, at_once=False)
+    before = state
+    for begin, end in itertools.pairwise(bounds):
+        if begin:
+            out, state = run(begin, end, state, at_once=False)
+        args, kwargs = _choose((call.args, call.kwargs), cache, own, _NUM_OBSERVED, _part(begin, end))
+        expected = _tensors(layer.forward(*args, **kwargs))
+        for a, b in zip(out, expected, strict=True):
+            if a.shape != b.shape or not _distance(a, b) <= 1e-2 * float(b.abs().max()):
+                raise ValueError(
+                    f"model: expected layers whose state is all in transformers' cache, got {layer.name},"
+                    f" a {type(layer.module).__name__}, of {type(model).__name__}"
+                )
+    layer.continues = all(_takes_up(run, before, i) for i in range(len(tables)))
+
+
+def _takes_up(
+    run: Callable[[int, int, Sequence[Tensor], bool], tuple[list[Tensor], list[Tensor]]],
+    before: Sequence[Tensor],
+    index: int,
+) -> bool:
+    """Whether the effect that one state has on the tokens after it is the same for these at once as one by one.
+
+    The state is made larger until its effect is large, so that rounding cannot hide that it is left out.
+    """
+    begin, end = _NUM_BEFORE, _NUM_BEFORE + 3
+    zeros = [torch.zeros_like(state) for state in before]
+    without, _ = run(begin, end, zeros, False)
+    for power in range(0, 10, 2):
+        states = list(zeros)
+        states[index] = before[index] * 10**power
+        one_by_one, last = run(begin, end, states, False)
+        if any(_distance(a, b) > 0.5 * float(a.abs().max()) for a, b in zip(one_by_one, without, strict=True)):
+            at_once, last_at_once = run(begin, end, states, True)
+            effects = [_distance(a, b) for a, b in zip(one_by_one, without, strict=True)]
+            sizes = effects + [float(state.abs().max()) for state in last]
+            pairs = zip(one_by_one + last, at_once + last_at_once, sizes, strict=True)
+            return all(_distance(a, b) <= 0.1 * size + 1e-6 for a, b, size in pairs)
+    return False
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def _choose(value: Any, step: Cache, cache: Cache, num_tokens: int, select: Callable[[Tensor], Tensor]) -> Any:
+    """A layer's arguments for some of ``num_tokens`` tokens: ``select`` of each tensor ``[1, T, ...]``, and ``cache``
+    instead of ``step``."""
+
+    def choose(each: Any) -> Any:
+        if each is step:
+            return cache
+        if isinstance(each, Tensor) and each.dim() >= 2 and each.shape[0] == 1 and each.shape[1] == num_tokens:
+            return select(each)
+        return each
+
+    return _map(choose, value)
+
+
+def _part(begin: int, end: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x[:, begin:end]
+
+
+def _begins_any(metadata: AttentionMetadata) -> bool:
+    """Whether some sequence's first token is in the step."""
+    lengths = metadata.query_start_loc_cpu.diff()
+    return bool(((metadata.seq_lens_cpu == lengths) & (lengths > 0)).any())
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """``function`` of everything in nested tuples, lists and dictionaries."""
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_map(function, each) for each in value)
+    if isinstance(value, dict):
+        return {key: _map(function, each) for key, each in value.items()}
+    return function(value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(lambda each: found.append(each) if isinstance(each, Tensor) else None, value)
+    return found
+
+
+def _cat(outs: Sequence[Any]) -> Any:
+    """One result from those of successive tokens."""
+    parts = iter(zip(*(_tensors(out) for out in outs), strict=True))
+    return _map(lambda each: torch.cat(next(parts), 1) if isinstance(each, Tensor) else each, outs[0])
+
+
+def _place(whole: Any, part: Any, tokens: Tensor | slice) -> None:
+    """Writes the result for some tokens into that for all, ``[1, T, ...]``."""
+    for target, source in zip(_tensors(whole), _tensors(part), strict=True):
+        target[0, tokens] = source[:, 0] if isinstance(tokens, Tensor) else source[0]

@@ -1,0 +1,315 @@
+"""Layers of transformers that keep state instead of keys, in ragged steps: tokens against its own generate()."""
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+
+from paged_ops import AttentionMetadataBuilder, Batch, KVCache  # noqa: E402
+from paged_ops.integrations import transformers as integration  # noqa: E402
+from paged_ops.integrations.recurrent import StateLayers  # noqa: E402
+from paged_ops.states import StateCache  # noqa: E402
+
+B, V, NEW_TOKENS = 4, 256, 10
+LENGTHS = (1, 2, 3, 5, 9, 17, 24, 33)
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=V,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.15,  # large, so that logits differ by much more than float32 rounds
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+NO_ATTENTION: dict[str, Any] = {
+    name: COMMON[name] for name in ("vocab_size", "hidden_size", "eos_token_id", "bos_token_id", "pad_token_id")
+}
+DELTA: dict[str, Any] = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_hidden_layers=3,
+)
+MAMBA2: dict[str, Any] = dict(
+    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_chunk_size=8, num_hidden_layers=3
+)
+EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+CONFIGS: dict[str, Any] = {
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **COMMON, **DELTA, **EXPERTS, head_dim=16, shared_expert_intermediate_size=32
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**COMMON, **DELTA, head_dim=16),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**{**COMMON, **DELTA, "linear_num_key_heads": 4}),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **COMMON, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]
+    ),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **COMMON, **EXPERTS, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1
+    ),
+    "jamba": lambda: transformers.JambaConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **COMMON,
+        head_dim=16,
+        layers_block_type=["mamba", "attention", "moe", "mamba"],
+        ssm_state_size=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        chunk_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
+    "bamba": lambda: transformers.BambaConfig(**COMMON, **MAMBA2, attn_layer_indices=[1]),
+    "falcon_h1": lambda: transformers.FalconH1Config(**COMMON, **{**MAMBA2, "num_hidden_layers": 2}, mamba_d_ssm=128),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **COMMON,
+        **MAMBA2,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+    ),
+    "zaya": lambda: transformers.ZayaConfig(
+        **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
+        head_dim=16,
+        num_hidden_layers=4,
+        moe_intermediate_size=32,
+        num_experts=4,
+    ),
+    "mamba": lambda: transformers.MambaConfig(
+        **NO_ATTENTION, state_size=8, num_hidden_layers=2, tie_word_embeddings=False
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        **NO_ATTENTION, state_size=16, num_heads=8, head_dim=16, n_groups=2, chunk_size=8, num_hidden_layers=2
+    ),
+}
+# Seeds at which the likeliest token leads the second by at least 5e-4 of the largest logit, all along.
+SEEDS = {
+    "qwen3_next": 1,
+    "qwen3_5": 2,
+    "olmo_hybrid": 2,
+    "lfm2": 2,
+    "bamba": 4,
+    "falcon_h1": 1,
+    "granitemoehybrid": 2,
+    "zaya": 1,
+    "mamba": 1,
+}
+# Layers of these take up a state before one token alone.
+BY_TOKEN = {"jamba", "mamba"}
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, V, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def make_model(name: str) -> Any:
+    torch.manual_seed(SEEDS.get(name, 0))
+    options: dict[str, Any] = dict(dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), **options).eval()
+    # as they come, the states hardly show: they are forgotten within a token, or small beside what goes past them
+    shown = {"A_log": -2.0, "dt_bias": 0.5, "dt_proj.bias": 0.5, "D": 0.1, "temp": 4.0}
+    for parameter_name, parameter in model.named_parameters():
+        for end, value in shown.items():
+            if parameter_name.endswith(f".{end}"):
+                nn.init.constant_(parameter, value)
+    return model
+
+
+def generate(model: Any) -> tuple[list[list[int]], float]:
+    """Greedy continuations, one prompt at a time, and the least lead of a token over the second."""
+    tokens, lead = [], 1.0
+    for prompt in prompts():
+        options: dict[str, Any] = dict(do_sample=False, output_logits=True, return_dict_in_generate=True)
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **options)
+        tokens.append(output.sequences[0, len(prompt) :].tolist())
+        logits = torch.cat(output.logits)
+        top = logits.topk(2).values
+        lead = min(lead, float((top[:, 0] - top[:, 1]).min() / logits.abs().max()))
+    return tokens, lead
+
+
+@functools.cache
+def expected(name: str) -> list[list[int]]:
+    tokens, lead = generate(make_model(name))
+    assert lead > 1e-3, "some token is a matter of rounding: choose another seed"
+    assert len({token for output in tokens for token in output}) > 20
+    return tokens
+
+
+class Steps:
+    """A model's steps over sequences, in whatever chunks a test asks for."""
+
+    def __init__(self, model: Any, num_slots: int = 10) -> None:
+        layers = StateLayers.find(model)
+        assert layers is not None
+        self.layers, self.model = layers, model
+        layers.install()
+        if layers.argument == "past_key_values":
+            model.set_attn_implementation(integration.NAME)
+        self.kv_cache = KVCache(model.config.num_hidden_layers, 200, B, 2, 16)
+        self.states = StateCache(layers.specs, num_slots)
+        for tensor in self.states.tensors:
+            tensor.fill_(float("nan"))
+        self.builder = AttentionMetadataBuilder(B, 16, 256, 50, num_blocks=200, num_state_rows=2 * (num_slots + 1))
+        self.tokens: dict[int, list[int]] = {}
+
+    def admit(self, seq_id: int, prompt: list[int]) -> None:
+        self.tokens[seq_id] = list(prompt)
+        self.kv_cache.admit(seq_id, prompt, extra_key=object())
+        self.states.admit(seq_id)
+
+    def left(self, seq_id: int) -> int:
+        return len(self.tokens[seq_id]) - self.kv_cache.num_computed_tokens(seq_id)
+
+    @torch.no_grad()
+    def run(self, plan: list[tuple[int, int]], padding: int = 0, commit: bool = True) -> torch.Tensor:
+        """One step of (sequence, tokens) pairs; those that are through get their next token."""
+        kv_cache, n = self.kv_cache, len(plan)
+        for seq_id, _ in plan:
+            kv_cache.append(seq_id, self.tokens[seq_id][kv_cache.num_tokens(seq_id) :])
+        kv_cache.flush_copies()
+        computed = [kv_cache.num_computed_tokens(seq_id) for seq_id, _ in plan]
+        blocks = [kv_cache.block_ids(seq_id) for seq_id, _ in plan]
+        slots = self.states.rows([seq_id for seq_id, _ in plan])
+        batch = Batch([count for _, count in plan], computed, blocks, state_slots=slots)
+        T = batch.num_tokens + padding
+        metadata = self.builder.build(0, batch, num_reqs=n + padding, num_tokens=T)
+        ids = [id for (s, count), c in zip(plan, computed, strict=True) for id in self.tokens[s][c : c + count]]
+        logits = self.model(
+            input_ids=torch.tensor([ids + [0] * (T - len(ids))]),
+            position_ids=metadata.positions[None],
+            use_cache=False,
+            kv_caches=kv_cache.layers,
+            attention_metadata=metadata,
+            **{self.layers.argument: self.layers.step(metadata, T, self.states.tensors)},
+        ).logits[0]
+        last = logits[metadata.query_start_loc[1 : n + 1].to(torch.int64) - 1]
+        if commit:
+            for (seq_id, count), token in zip(plan, last.argmax(-1).tolist(), strict=True):
+                kv_cache.commit(seq_id, count)
+                self.states.commit(seq_id)
+                if not self.left(seq_id):
+                    self.tokens[seq_id].append(token)
+        return last
+
+    def finish(self, rng: random.Random, budget: int, longest: int) -> list[list[int]]:
+        """Random chunks until each prompt has its continuation; some steps fail after the model ran."""
+        prompt_lens = {seq_id: len(tokens) for seq_id, tokens in self.tokens.items()}
+        while live := [s for s, tokens in self.tokens.items() if len(tokens) < prompt_lens[s] + NEW_TOKENS]:
+            plan, room = [], budget
+            for seq_id in rng.sample(live, len(live)):
+                count = min(self.left(seq_id), room, rng.randint(1, longest))
+                if count:
+                    plan.append((seq_id, count))
+                    room -= count
+            if rng.random() < 0.2:
+                self.run(plan, commit=False)
+            self.run(plan, padding=rng.randint(0, 3))
+        return [tokens[prompt_lens[seq_id] :] for seq_id, tokens in sorted(self.tokens.items())]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_equal_generate_in_chunks_and_after_steps_that_failed(name: str) -> None:
+    steps = Steps(make_model(name))
+    assert {layer.continues for layer in steps.layers.layers} == {name not in BY_TOKEN}
+    for seq_id, prompt in enumerate(prompts()):
+        steps.admit(seq_id, prompt)
+    assert steps.finish(random.Random(0), budget=24, longest=12) == expected(name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_without_the_state_differ(name: str) -> None:
+    for kind in ("conv", "recurrent"):
+        steps = Steps(make_model(name))
+        numbered = enumerate(key for layer in steps.layers.layers for key in layer.keys)
+        chosen = [index for index, key in numbered if key.kind == kind]
+        if not chosen:
+            continue
+        steps.admit(0, prompts()[-1])
+        steps.run([(0, 33)])
+        for _ in range(NEW_TOKENS - 1):
+            for index in chosen:
+                steps.states.tensors[index].zero_()
+            steps.run([(0, 1)])
+        assert steps.tokens[0][33:] != expected(name)[-1], kind
+
+
+def test_the_module_is_its_own_for_other_caches() -> None:
+    model = make_model("qwen3_next")
+    layers = StateLayers.find(model)
+    assert layers is not None
+    layers.install()
+    assert generate(model)[0] == expected("qwen3_next")
+    layers.remove()
+    assert "forward" not in layers.layers[0].module.__dict__
+
+
+def test_models_without_states() -> None:
+    config = transformers.LlamaConfig(**COMMON, num_hidden_layers=1)
+    assert StateLayers.find(transformers.AutoModelForCausalLM.from_config(config)) is None
+
+
+def test_state_outside_the_cache_is_refused() -> None:
+    model = make_model("lfm2")
+    conv = model.model.layers[2].conv
+    own_forward = conv.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kept = getattr(conv, "kept", 0.0)
+        conv.kept = hidden_states[:, -1:].mean()
+        return own_forward(hidden_states, *args, **kwargs) + kept
+
+    conv.forward = forward
+    with pytest.raises(
+        ValueError, match=r"whose state is all in transformers' cache, got model\.layers\.2\.conv, a Lfm2Sh"
+    ):
+        StateLayers.find(model)
+
+
+def test_a_module_with_the_states_of_two_layers_is_refused() -> None:
+    model = make_model("lfm2")
+    shared = model.model.layers[0].conv
+
+    class AsLayer(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            shared.layer_idx = 2
+            try:
+                return shared(*args, **kwargs)
+            finally:
+                shared.layer_idx = 0
+
+    model.model.layers[2].conv = AsLayer()
+    with pytest.raises(
+        ValueError, match="model: expected a module to keep the states of one layer, got one for several"
+    ):
+        StateLayers.find(model)
+    shared.layer_idx = 0
+    model.model.layers[2].conv = shared
+    with pytest.raises(ValueError, match="model: expected each state to be written once a step, got"):
+        StateLayers.find(model)
