@@ -243,7 +243,7 @@ def reference(model: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> lis
 class Result:
     """What a run generated, and its numbers."""
 
-    def __init__(self, outputs: list[list[int]], numbers: dict[str, Any]) -> None:
+    def __init__(self, outputs: Sequence[list[int]], numbers: dict[str, Any]) -> None:
         self.outputs = outputs
         self.numbers = numbers
 
@@ -401,8 +401,9 @@ class StreamView:
 
     def add(self, new: NewToken) -> None:
         """Takes a token; the callback of :meth:`GenerationLoop.generate`."""
-        self._tokens[new.request_id].append(new.token)
-        self._progress.advance(self._task)
+        if new.token is not None:
+            self._tokens[new.request_id].append(new.token)
+            self._progress.advance(self._task)
         if new.finish_reason and not self._console.is_terminal:
             self._print_whole(new.request_id)
 

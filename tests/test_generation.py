@@ -9,8 +9,9 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops.cache import KVCache
-from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, sample_token
+from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 from paged_ops.metadata import AttentionMetadata
+from paged_ops.sampling import draw, random_key
 
 V, H, K, D, B = 61, 4, 2, 8, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -141,10 +142,9 @@ def test_samples_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -40.0])
     draws = 4000
 
-    def frequencies(**arguments: float) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        params = SamplingParams(**arguments)  # type: ignore[arg-type]
-        tokens = torch.stack([sample_token(logits, params, generator) for _ in range(draws)])
+    def frequencies(temperature: float, top_p: float = 1.0) -> Tensor:
+        keys = torch.tensor([random_key(3, 0, position) for position in range(draws)])
+        tokens = draw(logits.expand(draws, 5), torch.full((draws,), temperature), torch.full((draws,), top_p), keys)
         return tokens.bincount(minlength=5) / draws
 
     for temperature in (0.5, 1.0, 3.0):
@@ -195,3 +195,216 @@ def test_errors_name_the_argument() -> None:
             SamplingParams(**{argument: value})  # type: ignore[arg-type]
     assert not loop.has_work
     assert loop.step() == []
+
+
+# A step happens whole or not at all
+
+
+class Interrupt(BaseException):
+    """What no code of ours may catch for good, as KeyboardInterrupt."""
+
+
+PARAMS = [
+    GREEDY,
+    SamplingParams(max_new_tokens=12, temperature=1.5, seed=4),
+    SamplingParams(max_new_tokens=9, temperature=0.9, top_p=0.9, seed=5, n=3, logprobs=2),
+    GREEDY,
+    SamplingParams(max_new_tokens=5, logits_processor=lambda input_ids, scores: scores.roll(len(input_ids[0]), -1)),
+    SamplingParams(max_new_tokens=12, temperature=1.0, seed=6, stop_token_ids=tuple(range(0, V, 7))),
+]
+STRAINED = dict(num_blocks=18, num_host_blocks=9, max_num_seqs=5, max_num_tokens=24)
+
+
+def strained_loop() -> GenerationLoop:
+    """Chunked prompts, shared prefixes, preemption of both kinds, samples by forks and by waiting."""
+    loop = make_loop(**STRAINED)
+    for i, params in enumerate(PARAMS):
+        loop.submit([*PROMPTS[7][:9], *PROMPTS[i + 2]][-20:], params)
+    return loop
+
+
+def drain(loop: GenerationLoop, most: int = 500) -> list[list[NewToken]]:
+    steps = []
+    while loop.has_work:
+        steps.append(loop.step())
+        assert len(steps) < most, "it does not end"
+    return steps
+
+
+def tokens_by_request(steps: list[list[NewToken]]) -> dict[int, list[NewToken]]:
+    found: dict[int, list[NewToken]] = {}
+    for new in [new for step in steps for new in step]:
+        found.setdefault(new.request_id, []).append(new)
+    return found
+
+
+HOOKS = (
+    ["cache." + name for name in ("admit", "append", "commit", "free", "fork", "swap_out", "swap_in", "flush_copies")]
+    + ["cache." + name for name in ("can_admit", "can_swap_in", "can_swap_out", "block_ids", "num_tokens", "stats")]
+    + ["runner.replay", "runner.step", "choose", "draw"]
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = drain(strained_loop())
+    assert expected, "a baseline"
+    of_request = tokens_by_request(expected)
+    name = hook.rpartition(".")[2]
+    calls = raised = 0
+
+    def hooked(function: Any, at: int, after: bool) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls, raised
+            calls += 1
+            if calls != at:
+                return function(*args, **kwargs)
+            if after:
+                function(*args, **kwargs)
+            raised += 1
+            raise Interrupt
+
+        return call
+
+    for at in (1, 2, 3, 5, 8, 13, 21, 34, 55):
+        for after in (False, True):
+            loop, calls = strained_loop(), 0
+            where = {"cache": loop.kv_cache, "runner": loop._runner}.get(hook.partition(".")[0])
+            where = where or (paged_ops.generation if name == "choose" else paged_ops.sampling)
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, hooked(getattr(where, name), at, after))
+                steps: list[list[NewToken]] = []
+                while loop.has_work:
+                    before = vars(loop.stats).copy()
+                    try:
+                        steps.append(loop.step())
+                    except Interrupt:
+                        counts = {key: value for key, value in before.items() if key.endswith("tokens")}
+                        if loop._outcome is None and not loop._events:
+                            assert {key: getattr(loop.stats, key) for key in counts} == counts
+                    assert len(steps) < 500
+            assert tokens_by_request(steps) == of_request, (hook, at, after)
+            assert_empty(loop)
+    assert raised >= 2, "the hook was reached"
+
+
+def test_no_request_is_lost_when_admission_fails() -> None:
+    loop = make_loop()
+    first, second = loop.submit(PROMPTS[4], GREEDY), loop.submit(PROMPTS[5], GREEDY)
+    with pytest.MonkeyPatch.context() as patch:
+        admit = loop.kv_cache.admit
+
+        def fails_for_the_second(request: Any, *args: Any) -> int:
+            if request.request_id == second:
+                raise RuntimeError("refused")
+            return admit(request, *args)
+
+        patch.setattr(loop.kv_cache, "admit", fails_for_the_second)
+        with pytest.raises(RuntimeError, match="refused"):
+            loop.step()
+    assert loop.kv_cache.num_used_blocks == 0, "what the step admitted before is given back"
+    assert loop.run() == {first: EXPECTED[4], second: EXPECTED[5]}
+
+
+# Ending early
+
+
+def test_abort_at_any_time() -> None:
+    loop = make_loop(num_blocks=18, num_host_blocks=18, max_num_seqs=4, max_num_tokens=40)
+    ids = [loop.submit(prompt, GREEDY) for prompt in PROMPTS]
+    seen: dict[int, list[int]] = {i: [] for i in ids}
+    ends: dict[int, str] = {}
+    states = set()
+    for turn in range(200):
+        if not loop.has_work:
+            break
+        for name, requests in (("waiting", loop._waiting), ("running", loop._running), ("swapped", loop._swapped)):
+            if requests and name not in states and turn > 2:
+                states.add(name)
+                used, victim = loop.kv_cache.num_used_blocks, requests[-1].request_id
+                assert loop.abort(victim)
+                assert not loop.abort(victim), "it has ended"
+                assert loop.output(victim).finish_reason == "abort"
+                if name == "running":
+                    assert loop.kv_cache.num_used_blocks < used, "its blocks are free at once"
+        for new in loop.step():
+            assert new.request_id not in ends, "nothing comes after the end"
+            if new.token is None:
+                assert new.finish_reason == "abort"
+            else:
+                seen[new.request_id].append(new.token)
+            if new.finish_reason:
+                ends[new.request_id] = new.finish_reason
+    assert states == {"waiting", "running", "swapped"}
+    assert sorted(ends) == ids
+    assert sorted(ends.values()) == ["abort"] * 3 + ["length"] * 7
+    for i in ids:
+        assert seen[i] == EXPECTED[i][: len(seen[i])] == loop.output(i)
+        assert (len(seen[i]) == 12) == (ends[i] == "length")
+    assert_empty(loop)
+    with pytest.raises(ValueError, match="request_id: expected one of 10 that were given, got 10"):
+        loop.abort(10)
+
+
+def test_abort_within_callbacks_processors_and_criteria() -> None:
+    loop = make_loop()
+
+    def on_token(new: NewToken) -> None:
+        if len(loop.output(new.request_id)) == 3 and new.request_id % 2:
+            loop.abort(new.request_id)
+
+    outputs = loop.generate(PROMPTS[:4], GREEDY, on_token)
+    assert outputs == [EXPECTED[0], EXPECTED[1][:3], EXPECTED[2], EXPECTED[3][:3]]
+    assert [output.finish_reason for output in outputs] == ["length", "abort", "length", "abort"]
+
+    def aborts_the_other(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] == len(PROMPTS[5]) + 2:
+            loop.abort(victim)
+        return scores
+
+    victim = loop.submit(PROMPTS[4], GREEDY)
+    other = loop.submit(PROMPTS[5], SamplingParams(max_new_tokens=12, logits_processor=aborts_the_other))
+    outputs_by_id = loop.run()
+    assert outputs_by_id == {victim: EXPECTED[4][:3], other: EXPECTED[5]}
+    assert outputs_by_id[victim].finish_reason == "abort"
+    assert_empty(loop)
+
+
+def test_close_and_garbage_give_all_blocks_back() -> None:
+    kv_cache = KVCache(1, 18, B, K, D, num_host_blocks=18)
+    with GenerationLoop(toy_step, kv_cache, max_num_tokens=40) as loop:
+        for prompt in PROMPTS:
+            loop.submit(prompt, GREEDY)
+        while not loop._swapped:
+            loop.step()
+        assert kv_cache.stats().host_used_blocks
+    assert (kv_cache.num_used_blocks, kv_cache.stats().host_used_blocks) == (0, 0)
+    with pytest.raises(ValueError, match="loop: expected one that is open"):
+        loop.submit(PROMPTS[0])
+    loop = GenerationLoop(toy_step, kv_cache, max_num_tokens=40)
+    loop.submit(PROMPTS[3], GREEDY)
+    loop.step()
+    assert kv_cache.num_used_blocks
+    del loop
+    assert kv_cache.num_used_blocks == 0
+
+
+def test_generate_queues_all_or_none_and_sees_only_its_own() -> None:
+    loop = make_loop(max_model_len=60)
+    before = loop.submit(PROMPTS[6], GREEDY)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: expected at least one token, got none"):
+        loop.generate([PROMPTS[0], []], GREEDY)
+    with pytest.raises(ValueError, match=r"prompts\[2\]: expected at most 60 tokens"):
+        loop.generate([PROMPTS[0], PROMPTS[1], [1] * 60], GREEDY)
+    seen: list[NewToken] = []
+    assert loop.generate(PROMPTS[2:4], GREEDY, seen.append) == EXPECTED[2:4]
+    assert before not in {new.request_id for new in seen}
+
+    def interrupted(new: NewToken) -> None:
+        raise Interrupt
+
+    with pytest.raises(Interrupt):
+        loop.generate(PROMPTS[2:4], GREEDY, interrupted)
+    assert len(loop._unfinished) <= 1, "nothing of the call stays queued"
+    assert loop.run() == {before: EXPECTED[6]}
+    assert_empty(loop)

@@ -1,0 +1,205 @@
+"""What goes into a generation loop and comes out: prompts, the state of a request, its tokens."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_ops.checks import describe, expect
+from paged_ops.sampling import SamplingParams, TokenLogprobs, random_key
+
+
+class NewToken(NamedTuple):
+    """A token that a step produced, or the end of a request without one.
+
+    ``finish_reason`` is None, "stop" (a stop token or criterion), "length", "abort" or "error"; every request ends with
+    exactly one that is not None. ``token`` is None where the end brought none: "abort" and "error".
+    """
+
+    request_id: int
+    token: int | None
+    finish_reason: str | None
+    error: str | None = None  # the reason of "error"
+    logprobs: TokenLogprobs | None = None
+
+
+class Output(list[int]):
+    """The new tokens of one request, a list, with ``finish_reason`` (None while it runs), ``error`` (the reason, if it
+    failed) and ``logprobs`` (one for each token, or None if they were not asked for)."""
+
+    def __init__(
+        self,
+        tokens: Iterable[int] = (),
+        finish_reason: str | None = None,
+        error: str | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        super().__init__(tokens)
+        self.finish_reason = finish_reason
+        self.error = error
+        self.logprobs = logprobs
+
+
+@dataclass(eq=False)
+class Request:
+    """A request as the loop keeps it. It is itself the key of its sequence in the cache."""
+
+    request_id: int
+    sample: int  # which of the prompt's n
+    tokens: list[int]  # prompt and output
+    num_prompt: int
+    params: SamplingParams
+    extra_key: Hashable
+    seed: int
+    stop: frozenset[int]
+    processors: tuple[Callable[..., Any], ...]
+    criteria: tuple[Callable[..., Any], ...]
+    events: deque[NewToken]  # where its new tokens go
+    others: tuple[Request, ...] = ()  # further samples of the prompt, which start when it is computed
+    row: int = -1  # of the block table; -1 when not running
+    num_blocks: int = 0  # written to that row
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    _ids: Tensor | None = None  # the tokens on the device, for processors and criteria
+    _num_ids: int = 0
+
+    def __post_init__(self) -> None:
+        asks = self.params.logprobs is not None or self.params.temperature or self.processors or self.criteria
+        self.is_special = bool(asks)  # more than the likeliest token
+
+    def __repr__(self) -> str:
+        return f"request {self.request_id}"
+
+    def random_key(self) -> int:
+        """Of the random numbers that choose the next token."""
+        return random_key(self.seed, self.sample, len(self.tokens))
+
+    def input_ids(self, device: torch.device, newest: int | None = None) -> Tensor:
+        """The tokens as int64 ``[1, n]``, with a newest one that the request has not taken yet."""
+        count, size = len(self.tokens), self.num_prompt + self.params.max_new_tokens
+        if self._ids is None:
+            self._ids, self._num_ids = torch.zeros(1, size, dtype=torch.int64, device=device), 0
+        for start, tokens in ((self._num_ids, self.tokens[self._num_ids :]), (count, [newest])):
+            if tokens and tokens[0] is not None:
+                self._ids[0, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        self._num_ids = count
+        return self._ids[:, : count + (newest is not None)]
+
+    def finish_reason_with(self, token: int, stops: bool) -> str | None:
+        """Why the request ends with this token, if it does."""
+        if stops or token in self.stop:
+            return "stop"
+        return "length" if len(self.tokens) + 1 - self.num_prompt >= self.params.max_new_tokens else None
+
+    def output(self) -> Output:
+        """What came so far."""
+        logprobs = None if self.params.logprobs is None else list(self.logprobs)
+        return Output(self.tokens[self.num_prompt :], self.finish_reason, self.error, logprobs)
+
+
+def read_prompts(prompts: Any) -> list[Any]:
+    """The prompts of a batch, one by one: of a list of them, a tensor ``[S, n]``, or what a tokenizer returns.
+
+    A mapping gives its ``input_ids``, of which those are kept whose ``attention_mask`` is not 0: padding, on either
+    side, is taken off.
+    """
+    if isinstance(prompts, str):
+        _refuse_text("prompts")
+    if isinstance(prompts, Mapping):
+        return _without_padding(prompts)
+    if isinstance(prompts, Tensor):
+        expect(prompts.dim() == 2, "prompts", "a tensor [S, n], or a list of prompts", prompts)
+        return list(prompts)
+    prompts = list(prompts)
+    if prompts and _is_index(prompts[0]):
+        raise ValueError("prompts: expected a list of prompts, got token ids; put the one prompt into a list")
+    return prompts
+
+
+def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]:
+    """The token ids of one prompt: of a list, a tensor ``[n]`` or ``[1, n]``, or what a tokenizer returns for one.
+
+    Raises:
+        ValueError: it is text or empty, or an id is no integer or not in the vocabulary; names the prompt.
+    """
+    if isinstance(prompt, str):
+        _refuse_text(argument)
+    if isinstance(prompt, Mapping):
+        rows = _without_padding(prompt)
+        expect(len(rows) == 1, argument, "one prompt", f"{len(rows)}; generate() takes a batch")
+        prompt = rows[0]
+    if isinstance(prompt, Tensor):
+        is_row = prompt.dim() == 1 or (prompt.dim() == 2 and len(prompt) == 1)
+        expect(is_row, argument, "a tensor [n] or [1, n]; generate() takes [S, n]", prompt)
+        is_whole = not (prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype is torch.bool)
+        expect(is_whole, argument, "token ids, integers", prompt)
+        prompt = prompt.reshape(-1).tolist()
+    expect(isinstance(prompt, Iterable), argument, "token ids", prompt)
+    tokens = []
+    for i, token in enumerate(prompt):
+        if not _is_index(token):
+            raise ValueError(f"{argument}: expected token ids, integers, got {describe(token)} at {i}")
+        tokens.append(operator.index(token))
+    expect(bool(tokens), argument, "at least one token", "none")
+    if min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size):
+        among = "0 or more" if vocab_size is None else f"in 0..{vocab_size - 1}, the vocabulary"
+        i, wrong = next(
+            (i, token)
+            for i, token in enumerate(tokens)
+            if token < 0 or (vocab_size is not None and token >= vocab_size)
+        )
+        raise ValueError(f"{argument}: expected token ids {among}, got {wrong} at {i}")
+    return tokens
+
+
+def refuse_padding(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -> None:
+    """Refuses a batch that looks padded: rows of one length, some of which start or end with padding and some not.
+
+    The padding would be read as text. An attention mask tells padding from text, so that with one nothing is refused.
+    """
+    if pad_token_id is None or len(prompts) < 2 or len({len(prompt) for prompt in prompts}) > 1:
+        return
+    for side, end in (("left", 0), ("right", -1)):
+        padded = [prompt[end] == pad_token_id for prompt in prompts]
+        if any(padded) and not all(padded):
+            raise ValueError(
+                f"prompts: expected text without padding, got rows of one length, some with padding ({pad_token_id}) on"
+                f" the {side}; give the tokenizer's whole result, with its attention_mask, or tokenize without padding"
+            )
+
+
+def _without_padding(encoding: Mapping[str, Any]) -> list[Any]:
+    expect("input_ids" in encoding, "prompts", "a mapping with input_ids", sorted(map(str, encoding)))
+    rows, mask = _rows(encoding["input_ids"]), encoding.get("attention_mask")
+    if mask is None:
+        return rows
+    masks = _rows(mask)
+    same = len(rows) == len(masks) and all(len(row) == len(kept) for row, kept in zip(rows, masks, strict=False))
+    expect(same, "attention_mask", "the shape of input_ids", f"rows of {[len(kept) for kept in masks]}")
+    return [
+        [token for token, keep in zip(row, kept, strict=True) if keep] for row, kept in zip(rows, masks, strict=True)
+    ]
+
+
+def _rows(values: Any) -> list[list[Any]]:
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [values] if values and not isinstance(values[0], (list, tuple)) else [list(row) for row in values]
+
+
+def _is_index(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except (TypeError, ValueError):  # a tensor of several elements says ValueError
+        return False
+    return not isinstance(value, bool)
+
+
+def _refuse_text(argument: str) -> None:
+    raise ValueError(f"{argument}: expected token ids, got text; give tokenizer(text).input_ids")
