@@ -1,0 +1,372 @@
+"""vLLM with its own attention backends and with ours: milliseconds a decode step, and a mixed load, by the real engine.
+
+One process a backend, one engine in it, of the shape of Llama-3-8B with dummy weights (made larger, so that attention
+and the choice of tokens depend on them). No tokenizer, no network. All backends get the same requests; their greedy
+tokens are compared. Results are written after each measurement, so that a limit of time leaves what was done.
+
+    python benchmarks/engine_vllm.py --out DIR [--backends PAGED_OPS FLASH_ATTN TRITON_ATTN] [--seconds 540]
+    python benchmarks/engine_vllm.py --out DIR --tiny            # a tiny model, to try the script, also on the CPU
+    python benchmarks/engine_vllm.py --out DIR --backends        # only compare what DIR holds
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SHAPES = {
+    "llama-3-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 16384,
+        "rope_theta": 500000.0,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+    },
+}
+# Name, lengths of the prompts. Decode steps are timed while all of them decode.
+DECODE = {
+    "1x1024": [1024],
+    "64x1024": [1024] * 64,
+    "256x1024": [1024] * 256,
+    "1x8192": [8192],
+    "64 ragged, 128 to 8192": [int(128 * 64 ** (i / 63)) for i in range(64)],
+    "8 long (8192) among 120 short (256)": ([8192] + [256] * 15) * 8,
+}
+
+
+def log(text: str) -> None:
+    """A line with the time, at once."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+class Engine:
+    """One vLLM engine in this process, advanced step by step."""
+
+    def __init__(self, backend: str, shape: str, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self.tiny = shape == "tiny"
+        # dict[str, Any]: the type of JSON.
+        config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+        config |= SHAPES[shape] | {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+        self.vocabulary = config["vocab_size"]
+        folder = tempfile.mkdtemp()
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        sizes = [1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        on_cpu = args.cpu
+        self.llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="float32" if on_cpu else "bfloat16",
+            seed=0,
+            max_model_len=512 if self.tiny else 16384,
+            max_num_seqs=8 if self.tiny else 256,
+            max_num_batched_tokens=args.chunk,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=args.memory,
+            disable_log_stats=True,
+            **({} if args.block_size is None else {"block_size": args.block_size}),
+            **(
+                {"kv_cache_memory_bytes": 128 << 20, "enforce_eager": True}
+                if on_cpu
+                else {
+                    "attention_backend": backend,
+                    "compilation_config": {"cudagraph_mode": args.graphs, "cudagraph_capture_sizes": sizes},
+                }
+            ),
+        )
+        self.llm.apply_model(spread_weights)
+        self.engine = self.llm.llm_engine
+        self.next_id = 0
+
+    def add(self, length: int, new_tokens: int, seed: int) -> str:
+        """Queue a request with random token ids; greedy, no stop token."""
+        from vllm import SamplingParams
+
+        ids = random.Random(seed).choices(range(10, self.vocabulary), k=length)
+        name = str(self.next_id)
+        self.next_id += 1
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        self.engine.add_request(name, {"prompt_token_ids": ids}, params)
+        return name
+
+    def run(self, names: Sequence[str]) -> tuple[dict[str, list[int]], list[tuple[float, int, int]]]:
+        """Step until all is done: tokens of each request, and of each step its end, requests and tokens delivered."""
+        tokens: dict[str, list[int]] = {name: [] for name in names}
+        steps = []
+        while self.engine.has_unfinished_requests():
+            outputs = self.engine.step()
+            end = time.perf_counter()
+            new = 0
+            for output in outputs:
+                ids = list(output.outputs[0].token_ids)
+                new += len(ids) - len(tokens[output.request_id.split("-")[0]])
+                tokens[output.request_id.split("-")[0]] = ids
+            steps.append((end, len(outputs), new))
+        return tokens, steps
+
+    def decode(self, lengths: Sequence[int], new_tokens: int, seed: int) -> dict[str, Any]:
+        """Milliseconds a step while every request decodes."""
+        names = [self.add(length, new_tokens, seed * 10007 + i) for i, length in enumerate(lengths)]
+        tokens, steps = self.run(names)
+        # A step in which every request got a token, after one in which every request did: pure decode.
+        times = [
+            (end - before) * 1e3
+            for (before, had, _), (end, has, new) in itertools.pairwise(steps)
+            if had == has == new == len(names)
+        ][2:-2]
+        if not times:
+            raise RuntimeError(f"no step in which all {len(names)} requests decode: they do not fit the cache")
+        return {
+            "ms_per_step": statistics.fmean(times),
+            "median_ms": statistics.median(times),
+            "p90_ms": sorted(times)[int(0.9 * len(times))],
+            "steps": len(times),
+            "tokens": [tokens[name] for name in names],
+        }
+
+    def mixed(self, requests: int, longest: int, most_new: int, seed: int) -> dict[str, Any]:
+        """A load of ragged prompts and outputs, all waiting at once: seconds and output tokens a second."""
+        draw = random.Random(seed)
+        start = time.perf_counter()
+        names = []
+        prompt_tokens = new_tokens = 0
+        for i in range(requests):
+            length, new = int(32 * (longest / 32) ** draw.random()), draw.randint(most_new // 8, most_new)
+            prompt_tokens, new_tokens = prompt_tokens + length, new_tokens + new
+            names.append(self.add(length, new, seed * 10007 + i))
+        tokens, steps = self.run(names)
+        seconds = steps[-1][0] - start
+        return {
+            "seconds": seconds,
+            "output_tokens_per_second": new_tokens / seconds,
+            "total_tokens_per_second": (prompt_tokens + new_tokens) / seconds,
+            "ms_per_step": seconds * 1e3 / len(steps),
+            "steps": len(steps),
+            "requests": requests,
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "tokens": [tokens[name] for name in names],
+        }
+
+    def kernels(self, lengths: Sequence[int], steps: int = 8) -> list[dict[str, Any]]:
+        """What runs on the device in a decode step, in milliseconds a step, the longest first."""
+        import torch
+
+        for i, length in enumerate(lengths):
+            self.add(length, 64, i)
+        fresh = self.engine.step()
+        while len(fresh) < len(lengths):
+            fresh = self.engine.step()
+        for _ in range(4):
+            self.engine.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(steps):
+                self.engine.step()
+            torch.cuda.synchronize()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        rows = [(event.key, event.self_device_time_total / 1e3 / steps) for event in profile.key_averages()]
+        rows.sort(key=lambda row: -row[1])
+        return [{"kernel": key[:120], "ms_per_step": ms} for key, ms in rows[:16] if ms > 0]
+
+
+def spread_weights(model: Any) -> None:
+    """Norms of one and matrices of the size that training starts from, instead of vLLM's ±0.001."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.mul_(30.0)
+
+
+def measure(backend: str, args: argparse.Namespace) -> None:
+    """In a process of its own: all measurements of one backend, written as they come."""
+    deadline = time.monotonic() + args.seconds
+    path = Path(args.out) / f"engine_vllm_{backend}.json"
+    # dict[str, Any]: the type of JSON.
+    record: dict[str, Any] = {"backend": backend, "argv": sys.argv[1:], "decode": {}, "mixed": {}}
+
+    def save() -> None:
+        path.write_text(json.dumps(record))
+
+    save()
+    started = time.monotonic()
+    try:
+        import torch
+        import vllm
+
+        record["versions"] = {"vllm": vllm.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+        if torch.cuda.is_available():
+            record["device"] = torch.cuda.get_device_name()
+        if backend == "PAGED_OPS":
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+            from paged_ops.integrations import vllm_plugin
+
+            (vllm_plugin.replace_cpu_backend if args.cpu else vllm_plugin.register)()
+            name = vllm_plugin.name()
+        else:
+            name = backend
+        engine = Engine(name, "tiny" if args.tiny else "llama-3-8b", args)
+        record["start_seconds"] = time.monotonic() - started
+        config = engine.engine.vllm_config
+        record["block_size"] = config.cache_config.block_size
+        record["graphs"] = str(config.compilation_config.cudagraph_mode)
+        log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
+        cases = {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE
+        engine.decode([16] * 4, 16, 0)
+        for repeat in range(args.repeats):
+            for case, lengths in cases.items():
+                if args.cases and case not in args.cases:
+                    continue
+                if time.monotonic() > deadline:
+                    log(f"{backend}: out of time before {case}, repeat {repeat}")
+                    break
+                result = engine.decode(lengths, 16 if args.tiny else 68, 1)
+                record["decode"].setdefault(case, []).append(result)
+                log(f"{backend}: {case}: {result['median_ms']:.3f} ms a step")
+                save()
+            if time.monotonic() > deadline or args.cases:
+                continue
+            result = engine.mixed(12, 200, 24, 7) if args.tiny else engine.mixed(192, 8192, 256, 7)
+            record["mixed"].setdefault("ragged", []).append(result)
+            log(f"{backend}: mixed: {result['seconds']:.2f} s, {result['output_tokens_per_second']:.0f} tokens/s")
+            save()
+        if args.profile and not args.cpu:
+            record["kernels"] = {}
+            for case in ("64x1024", "64 ragged, 128 to 8192"):
+                record["kernels"][case] = engine.kernels([64, 64] if args.tiny else DECODE[case])
+                save()
+        log(f"{backend}: done after {time.monotonic() - started:.0f} s")
+    except Exception as error:
+        record["error"] = f"{type(error).__name__}: {error}"[:2000]
+        save()
+        raise
+
+
+def agreement(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> dict[str, float]:
+    """How far two lists of token lists agree from their beginnings."""
+    pairs = list(zip(tokens, others, strict=True))
+    same = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs]
+    return {
+        "first_token_equal": sum(n > 0 for n in same) / len(same),
+        "mean_equal_prefix": statistics.fmean(same),
+        "all_equal": sum(n == len(a) for n, (a, _) in zip(same, pairs, strict=True)) / len(same),
+        "tokens_a_request": statistics.fmean(len(a) for a in tokens),
+    }
+
+
+def summarise(out: Path) -> dict[str, Any]:
+    """The records of all backends in a folder as one, with tokens compared and left out."""
+    paths = sorted(out.glob("engine_vllm_*.json"))
+    records = {record["backend"]: record for record in (json.loads(path.read_text()) for path in paths)}
+    compared: dict[str, dict[str, Any]] = {}
+    names = list(records)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            for kind in ("decode", "mixed"):
+                for case in records[a][kind].keys() & records[b][kind].keys():
+                    pair = (records[a][kind][case][0]["tokens"], records[b][kind][case][0]["tokens"])
+                    compared.setdefault(f"{a} and {b}", {})[case] = agreement(*pair)
+    for record in records.values():
+        for kind in ("decode", "mixed"):
+            for repeats in record[kind].values():
+                first = repeats[0]["tokens"]
+                for repeat in repeats:
+                    repeat["same_as_first_repeat"] = repeat["tokens"] == first
+                for repeat in repeats:
+                    del repeat["tokens"]
+    return {"backends": records, "tokens": compared}
+
+
+def main() -> None:
+    """Measure every backend in a process of its own, then summarise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--backends", nargs="*", default=["PAGED_OPS", "FLASH_ATTN", "TRITON_ATTN"])
+    parser.add_argument("--seconds", type=float, default=540.0, help="limit for all backends together")
+    parser.add_argument("--each", type=float, default=None, help="limit for one backend, its start included")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", default=None, help="only these decode cases, and no mixed load")
+    parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode")
+    parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
+    parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
+    parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="vLLM's CPU platform, where CPU_ATTN is its own backend")
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tiny:
+        args.chunk = 64
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if args.one:
+        measure(args.one, args)
+        return
+    deadline = time.monotonic() + args.seconds
+    for i, backend in enumerate(args.backends):
+        left = deadline - time.monotonic()
+        share = args.each or left / (len(args.backends) - i)
+        if left < 30:
+            log(f"{backend}: left out, {left:.0f} s are left")
+            continue
+        log(f"{backend}: {share:.0f} s")
+        arguments = [*sys.argv[1:], "--one", backend, "--seconds", str(share * 0.8)]
+        # vLLM's own switches: the engine in this process, no network.
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+        }
+        limit = min(share * 1.1, left)
+        try:
+            done = subprocess.run([sys.executable, __file__, *arguments], timeout=limit, env=environment)
+            log(f"{backend}: exit {done.returncode}")
+        except subprocess.TimeoutExpired:
+            log(f"{backend}: stopped after {limit:.0f} s")
+        (out / "engine_vllm.json").write_text(json.dumps(summarise(out), indent=1))
+    summary = summarise(out)
+    (out / "engine_vllm.json").write_text(json.dumps(summary, indent=1))
+    for backend, record in summary["backends"].items():
+        for case, repeats in record["decode"].items():
+            log(f"{backend:12} {case:36} {min(r['median_ms'] for r in repeats):8.3f} ms a step")
+        for case, repeats in record["mixed"].items():
+            log(f"{backend:12} {case:36} {min(r['seconds'] for r in repeats):8.3f} s")
+        if "error" in record:
+            log(f"{backend:12} {record['error'][:300]}")
+    log(json.dumps(summary["tokens"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""vLLM on paged_ops: an attention backend, found by vLLM through its plugins as soon as both are installed.
+
+::
+
+    vllm serve MODEL --attention-backend PAGED_OPS      # in vLLM 0.26, which takes no new names: CUSTOM
+
+The engine's metadata is taken as it is: block tables, lengths, query starts and slots are tensors on the device, and
+nothing is planned on the host. The cache is the engine's: ``[N, K, B, D + Dv]`` with a head's key and value side by
+side, in any order in memory, of which the ops take two views. Versions 0.26 to 0.33; what differs between them is in
+:mod:`paged_ops.integrations.vllm_plugin`.
+
+Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, Dv value head size, N blocks,
+B tokens a block.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from paged_ops.integrations import vllm_plugin
+from paged_ops.op import supports
+from paged_ops.ops import reshape_and_cache
+
+_MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_attend = torch.ops.paged_ops.paged_attention.out
+
+
+class PagedOpsBackend(AttentionBackend):
+    """What the engine asks before it chooses: what is not served is refused here, and never in a step."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *_MODEL_DTYPES, *_FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        """The member of ``AttentionBackendEnum`` that this backend is."""
+        return vllm_plugin.name()
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedOpsImpl]:
+        """The attention of a layer."""
+        return PagedOpsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedOpsMetadataBuilder]:
+        """The metadata of a step."""
+        return PagedOpsMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """``[N, K, B, 2·D]``: a head's key, then its value. Asked for before 0.29; later versions allocate the same."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The order in memory of these dimensions, with the layers' before them if asked for. Before 0.29."""
+        if vllm_plugin.heads_first():
+            return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether the ops serve it on this device."""
+        return not supports("paged_attention", _device(), head_size=head_size)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Sinks (gpt-oss): yes."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Windows: yes."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Attention to later tokens of the batch: yes, without a window."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """An fp8 cache with a scale for each key/value head: yes."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders only: encoders keep no paged cache."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def validate_configuration(cls, **configuration: Any) -> list[str]:
+        """Why this backend cannot serve a layer: an empty list is yes."""
+        reasons = super().validate_configuration(**configuration)
+        if configuration.get("use_non_causal") and configuration.get("has_sliding_window"):
+            reasons.append("non-causal attention with a sliding window not supported")
+        dtype, kv_cache_dtype = configuration["dtype"], configuration.get("kv_cache_dtype")
+        if kv_cache_dtype in _MODEL_DTYPES and _MODEL_DTYPES[kv_cache_dtype] != dtype:
+            reasons.append(f"a {kv_cache_dtype} cache with a model in {dtype} not supported")
+        capability = configuration.get("device_capability")
+        if kv_cache_dtype in _FP8 and current_platform.is_cuda() and capability is not None and capability < (8, 9):
+            reasons.append("an fp8 cache before compute capability 8.9 not supported")
+        return reasons
+
+
+@dataclass
+class PagedOpsMetadata(AttentionMetadata):
+    """A step, as the ops take it. All tensors are the engine's own.
+
+    Attributes:
+        num_actual_tokens: T; rows past it are padding that no one reads.
+        query_start_loc: int32 ``[S + 1]``.
+        seq_lens: int32 ``[S]``.
+        block_table: int32 ``[S, M]``.
+        slot_mapping: ``[T]``.
+        causal: False where tokens of a step see later ones.
+    """
+
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool = True
+
+
+class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
+    """Hands the engine's tensors on. Nothing depends on their values, so every step can be a CUDA graph."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedOpsMetadata:
+        """The metadata of one step for the layers of one group.
+
+        Raises:
+            ValueError: causality is given by request.
+        """
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise ValueError("causal: expected True or False for all requests of a step, got one value a request")
+        return PagedOpsMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+        )
+
+    def update_block_table(
+        self, metadata: PagedOpsMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> PagedOpsMetadata:
+        """The same step for a group of layers with other blocks."""
+        updated = copy.copy(metadata)
+        updated.block_table, updated.slot_mapping = blk_table, slot_mapping
+        return updated
+
+    def update_draft_decode_metadata(self, metadata: PagedOpsMetadata) -> None:
+        """Nothing is derived from the engine's tensors, so nothing is to be renewed."""
+
+
+class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
+    """The attention of one layer. Arguments as vLLM's ``Attention`` gives them.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads: H, D, the factor of the logits, K, all of this rank.
+        alibi_slopes: H numbers.
+        sliding_window: tokens that a token sees, itself among them.
+        kv_cache_dtype: ``"auto"`` or the model's, or one of fp8.
+        logits_soft_cap: bound of the logits.
+        attn_type: ``"decoder"``.
+        kv_sharing_target_layer_name: the layer whose cache is read; the engine then writes none for this one.
+        sinks: ``[H]``, a parameter of the model.
+
+    Raises:
+        NotImplementedError: for another kind of attention.
+    """
+
+    can_return_lse_for_decode: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"attn_type: expected {AttentionType.DECODER.value!r}, got {attn_type!r}")
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
+        self.scale = float(scale)
+        self.sliding_window = sliding_window or 0
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._stored_as = kv_cache_dtype if kv_cache_dtype in _FP8 else "auto"
+        self._cache: Tensor | None = None
+        self._sinks: Tensor | None = None
+        self._slopes: Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """The op takes sinks in float32: converted here, and not in each step."""
+        self._sinks = None if self.sinks is None else self.sinks.detach().to(torch.float32)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Output in float8_e4m3fn by one scale can be fused."""
+        return quant_key == kFp8StaticTensorSym
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedOpsMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend: ``query [T', H, D]`` over the cache, into ``output [T', H, Dv]``; T' is T or more.
+
+        ``attn_metadata`` None is the profiling run, before there is a cache. ``key`` and ``value`` are in the cache
+        already.
+        """
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale: expected none, as output has one scale, got a tensor")
+        if attn_metadata is None:
+            return output.fill_(0)
+        T = attn_metadata.num_actual_tokens
+        rows, out = (query, output) if query.shape[0] == T else (query[:T], output[:T])
+        key_cache, value_cache = self._views(kv_cache)
+        k_scale, v_scale = self._scales(layer)
+        _attend(
+            rows,
+            key_cache,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            attn_metadata.query_start_loc,
+            self.scale,
+            value_cache=value_cache,
+            causal=attn_metadata.causal,
+            sliding_window=self.sliding_window,
+            soft_cap=self.logits_soft_cap,
+            alibi_slopes=self._slopes,
+            sinks=self._sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            output_scale=None if output_scale is None else output_scale.reshape(1),
+            kv_cache_dtype=self._stored_as,
+            out=out,
+        )
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write ``key [T', K, D]`` and ``value [T', K, Dv]`` to the slots ``[T]``; negative ones are padding."""
+        key_cache, value_cache = self._views(kv_cache)
+        k_scale, v_scale = self._scales(layer)
+        reshape_and_cache(
+            key,
+            value,
+            key_cache,
+            slot_mapping,
+            value_cache=value_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_cache_dtype=self._stored_as,
+        )
+
+    def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys ``[N, B, K, D]`` and the values ``[N, B, K, Dv]`` of the engine's ``[N, K, B, D + Dv]``."""
+        if kv_cache is not self._cache:
+            keys_and_values = kv_cache.transpose(1, 2)
+            D = self.head_size
+            self._key_cache, self._value_cache = keys_and_values[..., :D], keys_and_values[..., D:]
+            self._cache = kv_cache
+            if self.alibi_slopes is not None:
+                self._slopes = torch.as_tensor(self.alibi_slopes, dtype=torch.float32, device=kv_cache.device)
+        return self._key_cache, self._value_cache
+
+    def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        if self._stored_as == "auto":
+            return None, None
+        return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
+
+
+def _device() -> str:
+    """The device of this engine, as :func:`paged_ops.supports` names it."""
+    return "rocm" if current_platform.is_rocm() else current_platform.device_type

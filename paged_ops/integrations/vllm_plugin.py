@@ -1,0 +1,42 @@
+"""How vLLM finds :mod:`paged_ops.integrations.vllm`, and what differs between its versions, 0.26 to 0.33.
+
+Importing this module imports nothing of vLLM but its table of backends: every process of the engine does it.
+"""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends import registry
+
+NAME = "PAGED_OPS"
+_CLASS_PATH = "paged_ops.integrations.vllm.PagedOpsBackend"
+
+
+def register() -> None:
+    """Make the backend known to vLLM, as ``CUSTOM`` and by its name: an entry point of ``vllm.general_plugins``.
+
+    Processes of the engine load plugins more than once: the second call changes nothing.
+    """
+    members = registry.AttentionBackendEnum
+    registry.register_backend(members.CUSTOM, _CLASS_PATH)
+    # vLLM 0.26 takes no new names.
+    if NAME not in members.__members__ and hasattr(members, "register"):
+        registry.register_backend(NAME, _CLASS_PATH)
+
+
+def replace_cpu_backend() -> None:
+    """Use this backend on vLLM's CPU platform, which takes no choice: call it in each process of the engine."""
+    register()
+    registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, _CLASS_PATH)
+
+
+def name() -> str:
+    """The member of vLLM's table that the backend is: ``PAGED_OPS``, or ``CUSTOM`` in versions without new names."""
+    members = registry.AttentionBackendEnum
+    return NAME if NAME in members.__members__ else members.CUSTOM.name
+
+
+def heads_first() -> bool:
+    """Whether vLLM wants the heads of a block before its tokens in memory; asked for before 0.29 only."""
+    from vllm.v1.attention.backends import utils
+
+    return utils.get_kv_cache_layout() == "HND"
