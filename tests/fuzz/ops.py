@@ -140,10 +140,12 @@ class World:
         self.write()
         for T, S in self.setting.shapes:
             self.attention(T, S)
-        if self.setting.cascade:
+        if self.setting.cascade and not self.poison_in:
             self.cascade(*self.setting.shapes[-1])
         self.gathers()
         self.merges()
+        if self.rng.random() < 0.1:
+            self.nothing()
         self.check_memory("memory after reading", self.store)
         self.copies()
         self.read_checks()
@@ -161,6 +163,11 @@ class World:
         key = (self.numbers(W, L, K, form.D) * amplitude).to(s.dtype)
         value = (self.numbers(W, L, K, form.Dv) * amplitude).to(s.dtype)
         special = self.rng.random() < 0.15
+        self.draw_poison()
+        bad = self.bad[:, :, None, None]
+        for name, tensor in (("key", key), ("value", value)):
+            if name in self.poison_in:
+                tensor.masked_fill_(bad, self.poison)
         w, j = (np.arange(L) < self.lens[:, None]).nonzero()
         order = self.np.permutation(len(w))
         w, j = w[order], j[order]
@@ -184,13 +191,26 @@ class World:
         at = self.put(slots[len(slots) - len(w) :])
         picked = self.put(w * L + j)
         self.store.expect(at, key_bits.flatten(0, 1)[picked], value_bits.flatten(0, 1)[picked])
-        self.checks.append(("reshape_and_cache: wrong elements", self.store.wrong(any_nan=special).double()))
-        self.any_nan = special
+        self.any_nan = special or self.poison_in != ""
+        self.check_memory("reshape_and_cache", self.store)
         live = self.put(np.arange(L) < self.lens[:, None], torch.bool)[:, :, None, None]
         # What later calls read: float64 [W, L, K, D], 0 where there is no token.
-        self.key = torch.where(live, real_key * by_head(self.k_scale), 0.0)
-        self.value = torch.where(live, real_value * by_head(self.v_scale), 0.0)
+        self.held = (
+            torch.where(live, real_key * by_head(self.k_scale), 0.0),
+            torch.where(live, real_value * by_head(self.v_scale), 0.0),
+        )
+        self.key, self.value = (each.masked_fill(bad, 0.0) for each in self.held)
         self.largest = self.value.abs().amax().clamp(min=1e-30)
+
+    def draw_poison(self) -> None:
+        """Some tokens whose key or value is NaN or infinite: what does not see them must not be reached by them."""
+        shape = len(self.lens), self.L
+        chosen, self.poison_in, self.poison = np.zeros(shape, dtype=bool), "", 0.0
+        if self.rng.random() < 0.2:
+            chosen = self.np.random(shape) < self.rng.choice((1.0 / self.L, 0.2))
+            self.poison_in = self.rng.choice(("value", "key", "key and value"))
+            self.poison = torch.nan if self.setting.fp8 else self.rng.choice((torch.nan, torch.inf, -torch.inf))
+        self.bad = self.put(chosen, torch.bool)
 
     def _spare_block(self) -> int:
         used = {int(b) for w, n in enumerate(self.lens) for b in self.blocks[w, : -(-int(n) // self.setting.form.B)]}
@@ -352,11 +372,16 @@ class World:
         rows = self.rows_of(which, n, q, T)
         exact, plain = (self.expected(self.features, torch.stack(queries), rows, dtype) for dtype in self.dtypes())
         name = f"attention {T, S}"
-        self.compare(f"{name}: out", _stack(outs), exact[0], plain[0])
+        clean, sees = self.unreached(rows, C, T, S)
+        self.compare(f"{name}: out", _stack(outs), exact[0], plain[0], clean)
+        saturates = s.fp8_output and self.poison == self.poison
+        if sees is not None and "value" in self.poison_in and not self.on.get("block_sparse") and not saturates:
+            finite = (_stack(outs).view(E4M3 if s.fp8_output else s.dtype).float().isfinite()).flatten(2).any(2)
+            self.checks.append((f"{name}: wrong, finite where NaN is seen", (finite & sees).sum().double()))
         if s.with_lse:  # float32 whatever the dtype of the query
             if s.dtype != torch.float32:
                 plain = self.expected(self.features, torch.stack(queries), rows, torch.float32)
-            self.compare_lse(f"{name}: lse", torch.stack(lses), exact[1], plain[1])
+            self.compare_lse(f"{name}: lse", torch.stack(lses), exact[1], plain[1], clean)
 
     def attend(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         function = paged_ops.paged_attention_with_lse if self.setting.with_lse else paged_ops.paged_attention
@@ -381,9 +406,9 @@ class World:
         """That of the truth, and that of the plain computation, by whose error the budget is measured."""
         return [torch.float64, self.setting.dtype]
 
-    def rows_of(self, which: np.ndarray, n: np.ndarray, q: np.ndarray, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rows_of(self, which: np.ndarray, n: np.ndarray, q: np.ndarray, T: int) -> tuple[Tensor, ...]:
         """Live rows by the sequence of the cache that they attend to: where they stand in ``[C * T]`` (the last is
-        nowhere), their positions, and the keys of their sequences: each ``[W, R]``."""
+        nowhere), their positions, the keys of their sequences, and which of ``[C * S]`` these are: each ``[W, R]``."""
         C, S = which.shape
         first = q.cumsum(1) - q
         c, s = (np.repeat(index.ravel(), q.ravel()) for index in np.indices((C, S)))
@@ -393,17 +418,35 @@ class World:
         order = np.argsort(w, kind="stable")
         per = np.bincount(w, minlength=len(self.lens))
         column = np.arange(len(w)) - np.repeat(per.cumsum() - per, per)
-        table = np.zeros((3, len(self.lens), max(int(per.max(initial=0)), 1)), dtype=np.int64)
-        table[0] = C * T
-        table[:, w[order], column] = np.stack([at, i, keys])[:, order]
-        at_, i_, n_ = self.put(table)
-        return at_, i_, n_
+        table = np.zeros((4, len(self.lens), max(int(per.max(initial=0)), 1)), dtype=np.int64)
+        table[0], table[3] = C * T, C * S
+        table[:, w[order], column] = np.stack([at, i, keys, c * S + s])[:, order]
+        return self.put(table).unbind(0)
+
+    def unreached(self, rows: tuple[Tensor, ...], C: int, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
+        """Which rows ``[C, T]`` poison may not reach, and which see it themselves. On the CPU a row is reached by what
+        it sees; elsewhere the rows of a sequence may share a tile."""
+        if not self.poison_in:
+            return None, None
+        at, i, n, group = rows
+        seen = truth.seen(self.features, i, n, self.L, self.setting.H, self.setting.form.K)
+        sees = (seen & self.bad[:, None, None, None, :]).flatten(3).any(3).any(1)  # [W, R]
+        reached = sees
+        if self.case.options.device != "cpu":
+            groups = torch.zeros(C * S + 1, dtype=torch.int64, device=self.device)
+            reached = groups.index_add_(0, group.flatten(), sees.flatten().long())[group] > 0
+        result = []
+        for flags in (reached, sees):
+            by_row = torch.zeros(C * T + 1, dtype=torch.bool, device=self.device)
+            by_row[at] = flags
+            result.append(by_row[:-1].view(C, T))
+        return ~result[0], result[1]
 
     def expected(
-        self, f: Features, queries: Tensor, rows: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
+        self, f: Features, queries: Tensor, rows: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Out ``[C, T, H, Dv]`` and lse ``[C, T, H]`` of C batches, computed in ``dtype``."""
-        at, i, n = rows
+        at, i, n, _ = rows
         C, T, H, D = queries.shape
         nothing = torch.zeros(1, H, D, dtype=queries.dtype, device=self.device)
         q = torch.cat([queries.reshape(C * T, H, D), nothing])[at]
@@ -413,12 +456,15 @@ class World:
         all_out[at], all_lse[at] = out, lse
         return all_out[:-1].view(C, T, H, -1), all_lse[:-1].view(C, T, H)
 
-    def compare(self, name: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
-        """Twice the error of the plain computation, and one ulp at the largest value; by call ``[C]``."""
+    def compare(self, name: str, got: Tensor, exact: Tensor, plain: Tensor, clean: Tensor | None = None) -> None:
+        """Twice the error of the plain computation, and one ulp at the largest value; by call ``[C]``. ``clean``: the
+        rows ``[C, T]`` that are compared."""
         off = plain.double() - exact
         budget = 2 * off.abs().amax() + _ulp(self.setting.dtype, self.largest)
         if self.output_scale is None:
             error = got.double() - exact
+            if clean is not None:
+                error = torch.where(clean[:, :, None, None], error, 0.0)
             self.checks.append((name, error.abs().flatten(1).amax(1) / budget))
             # Over a head's elements a missing key shows in contexts where one ulp of the largest value would hide it.
             eps = torch.finfo(self.setting.dtype).eps
@@ -429,13 +475,17 @@ class World:
         low, high = (truth.fp8((exact + side * budget) / self.output_scale.double(), E4M3) for side in (-1, 1))
         real = got.view(E4M3).double()
         outside = ~((real >= low) & (real <= high))
+        if clean is not None:
+            outside &= clean[:, :, None, None]
         self.checks.append((f"{name} outside", outside.flatten(1).sum(1).double()))
 
-    def compare_lse(self, name: str, got: Tensor, exact: Tensor, plain: Tensor) -> None:
+    def compare_lse(self, name: str, got: Tensor, exact: Tensor, plain: Tensor, clean: Tensor | None = None) -> None:
         finite = exact.masked_fill(exact == -torch.inf, 0.0)
         off = plain.double().masked_fill(exact == -torch.inf, 0.0) - finite
         budget = 2 * off.abs().amax() + LSE_ULPS * _ulp(torch.float32, finite.abs().amax().clamp(min=1.0))
         error = torch.where(got.double() == exact, 0.0, (got.double() - exact).abs())
+        if clean is not None:
+            error = torch.where(clean[:, :, None], error, 0.0)
         self.checks.append((name, error.flatten(1).amax(1) / budget))
 
     def cascade(self, T: int, S: int) -> None:
@@ -492,12 +542,13 @@ class World:
             w = np.repeat(which[c], n[c])
             j = np.arange(total) - np.repeat(n[c].cumsum() - n[c], n[c])
             at = self.put((w * self.L + j)[:capacity])
-            for name, result, held in zip(("key", "value"), got, (self.key, self.value), strict=True):
+            for name, result, held in zip(("key", "value"), got, self.held, strict=True):
                 want = held.flatten(0, 1)[at]
                 if s.fp8:
                     want = want.float()  # the product with a scale is taken in float32
                 want = want.to(dtype or s.dtype)
-                wrong = (result[: len(at)] != want).sum() + (result[len(at) :] != 0).sum()
+                differs = (result[: len(at)] != want) & ~(want.isnan() & result[: len(at)].isnan())
+                wrong = differs.sum() + (result[len(at) :] != 0).sum()
                 self.checks.append((f"gather_kv: wrong elements of {name}", wrong.double()))
                 if result.dtype != want.dtype or len(result) != capacity:
                     self.case.report(f"gather_kv: {result.dtype} {list(result.shape)}")
@@ -525,6 +576,33 @@ class World:
         self.checks.append(("merge_attention_states: out", error / budget))
         plain_lse = torch.logaddexp(*(each.masked_fill(each == torch.inf, -torch.inf) for each in lses))
         self.compare_lse("merge_attention_states: lse", torch.stack([lse for _, lse in got]), exact[1], plain_lse)
+
+    def nothing(self) -> None:
+        """Tensors without elements: writes do nothing, attention returns zeros."""
+        s, rng = self.setting, self.rng
+        T, S, M = rng.choice((0, 3)), rng.choice((0, 2)), rng.choice((0, 2))
+        N = 0 if T and S and M else rng.choice((0, 2))
+        store = Store(s.form, N, self.device, rng)
+        query = torch.full((T, s.H, s.form.D), torch.nan, dtype=s.dtype, device=self.device)
+        tables = torch.full((S, M), 2**30, dtype=torch.int32, device=self.device)
+        zeros = torch.zeros(S + 1, dtype=torch.int32, device=self.device)
+        named = {**self.arguments, **store.planes()}
+        out, lse = paged_ops.paged_attention_with_lse(query, store.kv_cache, tables, zeros[1:], zeros, s.scale, **named)
+        wrong = (out.float() != 0).sum() + (lse != -torch.inf).sum()
+        of_cache = {**self.of_cache, **store.planes()}
+        rows = query.new_full((T, s.form.K, s.form.D), 1.0), query.new_full((T, s.form.K, s.form.Dv), 1.0)
+        slots = torch.full((T if N == 0 else 0,), -1, dtype=s.slot_dtype, device=self.device)
+        paged_ops.reshape_and_cache(*rows, store.kv_cache, slots, **of_cache)
+        key, value = paged_ops.gather_kv(store.kv_cache, tables, zeros[1:], T, dtype=s.dtype, **of_cache)
+        wrong = wrong + (key != 0).sum() + (value != 0).sum() + store.wrong()
+        empty = torch.zeros(0, 2, dtype=torch.int64)
+        paged_ops.copy_blocks([], empty)
+        paged_ops.copy_blocks(store.tensors(), empty)
+        paged_ops.swap_blocks(store.tensors(), self.store.tensors(), empty)
+        for name, calls in (("attention", 1), ("reshape_and_cache", 1), ("gather_kv", 1), ("copy_blocks", 2)):
+            self.count(name, calls)
+        self.count("swap_blocks")
+        self.checks.append((f"nothing: wrong elements {(T, S, M, N)}", wrong.double()))
 
     # Blocks ----------------------------------------------------------------------------------------------------------
 
