@@ -1,5 +1,6 @@
 """Tiny Hugging Face models on a paged cache give the tokens that ``model.generate()`` gives, in eager and compiled."""
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the e
 from paged_ops.cache import KVCache  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
+from paged_ops.integrations.probe import reach_of  # noqa: E402
 from paged_ops.integrations.projections import fuse_projections  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM, attention  # noqa: E402
 from paged_ops.layouts import Layout  # noqa: E402
@@ -194,7 +196,7 @@ def test_one_compilation_for_all_layers_of_a_kind(name: str) -> None:
 def test_layers_that_are_none() -> None:
     paged = PagedCausalLM(make_model("llama"))
     paged.model.model.layers = torch.nn.Sequential(*paged.model.model.layers)
-    with pytest.raises(ValueError, match=r"model: expected a decoder with a list `layers`, got LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"in a list of layers, got model.layers.0.self_attn in LlamaForCausalLM"):
         paged.compile_layers()
 
 
@@ -268,6 +270,17 @@ def refused(name: str, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+def hrm() -> Any:
+    kind = getattr(transformers, "HrmTextConfig", None)
+    return refused("HrmTextConfig") if kind else pytest.skip("this release has no HRM")
+
+
+def looks_ahead() -> Any:
+    config = CONFIGS["gemma2"]()
+    config.use_bidirectional_attention = True
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -278,59 +291,214 @@ def refused(name: str, **changes: Any) -> Any:
             "model: expected one that calls AttentionInterface of transformers, got BloomForCausalLM",
         ),
         (lambda: make_model("llama").train(), "model: expected evaluation mode"),
-        (lambda: refused("Llama4TextConfig", num_local_experts=2), "attn_temperature_tuning off"),
-        (
-            lambda: refused(
-                "Phi3Config",
-                rope_parameters=dict(
-                    rope_type="longrope",
-                    rope_theta=1e4,
-                    short_factor=[1.0] * 8,
-                    long_factor=[2.0] * 8,
-                    original_max_position_embeddings=64,
-                ),
-            ),
-            "got rope_type 'longrope'",
-        ),
         (lambda: refused("Qwen3NextConfig", num_experts=2), "model: expected layers of .* got 'linear_attention'"),
+        (
+            lambda: transformers.LlamaForSequenceClassification(CONFIGS["llama"]()).eval(),
+            "expected a causal language model, got LlamaForSequenceClassification.*AutoModelForCausalLM",
+        ),
+        (
+            lambda: transformers.LlamaForTokenClassification(CONFIGS["llama"]()).eval(),
+            "expected a causal language model, got LlamaForTokenClassification",
+        ),
+        (
+            lambda: transformers.LlamaModel(CONFIGS["llama"]()).eval(),
+            "expected a causal language model, got LlamaModel",
+        ),
+        (lambda: refused("DiffLlamaConfig"), "model.layers.0.self_attn attends twice in one step"),
+        (lambda: hrm(), "layers.0.self_attn attends twice in one step"),
+        (lambda: looks_ahead(), "is_causal=False|asks for another mask"),
     ],
-    ids=["alibi", "training", "temperature", "longrope", "linear"],
+    ids=[
+        "alibi",
+        "training",
+        "linear",
+        "sequence_classifier",
+        "token_classifier",
+        "decoder",
+        "twice",
+        "reused",
+        "ahead",
+    ],
 )
 def test_models_that_cannot_be_served(make: Any, message: str) -> None:
+    model = make()
     with pytest.raises(ValueError, match=message):
-        PagedCausalLM(make())
+        PagedCausalLM(model)
+    assert getattr(model.config, "_attn_implementation", "eager") in ("eager", "sdpa"), "as it was"
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_model_that_looks_ahead_is_refused_before_it_is_compiled(compile: bool) -> None:
-    config = CONFIGS["gemma2"]()
-    config.use_bidirectional_attention = True
-    paged = PagedCausalLM(transformers.AutoModelForCausalLM.from_config(config).eval())
-    loop = GenerationLoop(paged, paged.allocate_kv_cache(16, B), compile=compile)
-    with pytest.raises(ValueError, match="is_causal=False"):
-        loop.warm_up()
-
-
-def test_a_mask_of_the_models_own_is_refused() -> None:
-    from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+def masked(make_mask: Any) -> Any:
+    """A Llama that asks for the mask that ``make_mask(**arguments)`` gives."""
+    from transformers.models.llama import modeling_llama
 
     model = make_model("llama")
-    PagedCausalLM(model)
-    arguments = dict(config=model.config, inputs_embeds=torch.zeros(1, 3, 64), attention_mask=None)
-    assert create_causal_mask(**arguments, past_key_values=None) is None
-    with pytest.raises(ValueError, match="attends to later tokens"):
-        create_bidirectional_mask(**arguments)
-    with pytest.raises(ValueError, match="overlays a mask"):
-        create_causal_mask(**arguments, past_key_values=None, or_mask_function=lambda *indices: True)
+    original = modeling_llama.create_causal_mask
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        modeling_llama.create_causal_mask = make_mask
+        try:
+            return type(model.model).forward(model.model, *args, **kwargs)
+        finally:
+            modeling_llama.create_causal_mask = original
+
+    model.model.forward = forward
+    return model
 
 
-def test_generate_on_a_paged_model_says_what_to_do() -> None:
+def test_what_a_mask_asks_for_is_what_attention_applies() -> None:
+    from transformers import masking_utils
+
+    def windows(**arguments: Any) -> Any:
+        config = copy.copy(arguments.pop("config"))
+        config.sliding_window = WINDOW
+        return masking_utils.create_sliding_window_causal_mask(config=config, **arguments)
+
+    def overlaid(**arguments: Any) -> Any:
+        return masking_utils.create_causal_mask(**arguments, or_mask_function=lambda b, h, q, k: k == q + 1)
+
+    def of_the_tokens(**arguments: Any) -> Any:
+        seen = torch.zeros(1, 64, dtype=torch.long)
+        return masking_utils.create_causal_mask(**arguments, block_sequence_ids=seen)
+
+    def ahead(**arguments: Any) -> Any:
+        arguments.pop("position_ids", None)
+        arguments.pop("past_key_values", None)
+        return masking_utils.create_bidirectional_mask(**arguments)
+
+    def changed(**arguments: Any) -> Any:
+        return masking_utils.create_causal_mask(**arguments) + 0.5
+
+    def none(**arguments: Any) -> Any:
+        return None
+
+    paged = PagedCausalLM(masked(windows))
+    assert {layer.window for layer in paged.layers} == {WINDOW}
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(256, B), max_num_seqs=16)
+    tokens = loop.generate(prompts(), GREEDY)
+    assert tokens == generate_by_transformers(paged.unwrap()) != expected("llama")
+    for make_mask, message in (
+        (overlaid, "asks for another mask"),
+        (of_the_tokens, "asks for another mask"),
+        (ahead, "asks for another mask"),
+        (changed, "a mask or a bias of its own making"),
+        (none, "attends without a mask"),
+    ):
+        with pytest.raises(ValueError, match=f"model: LlamaForCausalLM cannot be served: .*layers.0.* {message}"):
+            PagedCausalLM(masked(make_mask))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 4096])
+def test_reach_of_masks(size: int) -> None:
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    window = masking_utils.sliding_window_causal_mask_function(size)
+    chunk = masking_utils.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))
+    for length in (5000, 2**20):
+        assert reach_of(causal, length) == (0, 0)
+        assert reach_of(window, length) == (size, 0)
+        assert reach_of(chunk, length) == ((1, 0) if size == 1 else (0, size))
+        assert reach_of(masking_utils.bidirectional_mask_function, length) is None
+        if not 7 <= size < length // 2:
+            continue
+        for other in (
+            lambda b, h, q, k: (q - k).abs() < size,
+            masking_utils.and_masks(window, lambda b, h, q, k: k != 3),
+            masking_utils.and_masks(causal, lambda b, h, q, k: q - k < size - q % 2),
+            masking_utils.and_masks(causal, lambda b, h, q, k: (q + 3) // size == (k + 3) // size),
+            masking_utils.or_masks(window, lambda b, h, q, k: (k < 2) & (k <= q)),
+        ):
+            assert reach_of(other, length) is None
+    assert reach_of(window, size) == (0, 0), "no text is as long"
+
+
+def test_state_across_tokens_is_refused() -> None:
     model = make_model("llama")
-    PagedCausalLM(model)
-    with pytest.raises(ValueError, match=r'attention_metadata: .* model.set_attn_implementation\("sdpa"\)'):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x + x.roll(1, dims=1))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM, whose logits differ by .* across tokens"):
+        PagedCausalLM(model)
+    assert model.config._attn_implementation == "eager" and not hasattr(model, "paged_wrapping")
+
+
+def test_a_cache_that_forgets_what_the_mask_shows_is_refused() -> None:
+    config = transformers.MoshiConfig(**COMMON, sliding_window=WINDOW)
+    model = transformers.MoshiForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"keeps 8 tokens of model.layers.0.self_attn, and its mask shows all"):
+        PagedCausalLM(model)
+    PagedCausalLM(model, max_model_len=WINDOW)
+
+
+def run_step(paged: Any) -> Any:
+    return GenerationLoop(paged, paged.allocate_kv_cache(256, B), max_num_seqs=16).generate(prompts(), GREEDY)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_unwrap_gives_the_model_back(compiled: bool) -> None:
+    model = make_model("llama")
+    fuse_projections(model)
+    paged = PagedCausalLM(model)
+    if compiled:
+        paged.compile_layers()
+    assert run_step(paged) == expected("llama")
+    with pytest.raises(ValueError, match=r"(kv_caches|layers are compiled).*unwrap\(\)"):
         model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
-    model.set_attn_implementation("sdpa")
+    assert paged.unwrap() is model
+    assert model.config._attn_implementation == "eager"
+    assert not any(hasattr(module, "paged_attending") or "forward" in vars(module) for module in model.modules())
+    assert not any(module._compiled_call_impl for module in model.modules())
     assert generate_by_transformers(model) == expected("llama")
+    with pytest.raises(ValueError, match=r"after unwrap\(\); wrap it again"):
+        run_step(paged)
+    assert run_step(PagedCausalLM(model)) == expected("llama")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_whose_attention_was_changed_is_an_error(compiled: bool) -> None:
+    paged = PagedCausalLM(make_model("llama"))
+    if compiled:
+        paged.compile_layers()
+    paged.model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r'attends through "paged_ops", as it was wrapped, got "sdpa"; .*unwrap\(\)'):
+        run_step(paged)
+    if compiled:
+        with pytest.raises(ValueError, match=r"its layers are compiled for paged attention; .*unwrap\(\)"):
+            paged.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+    paged.model.set_attn_implementation("paged_ops")
+    if not compiled:
+        assert run_step(paged) == expected("llama")
+    paged.model.set_attn_implementation("sdpa")
+    assert generate_by_transformers(paged.unwrap()) == expected("llama")
+
+
+@pytest.mark.slow
+def test_a_compiled_step_whose_attention_was_changed_is_an_error() -> None:
+    paged = PagedCausalLM(make_model("llama"))
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(256, B), max_num_seqs=16, compile=True)
+    assert loop.generate(prompts(), GREEDY) == expected("llama")
+    paged.model.set_attn_implementation("sdpa")
+    with pytest.raises(Exception, match=r'attends through "paged_ops"'):
+        loop.generate(prompts(), GREEDY)
+
+
+def test_layers_reused_and_layers_unknown_are_errors() -> None:
+    paged = PagedCausalLM(make_model("llama"))
+    paged.model.model.layers.append(copy.deepcopy(paged.model.model.layers[0]))
+    del paged.model.model.layers[2].self_attn.paged_attending
+    paged.model.config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="model: expected a layer that attended when the model was wrapped"):
+        run_step(paged)
+
+
+def test_wrapping_twice_starts_anew() -> None:
+    model = make_model("llama")
+    first = PagedCausalLM(model).compile_layers()
+    second = PagedCausalLM(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert run_step(second) == expected("llama")
+    with pytest.raises(ValueError, match="wrap it again"):
+        run_step(first)
+    assert generate_by_transformers(second.unwrap()) == expected("llama")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +513,7 @@ def test_generate_on_a_paged_model_says_what_to_do() -> None:
             {"query": torch.zeros(2, 4, 3, 16)},
             r"query: expected the batch as one row \[1, H, T, D\], got \[2, 4, 3, 16\]",
         ),
-        ({"value": torch.zeros(1, 2, 3, 8)}, "value: expected head size 16, the keys', .* got 8"),
+        ({}, "model: expected a layer that attended when the model was wrapped, got Module"),
     ],
 )
 def test_arguments_that_cannot_be_served(changes: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@
     paged = PagedCausalLM(model)
     loop = GenerationLoop(paged, paged.allocate_kv_cache(num_blocks=1024), compile=True)
     outputs = loop.generate([tokenizer(prompt).input_ids for prompt in prompts])
+    paged.unwrap()  # the model is as it was
 
 Importing this module registers the attention implementation ``"paged_ops"``: a model that uses it takes the whole batch
 as one row of T tokens, writes its keys and values into the caches, and attends to them by the block tables. Caches and
@@ -16,32 +17,38 @@ Letters: T tokens of the batch, S sequences, H query heads, K key/value heads, D
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged_ops.cache import KVCache
-from paged_ops.layouts import Layout, split_kv_cache
+from paged_ops.integrations.probe import CacheSpec, Probe, request_mask, run_dense, run_probe
+from paged_ops.integrations.wrapping import NAME, UNDO, CompiledLayer, LayerCaches, Wrapping, copy_of, run_layer
+from paged_ops.layouts import Layout, split_joined_cache, split_kv_cache
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import paged_attention, reshape_and_cache
 
-NAME = "paged_ops"
+PROBE = "paged_ops_probe"  # while a model is wrapped: masks are asked for by what they are
+_LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kv_caches: Sequence[Tensor] | Tensor | None = None,
+    kv_caches: Sequence[Tensor] | LayerCaches | Probe | None = None,
     attention_metadata: AttentionMetadata | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -56,16 +63,18 @@ def attention(
     """The attention of one layer, as transformers calls it: write the new keys and values, then attend.
 
     Args:
-        module: the layer: its ``layer_idx`` names the cache, ``layer_types`` of its config say window or chunk.
+        module: the layer; :class:`PagedCausalLM` has noted on it which cache is its own, and its window or chunk.
         query: ``[1, H, T, D]``.
-        key, value: ``[1, K, T, D]``.
-        kv_caches: one tensor a layer, as ``KVCache.layers``; or that of this layer.
+        key: ``[1, K, T, D]``.
+        value: ``[1, K, T, Dv]``.
+        kv_caches: one tensor a layer, as ``KVCache.layers``.
         attention_metadata: the step.
         scaling: by default ``D ** -0.5``.
-        sliding_window, softcap, s_aux: window, bound of the logits, sinks ``[H]``; None is off.
+        sliding_window: not read: what the model's mask says holds, and that was noted.
+        softcap, s_aux: bound of the logits, sinks ``[H]``; None is off.
 
     Returns:
-        ``[1, T, H, D]`` and no attention weights.
+        ``[1, T, H, Dv]`` and no attention weights.
 
     Raises:
         ValueError: for what a paged cache cannot serve: masks, dropout, weights, attention to later tokens.
@@ -73,11 +82,11 @@ def attention(
     if kv_caches is None or attention_metadata is None:
         raise ValueError(
             "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
-            ' PagedCausalLM, or undo it by model.set_attn_implementation("sdpa")'
+            f" PagedCausalLM, or {UNDO}"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refused = {
-        "attention_mask": attention_mask is not None,
+        "attention_mask": attention_mask is not None and not isinstance(kv_caches, Probe),
         "dropout": bool(dropout),
         "output_attentions": bool(output_attentions),
         "position_bias": position_bias is not None,
@@ -88,122 +97,131 @@ def attention(
             raise ValueError(f"{name}: expected none with paged attention, which is causal, and got it; leave it out")
     if query.shape[0] != 1:
         raise ValueError(f"query: expected the batch as one row [1, H, T, D], got {list(query.shape)}")
-    if value.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"value: expected head size {key.shape[-1]}, the keys', as one cache holds both, got {value.shape[-1]}"
-        )
+    if isinstance(kv_caches, Probe):
+        noted, kv_cache = kv_caches.attend(module, key, value, attention_mask)
+    else:
+        if not hasattr(module, "paged_attending"):
+            raise ValueError(
+                f"model: expected a layer that attended when the model was wrapped, got {type(module).__name__}; wrap"
+                " the model by PagedCausalLM again"
+            )
+        noted = module.paged_attending
+        kv_cache = kv_caches.caches[noted.place] if isinstance(kv_caches, LayerCaches) else kv_caches[noted.cache]
     rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
-    kv_cache = kv_caches if isinstance(kv_caches, Tensor) else kv_caches[_cache_index(module)]
     value_cache = None
-    if kv_cache.dim() == 3:
+    if key.shape[3] != value.shape[3]:
+        kv_cache, value_cache = split_joined_cache(kv_cache, key.shape[3])
+    elif kv_cache.dim() == 3:
         kv_cache, value_cache = split_kv_cache(kv_cache, key.shape[1], key.shape[3])
-    if not getattr(module, "is_kv_shared_layer", False):
+    if noted.writes:
         reshape_and_cache(
             rows_of_key, rows_of_value, kv_cache, attention_metadata.slot_mapping, value_cache=value_cache
         )
-    window, chunk = _reach(module, sliding_window)
     out = paged_attention(
-        rows_of_query,
+        _at_temperature(module, rows_of_query, attention_metadata),
         kv_cache,
         attention_metadata.block_tables,
         attention_metadata.seq_lens,
         attention_metadata.query_start_loc,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         value_cache=value_cache,
-        sliding_window=window,
-        attention_chunk=chunk,
+        sliding_window=noted.window,
+        attention_chunk=noted.chunk,
         soft_cap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
     )
     return out[None], None
 
 
-def no_mask(
-    *args: Any,
-    use_vmap: bool = False,
-    allow_is_bidirectional_skip: bool = False,
-    **kwargs: Any,
-) -> None:
+def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> None:
     """What transformers asks for a mask: there is none, the op masks by positions.
 
     Raises:
-        ValueError: the model wants more than causal, windowed or chunked attention.
+        ValueError: the model wants attention to later tokens.
     """
-    if use_vmap or allow_is_bidirectional_skip:
+    if allow_is_bidirectional_skip:
         raise ValueError(
-            "attention_mask: expected causal, windowed or chunked attention, got a model that attends to later tokens"
-            " or overlays a mask of its own, which paged attention does not do"
+            "attention_mask: expected causal, windowed or chunked attention, got a model that attends to later tokens,"
+            " which paged attention does not do"
         )
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, no_mask)
+for _name, _mask in ((NAME, no_mask), (PROBE, request_mask)):
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, _mask)
 
 
 class PagedCausalLM:
     """A causal language model of transformers as a :class:`paged_ops.generation.ModelStep`.
 
-    Sets the model's attention to ``"paged_ops"``, in place: ``model.generate`` fails clearly until
-    ``model.set_attn_implementation("sdpa")``, or another, undoes it. Compiled experts wait for the device
-    unless they are bfloat16, which no graph can hold; after ``model.set_experts_implementation("batched_mm")`` they do
-    not.
+    Sets the model's attention to ``"paged_ops"``, in place: ``model.generate`` fails clearly until :meth:`unwrap`.
+    To wrap, the model runs a few tokens, eagerly and paged: that tells which caches it needs and which masks it asks
+    for, and both must give the same logits. Compiled experts wait for the device unless they are bfloat16, which no
+    graph can hold; after ``model.set_experts_implementation("batched_mm")`` they do not.
 
     Args:
         model: in evaluation mode, on its device.
+        max_model_len: the longest sequence, prompt and output: by default what the model was made for. Position
+            embeddings that depend on a text's length (longrope, dynamic) are those of this length, for all texts.
 
     Attributes:
-        num_layers, num_kv_heads, head_size: of the cache that it needs.
-        max_model_len: the positions that the model was made for, None if its config does not say.
+        layers: what each cache holds: heads, head sizes, window and chunk.
+        num_layers: caches.
+        num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache.
+        max_model_len: as given or found; None if the config does not say.
 
     Raises:
-        ValueError: the model's attention is not called through ``AttentionInterface``, or it has layers, position
-            embeddings or attention that a paged batch cannot serve.
+        ValueError: the model has layers, position embeddings or attention that a paged batch cannot serve. It is left
+            as it was.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
-        name = type(model).__name__
-        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        for layer_type in layer_types:
-            if layer_type not in _LAYER_TYPES:
-                raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {name}")
-        if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
-            raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"model: expected a decoder, got {name}, an encoder-decoder")
-        if model.training:
-            raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
-        for rope_type in _rope_types(config):
-            if rope_type in ("dynamic", "longrope"):
-                raise ValueError(
-                    f"model: expected position embeddings that do not depend on the batch, got rope_type {rope_type!r}"
-                    f" in {name}; load it with another rope_type in its config"
-                )
-        if getattr(config, "attn_temperature_tuning", False):
-            raise ValueError(
-                "model: expected attn_temperature_tuning off, as it scales queries by their row, which in a paged batch"
-                f" is not their position, got it on in {name}; switch it off in the config for short contexts"
-            )
-        try:
-            num_kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-            head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        except RuntimeError as error:  # how transformers answers when layers differ
-            raise ValueError(
-                f"model: expected one number and size of heads in all layers, got {name}: {error}"
-            ) from None
-        model.set_attn_implementation(NAME)
+    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
+        _refuse(model)
+        limit = _position_limit(model)
+        freezes = list(_length_dependent(model))
+        if max_model_len is not None and limit is not None and not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len: expected 1 to {limit}, the model's positions, got {max_model_len}")
         self.model = model
-        self.num_layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
-        self.num_kv_heads, self.head_size = num_kv_heads, head_size
-        limit = getattr(config, "max_position_embeddings", None)
-        self.max_model_len = int(limit) if limit else None
-        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.max_model_len: int | None = limit if max_model_len is None else max_model_len
+        forward = inspect.signature(model.forward).parameters
+        self._takes_rows = "logits_to_keep" in forward
+        previous: Wrapping | None = getattr(model, "paged_wrapping", None)
+        if previous is not None:
+            previous.undo()
+        self._wrapping = Wrapping(model)
+        try:
+            for parent, name, rotary in freezes:
+                self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
+            self._wrapping.set_implementation("eager")
+            dense = run_dense(model)
+            self._wrapping.set_implementation(PROBE)
+            probe = run_probe(model, self._step, dense, self.max_model_len)
+            _expect_windows_of_cache(model, probe, self.max_model_len)
+            self._wrapping.set_implementation(NAME)
+        except BaseException:
+            self._wrapping.undo()
+            raise
+        for module, call in probe.calls.items():
+            self._wrapping.note(module, probe.attending(call))
+        self._wrapping.arm()
+        self.layers: tuple[CacheSpec, ...] = tuple(probe.specs)
+        self.num_layers = len(self.layers)
+        self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, zip(*self.layers, strict=True))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The end-of-text tokens of the model's generation config."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+    def unwrap(self) -> PreTrainedModel:
+        """Give the model back as it was: its attention, its layers uncompiled, its position embeddings.
+
+        Afterwards this object raises; the model can be wrapped again. Fused projections stay
+        (:func:`paged_ops.integrations.projections.split_projections` undoes them).
+        """
+        self._wrapping.undo()
+        return self.model
 
     def allocate_kv_cache(
         self,
@@ -221,6 +239,7 @@ class PagedCausalLM:
             block_size,
             self.num_kv_heads,
             self.head_size,
+            value_head_size=self.value_head_size,
             dtype=self.model.dtype if dtype is None else dtype,
             device=self.model.device,
             layout=layout,
@@ -239,29 +258,45 @@ class PagedCausalLM:
             options: more of ``torch.compile``; ``fullgraph`` is on.
 
         Raises:
-            ValueError: the model has no list of decoder layers.
+            ValueError: a layer that attends is in no list of layers.
         """
-        with_layers = (
-            each for each in self.model.modules() if isinstance(getattr(each, "layers", None), nn.ModuleList)
-        )
-        decoder: Any = next(with_layers, None)
-        if decoder is None:
-            raise ValueError(f"model: expected a decoder with a list `layers`, got {type(self.model).__name__}")
+        self._wrapping.check()
         options = {"fullgraph": True, "dynamic": dynamic, **options}
-        run_layer = torch.compile(_run_layer, **options)
-        for layer in decoder.layers:
-            (attends,) = (m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal"))
-            attends.paged_layer_type = _layer_type(attends)
-            setattr(layer, "forward", _CompiledLayer(run_layer, layer, _cache_index(attends)))  # noqa: B010
-        for name in ("rotary_emb", "norm"):
-            if hasattr(decoder, name):
-                getattr(decoder, name).compile(**options)
+        attending = self._wrapping.attending
+        decoders: dict[nn.Module, None] = {}
+        layers: dict[nn.Module, list[nn.Module]] = {}
+        for module in attending:
+            decoder, layer = self._wrapping.place_of(module)
+            decoders[decoder] = None
+            layers.setdefault(layer, []).append(module)
+        kinds: dict[Any, Callable[..., Any]] = {}
+        for layer, modules in layers.items():
+            kind = type(layer), tuple((m.window, m.chunk, m.writes) for m in map(attending.__getitem__, modules))
+            if kind not in kinds:
+                kinds[kind] = torch.compile(copy_of(run_layer), **options)
+            for place, module in enumerate(modules):
+                self._wrapping.note(module, dataclasses.replace(attending[module], place=place))
+            caches = [attending[module].cache for module in modules]
+            self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches))
+        for decoder in decoders:
+            for name, part in decoder.named_children():
+                # a layer of torch itself is one kernel already
+                if ("rotary" in name or name in _LAST_NORMS) and not type(part).__module__.startswith("torch."):
+                    self._wrapping.compile(part, **options)
         return self
 
     def __call__(
         self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]
     ) -> Tensor:
-        """Logits ``[S, V]``: see :class:`paged_ops.generation.ModelStep`."""
+        """Logits ``[S, V]``: see :class:`paged_ops.generation.ModelStep`.
+
+        Raises:
+            ValueError: the model's attention was changed since it was wrapped.
+        """
+        self._wrapping.check()
+        return self._step(input_ids, metadata, last_rows, kv_caches)
+
+    def _step(self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any) -> Tensor:
         logits = self.model(
             input_ids=input_ids[None],
             # Nobody reads it; without one, transformers looks for packed sequences, and waits for the device.
@@ -275,49 +310,114 @@ class PagedCausalLM:
         return logits if self._takes_rows else logits[last_rows]
 
 
-class _CompiledLayer:
-    """The forward of one decoder layer by the code that all layers share."""
+class FrozenRotary(nn.Module):
+    """A rotary embedding whose frequencies depend on a text's length, with those of one length.
 
-    def __init__(self, run_layer: Callable[..., Any], layer: nn.Module, cache_index: int) -> None:
-        self.run_layer, self.layer, self.cache_index = run_layer, layer, cache_index
+    Raises when called by a model that does not attend through paged_ops: its texts want frequencies of their own.
+    """
 
-    def __call__(self, *args: Any, kv_caches: Sequence[Tensor], **kwargs: Any) -> Any:
-        return self.run_layer(self.layer, kv_caches[self.cache_index], args, kwargs)
+    def __init__(self, rotary: nn.Module, config: Any, length: int | None) -> None:
+        super().__init__()
+        frozen: Any = copy.copy(rotary)
+        frozen._buffers = dict(rotary._buffers)
+        rope_types = frozen.rope_type
+        each = rope_types if isinstance(rope_types, dict) else {None: rope_types}
+        for kind, rope_type in each.items():
+            if rope_type not in _LENGTH_DEPENDENT:
+                continue
+            prefix = "" if kind is None else f"{kind}_"
+            options = {} if kind is None else {"layer_type": kind}
+            device = frozen._buffers[f"{prefix}inv_freq"].device
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](frozen.config, device, seq_len=length, **options)
+            frozen._buffers[f"{prefix}inv_freq"] = inv_freq
+            setattr(frozen, f"{prefix}attention_scaling", scaling)
+        # by another name, forward computes nothing anew
+        frozen.rope_type = dict.fromkeys(each, "frozen") if isinstance(rope_types, dict) else "frozen"
+        self.rotary, self.config, self.armed = frozen, config, False
 
-
-def _run_layer(layer: Any, kv_cache: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The number of the layer is not read, or each layer would be compiled by itself.
-    return type(layer).forward(layer, *args, kv_caches=kv_cache, **kwargs)
-
-
-def _layer_type(module: Any) -> str | None:
-    """What ``layer_types`` of the config says of a layer."""
-    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-    return layer_types[module.layer_idx] if layer_types else None
-
-
-def _reach(module: Any, sliding_window: int | None) -> tuple[int, int]:
-    """The window and the chunk of a layer, 0 where it has none."""
-    config: Any = getattr(module, "config", None)
-    layer_type = module.paged_layer_type if hasattr(module, "paged_layer_type") else _layer_type(module)
-    if layer_type == "chunked_attention":
-        return 0, int(config.attention_chunk_size)
-    if layer_type == "sliding_attention" and sliding_window is None:
-        sliding_window = config.sliding_window
-    return int(sliding_window or 0), 0
-
-
-def _cache_index(module: Any) -> int:
-    """The cache of a layer: its own, or that of the layer whose keys and values it reuses (Gemma-3n)."""
-    if not getattr(module, "is_kv_shared_layer", False):
-        return int(module.layer_idx)
-    config = module.config
-    layers = zip(config.kv_sharing_modes, config.layer_types, strict=True)
-    kept = [i for i, (mode, layer_type) in enumerate(layers) if mode == "store" and layer_type == module.layer_type]
-    return kept[-1]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.armed and self.config._attn_implementation != NAME:
+            raise ValueError(f"model: its position embeddings are those of one length; {UNDO}")
+        return self.rotary(*args, **kwargs)
 
 
-def _rope_types(config: Any) -> list[str]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    each = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
-    return [parameters.get("rope_type", "default") for parameters in each]
+# What is refused, and what a model needs
+
+
+def _refuse(model: Any) -> None:
+    """What shows before anything is run."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model: expected a decoder, got {name}, an encoder-decoder")
+    for layer_type in getattr(config, "layer_types", None) or ():
+        if layer_type not in _LAYER_TYPES:
+            raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {name}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
+    if not model.can_generate():
+        raise ValueError(
+            f"model: expected a causal language model, got {name}, which gives no logits of tokens; load it by"
+            " AutoModelForCausalLM"
+        )
+    if model.training:
+        raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
+    forward = inspect.signature(model.forward).parameters
+    if "position_ids" not in forward:
+        raise ValueError(f"model: expected one whose forward takes position_ids, got {name}")
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in forward.values()):
+        raise ValueError(f"model: expected one that hands keyword arguments on to its attention, got {name}")
+
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def _length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """The rotary embeddings whose frequencies change with the length of a text: parent, name, module."""
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            rope_type = getattr(module, "rope_type", None)
+            each = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+            if any(kind in _LENGTH_DEPENDENT for kind in each):
+                yield parent, name, module
+
+
+def _position_limit(model: Any) -> int | None:
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def _at_temperature(module: Any, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Queries ``[T, H, D]``, scaled by their positions where a model scaled them by their rows (Llama-4)."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def scale(positions: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    rows = torch.arange(query.shape[0], device=query.device)
+    return (query * (scale(metadata.positions) / scale(rows))[:, None, None]).to(query.dtype)
+
+
+def _common(sizes: tuple[int, ...]) -> Any:
+    return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def _expect_windows_of_cache(model: Any, probe: Probe, length: int | None) -> None:
+    """Refuses a model whose mask shows what its own cache of transformers forgets: its text depends on the chunks."""
+    cached = DynamicCache(config=model.config).layers
+    for module, call in probe.calls.items():
+        index = getattr(module, "layer_idx", None)
+        if index is None or index >= len(cached) or call.reach != (0, 0):
+            continue
+        window = getattr(cached[index], "sliding_window", None) if getattr(cached[index], "is_sliding", False) else None
+        if window is not None and (length is None or window < length):
+            raise ValueError(
+                f"model: expected one window in masks and cache, got {type(model).__name__}, where the cache of"
+                f" transformers keeps {window} tokens of {call.name}, and its mask shows all; set sliding_window of its"
+                f" config to None, or max_model_len to at most {window}"
+            )

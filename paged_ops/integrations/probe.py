@@ -1,0 +1,274 @@
+"""What a model asks of attention, found by watching it run a few tokens rather than by trusting its config.
+
+A model of transformers describes each layer's mask by a function of positions, and hands queries, keys and values to an
+attention function. :class:`Probe` stands for the caches of such a run: it makes one for each module that attends, as
+large as its keys and values are, and reads window and chunk from the mask's function. What a paged cache cannot serve
+shows here, before anything is generated.
+
+Letters: K key/value heads, D head size, Dv value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
+from paged_ops.metadata import AttentionMetadataBuilder, Batch
+
+MOST_POSITIONS = 2**24  # of those that a mask's function is asked about
+
+
+class CacheSpec(NamedTuple):
+    """What one layer keeps in the cache, and how far back it looks: window and chunk in tokens, 0 is off."""
+
+    num_kv_heads: int
+    head_size: int
+    value_head_size: int
+    window: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Attending:
+    """How a module attends: from which cache, and which keys it sees."""
+
+    cache: int  # index into the step's caches
+    place: int  # index among the caches of its decoder layer
+    writes: bool  # or reads what another module wrote (Gemma-3n)
+    window: int
+    chunk: int
+
+
+@dataclass
+class MaskRequest:
+    """What a model asked the mask interface for; it travels with the mask as the attribute ``request``."""
+
+    mask_function: Callable[..., Tensor] | None
+    device: torch.device
+    reach: tuple[int, int] | None = None  # once it was asked for
+
+
+def request_mask(
+    *,
+    q_length: Any,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """A mask of zeros that knows what it was asked to be."""
+    rows = q_length if isinstance(q_length, int) else len(q_length)
+    mask: Any = torch.zeros(1, 1, rows, kv_length, dtype=dtype, device=device)
+    mask.request = MaskRequest(mask_function, mask.device)
+    return mask
+
+
+@dataclass
+class _Call:
+    name: str
+    key: Tensor  # held, so that no later one lies in the same place
+    value: Tensor
+    cache: int
+    writes: bool
+    reach: tuple[int, int]
+
+
+@dataclass
+class Probe:
+    """The caches of a model's first steps, made as they are asked for.
+
+    Args:
+        names: of the model's modules.
+        length: the longest sequence, for which masks are understood.
+        num_blocks, block_size: of each cache.
+        layout: of the caches.
+    """
+
+    names: dict[nn.Module, str]
+    length: int
+    num_blocks: int
+    block_size: int
+    layout: Layout
+    caches: list[Tensor] = field(default_factory=list)
+    specs: list[CacheSpec] = field(default_factory=list)
+    calls: dict[nn.Module, _Call] = field(default_factory=dict)
+    _called: set[nn.Module] = field(default_factory=set)
+
+    def begin_step(self) -> None:
+        self._called.clear()
+
+    def attend(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Attending, Tensor]:
+        """How ``module`` attends, and its cache.
+
+        Raises:
+            ValueError: it attends twice in a step, to keys of another shape than before, or by a mask that is neither
+                causal, nor causal with a window or chunks.
+        """
+        name = self.names.get(module, type(module).__name__)
+        if module in self._called:
+            raise ValueError(
+                f"a cache for each layer that attends, but {name} attends twice in one step: the second time would"
+                " overwrite the keys and values of the first"
+            )
+        self._called.add(module)
+        if module not in self.calls:
+            self.calls[module] = self._first_call(name, key, value, mask)
+        call = self.calls[module]
+        K, D, Dv, *_ = self.specs[call.cache]
+        if (key.shape[1], key.shape[3], value.shape[3]) != (K, D, Dv):
+            raise ValueError(f"keys and values of one shape in every step, but those of {name} differ")
+        return self.attending(call), self.caches[call.cache]
+
+    def attending(self, call: _Call) -> Attending:
+        return Attending(call.cache, call.cache, call.writes, *call.reach)
+
+    def _first_call(self, name: str, key: Tensor, value: Tensor, mask: Tensor | None) -> _Call:
+        reach = self._reach(name, mask)
+        for other in self.calls.values():
+            if _same(key, other.key) and _same(value, other.value):
+                return _Call(name, key, value, other.cache, False, reach)
+        K, D, Dv = key.shape[1], key.shape[3], value.shape[3]
+        shape = (self.num_blocks, self.block_size, K, D)
+        cache = allocate_kv_cache(self.layout, *shape, key.dtype, key.device, value_head_size=Dv)
+        self.caches.append(cache)
+        self.specs.append(CacheSpec(K, D, Dv, *reach))
+        return _Call(name, key, value, len(self.caches) - 1, True, reach)
+
+    def _reach(self, name: str, mask: Any) -> tuple[int, int]:
+        if mask is None:
+            raise ValueError(f"causal attention, but {name} attends without a mask, to later tokens too")
+        base = mask if mask._base is None else mask._base
+        request: MaskRequest | None = getattr(mask, "request", None) or getattr(base, "request", None)
+        if request is None or request.mask_function is None:
+            raise ValueError(
+                f"attention that masks by positions alone, but {name} has a mask or a bias of its own making"
+            )
+        if request.reach is None:
+            request.reach = reach_of(request.mask_function, min(self.length, MOST_POSITIONS), request.device)
+        if request.reach is None:
+            raise ValueError(
+                f"causal attention, with a window or chunks or without, but {name} asks for another mask: to later"
+                " tokens, or with an overlay"
+            )
+        return request.reach
+
+
+def reach_of(
+    mask_function: Callable[..., Tensor], length: int, device: torch.device | str = "cpu"
+) -> tuple[int, int] | None:
+    """The window and the chunk (0 is off) of a function of transformers' masks, ``(batch, head, query position, key
+    position) -> seen``, for positions below ``length``; None if it is another mask."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+
+    def seen(queries: Tensor, keys: Tensor) -> Tensor:
+        result = mask_function(zero, zero, queries, keys)
+        return torch.as_tensor(result, device=device).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+
+    positions = torch.arange(length, device=device)
+    try:
+        from_start = seen(positions, zero)  # the first position that no longer sees position 0 is window or chunk
+        size = length if bool(from_start.all()) else int(from_start.to(torch.int8).argmin())
+        edges = torch.tensor([0, size, 2 * size, 3 * size, length // 2, length], device=device)
+        queries = (edges[:, None] + torch.arange(-3, 4, device=device)).flatten()
+        queries = torch.cat([queries, positions[:32]]).clamp(0, length - 1).unique()
+        keys = torch.cat([queries, queries - size, queries - size + 1, positions[:: max(1, length // 256)]])
+        keys = keys.clamp(0, length - 1).unique()[None]
+        queries = queries[:, None]
+        got = seen(queries, keys)
+    except Exception:  # a function of more than positions: of tokens, or of the batch
+        return None
+    causal = keys <= queries
+    if size == length and torch.equal(got, causal):
+        return 0, 0
+    if torch.equal(got, causal & (queries - keys < size)):
+        return size, 0
+    if size and torch.equal(got, causal & (queries // size == keys // size)):
+        return 0, size
+    return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+# A step on trial: two sequences, each in two chunks
+_LENGTHS = (7, 5)
+_CHUNKS = ((4, 3), (3, 2))
+_BLOCK_SIZE = 8
+# How much of the logits' norm paged and eager attention may differ by; what is served wrong differs by much of it.
+_TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
+_TOLERANCE_OF_HALF = 0.25
+
+
+def _trial_tokens(model: Any) -> list[Tensor]:
+    config = model.config.get_text_config(decoder=True).to_dict()
+    special = {value for name, value in config.items() if name.endswith(("token_id", "token_index"))}
+    ids = [i for i in range(min(config["vocab_size"], 1000)) if i not in special]
+    chosen = [ids[(37 * i + 11) % len(ids)] for i in range(sum(_LENGTHS))]
+    return list(torch.tensor(chosen, device=model.device).split(_LENGTHS))
+
+
+@torch.no_grad()
+def run_dense(model: Any) -> list[Tensor]:
+    """The logits of each sequence on trial, by the model itself, attending eagerly."""
+    try:
+        return [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in _trial_tokens(model)]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"model: {type(model).__name__} fails on a few tokens by itself: {error}") from error
+
+
+@torch.no_grad()
+def run_probe(model: Any, step: Callable[..., Tensor], dense: list[Tensor], max_model_len: int | None) -> Probe:
+    """Runs ``step`` of ``model`` on the sequences on trial, with a probe for caches; its logits must be as ``dense``.
+
+    Raises:
+        ValueError: the model cannot be served, with the reason.
+    """
+    name = type(model).__name__
+    names = {module: of for of, module in model.named_modules()}
+    length = max(max_model_len or 0, 2**20)
+    probe = Probe(names, length, len(_LENGTHS), _BLOCK_SIZE, get_default_layout(model.device))
+    builder = AttentionMetadataBuilder(_BLOCK_SIZE, 2, sum(_CHUNKS[0]), 1, "cpu", num_blocks=2, num_staging_buffers=0)
+    computed = [0, 0]
+    for chunks in _CHUNKS:
+        batch = Batch(list(chunks), list(computed), [[1], [0]])
+        metadata = pytree.tree_map_only(Tensor, lambda each: each.to(model.device), builder.build(0, batch))
+        tokens = torch.cat(
+            [ids[at : at + n] for ids, at, n in zip(_trial_tokens(model), computed, chunks, strict=True)]
+        )
+        rows = torch.arange(sum(chunks), device=model.device)
+        probe.begin_step()
+        try:
+            logits = step(tokens, metadata, rows, probe)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(f"model: {name} cannot be served: {error}") from error
+        if not probe.calls:
+            raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
+        want = torch.cat([each[at : at + n] for each, at, n in zip(dense, computed, chunks, strict=True)])
+        _expect_alike(name, logits.float(), want, model.dtype)
+        computed = [at + n for at, n in zip(computed, chunks, strict=True)]
+    return probe
+
+
+def _expect_alike(name: str, paged: Tensor, dense: Tensor, dtype: torch.dtype) -> None:
+    if paged.shape != dense.shape:
+        raise ValueError(f"model: expected logits {list(dense.shape)}, got {list(paged.shape)} from {name}")
+    difference = float(((paged - dense).norm(dim=-1) / dense.norm(dim=-1)).max())
+    allowed = _TOLERANCE.get(dtype, _TOLERANCE_OF_HALF)
+    if not difference <= allowed and bool(dense.isfinite().all()):
+        raise ValueError(
+            f"model: expected a step on a paged cache to give the logits of eager attention, got {name}, whose logits"
+            f" differ by {difference:.0%} of their norm: it keeps or computes something across tokens that is not keys"
+            " and values"
+        )

@@ -1,0 +1,127 @@
+"""What wrapping a model for paged attention changes in it, and how that is undone."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from paged_ops.integrations.probe import Attending
+
+NAME = "paged_ops"  # of the attention implementation
+UNDO = "undo the wrapping by PagedCausalLM.unwrap()"
+
+
+class LayerCaches(NamedTuple):
+    """The caches of one decoder layer alone, which is compiled without its number."""
+
+    caches: tuple[Tensor, ...]
+
+
+class Wrapping:
+    """What wrapping changed in a model, and how it is undone."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+        self._implementations = [(config, config._attn_implementation) for config in configs.values()]
+        self.attending: dict[nn.Module, Attending] = {}
+        self.configs: tuple[Any, ...] = ()
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._compiled: list[nn.Module] = []
+        model.paged_wrapping = self
+
+    def set_implementation(self, name: str) -> None:
+        # as model.set_attn_implementation does, which also reaches, and warns of, configs without a model
+        for config, _ in self._implementations:
+            config._attn_implementation_internal = name
+
+    def replace(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        self._replaced.append((parent, name, getattr(parent, name)))
+        setattr(parent, name, module)
+
+    def replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        self._forwards.append((layer, layer.__dict__.get("forward")))
+        layer.forward = forward
+
+    def compile(self, module: nn.Module, **options: Any) -> None:
+        self._compiled.append(module)
+        module.compile(**options)
+
+    def note(self, module: Any, attending: Attending) -> None:
+        self.attending[module] = module.paged_attending = attending
+
+    def arm(self) -> None:
+        """From here on the model is to attend as it does now."""
+        configs = {id(config): config for config in (getattr(m, "config", self.model.config) for m in self.attending)}
+        self.configs = tuple(configs.values())
+        for parent, name, _ in self._replaced:
+            getattr(parent, name).armed = True
+
+    def check(self) -> None:
+        if not self.configs:
+            raise ValueError("model: expected one that is wrapped, got one after unwrap(); wrap it again")
+        for config in self.configs:
+            if config._attn_implementation != NAME:
+                raise ValueError(
+                    f'model: expected one that attends through "{NAME}", as it was wrapped, got'
+                    f' "{config._attn_implementation}"; wrap it by PagedCausalLM again, or {UNDO}'
+                )
+
+    def place_of(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """The module that holds the list of decoder layers, and the layer, of a module that attends."""
+        names = {each: name for name, each in self.model.named_modules()}
+        path = names[module].split(".")
+        for end in range(1, len(path)):
+            layers = self.model.get_submodule(".".join(path[:end]))
+            if isinstance(layers, nn.ModuleList):
+                parent = self.model.get_submodule(".".join(path[: end - 1]))
+                return parent, self.model.get_submodule(".".join(path[: end + 1]))
+        raise ValueError(
+            f"model: expected each layer that attends in a list of layers, got {names[module]} in"
+            f" {type(self.model).__name__}; compile the whole step instead (GenerationLoop's compile)"
+        )
+
+    def undo(self) -> None:
+        for layer, forward in reversed(self._forwards):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        for parent, name, module in reversed(self._replaced):
+            setattr(parent, name, module.to(self.model.device))
+        for module in self.attending:
+            if getattr(module, "paged_attending", None) is not None:
+                del module.paged_attending
+        self.attending, self.configs = {}, ()
+        self._forwards, self._compiled, self._replaced = [], [], []
+        if getattr(self.model, "paged_wrapping", None) is self:
+            del self.model.paged_wrapping
+            for config, implementation in self._implementations:
+                config._attn_implementation_internal = implementation
+
+
+class CompiledLayer:
+    """The forward of one decoder layer by the code that all layers of its kind share."""
+
+    def __init__(self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int]) -> None:
+        self.run_layer, self.layer, self.caches = run_layer, layer, caches
+
+    def __call__(self, *args: Any, kv_caches: Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
+        if kv_caches is None:
+            raise ValueError(f"model: its layers are compiled for paged attention; {UNDO}")
+        return self.run_layer(self.layer, LayerCaches(tuple(kv_caches[i] for i in self.caches)), args, kwargs)
+
+
+def run_layer(layer: Any, kv_caches: LayerCaches, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # The number of the layer is not read, or each layer would be compiled by itself.
+    return type(layer).forward(layer, *args, kv_caches=kv_caches, **kwargs)
+
+
+def copy_of(function: Any) -> Any:
+    """The function with code of its own: the limit of recompiles is one for each code object."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
