@@ -69,6 +69,13 @@ def tensor(
         expect(value.device == device, argument, f"a tensor on {device}", value)
 
 
+def written(argument: str, value: Tensor) -> None:
+    """Check that no two elements of a tensor that an op writes share their memory, as those of an expanded one do."""
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        expanded = type(stride) is int and stride == 0 and not (type(size) is int and size <= 1)
+        expect(not expanded, argument, "a tensor whose elements lie apart (clone() it)", f"strides {value.stride()}")
+
+
 def in_range(argument: str, values: Tensor, low: int, high: int, unit: str) -> None:
     """Check that every value lies in ``[low, high)``. Reads values: for the host or the debug switch."""
     if not values.numel():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from paged_ops import checks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,15 +44,21 @@ LIBRARY = torch.library.Library("paged_ops", "DEF")
 OPS: dict[str, Callable[..., Any]] = {}
 
 
-def op(*, mutates: Sequence[str] = (), out: Sequence[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare an op: ``mutates`` names the tensors it writes, ``out`` the results of a functional one."""
+def op(
+    *, mutates: Sequence[str] = (), out: Sequence[str] = (), in_place: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare an op: ``mutates`` names the tensors it writes, ``out`` the results of a functional one.
+
+    Preallocated results lie apart from all arguments. ``in_place``: or a result is an argument itself, as each element
+    is read before it is written.
+    """
 
     def declare(signature: Callable[P, R]) -> Callable[P, R]:
         name = signature.__name__
         schema = torch.library.infer_schema(signature, mutates_args=mutates)
-        _define(name, schema)
+        _define(name, schema, mutates)
         if out:
-            _define(f"{name}.out", _out_schema(schema, out), out)
+            _define(f"{name}.out", _out_schema(schema, out), out, out, in_place)
         if "torch_xla" in sys.modules:
             _install_twins(name)
         default = getattr(torch.ops.paged_ops, name).default
@@ -55,6 +67,8 @@ def op(*, mutates: Sequence[str] = (), out: Sequence[str] = ()) -> Callable[[Cal
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.is_grad_enabled():
                 _refuse_grad(name, args, kwargs)
+            if _transforming():
+                _refuse_transforms(name, mutates, args, kwargs)
             return default(*args, **kwargs)
 
         OPS[name] = call
@@ -103,14 +117,20 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     return reasons
 
 
-def _define(name: str, schema: str, out: Sequence[str] = ()) -> None:
-    base = name.partition(".")[0]
+def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] = (), in_place: bool = False) -> None:
+    base, _, overload = name.partition(".")
     # Not tagged torch.Tag.out: inductor 2.13 passes keyword-only scalars twice to an .out overload it picks by tag.
     LIBRARY.define(name + schema)
     # Without a kernel under Autograd a cache written in grad mode could not be written again in place.
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for key in LOWERINGS:
-        LIBRARY.impl(name, _late(functools.partial(lowering, base, key), out), key)
+        kernel = _late(functools.partial(lowering, base, key), out)
+        if out and key != "XLA":  # whose values have no addresses
+            kernel = _apart(kernel, base, out, in_place)
+        LIBRARY.impl(name, kernel, key)
+    if written:
+        for key in ("Negative", "Conjugate"):
+            LIBRARY.impl(name, _resolve(base, overload or "default", written), key)
     torch.library.register_fake(f"paged_ops::{name}", _late(functools.partial(_fake, base), out), lib=LIBRARY)
 
 
@@ -129,6 +149,58 @@ def _late(find: Callable[[], Callable[..., Any]], out: Sequence[str]) -> Callabl
         kernel(*args, **kwargs, out=results[0] if len(out) == 1 else results)
 
     return kernel_out if out else kernel
+
+
+def _apart(kernel: Callable[..., None], name: str, out: Sequence[str], in_place: bool) -> Callable[..., None]:
+    """The kernel of an .out overload, for results that lie apart in memory from each other and from the arguments."""
+
+    def kernel_apart(*args: Any, **kwargs: Any) -> None:
+        spans = {result: _span(kwargs[result]) for result in out}
+        for other, value in itertools.chain(enumerate(args), kwargs.items()):
+            if not isinstance(value, Tensor):
+                continue
+            start, end = _span(value)
+            for result, (first, last) in spans.items():
+                shared = start < last and first < end and other != result
+                if shared and not (in_place and other not in out and _same(value, kwargs[result])):
+                    arguments = getattr(torch.ops.paged_ops, name).out._schema.arguments
+                    of = arguments[other].name if isinstance(other, int) else other
+                    checks.expect(False, result, "memory of its own", f"memory that {of} shares")
+        kernel(*args, **kwargs)
+
+    return kernel_apart
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of a tensor to past its last."""
+    start, last = tensor.data_ptr(), sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., Any]:
+    """The kernel for lazily negated or conjugated arguments, whose memory does not hold what they read as."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        run = getattr(getattr(torch.ops.paged_ops, name), overload)
+
+        def resolved(argument: str, value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [resolved(f"{argument}[{n}]", each) for n, each in enumerate(value)]
+            if not isinstance(value, Tensor) or not (value.is_neg() or value.is_conj()):
+                return value
+            reads = argument.partition("[")[0] not in written
+            checks.expect(reads, argument, "a tensor that can be written", "a negated or conjugated view: resolve it")
+            return value.resolve_neg().resolve_conj()
+
+        names = (each.name for each in run._schema.arguments)
+        args = tuple(resolved(argument, value) for argument, value in zip(names, args, strict=False))
+        return run(*args, **{argument: resolved(argument, value) for argument, value in kwargs.items()})
+
+    return kernel
 
 
 def _install_twins(name: str) -> None:
@@ -169,3 +241,35 @@ def _refuse_grad(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
                     f"paged_ops.{name} has no backward, but an argument of shape {list(tensor.shape)} requires grad: "
                     "call it under torch.no_grad(), or detach the tensor"
                 )
+
+
+def _transforming() -> bool:
+    """Whether dual numbers or transforms of torch.func are in use. Dynamo, too, knows what these answer."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _refuse_transforms(name: str, mutates: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a result would lack its derivative, or vmap would have to split what an op writes."""
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    batched = any(functorch.is_batchedtensor(each) for each in tensors)
+    if batched and mutates:
+        raise RuntimeError(
+            f"paged_ops.{name} writes {' and '.join(mutates)}, which torch.vmap cannot split: call it once for all rows"
+        )
+    if torch.compiler.is_dynamo_compiling():  # which cannot look into the tensors
+        differentiated = not batched
+    else:
+        differentiated = any(_differentiated(each) for each in tensors)
+    if differentiated:
+        raise RuntimeError(
+            f"paged_ops.{name} has no derivatives, but an argument is differentiated (by torch.func.grad, jvp or jacfwd, "
+            "or dual numbers): detach it"
+        )
+
+
+def _differentiated(tensor: Tensor) -> bool:
+    if not functorch.is_batchedtensor(tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+        return True
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return True
+    return functorch.is_functorch_wrapped_tensor(tensor) and _differentiated(functorch.get_unwrapped(tensor))

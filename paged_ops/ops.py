@@ -17,7 +17,10 @@ What all ops share:
 * **Errors.** A wrong rank, shape, dtype, device or combination raises ValueError with the argument, what was expected
   and what came, before anything is written, in eager and at compile time alike. Values (block ids, slots, lengths) are
   checked on the CPU, on other devices under :func:`paged_ops.set_debug_checks`.
-* **Autograd.** No op has a backward; an argument that requires grad raises in grad mode.
+* **Memory.** Any strides, but what an op writes has elements that lie apart (no expanded cache). The preallocated
+  results of an ``.out`` overload share memory with nothing; those of :func:`merge_attention_states` may be arguments.
+* **Autograd.** No op has derivatives; an argument that requires grad raises in grad mode, one with a tangent
+  (``torch.func.jvp``, dual numbers) always. ``torch.vmap`` takes the ops that write nothing, row by row.
 """
 
 # No "from __future__ import annotations": the schemas are inferred from the annotations.
@@ -108,7 +111,7 @@ def paged_attention(
         causal: see keys ``j <= i``; False: every ``j < seq_len`` (cross and encoder attention, a cascade's prefix).
         sliding_window: see keys with ``i - j < sliding_window`` (the token itself counts); 0 is off.
         attention_chunk: see keys with ``i // attention_chunk == j // attention_chunk``; 0 is off.
-        soft_cap: bound of the logits, before masks and biases; 0 is off.
+        soft_cap: bound of the logits, before masks and biases; 0 is off, infinity refused.
         alibi_slopes: float32 ``[H]`` (Press et al. 2021, arXiv:2108.12409).
         sinks: float32 ``[H]``: an extra logit a head that takes part in the sum and has no value; never scaled, capped
             or biased (gpt-oss; Xiao et al. 2023, arXiv:2309.17453).
@@ -175,7 +178,7 @@ def attention_schedule(
     kernel's programs can take equal shares however ragged the batch. Pass it as ``schedule``; treat it as opaque.
 
     Args:
-        seq_lens, query_start_loc: as in :func:`paged_attention`.
+        seq_lens, query_start_loc: as in :func:`paged_attention`; negative lengths are an error.
         num_heads, num_kv_heads, head_size: H, K, D of the layers that will use it.
         causal, sliding_window, attention_chunk: as these layers have them.
 
@@ -184,7 +187,7 @@ def attention_schedule(
     """
 
 
-@op(out=("out", "lse"))
+@op(out=("out", "lse"), in_place=True)
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Combine two partial attentions over disjoint keys, exactly.
 

@@ -1,5 +1,6 @@
 """Bad calls: each raises an error that names the argument, what was expected and what came, and changes no byte."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ FP8 = ("paged_attention", "nhd-e4m3-auto-fp16")
 FP8_WRITE = ("reshape_and_cache", "nhd-e4m3-head-bf16")
 UINT8 = ("reshape_and_cache", "uint8-fp8")
 MERGE = ("merge_attention_states", "fp32-d32-h1")
-CASCADE = ("cascade_attention", "mixed-prefix64")
+CASCADE = ("cascade_attention", "mixed-prefix75")
 SCHEDULE = ("attention_schedule", "mixed")
 COPY = ("copy_blocks", "nhd-fp32")
 SWAP = ("swap_blocks", "nhd-fp32")
@@ -89,6 +90,15 @@ STATIC = [
     (ATTEND, "sliding_window", -1, r"sliding_window: expected 0 \(off\) or a number of tokens, got -1"),
     (ATTEND, "attention_chunk", -8, r"attention_chunk: expected 0 \(off\) or a number of tokens, got -8"),
     (ATTEND, "soft_cap", -1.0, r"soft_cap: expected 0 \(off\) or a positive bound, got -1.0"),
+    (ATTEND, "soft_cap", math.nan, r"soft_cap: expected 0 \(off\) or a positive bound, got nan"),
+    (ATTEND, "soft_cap", math.inf, r"soft_cap: expected 0 \(off\) or a bound in the range of float32, got inf"),
+    (ATTEND, "soft_cap", 1e39, r"soft_cap: expected 0 \(off\) or a bound in the range of float32, got 1e\+39"),
+    (ATTEND, "soft_cap", 1e-46, r"soft_cap: expected 0 \(off\) or a bound in the range of float32, got 1e-46"),
+    (ATTEND, "scale", math.nan, r"scale: expected a finite float32, got nan"),
+    (ATTEND, "scale", -math.inf, r"scale: expected a finite float32, got -inf"),
+    (ATTEND, "scale", 1e39, r"scale: expected a finite float32, got 1e\+39"),
+    (CASCADE, "soft_cap", math.inf, r"soft_cap: expected 0 \(off\) or a bound in the range of float32, got inf"),
+    (CASCADE, "scale", math.inf, r"scale: expected a finite float32, got inf"),
     (ATTEND, "schedule", ones(3, dtype=i32), r"schedule: expected 8 in dimension 0 of \[S \+ 1\], got .*\[3\]"),
     (ATTEND, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
     (ATTEND, "block_sparse", [16, 1], r"block_sparse: expected 7 numbers .*, got 2"),
@@ -120,6 +130,9 @@ STATIC = [
     (SCHEDULE, "query_start_loc", lambda t: t[1:], r"query_start_loc: expected 8 in dimension 0 of \[S \+ 1\], got .*\[7\]"),
     (COPY, "block_mapping", lambda t: t.int(), r"block_mapping: expected int64, got a int32 tensor"),
     (COPY, "block_mapping", lambda t: t[:, :1], r"block_mapping: expected 2 in dimension 1 of \[P, 2\], got .*\[4, 1\]"),
+    (WRITE, "kv_cache", lambda t: t[:1].expand(4, -1, -1, -1, -1), r"kv_cache: expected a tensor whose elements lie apart .*, got strides \(0,"),
+    (COPY, "kv_caches", lambda ts: [ts[0], ts[1][:1].expand_as(ts[0])], r"kv_caches\[1\]: expected a tensor whose elements lie apart"),
+    (SWAP, "dst_caches", lambda ts: [ts[0][:1].expand_as(ts[1]), *ts[1:]], r"dst_caches\[0\]: expected a tensor whose elements lie apart"),
     (COPY, "kv_caches", lambda ts: [ts[0], meta(ts[1])], r"kv_caches\[1\]: expected a tensor on cpu, got .* on meta"),
     (SWAP, "dst_caches", lambda ts: ts[:2], r"dst_caches: expected 3 caches, as src_caches, got 2"),
     (SWAP, "dst_caches", lambda ts: [ts[0], ts[1][:, :1], ts[2]], r"dst_caches\[1\]: expected blocks of shape \[2, 16, 2, 32\]"),
@@ -227,7 +240,15 @@ VALUES = [
     (ATTEND, "block_tables", lambda t: -t - 1, r"block_tables: expected ids .*, got -"),
     (GATHER, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks"),
     (GATHER, "seq_lens", lambda t: t + 999, r"seq_lens: expected lengths"),
-    (CASCADE, "prefix_block_table", lambda t: t + 1000, r"expected ids of the \d+ blocks of the cache in"),
+    (CASCADE, "prefix_block_table", lambda t: t + 1000, r"^prefix_block_table: expected ids of the \d+ blocks of the cache in"),
+    (CASCADE, "prefix_len", lambda t: t * 100, r"^prefix_len: expected lengths that \d+ blocks of 16 tokens can hold"),
+    (CASCADE, "prefix_len", lambda t: -t, r"^prefix_len: expected lengths .*, got -75 at \[0\]"),
+    (CASCADE, "suffix_lens", lambda t: t * 100, r"^suffix_lens: expected lengths that \d+ blocks of 16 tokens can hold"),
+    (CASCADE, "suffix_block_tables", lambda t: -t - 1, r"^suffix_block_tables: expected ids .*, got -"),
+    (CASCADE, "query_start_loc", lambda t: t * 2, r"^query_start_loc: expected rows of query in"),
+    (SCHEDULE, "seq_lens", lambda t: -t, r"^seq_lens: expected lengths in \[0, 2147483648\), got -40 at \[0\]"),
+    (SCHEDULE, "query_start_loc", lambda t: t.flip(0), r"^query_start_loc: expected values that do not fall"),
+    (SCHEDULE, "query_start_loc", lambda t: t + 1, r"^query_start_loc: expected 0 first, got 1"),
     (COPY, "block_mapping", torch.tensor([[0, 9]]), r"block_mapping\[:, 1\]: expected destination blocks in \[0, 9\), got 9 at \[0\]"),
     (COPY, "block_mapping", torch.tensor([[-1, 0]]), r"block_mapping\[:, 0\]: expected source blocks in \[0, 9\), got -1"),
     (COPY, "block_mapping", torch.tensor([[0, 4], [1, 4]]), r"block_mapping: expected each destination once, got \[4\] twice"),
@@ -317,6 +338,10 @@ HOST = {
     "a flat cache of another shape": (
         lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 100), 2, 8),
         r"kv_cache: expected a multiple of K\*D = 16",
+    ),
+    "more tiles than int32": (
+        lambda: paged_ops.attention_schedule(torch.tensor([2**31 - 1]).int(), torch.tensor([0, 2**31 - 1]).int(), 8, 2, 64),
+        "seq_lens: expected lengths whose tiles, up to each sequence, lie in .*, got",
     ),
     "an unknown op": (lambda: paged_ops.supports("attend", "cpu"), "op: expected one of .*, got 'attend'"),
     "an unknown device": (lambda: paged_ops.supports("copy_blocks", "abacus"), "device: expected one of .*, got 'abacus'"),

@@ -30,12 +30,15 @@ def reshape_and_cache(
     checks.tensor("key", key, (None, K, D), names="[T', K, D]")
     checks.tensor("value", value, (key.shape[0], K, Dv), key.dtype, key.device, "[T', K, Dv]")
     checks.tensor("slot_mapping", slot_mapping, (None,), (torch.int64, torch.int32), key.device, "[T]")
+    for name, cache in (("kv_cache", kv_cache), ("value_cache", value_cache)):
+        if cache is not None:
+            checks.written(name, cache)
     rows = slot_mapping.shape[0] <= key.shape[0]
     expect(rows, "slot_mapping", f"at most the {key.shape[0]} rows of key", slot_mapping)
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
-    _check_caches("kv_caches", kv_caches)
+    _check_caches("kv_caches", kv_caches, written=True)
     _check_mapping(block_mapping)
     if kv_caches:
         devices = (kv_caches[0].device, torch.device("cpu"))
@@ -44,7 +47,7 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     _check_caches("src_caches", src_caches)
-    _check_caches("dst_caches", dst_caches)
+    _check_caches("dst_caches", dst_caches, written=True)
     expect(
         len(dst_caches) == len(src_caches), "dst_caches", f"{len(src_caches)} caches, as src_caches", len(dst_caches)
     )
@@ -119,10 +122,12 @@ def result(name: str, given: Tensor | None, like: Tensor, shape: Sequence[int], 
     return given
 
 
-def _check_caches(argument: str, caches: Sequence[Tensor]) -> None:
+def _check_caches(argument: str, caches: Sequence[Tensor], written: bool = False) -> None:
     for index, cache in enumerate(caches):
         expect(cache.dim() >= 1, f"{argument}[{index}]", "blocks in dimension 0", cache)
         expect(cache.device == caches[0].device, f"{argument}[{index}]", f"a tensor on {caches[0].device}", cache)
+        if written:
+            checks.written(f"{argument}[{index}]", cache)
 
 
 def _check_mapping(block_mapping: Tensor) -> None:

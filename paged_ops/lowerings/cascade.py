@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops import fake
+from paged_ops import checks, fake
+from paged_ops.layouts import paged_kv
 
 
 def cascade_attention(
@@ -44,10 +45,17 @@ def cascade_attention(
     merge = torch.ops.paged_ops.merge_attention_states
     rows = query_start_loc[-1:]
     one_query = torch.cat([torch.zeros_like(rows), rows])
-    prefix = attention(query, kv_cache, prefix_block_table, prefix_len, one_query, scale, causal=False, **features)
-    suffix = attention(
-        query, kv_cache, suffix_block_tables, suffix_lens, query_start_loc, scale, sinks=sinks, **features
-    )
+    suffixes = suffix_block_tables, suffix_lens, query_start_loc
+    try:
+        suffix = attention(query, kv_cache, *suffixes, scale, sinks=sinks, **features)
+        prefix = attention(query, kv_cache, prefix_block_table, prefix_len, one_query, scale, causal=False, **features)
+    except ValueError:
+        paged = paged_kv(kv_cache, features.get("value_cache"))
+        N, B = paged.num_blocks, max(paged.block_size, 1)
+        checks.batch(*suffixes, len(query), N, B, "suffix_block_tables", "suffix_lens")
+        checks.lengths("prefix_len", prefix_len, prefix_block_table.shape[1], B)
+        checks.needed_blocks(prefix_block_table, prefix_len, N, B, "prefix_block_table")
+        raise
     if output_scale is None:
         merge.out(*prefix, *suffix, out=out, lse=torch.empty_like(prefix[1]))
         return out
