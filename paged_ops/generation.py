@@ -18,14 +18,12 @@ Letters: T tokens of a step (padded), S sequences (padded), V vocabulary, M colu
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import operator
 import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -33,11 +31,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paged_ops.cache import KVCache, OutOfBlocks
+from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
-from paged_ops.metadata import AttentionMetadata, Batch
-from paged_ops.request import NewToken, Output, Request, read_prompt, read_prompts, refuse_padding
+from paged_ops.metadata import AttentionMetadata
+from paged_ops.request import (
+    GenerationStats,
+    NewToken,
+    Output,
+    Request,
+    TokenStream,
+    read_prompt,
+    read_prompts,
+    refuse_padding,
+)
 from paged_ops.sampling import (
     LogitsProcessor,
     SamplingParams,
@@ -46,6 +53,7 @@ from paged_ops.sampling import (
     choose,
     functions,
 )
+from paged_ops.scheduling import Plan, Scheduled, Scheduler, give_back
 
 __all__ = [
     "GenerationLoop",
@@ -79,37 +87,10 @@ class ModelStep(Protocol):
 
 
 @dataclass
-class GenerationStats:
-    """Counts since the loop was made."""
-
-    steps: int = 0
-    prompt_tokens: int = 0  # computed, those computed again after a preemption included
-    cached_tokens: int = 0  # of prompts, found in the cache
-    generated_tokens: int = 0
-    seconds: float = 0.0  # within steps
-    peak_used_blocks: int = 0
-    peak_shared_blocks: int = 0  # owned by more than one sequence at once
-    swapped_out: int = 0  # preemptions by swapping
-    recomputed: int = 0  # preemptions by freeing
-
-    @property
-    def preemptions(self) -> int:
-        return self.swapped_out + self.recomputed
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens over the time of all steps, prefill included."""
-        return self.generated_tokens / self.seconds if self.seconds else 0.0
-
-
-_Scheduled = tuple[Request, int, int]  # a request, how many of its tokens are computed, how many a step computes
-
-
-@dataclass
 class _Outcome:
     """What a step changes, or an abort. Each change can be made twice, so that an interrupted one is made again."""
 
-    commits: list[_Scheduled] = field(default_factory=list)
+    commits: list[Scheduled] = field(default_factory=list)
     forks: list[tuple[Request, Request]] = field(default_factory=list)
     # with the position and the log-probabilities
     tokens: list[tuple[Request, int, int, TokenLogprobs | None]] = field(default_factory=list)
@@ -195,26 +176,17 @@ class GenerationLoop:
             seq_sizes=[size for size in capture_sizes(max_num_seqs) if size > 1] or None,
         )
         self._is_warm = not compile and self._runner.mode is GraphMode.NONE
-        columns = -(-max_model_len // kv_cache.block_size)
-        self._tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu")
-        self._rows: tuple[list[int], Tensor] = ([], torch.zeros(0, dtype=torch.int64, device="cpu"))
+        self._scheduler = Scheduler(kv_cache, max_num_seqs, max_num_tokens, max_model_len, self.stats)
         self._next_id = 0
         self._events: deque[NewToken] = deque()  # of submitted requests, not delivered yet
         self._requests: dict[int, Request] = {}  # unfinished ones and the last that finished
         self._finished: deque[int] = deque()
         self._closed = False
-        # What counts are these requests and the cache; the lists below follow from them, each sorted by id.
-        self._unfinished: dict[Request, None] = {}
-        self._waiting: list[Request] = []
-        self._swapped: list[Request] = []
-        self._running: list[Request] = []
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._aborting: set[Request] = set()
         self._is_open = False  # whether changes are being made
         self._outcome: _Outcome | None = None  # changes that are decided
-        self._admitted: list[Request] = []  # in the step that is open
         self._num_begun = 0
-        weakref.finalize(self, _give_back, kv_cache, self._unfinished).atexit = False
+        weakref.finalize(self, give_back, kv_cache, self._scheduler.unfinished).atexit = False
 
     # Requests
 
@@ -264,7 +236,7 @@ class GenerationLoop:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished, or has tokens that ``step`` has not given yet."""
-        return bool(self._unfinished or self._events)
+        return bool(self._scheduler.unfinished or self._events)
 
     def step(self) -> list[NewToken]:
         """Schedules and runs one step; the tokens that it produced (none for prompts that are not through yet).
@@ -295,7 +267,7 @@ class GenerationLoop:
                 self._advance()
             while self._events:
                 new = self._events.popleft()
-                _collect(outputs.setdefault(new.request_id, Output()), new)
+                outputs.setdefault(new.request_id, Output()).take(new)
                 if on_token is not None:
                     on_token(new)
         return outputs
@@ -349,14 +321,14 @@ class GenerationLoop:
         """Queue a prompt and iterate over its tokens; see :class:`TokenStream` and :meth:`submit`."""
         events: deque[NewToken] = deque()
         requests = self._make([("prompt", prompt)], [params], extra_key, events)
-        stream = TokenStream(self, (requests[0], *requests[0].others), events)
+        stream = TokenStream((requests[0], *requests[0].others), events, self._advance, self._drop)
         self._queue(requests)
         return stream
 
     def close(self) -> None:
         """Aborts all requests and gives their blocks back; the loop takes no more."""
         self._closed = True
-        self._drop([*self._unfinished, *self._requests.values()])
+        self._drop([*self._scheduler.unfinished, *self._requests.values()])
 
     def __enter__(self) -> GenerationLoop:
         return self
@@ -374,10 +346,8 @@ class GenerationLoop:
                 they would go on with keys and values of the old weights.
         """
         self._settle()
-        if self._unfinished:
-            raise ValueError(
-                f"reset: expected no unfinished request, got {len(self._unfinished)}; finish or abort them first"
-            )
+        left = len(self._scheduler.unfinished)
+        expect(not left, "reset", "no unfinished request (finish or abort them first)", left)
         self.kv_cache.reset()
 
     @property
@@ -448,13 +418,12 @@ class GenerationLoop:
         """All of them, or none."""
         within, self._is_open = self._is_open, True
         try:
-            self._unfinished.update(dict.fromkeys(requests))
-            self._requests.update(_by_id(requests))
-            self._waiting += requests
+            self._requests.update({each.request_id: each for first in requests for each in (first, *first.others)})
+            self._scheduler.queue(requests)
             self._is_open = within
         except BaseException:
             for request in requests:
-                self._unfinished.pop(request, None)
+                self._scheduler.unfinished.pop(request, None)
             if not within:
                 self._settle()
             raise
@@ -478,7 +447,7 @@ class GenerationLoop:
         if not self._is_warm:
             self.warm_up()
         self._settle()
-        if not self._unfinished:
+        if not self._scheduler.unfinished:
             return
         started = time.perf_counter()
         self._num_begun += 1
@@ -486,8 +455,8 @@ class GenerationLoop:
         try:
             with torch.no_grad():
                 self._is_open = True
-                plan, stats = self._schedule()
-                outcome = self._compute(plan, stats) if plan else _Outcome()
+                plan = self._scheduler.plan()
+                outcome = self._compute(plan) if plan.requests else _Outcome()
                 if self._num_begun != number:
                     raise RuntimeError("step: another step was run within this one, which was given up")
                 self._outcome = outcome  # from here on the step has happened
@@ -499,20 +468,20 @@ class GenerationLoop:
             self._settle()
         self.stats.seconds += time.perf_counter() - started
 
-    def _compute(self, plan: list[_Scheduled], stats: dict[str, Any]) -> _Outcome:
+    def _compute(self, plan: Plan) -> _Outcome:
         """Runs the model, chooses tokens, and says what is to change. Nothing that counts has changed then."""
-        batch, input_ids = self._batch(plan)
+        batch, input_ids = self._scheduler.batch(plan.requests)
         self.kv_cache.flush_copies()
         logits = self._runner.replay(batch, input_ids)
         # a sequence whose prompt is not through yet has no token to choose
         through = [
             (row, request)
-            for row, (request, start, num_tokens) in enumerate(plan)
+            for row, (request, start, num_tokens) in enumerate(plan.requests)
             if start + num_tokens == len(request.tokens)
         ]
-        outcome = _Outcome(commits=plan, stats=stats)
+        outcome = _Outcome(commits=plan.requests)
         rows, requests = [row for row, _ in through], [request for _, request in through]
-        num_free = len(self._free_rows)
+        num_free = len(self._scheduler.free_rows)
         for row, request in through:
             others = [other for other in request.others if other.finish_reason is None]
             outcome.forks += [(request, other) for other in others[:num_free]]
@@ -533,13 +502,21 @@ class GenerationLoop:
                 outcome.ends.append((request, reason, None))
         ended = {request for request, _, _ in outcome.ends}
         outcome.forks = [(parent, child) for parent, child in outcome.forks if child not in ended]
-        stats["steps"] = self.stats.steps + 1
-        stats["generated_tokens"] = self.stats.generated_tokens + len(outcome.tokens)
+        stats, cache = self.stats, self.kv_cache
+        outcome.stats = {
+            "steps": stats.steps + 1,
+            "prompt_tokens": stats.prompt_tokens + plan.prompt_tokens,
+            "cached_tokens": stats.cached_tokens + plan.cached_tokens,
+            "generated_tokens": stats.generated_tokens + len(outcome.tokens),
+            "peak_used_blocks": max(stats.peak_used_blocks, cache.num_used_blocks),
+        }
+        if plan.has_admitted:  # only then can more blocks be shared than before
+            outcome.stats["peak_shared_blocks"] = max(stats.peak_shared_blocks, cache.stats().shared_blocks)
         return outcome
 
     def _apply(self, outcome: _Outcome, again: bool = False) -> None:
         """Makes the changes; ``again`` after an interrupt, when any part of them may be made already."""
-        cache = self.kv_cache
+        cache, scheduler = self.kv_cache, self._scheduler
         if again:
             cache.recover()
         for request, start, num_tokens in outcome.commits:
@@ -548,11 +525,7 @@ class GenerationLoop:
             elif request in cache:
                 cache.commit(request, start + num_tokens - cache.num_computed_tokens(request))
         for parent, child in outcome.forks:
-            if child not in cache and parent in cache:
-                with contextlib.suppress(OutOfBlocks):  # of a cache that keeps more than blocks; the child waits then
-                    cache.fork(parent, child)
-            parent.num_blocks = 0  # who appends first gets a block of its own
-            self._join(child, again)
+            scheduler.fork(parent, child)
         for request, position, token, logprobs in outcome.tokens:
             if again:
                 del request.tokens[position:], request.logprobs[position - request.num_prompt :]
@@ -560,26 +533,29 @@ class GenerationLoop:
             if logprobs is not None:
                 request.logprobs.append(logprobs)
             request.others = ()
-        for request, others in outcome.starts:
+        for request, others in [*outcome.starts, *((child, ()) for _, child in outcome.forks)]:
             request.others = others
-            self._join(request, again)
+            if again:
+                scheduler.unfinished[request] = None
+            else:
+                scheduler.join(request)
         for request, reason, error in outcome.ends:
             request.finish_reason, request.error = reason, error
             if request in cache:
                 cache.free(request)
-            self._unfinished.pop(request, None)
+            scheduler.unfinished.pop(request, None)
             if not again:
-                self._leave(request)
+                scheduler.leave(request)
             self._finished.append(request.request_id)
             if len(self._finished) > KEPT_OUTPUTS:
                 self._requests.pop(self._finished.popleft(), None)
         if again:
-            self._relist()
+            scheduler.relist()
         for events, new in outcome.events:
             if not (again and any(each is new for each in events)):
                 events.append(new)
         vars(self.stats).update(outcome.stats)
-        self._admitted = []
+        scheduler.settled()
         self._outcome = None
         self._is_open = False
 
@@ -588,11 +564,12 @@ class GenerationLoop:
         if self._outcome is not None:
             self._apply(self._outcome, again=True)
         elif self._is_open:
-            self._give_up()
+            self._scheduler.give_up()
+            self._is_open = False
         if not self._aborting:
             return
         aborting, outcome = self._aborting.copy(), _Outcome()
-        for request in sorted(aborting, key=_id_of):
+        for request in sorted(aborting, key=lambda request: request.request_id):
             if request.finish_reason is None:
                 outcome.end(request, "abort")
                 others = [other for other in request.others if other.finish_reason is None and other not in aborting]
@@ -601,242 +578,6 @@ class GenerationLoop:
         self._is_open, self._outcome = True, outcome
         self._apply(outcome)
         self._aborting -= aborting
-
-    def _give_up(self) -> None:
-        """Gives back what the step that is open has reserved; what it admitted waits again."""
-        self.kv_cache.recover()
-        for request in self._admitted:
-            if request in self.kv_cache:
-                self.kv_cache.free(request)
-        for request in self._unfinished:
-            if request in self.kv_cache and not self.kv_cache.is_swapped_out(request):
-                reserved = self.kv_cache.num_tokens(request) - self.kv_cache.num_computed_tokens(request)
-                if (
-                    reserved == 1
-                ):  # a decode; the rest of a prompt stays reserved, but for a last token, which is as one
-                    self.kv_cache.rollback(request)
-        self._relist()
-        self._admitted = []
-        self._is_open = False
-
-    def _relist(self) -> None:
-        """The lists and rows anew, from the requests and the cache."""
-        running: list[Request] = []
-        swapped: list[Request] = []
-        waiting: list[Request] = []
-        for request in sorted(self._unfinished, key=_id_of):
-            is_swapped = request in self.kv_cache and self.kv_cache.is_swapped_out(request)
-            where = swapped if is_swapped else running if request in self.kv_cache else waiting
-            request.row, request.num_blocks = (len(running) if where is running else -1), 0
-            where.append(request)
-        self._running, self._swapped, self._waiting = running, swapped, waiting
-        self._free_rows = list(range(self.max_num_seqs - 1, len(running) - 1, -1))
-        self._requests.update(_by_id(self._unfinished))
-
-    # Scheduling
-
-    def _schedule(self) -> tuple[list[_Scheduled], dict[str, Any]]:
-        """The decodes and then the prefills of one step, whose slots are reserved, and the stats that change by it."""
-        cache = self.kv_cache
-        decodes: list[_Scheduled] = []
-        prefills: list[_Scheduled] = []
-        unfinished: list[_Scheduled] = []
-        preempted = False
-        for request in self._running.copy():
-            if request.row < 0:
-                continue  # preempted for an older one
-            start, num_tokens = cache.num_computed_tokens(request), cache.num_tokens(request)
-            if start < num_tokens:
-                unfinished.append((request, start, num_tokens - start))
-                continue
-            while request.row >= 0:  # until it has its slot, or was preempted itself
-                try:
-                    cache.append(request, request.tokens[start : start + 1])
-                    decodes.append((request, start, 1))
-                    break
-                except OutOfBlocks:
-                    self._preempt(self._running[-1])
-                    preempted = True
-        budget = self.max_num_tokens - len(decodes)
-        for request, start, num_tokens in unfinished:
-            if budget and request.row >= 0:
-                budget -= _prefill(request, start, num_tokens, budget, prefills)
-        num_cached = 0
-        if not preempted:
-            budget = self._resume(budget, decodes, prefills)
-        if not preempted and not self._swapped:
-            num_cached = self._admit(budget, prefills)
-        if not (decodes or prefills or preempted):
-            first = (self._swapped or self._waiting)[0]
-            raise OutOfBlocks(
-                f"{first!r}: expected free blocks for its {len(first.tokens)} tokens, but {cache.num_used_blocks} of"
-                f" {cache.num_blocks} are held by others than this loop; free some, or abort({first.request_id})"
-            )
-        stats = {
-            "prompt_tokens": self.stats.prompt_tokens + sum(num_tokens for _, _, num_tokens in prefills),
-            "peak_used_blocks": max(self.stats.peak_used_blocks, cache.num_used_blocks),
-        }
-        if self._admitted:  # only then can more blocks be shared than before
-            stats["cached_tokens"] = self.stats.cached_tokens + num_cached
-            stats["peak_shared_blocks"] = max(self.stats.peak_shared_blocks, cache.stats().shared_blocks)
-        return decodes + prefills, stats
-
-    def _resume(self, budget: int, decodes: list[_Scheduled], prefills: list[_Scheduled]) -> int:
-        """Swaps sequences in, oldest first, while that leaves a block for each that runs: else they were back soon."""
-        cache = self.kv_cache
-        while self._swapped and budget and self._free_rows:
-            request = self._swapped[0]
-            if not cache.can_swap_in(request, num_tokens=1, spare_blocks=len(self._running)):
-                break
-            cache.swap_in(request)
-            del self._swapped[0]
-            self._start(request)
-            start, num_tokens = cache.num_computed_tokens(request), cache.num_tokens(request)
-            if start == num_tokens:
-                cache.append(request, request.tokens[start : start + 1])
-                decodes.append((request, start, 1))
-                budget -= 1
-            else:
-                budget -= _prefill(request, start, num_tokens - start, budget, prefills)
-        return budget
-
-    def _admit(self, budget: int, prefills: list[_Scheduled]) -> int:
-        """Admits waiting requests, oldest first, while that leaves a block for each that runs; how many of their
-        tokens were in the cache."""
-        cache = self.kv_cache
-        num_cached = index = 0
-        while budget and self._free_rows and index < len(self._waiting):
-            request = self._waiting[index]
-            if any(self._shares_unfinished_prefix(request, other, start) for other, start, _ in prefills):
-                index += 1  # one step later its prefix is in the cache
-                continue
-            if not cache.can_admit(request.tokens, request.extra_key, spare_blocks=len(self._running)):
-                break
-            self._admitted.append(request)
-            start = cache.admit(request, request.tokens, request.extra_key)
-            del self._waiting[index]
-            self._start(request)
-            budget -= _prefill(request, start, len(request.tokens) - start, budget, prefills)
-            num_cached += start
-        return num_cached
-
-    def _shares_unfinished_prefix(self, request: Request, other: Request, num_computed: int) -> bool:
-        """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""
-        if request.extra_key != other.extra_key:
-            return False
-        common = 0
-        for a, b in zip(request.tokens[:-1], other.tokens, strict=False):
-            if a != b:
-                break
-            common += 1
-        return common // self.kv_cache.block_size * self.kv_cache.block_size > num_computed
-
-    def _start(self, request: Request) -> None:
-        request.row, request.num_blocks = self._free_rows.pop(), 0
-        bisect.insort(self._running, request, key=_id_of)
-
-    def _leave(self, request: Request) -> None:
-        """Off the list that the request is on."""
-        if request.row >= 0:
-            self._running.remove(request)
-            self._free_rows.append(request.row)
-            request.row = -1
-        elif request in self._waiting:
-            self._waiting.remove(request)
-        elif request in self._swapped:
-            self._swapped.remove(request)
-
-    def _preempt(self, request: Request) -> None:
-        """Takes a running sequence's blocks away: by swapping, or, if the host has no room, to be computed again."""
-        if self.kv_cache.can_swap_out(request):
-            self.kv_cache.swap_out(request)
-            self._leave(request)
-            bisect.insort(self._swapped, request, key=_id_of)
-            self.stats.swapped_out += 1
-        else:
-            self.kv_cache.free(request)
-            self._leave(request)
-            bisect.insort(self._waiting, request, key=_id_of)
-            self.stats.recomputed += 1
-
-    def _join(self, request: Request, again: bool) -> None:
-        """A further sample takes part: it runs if it has blocks, else it waits."""
-        self._unfinished[request] = None
-        if again:
-            return  # the lists are made anew
-        if request in self.kv_cache:
-            self._start(request)
-        else:
-            bisect.insort(self._waiting, request, key=_id_of)
-
-    def _batch(self, plan: list[_Scheduled]) -> tuple[Batch, list[int]]:
-        """The step as the metadata's builder takes it, and its token ids."""
-        size = self.kv_cache.block_size
-        input_ids: list[int] = []
-        longest = 0
-        for request, start, num_tokens in plan:
-            stop = start + num_tokens
-            longest = max(longest, stop)
-            input_ids += request.tokens[start:stop]
-            if stop > request.num_blocks * size:
-                blocks = self.kv_cache.block_ids(request)
-                self._tables[request.row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
-                request.num_blocks = len(blocks)
-        rows = [request.row for request, _, _ in plan]
-        if rows != self._rows[0]:
-            self._rows = rows, torch.tensor(rows, dtype=torch.int64, device="cpu")
-        tables = self._tables[:, : -(-longest // size)].index_select(0, self._rows[1])
-        computed, query_lens = torch.tensor(
-            [[start for _, start, _ in plan], [num_tokens for _, _, num_tokens in plan]],
-            dtype=torch.int64,
-            device="cpu",
-        )
-        return Batch(query_lens, computed, tables), input_ids
-
-
-class TokenStream(Iterator[NewToken]):
-    """The tokens of one prompt as they come; made by :meth:`GenerationLoop.stream`.
-
-    The next token runs steps, in which all other requests take part. ``close``, leaving its ``with`` block, or
-    dropping the stream aborts what is unfinished.
-
-    Attributes:
-        request_ids: of the prompt's samples.
-    """
-
-    def __init__(self, loop: GenerationLoop, requests: tuple[Request, ...], events: deque[NewToken]) -> None:
-        self.request_ids = tuple(request.request_id for request in requests)
-        self._loop = loop
-        self._requests = requests
-        self._events = events
-
-    def __next__(self) -> NewToken:
-        while not self._events:
-            if all(request.finish_reason is not None for request in self._requests):
-                raise StopIteration
-            self._loop._advance()
-        return self._events.popleft()
-
-    @property
-    def outputs(self) -> list[Output]:
-        """What each sample has so far."""
-        return [request.output() for request in self._requests]
-
-    def close(self) -> None:
-        """Aborts what is unfinished; no token comes any more."""
-        self._loop._drop(self._requests)
-        self._events.clear()
-
-    def __enter__(self) -> TokenStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _compile(step: ModelStep) -> ModelStep:
@@ -848,32 +589,3 @@ def _compile(step: ModelStep) -> ModelStep:
 
     run.__code__ = run.__code__.replace()
     return torch.compile(run, fullgraph=True)
-
-
-def _prefill(request: Request, start: int, left: int, budget: int, prefills: list[_Scheduled]) -> int:
-    """Schedules what the budget allows of a prompt's tokens that are left; how many."""
-    prefills.append((request, start, min(budget, left)))
-    return prefills[-1][2]
-
-
-def _give_back(kv_cache: KVCache, requests: Iterable[Request]) -> None:
-    """Frees the sequences of a loop that nobody holds any more."""
-    for request in requests:
-        if request in kv_cache:
-            kv_cache.free(request)
-
-
-def _collect(output: Output, new: NewToken) -> None:
-    if new.token is not None:
-        output.append(new.token)
-    if new.logprobs is not None:
-        output.logprobs = [*(output.logprobs or ()), new.logprobs]
-    output.finish_reason, output.error = new.finish_reason, new.error
-
-
-def _by_id(requests: Iterable[Request]) -> dict[int, Request]:
-    return {each.request_id: each for request in requests for each in (request, *request.others)}
-
-
-def _id_of(request: Request) -> int:
-    return request.request_id

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,38 @@ class Output(list[int]):
         self.finish_reason = finish_reason
         self.error = error
         self.logprobs = logprobs
+
+    def take(self, new: NewToken) -> None:
+        """Appends a token, or notes an end without one."""
+        if new.token is not None:
+            self.append(new.token)
+        if new.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), new.logprobs]
+        self.finish_reason, self.error = new.finish_reason, new.error
+
+
+@dataclass
+class GenerationStats:
+    """Counts since the loop was made."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # computed, those computed again after a preemption included
+    cached_tokens: int = 0  # of prompts, found in the cache
+    generated_tokens: int = 0
+    seconds: float = 0.0  # within steps
+    peak_used_blocks: int = 0
+    peak_shared_blocks: int = 0  # owned by more than one sequence at once
+    swapped_out: int = 0  # preemptions by swapping
+    recomputed: int = 0  # preemptions by freeing
+
+    @property
+    def preemptions(self) -> int:
+        return self.swapped_out + self.recomputed
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time of all steps, prefill included."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(eq=False)
@@ -102,6 +135,58 @@ class Request:
         """What came so far."""
         logprobs = None if self.params.logprobs is None else list(self.logprobs)
         return Output(self.tokens[self.num_prompt :], self.finish_reason, self.error, logprobs)
+
+
+class TokenStream(Iterator[NewToken]):
+    """The tokens of one prompt as they come; made by :meth:`GenerationLoop.stream`.
+
+    The next token runs steps, in which all other requests take part. ``close``, leaving its ``with`` block, or
+    dropping the stream aborts what is unfinished.
+
+    Attributes:
+        request_ids: of the prompt's samples.
+    """
+
+    def __init__(
+        self,
+        requests: tuple[Request, ...],
+        events: deque[NewToken],
+        advance: Callable[[], None],
+        drop: Callable[[Iterable[Request]], None],
+    ) -> None:
+        self.request_ids = tuple(request.request_id for request in requests)
+        self._requests = requests
+        self._events = events
+        self._advance = advance
+        self._drop = drop
+
+    def __next__(self) -> NewToken:
+        while not self._events:
+            if all(request.finish_reason is not None for request in self._requests):
+                raise StopIteration
+            self._advance()
+        return self._events.popleft()
+
+    @property
+    def outputs(self) -> list[Output]:
+        """What each sample has so far."""
+        return [request.output() for request in self._requests]
+
+    def close(self) -> None:
+        """Aborts what is unfinished; no token comes any more."""
+        self._drop(self._requests)
+        self._events.clear()
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def read_prompts(prompts: Any) -> list[Any]:

@@ -294,10 +294,10 @@ def test_no_request_is_lost_when_admission_fails() -> None:
     with pytest.MonkeyPatch.context() as patch:
         admit = loop.kv_cache.admit
 
-        def fails_for_the_second(request: Any, *args: Any) -> int:
+        def fails_for_the_second(request: Any, *args: Any, **options: Any) -> int:
             if request.request_id == second:
                 raise RuntimeError("refused")
-            return admit(request, *args)
+            return admit(request, *args, **options)
 
         patch.setattr(loop.kv_cache, "admit", fails_for_the_second)
         with pytest.raises(RuntimeError, match="refused"):
@@ -318,7 +318,11 @@ def test_abort_at_any_time() -> None:
     for turn in range(200):
         if not loop.has_work:
             break
-        for name, requests in (("waiting", loop._waiting), ("running", loop._running), ("swapped", loop._swapped)):
+        for name, requests in (
+            ("waiting", loop._scheduler.waiting),
+            ("running", loop._scheduler.running),
+            ("swapped", loop._scheduler.swapped),
+        ):
             if requests and name not in states and turn > 2:
                 states.add(name)
                 used, victim = loop.kv_cache.num_used_blocks, requests[-1].request_id
@@ -375,7 +379,7 @@ def test_close_and_garbage_give_all_blocks_back() -> None:
     with GenerationLoop(toy_step, kv_cache, max_num_tokens=40) as loop:
         for prompt in PROMPTS:
             loop.submit(prompt, GREEDY)
-        while not loop._swapped:
+        while not loop._scheduler.swapped:
             loop.step()
         assert kv_cache.stats().host_used_blocks
     assert (kv_cache.num_used_blocks, kv_cache.stats().host_used_blocks) == (0, 0)
@@ -405,6 +409,6 @@ def test_generate_queues_all_or_none_and_sees_only_its_own() -> None:
 
     with pytest.raises(Interrupt):
         loop.generate(PROMPTS[2:4], GREEDY, interrupted)
-    assert len(loop._unfinished) <= 1, "nothing of the call stays queued"
+    assert len(loop._scheduler.unfinished) <= 1, "nothing of the call stays queued"
     assert loop.run() == {before: EXPECTED[6]}
     assert_empty(loop)

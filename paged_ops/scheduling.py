@@ -1,0 +1,301 @@
+"""Which requests run, and which of their tokens a step computes.
+
+What counts are the unfinished requests and the cache, which knows whose sequence is there, swapped out, or neither. The
+lists of those that wait, run and are swapped out follow from that, and are made anew when a step was given up.
+
+Letters: M columns of a block table, B tokens a block.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from paged_ops.cache import KVCache, OutOfBlocks
+from paged_ops.metadata import Batch
+from paged_ops.request import GenerationStats, Request
+
+Scheduled = tuple[Request, int, int]  # a request, how many of its tokens are computed, how many a step computes
+
+
+class Plan(NamedTuple):
+    """A step: whose slots are reserved."""
+
+    requests: list[Scheduled]  # decodes, then parts of prompts
+    prompt_tokens: int  # that it computes
+    cached_tokens: int  # of the requests that it admits, found in the cache
+    has_admitted: bool
+
+
+class Scheduler:
+    """Admits, preempts and resumes requests, and reserves the slots of their next tokens.
+
+    Of the cache it uses: ``admit``, ``can_admit``, ``append``, ``reserve``, ``num_reservable``, ``rollback``, ``fork``,
+    ``free``, ``swap_out``, ``swap_in``, ``can_swap_out``, ``can_swap_in``, ``recover``, ``block_ids``, ``num_tokens``,
+    ``num_computed_tokens``, ``is_swapped_out``, ``in``, ``states``, and numbers of blocks. Its sequences are keyed by
+    the requests themselves, so that sequences of others may live beside them.
+
+    Args:
+        kv_cache: the cache.
+        max_num_seqs, max_num_tokens, max_model_len: the largest step, the longest sequence.
+        stats: where preemptions are counted.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, max_num_seqs: int, max_num_tokens: int, max_model_len: int, stats: GenerationStats
+    ) -> None:
+        self.unfinished: dict[Request, None] = {}
+        self.waiting: list[Request] = []  # the three lists are sorted by id
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._kv_cache = kv_cache
+        self._max_num_seqs = max_num_seqs
+        self._max_num_tokens = max_num_tokens
+        self._stats = stats
+        self._states = getattr(kv_cache, "states", None)
+        self._admitted: list[Request] = []  # by the step that was planned
+        columns = -(-max_model_len // kv_cache.block_size)
+        self._tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu")
+        self._rows: tuple[list[int], torch.Tensor] = ([], torch.zeros(0, dtype=torch.int64, device="cpu"))
+
+    def queue(self, requests: list[Request]) -> None:
+        """New requests, whose ids are larger than all others'."""
+        self.unfinished.update(dict.fromkeys(requests))
+        self.waiting += requests
+
+    def join(self, request: Request) -> None:
+        """A further sample takes part: it runs if it has blocks, else it waits."""
+        self.unfinished[request] = None
+        if request in self._kv_cache:
+            self._start(request)
+        else:
+            bisect.insort(self.waiting, request, key=_id_of)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Puts a further sample on the blocks of the one whose prompt is computed; without room for it nothing
+        happens."""
+        if child not in self._kv_cache and parent in self._kv_cache:
+            with contextlib.suppress(OutOfBlocks):  # of a cache that keeps more than blocks
+                self._kv_cache.fork(parent, child)
+        parent.num_blocks = 0  # who appends first gets a block of its own
+
+    def leave(self, request: Request) -> None:
+        """Off the list that the request is on."""
+        if request.row >= 0:
+            self.running.remove(request)
+            self.free_rows.append(request.row)
+            request.row = -1
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.swapped:
+            self.swapped.remove(request)
+
+    def plan(self) -> Plan:
+        """The next step. Without room for any request's tokens it is empty, if one had to leave; then others find room
+        in the step after.
+
+        Raises:
+            OutOfBlocks: nothing can run, as others hold the cache's blocks.
+        """
+        self._admitted = []
+        decodes: list[Scheduled] = []
+        prefills: list[Scheduled] = []
+        preempted = self._go_on(decodes, prefills)
+        budget = self._max_num_tokens - len(decodes) - sum(num_tokens for _, _, num_tokens in prefills)
+        cached_tokens = 0
+        if not preempted:
+            if self.swapped:
+                budget = self._resume(budget, decodes, prefills)
+            if self.waiting and not self.swapped:
+                cached_tokens = self._admit(budget, prefills)
+            if not (decodes or prefills):
+                first, cache = (self.swapped or self.waiting)[0], self._kv_cache
+                raise OutOfBlocks(
+                    f"{first!r}: expected free blocks for its {len(first.tokens)} tokens, but {cache.num_used_blocks}"
+                    f" of {cache.num_blocks} are held by others than this loop; free some, or"
+                    f" abort({first.request_id})"
+                )
+        prompt_tokens = sum(num_tokens for _, _, num_tokens in prefills)
+        return Plan(decodes + prefills, prompt_tokens, cached_tokens, bool(self._admitted))
+
+    def batch(self, requests: list[Scheduled]) -> tuple[Batch, list[int]]:
+        """A step as the metadata's builder takes it, and its token ids."""
+        size = self._kv_cache.block_size
+        input_ids: list[int] = []
+        rows, starts, counts = [], [], []
+        longest = 0
+        for request, start, num_tokens in requests:
+            stop = start + num_tokens
+            longest = max(longest, stop)
+            input_ids += request.tokens[start:stop]
+            if stop > request.num_blocks * size:
+                blocks = self._kv_cache.block_ids(request)
+                self._tables[request.row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
+                request.num_blocks = len(blocks)
+            rows.append(request.row)
+            starts.append(start)
+            counts.append(num_tokens)
+        if rows != self._rows[0]:
+            self._rows = rows, torch.tensor(rows, dtype=torch.int64, device="cpu")
+        tables = self._tables[:, : -(-longest // size)].index_select(0, self._rows[1])
+        query_lens, computed = torch.tensor([counts, starts], dtype=torch.int64, device="cpu")
+        state_slots = None
+        if self._states is not None:
+            of_states = self._states.rows([request for request, _, _ in requests])
+            state_slots = torch.tensor(of_states, dtype=torch.int32, device="cpu")
+        return Batch(query_lens, computed, tables, state_slots=state_slots), input_ids
+
+    def settled(self) -> None:
+        """The step that was planned is done: what it admitted stays."""
+        self._admitted = []
+
+    def give_up(self) -> None:
+        """Gives back what the step that was planned has reserved; what it admitted waits again."""
+        cache = self._kv_cache
+        cache.recover()
+        for request in self._admitted:
+            if request in cache:
+                cache.free(request)
+        for request in self.unfinished:
+            if request in cache and not cache.is_swapped_out(request):
+                reserved = cache.num_tokens(request) - cache.num_computed_tokens(request)
+                if reserved == 1:  # a decode, or a prompt's last token, which is like one: the rest of a prompt stays
+                    cache.rollback(request)
+        self.relist()
+        self._admitted = []
+
+    def relist(self) -> None:
+        """The lists and rows anew, from the requests and the cache."""
+        running: list[Request] = []
+        swapped: list[Request] = []
+        waiting: list[Request] = []
+        for request in sorted(self.unfinished, key=_id_of):
+            is_swapped = request in self._kv_cache and self._kv_cache.is_swapped_out(request)
+            where = swapped if is_swapped else running if request in self._kv_cache else waiting
+            request.row, request.num_blocks = (len(running) if where is running else -1), 0
+            where.append(request)
+        self.running, self.swapped, self.waiting = running, swapped, waiting
+        self.free_rows = list(range(self._max_num_seqs - 1, len(running) - 1, -1))
+
+    def _go_on(self, decodes: list[Scheduled], prefills: list[Scheduled]) -> bool:
+        """The next tokens of the requests that run, decodes first; the youngest are preempted where blocks run out.
+        Whether any was."""
+        cache = self._kv_cache
+        prefilling: list[Scheduled] = []
+        preempted = False
+        for request in self.running.copy():
+            if request.row < 0:
+                continue  # preempted for an older one
+            start, num_tokens = cache.num_computed_tokens(request), cache.num_tokens(request)
+            if start < num_tokens:
+                prefilling.append((request, start, num_tokens - start))
+                continue
+            while request.row >= 0:  # until it has its slot, or was preempted itself
+                try:
+                    cache.append(request, request.tokens[start : start + 1])
+                    decodes.append((request, start, 1))
+                    break
+                except OutOfBlocks:
+                    self._preempt(self.running[-1])
+                    preempted = True
+        budget = self._max_num_tokens - len(decodes)
+        for request, start, left in prefilling:
+            while budget and request.row >= 0:
+                num_tokens = min(budget, left, cache.num_reservable(request))
+                if num_tokens:
+                    cache.reserve(request, num_tokens)
+                    prefills.append((request, start, num_tokens))
+                    budget -= num_tokens
+                    break
+                self._preempt(self.running[-1])
+                preempted = True
+        return preempted
+
+    def _resume(self, budget: int, decodes: list[Scheduled], prefills: list[Scheduled]) -> int:
+        """Swaps sequences in, oldest first, while that leaves a block for each that runs: else they were back soon."""
+        cache = self._kv_cache
+        while self.swapped and budget and self.free_rows:
+            request = self.swapped[0]
+            if not cache.can_swap_in(request, num_tokens=1, spare_blocks=len(self.running)):
+                break
+            cache.swap_in(request)
+            del self.swapped[0]
+            self._start(request)
+            start, num_tokens = cache.num_computed_tokens(request), cache.num_tokens(request)
+            if start == num_tokens:
+                cache.append(request, request.tokens[start : start + 1])
+                decodes.append((request, start, 1))
+                budget -= 1
+                continue
+            chunk = min(budget, num_tokens - start, cache.num_reservable(request))
+            if chunk:
+                cache.reserve(request, chunk)
+                prefills.append((request, start, chunk))
+                budget -= chunk
+        return budget
+
+    def _admit(self, budget: int, prefills: list[Scheduled]) -> int:
+        """Admits waiting requests, oldest first, while that leaves a block for each that runs; how many of their
+        tokens were in the cache."""
+        cache = self._kv_cache
+        num_cached = index = 0
+        while budget and self.free_rows and index < len(self.waiting):
+            request = self.waiting[index]
+            if any(self._shares_unfinished_prefix(request, other, start) for other, start, _ in prefills):
+                index += 1  # one step later its prefix is in the cache
+                continue
+            tokens, key = request.tokens, request.extra_key
+            if not cache.can_admit(tokens, key, first_chunk=budget, spare_blocks=len(self.running)):
+                break
+            self._admitted.append(request)
+            start = cache.admit(request, tokens, key, first_chunk=budget)
+            del self.waiting[index]
+            self._start(request)
+            prefills.append((request, start, min(budget, len(tokens) - start)))
+            budget -= prefills[-1][2]
+            num_cached += start
+        return num_cached
+
+    def _shares_unfinished_prefix(self, request: Request, other: Request, num_computed: int) -> bool:
+        """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""
+        if request.extra_key != other.extra_key:
+            return False
+        common = 0
+        for a, b in zip(request.tokens[:-1], other.tokens, strict=False):
+            if a != b:
+                break
+            common += 1
+        return common // self._kv_cache.block_size * self._kv_cache.block_size > num_computed
+
+    def _start(self, request: Request) -> None:
+        request.row, request.num_blocks = self.free_rows.pop(), 0
+        bisect.insort(self.running, request, key=_id_of)
+
+    def _preempt(self, request: Request) -> None:
+        """Takes a running sequence's blocks away: by swapping, or, if the host has no room, to be computed again."""
+        if self._kv_cache.can_swap_out(request):
+            self._kv_cache.swap_out(request)
+            self.leave(request)
+            bisect.insort(self.swapped, request, key=_id_of)
+            self._stats.swapped_out += 1
+        else:
+            self._kv_cache.free(request)
+            self.leave(request)
+            bisect.insort(self.waiting, request, key=_id_of)
+            self._stats.recomputed += 1
+
+
+def give_back(kv_cache: KVCache, requests: Iterable[Request]) -> None:
+    """Frees the sequences of a loop that nobody holds any more."""
+    for request in requests:
+        if request in kv_cache:
+            kv_cache.free(request)
+
+
+def _id_of(request: Request) -> int:
+    return request.request_id
