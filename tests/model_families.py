@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -58,8 +59,11 @@ SIZES: dict[str, Any] = dict(
     v_head_dim=16,
     # windows
     sliding_window=WINDOW,
+    use_sliding_window=True,
+    max_window_layers=2,
     attention_chunk_size=WINDOW,
-    attn_temperature_tuning=None,
+    floor_scale=4,
+    is_decoder=True,
     # layers with state
     mamba_d_state=8,
     mamba_n_heads=8,
@@ -74,52 +78,141 @@ SIZES: dict[str, Any] = dict(
     pad_token_id=None,
     initializer_range=0.15,  # large, so that logits differ by much more than float32 rounds
 )
-del SIZES["attn_temperature_tuning"]
 
 # Per family: what its config needs beyond the sizes above.
+_LATENT = dict(num_key_value_heads=4)
+_ROBERTA = dict(pad_token_id=1)
+_KINDS = ["sliding_attention", "full_attention"] * 2
+_ASSISTED = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    global_head_dim=32,
+    hidden_size_per_layer_input=0,
+    num_kv_shared_layers=LAYERS,
+    layer_types=_KINDS,
+)
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "axk1": _LATENT,
+    "axk2": _LATENT,
+    "blt": dict(encoder_hash_byte_group_vocab=64),
+    "camembert": _ROBERTA,
+    "cohere_compass_text": dict(
+        layer_types=_KINDS,
+        rope_parameters={kind: dict(rope_type="default", rope_theta=10000.0) for kind in _KINDS},
+    ),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=10000.0),
+        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2),
+    ),
     "cpmant": dict(dim_ff=96),
     "cwm": dict(bos_token_id=0, eos_token_id=0),
+    "data2vec-text": _ROBERTA,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,
     "dots1": dict(n_shared_experts=1),
-    "dots3_note_text": dict(num_key_value_heads=4),
-    "emu3": dict(pad_token_id=0),
+    "dots3_note_text": dict(
+        _LATENT, index_topk=16, index_head_dim=16, index_n_heads=2, shared_experts_intermediate_size=32
+    ),
+    "emu3": dict(pad_token_id=0, bos_token_id=0, eos_token_id=0),
+    "falcon_h1": dict(mamba_d_ssm=128),
+    "gemma3n_text": dict(
+        num_kv_shared_layers=2,
+        layer_types=_KINDS,
+        intermediate_size=[96] * LAYERS,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * LAYERS,
+    ),
+    "gemma4_text": dict(
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        layer_types=_KINDS,
+    ),
+    "gemma4_unified_text": dict(global_head_dim=32),
+    "gemma4_assistant": dict(text_config=dict(_ASSISTED, model_type="gemma4_text")),
+    "gemma4_unified_assistant": dict(text_config=dict(_ASSISTED, model_type="gemma4_unified_text")),
+    "glm4_moe_lite": _LATENT,
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=WINDOW),
-    "gemma3n_text": dict(num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2),
-    "gemma4_text": dict(vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8),
-    "modernbert-decoder": dict(pad_token_id=0),
-    "zaya": dict(num_experts_per_tok=1),
+    "inkling_text": dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16),
+    "inkling2_text": dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16),
+    "kimi_linear": dict(_LATENT, linear_head_dim=16, linear_num_heads=4),
+    "laguna": dict(layer_types=_KINDS),
+    "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1),
+    "longcat_flash": dict(
+        num_key_value_heads=4,
+        head_dim=8,
+        num_layers=2,
+        ffn_hidden_size=96,
+        expert_ffn_hidden_size=32,
+        zero_expert_num=2,
+    ),
+    "mamba2": dict(num_heads=8),
+    "mellum": dict(layer_types=_KINDS),
+    "minicpm3": _LATENT,
+    "mllama": dict(bos_token_id=0, eos_token_id=0, pad_token_id=0),
+    "modernbert-decoder": dict(pad_token_id=0, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0),
+    "reformer": dict(axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32]),
+    "qwen4_exp_text": dict(
+        ngram_vocab_size_base=64,
+        ple_embed_dim=16,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=16,
+        indexer_compress_ratio=4,
+    ),
+    "zamba": dict(layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
+    "zamba2": dict(layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
+    "moshi": dict(audio_encoder_config=None, depth_decoder_config=None, audio_vocab_size=64),
+    "roberta": _ROBERTA,
+    "roberta-prelayernorm": _ROBERTA,
+    "roc_bert": dict(shape_vocab_size=10, pronunciation_vocab_size=10, shape_embed_dim=8, pronunciation_embed_dim=8),
+    "xlm-roberta": _ROBERTA,
+    "xlm-roberta-xl": _ROBERTA,
     "xlnet": dict(d_head=16),
-    "reformer": dict(is_decoder=True),
-    "zamba2": dict(layer_types=None),
+    "xmod": dict(default_language="en_XX", pad_token_id=1),
+    "youtu": _LATENT,
+    "zaya": dict(num_experts_per_tok=1),
 }
 
 
+@functools.cache
 def text_family(family: str) -> str:
     """The family itself, or that of the text model within a composite one."""
-    config_class = CONFIG_MAPPING[family]
-    text_class = config_class.sub_configs.get("text_config")
-    taken = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].config_class
-    if text_class is None or taken is None:
+    if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]].config_class is not CONFIG_MAPPING[family]:
+        return _family_of(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]].config_class) or family
+    if "text_config" not in CONFIG_MAPPING[family].sub_configs or family in OVERRIDES:
         return family
-    for name in FAMILIES:
-        if CONFIG_MAPPING[name] is text_class and text_class is not config_class:
-            return name
-    return family
+    return _family_of(type(CONFIG_MAPPING[family]().get_text_config(decoder=True))) or family
+
+
+def _family_of(config_class: Any) -> str | None:
+    return next((name for name in FAMILIES if CONFIG_MAPPING[name] is config_class), None)
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """The config of a tiny model of a family: the defaults of its class with small sizes; of the text model alone."""
     family = text_family(family)
     config_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]].config_class or CONFIG_MAPPING[family]
-    text_class = config_class.sub_configs.get("text_config")
-    if config_class is CONFIG_MAPPING[family] and text_class is not None and hasattr(text_class, "attribute_map"):
-        return config_class(text_config=_small(text_class, OVERRIDES.get(family, {})).to_dict())
     return _small(config_class, {**OVERRIDES.get(family, {}), **changes})
 
 
 def _small(config_class: Any, changes: dict[str, Any]) -> Any:
     known = {*inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
     sizes = {name: value for name, value in SIZES.items() if name in known}
+    for name, part in config_class.sub_configs.items():
+        if hasattr(part, "attribute_map") and name not in changes:
+            sizes[name] = _small(part, {}).to_dict()
     return config_class(**{**sizes, **changes})
 
 

@@ -416,7 +416,7 @@ def test_state_across_tokens_is_refused() -> None:
     model = make_model("llama")
     mlp = model.model.layers[1].mlp
     mlp.forward = lambda x: type(mlp).forward(mlp, x + x.roll(1, dims=1))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM, whose logits differ by .* across tokens"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM, where they differ by .* across tokens"):
         PagedCausalLM(model)
     assert model.config._attn_implementation == "eager" and not hasattr(model, "paged_wrapping")
 

@@ -80,6 +80,8 @@ def attention(
         ValueError: for what a paged cache cannot serve: masks, dropout, weights, attention to later tokens.
     """
     if kv_caches is None or attention_metadata is None:
+        if _implementation(module) == PROBE:
+            raise ValueError("its layers hand no keyword arguments on to attention, so that no cache reaches it")
         raise ValueError(
             "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
             f" PagedCausalLM, or {UNDO}"
@@ -388,6 +390,10 @@ def _position_limit(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     return int(limit) if limit else None
+
+
+def _implementation(module: Any) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def _at_temperature(module: Any, query: Tensor, metadata: AttentionMetadata) -> Tensor:
