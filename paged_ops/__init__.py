@@ -3,6 +3,7 @@
 from paged_ops.allocator import BlockAllocator, OutOfBlocks
 from paged_ops.cache import KVCache
 from paged_ops.checks import set_debug_checks
+from paged_ops.hybrid import HybridCache, blocks_within_reach
 from paged_ops.layouts import (
     Layout,
     allocate_kv_cache,
@@ -51,12 +52,14 @@ __all__ = [
     "BlockAllocator",
     "BlockSparse",
     "GraphSupport",
+    "HybridCache",
     "KVCache",
     "Layout",
     "OutOfBlocks",
     "allocate_kv_cache",
     "attention_schedule",
     "block_ids_from_addresses",
+    "blocks_within_reach",
     "cascade_attention",
     "collect_layer_hyperparameters",
     "common_layer_hyperparameters",

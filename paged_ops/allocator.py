@@ -315,12 +315,7 @@ class BlockAllocator:
     def commit(self, seq_id: Hashable, num_written: int) -> None:
         """Says that the step which writes the next ``num_written`` reserved tokens was issued. Blocks that became full
         by it can be shared from now on; those that no later token sees are given back."""
-        seq = self._live(seq_id)
-        reserved = seq.num_reserved - seq.num_computed
-        if not 0 <= num_written <= reserved:
-            raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
-        if num_written and seq.blocks[seq.num_computed // self.block_size - seq.first_block] in self._copies:
-            raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
+        seq = self.check_commit(seq_id, num_written)
         seq.num_computed += num_written
         for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
             seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
@@ -328,12 +323,29 @@ class BlockAllocator:
         if self._forgets:
             self._give_back(seq)
 
+    def check_commit(self, seq_id: Hashable, num_written: int) -> _Sequence:
+        """Raises what ``commit`` would."""
+        seq = self._live(seq_id)
+        reserved = seq.num_reserved - seq.num_computed
+        if not 0 <= num_written <= reserved:
+            raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
+        if num_written and seq.blocks[seq.num_computed // self.block_size - seq.first_block] in self._copies:
+            raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
+        return seq
+
     def rollback(self, seq_id: Hashable) -> None:
         """Drops the tokens that were not committed (a rejected draft, a step that was given up)."""
+        self.truncate(seq_id, self.num_computed_tokens(seq_id))
+
+    def truncate(self, seq_id: Hashable, num_tokens: int) -> None:
+        """Drops the tokens from ``num_tokens`` on, none of which is committed."""
         seq = self._live(seq_id)
-        del seq.tokens[seq.num_computed :]
-        seq.num_reserved = seq.num_computed
-        while len(seq.blocks) > self._num_blocks(seq.num_computed) - seq.first_block:
+        if not seq.num_computed <= num_tokens <= len(seq.tokens):
+            committed = f"{seq.num_computed}..{len(seq.tokens)} (committed and all tokens of {seq_id!r})"
+            raise ValueError(f"num_tokens: expected {committed}, got {num_tokens}")
+        del seq.tokens[num_tokens:]
+        seq.num_reserved = min(seq.num_reserved, num_tokens)
+        while len(seq.blocks) > self._num_blocks(seq.num_reserved) - seq.first_block:
             self._release(seq.blocks.pop())
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
@@ -445,6 +457,11 @@ class BlockAllocator:
         seq = self._live(seq_id)
         return seq.blocks[:1] * seq.first_block + seq.blocks
 
+    def first_block(self, seq_id: Hashable) -> int:
+        """How many blocks at its start a sequence has given back. With the number of its tokens it tells whether
+        ``block_ids`` has changed."""
+        return self._live(seq_id).first_block
+
     def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
         """The slots (block · B + offset) of tokens start..stop-1; by default of those reserved and not committed."""
         seq = self._live(seq_id)
@@ -469,12 +486,9 @@ class BlockAllocator:
     @property
     def max_seq_len(self) -> int:
         """The longest sequence that the cache can hold when it is alone."""
-        reach = [
-            -(-(self.sliding_window - 1) // self.block_size) + 1 if self.sliding_window else self.num_blocks + 1,
-            -(-(self.attention_chunk - 1) // self.block_size) + 1 if self.attention_chunk else self.num_blocks + 1,
-            # the newest block always stays
-        ]
-        if self.num_blocks >= max(2, min(reach)):
+        if self._forgets and self.num_blocks >= most_blocks_kept(
+            self.block_size, self.sliding_window, self.attention_chunk
+        ):
             return 2**31 - 1  # lengths are int32
         return self.num_blocks * self.block_size
 
@@ -482,6 +496,11 @@ class BlockAllocator:
     def num_used_blocks(self) -> int:
         """Blocks that sequences own; O(1)."""
         return self.num_blocks - self.pool.num_free
+
+    @property
+    def seq_ids(self) -> list[Hashable]:
+        """All sequences, in the order in which they came."""
+        return list(self._sequences)
 
     def __contains__(self, seq_id: Hashable) -> bool:
         return seq_id in self._sequences
@@ -657,6 +676,18 @@ class BlockAllocator:
             f"{type(self).__name__}: a shallow copy would own the same blocks a second time; copy.deepcopy gives an"
             " independent one"
         )
+
+
+def most_blocks_kept(block_size: int, sliding_window: int, attention_chunk: int) -> int:
+    """Blocks that a decoding sequence owns at most, at the worst place of its window or chunk; not both are 0."""
+    of_window = -(-(sliding_window - 1) // block_size) + 1
+    of_chunk = (
+        attention_chunk // block_size
+        if attention_chunk % block_size == 0
+        else -(-(attention_chunk - 1) // block_size) + 1
+    )
+    kept = min(blocks for blocks, reach in ((of_window, sliding_window), (of_chunk, attention_chunk)) if reach)
+    return max(kept, 2)  # the newest block stays when the next begins
 
 
 def at_least(least: int, **arguments: int) -> None:

@@ -10,9 +10,11 @@ One step of an engine, here for a new sequence (a chunked prefill writes and com
 Letters: N blocks, B tokens a block, K key/value heads, D head size, Dv value head size, L layers.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from torch import Tensor
 from paged_ops.allocator import BlockAllocator, OutOfBlocks, at_least
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout, split_kv_cache
 from paged_ops.ops import copy_blocks, swap_blocks
+
+if TYPE_CHECKING:
+    from paged_ops.states import StateCache
 
 __all__ = ["KVCache", "OutOfBlocks"]
 
@@ -50,10 +55,13 @@ class KVCache(BlockAllocator):
             ``split_kv_cache``; and layers with Dv other than D, ``[N, B, K, D + Dv]``, by ``split_joined_cache``.
         host_layers: L tensors in the same form, with ``num_host_blocks`` blocks.
         num_kv_heads, head_size, value_head_size: of each layer.
+        pools, pool_of_layer, states: as of a :class:`paged_ops.HybridCache` that has this pool alone.
 
     Raises:
         ValueError: a size is not positive, there is not one for each layer, or the layout does not serve them.
     """
+
+    states: StateCache | None = None
 
     def __init__(
         self,
@@ -134,6 +142,14 @@ class KVCache(BlockAllocator):
         at_least(1, block_size=block_size)
         sizes = zip(*_layer_sizes(num_layers, num_kv_heads, head_size, value_head_size), strict=True)
         return num_bytes // (block_size * dtype.itemsize * sum(K * (D + Dv) for K, D, Dv in sizes))
+
+    @property
+    def pools(self) -> tuple[KVCache, ...]:
+        return (self,)
+
+    @property
+    def pool_of_layer(self) -> tuple[int, ...]:
+        return (0,) * len(self.layers)
 
     @property
     def nbytes(self) -> int:

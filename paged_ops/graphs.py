@@ -37,8 +37,8 @@ from torch import Tensor
 
 from paged_ops.cache import KVCache
 from paged_ops.checks import expect
+from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, GraphSupport, advance_decodes
-from paged_ops.states import StateCache
 
 Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
 
@@ -178,7 +178,7 @@ class DecodeGraphs:
     def __init__(
         self,
         step: Step,
-        kv_cache: KVCache,
+        kv_cache: KVCache | HybridCache,
         *,
         max_num_seqs: int,
         max_num_tokens: int | None = None,
@@ -210,7 +210,7 @@ class DecodeGraphs:
         self.query_len = query_len
         self.cascade = cascade
         self.stats = GraphStats()
-        capacity = kv_cache.num_blocks * kv_cache.block_size
+        capacity = min(kv_cache.max_seq_len, kv_cache.num_blocks * kv_cache.block_size)
         self._inputs = InputBuffers(kv_cache, max_num_seqs, most, max_model_len or capacity, graph_support)
         self.builder = self._inputs.builder
         self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
@@ -411,23 +411,22 @@ class InputBuffers:
 
     def __init__(
         self,
-        kv_cache: KVCache,
+        kv_cache: KVCache | HybridCache,
         max_num_seqs: int,
         max_num_tokens: int,
         max_model_len: int,
         graph_support: GraphSupport = GraphSupport.ALWAYS,
     ) -> None:
         seqs, tokens = max(max_num_seqs, self.LEAST_SEQS), max(max_num_tokens, self.LEAST_TOKENS)
-        states: StateCache | None = getattr(kv_cache, "states", None)
         self.builder = AttentionMetadataBuilder(
             kv_cache.block_size,
             seqs,
             tokens,
             -(-max_model_len // kv_cache.block_size),
             kv_cache.device,
-            num_blocks=kv_cache.num_blocks,
+            num_blocks=[pool.num_blocks for pool in kv_cache.pools],
+            num_state_rows=0 if kv_cache.states is None else len(kv_cache.states.tensors[0]),
             graph_support=graph_support,
-            num_state_rows=0 if states is None else len(states.tensors[0]),
         )
         self._seqs = seqs
         # last rows, then ids: what a step uses of both is sent in one copy
@@ -468,16 +467,16 @@ class InputBuffers:
         if query_len:
             metadata = self.builder.build_for_capture(key.num_reqs, query_len, cascade=key.cascade)
         else:
-            metadata = self.builder.build(0, Batch([], [], []), num_reqs=key.num_reqs, num_tokens=key.num_tokens)
+            metadata = self.builder.build(0, self._nothing(), num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return self._step(key.num_reqs, key.num_tokens, metadata)
 
     def of_open_sizes(self) -> StepInputs:
         """A step without sequences whose sizes a compiler is told to leave open: one compilation then serves all."""
         self._device.zero_()
         S, T = self.OPEN_SEQS, self.OPEN_TOKENS
-        inputs = self._step(S, T, self.builder.build(0, Batch([], [], []), num_reqs=S, num_tokens=T))
+        inputs = self._step(S, T, self.builder.build(0, self._nothing(), num_reqs=S, num_tokens=T))
         metadata = inputs.metadata
-        for tensor in (
+        tensors = [
             inputs.input_ids,
             inputs.last_rows,
             metadata.positions,
@@ -485,10 +484,19 @@ class InputBuffers:
             metadata.seq_lens,
             metadata.query_start_loc,
             metadata.block_tables,
-            *([] if metadata.state_slots is None else [metadata.state_slots]),
-        ):
+        ]
+        for pool in metadata.other_pools or ():
+            tensors += [pool.block_tables, pool.slot_mapping]
+        if metadata.state_slots is not None:
+            tensors.append(metadata.state_slots)
+        for tensor in tensors:
             torch._dynamo.mark_dynamic(tensor, 0)
         return inputs
+
+    def _nothing(self) -> Batch:
+        """A step of no sequences."""
+        nothing: list[list[int]] = []
+        return Batch([], [], [], other_block_ids=[nothing] * (len(self.builder.num_blocks) - 1))
 
     def _step(self, S: int, T: int, metadata: AttentionMetadata) -> StepInputs:
         if (S, T) not in self._views:

@@ -10,6 +10,7 @@ device (block ids, lengths, slots, capacities) are checked here instead.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from paged_ops.layouts import paged_kv
 from paged_ops.states import PADDING_ROW
 
 Ints = Sequence[int] | Tensor  # numpy arrays too
+_NO_ROWS = torch.zeros(0, dtype=torch.int32, device="cpu")
 
 
 @dataclass
@@ -39,6 +41,14 @@ class CascadeMetadata:
     prefix_len: Tensor  # int32 [1]: common_prefix_len
     suffix_block_tables: Tensor  # int32 [S, M]: each sequence's blocks after the prefix
     suffix_lens: Tensor  # int32 [S]: seq_lens - common_prefix_len, 0 for padding
+
+
+@dataclass
+class PoolMetadata:
+    """Where one pool of a :class:`paged_ops.HybridCache` holds the step's sequences."""
+
+    block_tables: Tensor  # int32 [S, M]
+    slot_mapping: Tensor  # int64 [T]
 
 
 @dataclass(kw_only=True)
@@ -68,7 +78,10 @@ class AttentionMetadata:
         positions: int64 ``[T]``: where each token stands in its sequence, as rotary embeddings need it.
         state_slots: int32 ``[S]`` or None: the row of :class:`paged_ops.states.StateCache` that holds each sequence's
             state; the step writes the next one to row ``state_slots ^ 1``. 0 for padding.
-        cascade: present when the step was built with a common prefix (and without ``fast_build``).
+        cascade: present when the step was built with a common prefix (and without ``fast_build``). It tells of the
+            first pool alone.
+        other_pools: of a cache with several pools, what ``block_tables`` and ``slot_mapping`` are in the second and
+            further ones, else None; :meth:`for_pool` gives the step as a layer of one pool reads it.
     """
 
     # torch.export replaces the names of inputs in its guards as text, in this order: x_cpu has to come before x.
@@ -86,12 +99,35 @@ class AttentionMetadata:
     positions: Tensor
     state_slots: Tensor | None = None
     cascade: CascadeMetadata | None = None
+    other_pools: tuple[PoolMetadata, ...] | None = None
+
+    def for_pool(self, pool: int) -> AttentionMetadata:
+        """The step for the layers of one pool: its block tables and slots in the fields where all layers look."""
+        if pool == 0:
+            return self
+        assert self.other_pools is not None, "the step was built for a cache of one pool"
+        return AttentionMetadata(
+            query_start_loc_cpu=self.query_start_loc_cpu,
+            query_start_loc=self.query_start_loc,
+            seq_lens_cpu=self.seq_lens_cpu,
+            seq_lens=self.seq_lens,
+            num_reqs=self.num_reqs,
+            num_actual_tokens=self.num_actual_tokens,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            block_tables=self.other_pools[pool - 1].block_tables,
+            slot_mapping=self.other_pools[pool - 1].slot_mapping,
+            num_computed_tokens_cpu=self.num_computed_tokens_cpu,
+            positions=self.positions,
+            state_slots=self.state_slots,
+        )
 
 
 # Named and declared safe, so that an exported program that takes one can be saved and loaded.
 pytree.register_dataclass(CascadeMetadata, serialized_type_name="paged_ops.CascadeMetadata")
+pytree.register_dataclass(PoolMetadata, serialized_type_name="paged_ops.PoolMetadata")
 pytree.register_dataclass(AttentionMetadata, serialized_type_name="paged_ops.AttentionMetadata")
-torch.serialization.add_safe_globals([CascadeMetadata, AttentionMetadata])
+torch.serialization.add_safe_globals([CascadeMetadata, PoolMetadata, AttentionMetadata])
 
 
 class GraphSupport(enum.IntEnum):
@@ -113,6 +149,7 @@ class Batch:
         num_computed_tokens: ``[num_reqs]`` tokens that are in the cache already.
         block_ids: the blocks of each request in order: lists of ints, or an int32 or int64 tensor ``[num_reqs, W]``
             whose entries past a request's need may hold anything. The tensor is faster: keep one, append to its rows.
+        other_block_ids: the same for each further pool of the cache.
         state_slots: ``[num_reqs]`` the row of each request's state, as ``StateCache.rows`` gives it; None without.
 
     Raises:
@@ -125,16 +162,22 @@ class Batch:
         num_computed_tokens: Ints,
         block_ids: Sequence[Sequence[int]] | Tensor,
         *,
+        other_block_ids: Sequence[Sequence[Sequence[int]] | Tensor] = (),
         state_slots: Ints | None = None,
     ):
         self.query_lens = _integers("query_lens", query_lens, rank=1)
         self.num_computed_tokens = _integers("num_computed_tokens", num_computed_tokens, rank=1)
         self.block_ids = _block_ids(block_ids)
+        self.other_block_ids = [_block_ids(each) for each in other_block_ids]
         self.state_slots = None if state_slots is None else _integers("state_slots", state_slots, rank=1)
-        for argument in ("num_computed_tokens", "block_ids", "state_slots"):
-            rows = getattr(self, argument)
-            fits = rows is None or len(rows) == self.num_reqs
-            expect(fits, argument, f"one for each of the {self.num_reqs} requests", rows if fits else len(rows))
+        n = self.num_reqs
+        for argument, rows in (("num_computed_tokens", self.num_computed_tokens), ("block_ids", self.block_ids)):
+            expect(len(rows) == n, argument, f"one for each of the {n} requests", len(rows))
+        for rows in self.other_block_ids:
+            expect(len(rows) == n, "other_block_ids", f"one for each of the {n} requests", len(rows))
+        if self.state_slots is not None:
+            rows = self.state_slots
+            expect(len(rows) == n, "state_slots", f"one for each of the {n} requests", len(rows))
 
     @property
     def num_reqs(self) -> int:
@@ -146,9 +189,14 @@ class Batch:
 
     def swap(self, i: int, j: int) -> None:
         """Exchange requests i and j."""
-        for rows in (self.query_lens, self.num_computed_tokens, self.block_ids, self.state_slots):
-            if rows is not None:
-                rows[[i, j]] = rows[[j, i]]
+        for rows in (
+            self.query_lens,
+            self.num_computed_tokens,
+            self.block_ids,
+            *self.other_block_ids,
+            *([] if self.state_slots is None else [self.state_slots]),
+        ):
+            rows[[i, j]] = rows[[j, i]]
 
 
 class AttentionMetadataBuilder:
@@ -169,7 +217,8 @@ class AttentionMetadataBuilder:
         max_blocks_per_seq: M; the longest sequence has M * B tokens.
         device: ``"cpu"`` or a CUDA (ROCm) device. Elsewhere build on the CPU and move the metadata with
             ``torch.utils._pytree.tree_map``.
-        num_blocks: N; 0 before the cache exists (then only capture, and batches without tokens, can be built).
+        num_blocks: N; 0 before the cache exists (then only capture, and batches without tokens, can be built). A
+            sequence of numbers for a cache of several pools; their batches have ``other_block_ids``.
         graph_support: what the layers that read the metadata allow.
         unused_block_id: what to write into block-table entries that no length needs: None (the fastest) leaves there
             what happens to be there; tests poison them.
@@ -189,7 +238,7 @@ class AttentionMetadataBuilder:
         max_blocks_per_seq: int,
         device: torch.device | str = "cpu",
         *,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         graph_support: GraphSupport = GraphSupport.ALWAYS,
         unused_block_id: int | None = None,
         num_state_rows: int = 0,
@@ -205,7 +254,10 @@ class AttentionMetadataBuilder:
         most_blocks = (2**31 - 1) // block_size
         fits = f"1 to {most_blocks} (lengths are int32, block_size is {block_size})"
         expect(1 <= max_blocks_per_seq <= most_blocks, "max_blocks_per_seq", fits, max_blocks_per_seq)
-        expect(0 <= num_blocks < 2**31, "num_blocks", "0 or more, and less than 2**31", num_blocks)
+        of_pools = (num_blocks,) if isinstance(num_blocks, int) else tuple(num_blocks)
+        expect(len(of_pools) >= 1, "num_blocks", "a number for each pool, one or more", of_pools)
+        for number in of_pools:
+            expect(0 <= number < 2**31, "num_blocks", "0 or more, and less than 2**31", number)
         expect(0 <= num_state_rows < 2**31, "num_state_rows", "0 or more, and less than 2**31", num_state_rows)
         if num_staging_buffers is None:
             num_staging_buffers = 2 if on_gpu else 0
@@ -216,18 +268,19 @@ class AttentionMetadataBuilder:
         self.max_num_seqs = max_num_seqs
         self.max_num_tokens = max_num_tokens
         self.max_blocks_per_seq = max_blocks_per_seq
-        self.num_blocks = num_blocks
+        self.num_blocks = of_pools
         self.graph_support = graph_support
         self.unused_block_id = unused_block_id
         self.num_state_rows = num_state_rows
 
         def buffers(where: torch.device | str, pinned: bool = False) -> _Buffers:
-            return _Buffers.allocate(max_num_seqs, max_num_tokens, max_blocks_per_seq, where, pinned)
+            sizes = (max_num_seqs, max_num_tokens, max_blocks_per_seq, len(of_pools), num_state_rows > 0)
+            return _Buffers.allocate(*sizes, where, pinned)
 
         self._buffers = buffers(self.device)
         self._staging = [_Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
         self._turns = itertools.cycle(self._staging)
-        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._views: dict[tuple[int, int], _Buffers] = {}
         self._cascade: tuple[Tensor, ...] | None = None
 
     def build(
@@ -277,9 +330,14 @@ class AttentionMetadataBuilder:
         max_seq_len = _max(seq_lens)
         expect(lookahead >= 0, "lookahead", "0 or more", lookahead)
         reach = seq_lens + lookahead
-        blocks = self._needed_blocks(batch.block_ids, reach, _max(reach))
+        longest = _max(reach)
+        blocks = [self._needed_blocks("block_ids", batch.block_ids, self.num_blocks[0], reach, longest)]
+        given, pools = len(batch.other_block_ids), len(self.num_blocks)
+        expect(given == pools - 1, "other_block_ids", f"block ids of {pools - 1} further pools", given)
+        for block_ids, num_blocks in zip(batch.other_block_ids, self.num_blocks[1:], strict=True):
+            blocks.append(self._needed_blocks("other_block_ids", block_ids, num_blocks, reach, longest))
         state_slots = self._state_slots(batch)
-        self._check_common_prefix(common_prefix_len, computed, blocks)
+        self._check_common_prefix(common_prefix_len, computed, blocks[0])
 
         # Pinned to the CPU by name, because the user may have set another default device.
         query_start_loc = torch.full((S + 1,), t, dtype=torch.int32, device="cpu")
@@ -296,7 +354,8 @@ class AttentionMetadataBuilder:
             request = torch.repeat_interleave(query_lens, output_size=t)
             positions = (computed - query_start_loc[:n])[request] + torch.arange(t, device="cpu")
         columns = torch.div(positions, B, rounding_mode="trunc")
-        slots = blocks[request, columns].to(torch.int64) * B + (positions - columns * B)
+        offsets = positions - columns * B
+        slots = [each[request, columns].to(torch.int64) * B + offsets for each in blocks]
 
         self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots)
         metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
@@ -326,7 +385,8 @@ class AttentionMetadataBuilder:
         query_start_loc = torch.arange(0, t + 1, query_len, dtype=torch.int32, device="cpu")
         seq_lens, computed = torch.zeros((2, num_reqs), dtype=torch.int32, device="cpu")
         nothing = computed[:0]
-        self._write(query_start_loc, seq_lens, nothing, nothing, t, nothing.view(0, 0), nothing, nothing)
+        slots, blocks = ([each] * len(self.num_blocks) for each in (nothing, nothing.view(0, 0)))
+        self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing)
         max_seq_len = self.max_blocks_per_seq * self.block_size
         metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
         if cascade:
@@ -346,25 +406,27 @@ class AttentionMetadataBuilder:
             return bool((batch.query_lens == batch.query_lens[:1]).all())
         return self.graph_support == GraphSupport.ALWAYS
 
-    def _needed_blocks(self, block_ids: Tensor, seq_lens: Tensor, max_seq_len: int) -> Tensor:
+    def _needed_blocks(
+        self, name: str, block_ids: Tensor, num_blocks: int, seq_lens: Tensor, max_seq_len: int
+    ) -> Tensor:
         """The columns of ``block_ids`` that some request needs, after checking every entry that is needed."""
         B, M = self.block_size, self.max_blocks_per_seq
         argument = "num_computed_tokens + query_lens"
         expect(max_seq_len <= M * B, argument, f"at most {M * B} tokens ({M} blocks of {B}) a request", max_seq_len)
         width = _blocks_for(max_seq_len, B)
         wide_enough = f"{width} blocks for the {max_seq_len} tokens of the longest request (block size {B})"
-        expect(block_ids.shape[1] >= width, "block_ids", wide_enough, block_ids.shape[1])
+        expect(block_ids.shape[1] >= width, name, wide_enough, block_ids.shape[1])
         blocks = block_ids[:, :width]
         if blocks.numel():
             low, high = torch.aminmax(blocks)
             # Only then is it worth telling needed entries from the rest.
-            if int(low) < 0 or int(high) >= self.num_blocks:
-                wrong = ((blocks < 0) | (blocks >= self.num_blocks)) & self._is_needed(seq_lens, width)
+            if int(low) < 0 or int(high) >= num_blocks:
+                wrong = ((blocks < 0) | (blocks >= num_blocks)) & self._is_needed(seq_lens, width)
                 if bool(wrong.any()):
                     s, column = wrong.nonzero()[0].tolist()
                     need = _blocks_for(int(seq_lens[s]), B)
-                    ids = f"ids in [0, {self.num_blocks}) for all {need} blocks that request {s} needs"
-                    expect(False, "block_ids", ids, f"{int(blocks[s, column])} at [{s}, {column}]")
+                    ids = f"ids in [0, {num_blocks}) for all {need} blocks that request {s} needs"
+                    expect(False, name, ids, f"{int(blocks[s, column])} at [{s}, {column}]")
         return blocks
 
     def _state_slots(self, batch: Batch) -> Tensor:
@@ -375,7 +437,7 @@ class AttentionMetadataBuilder:
         elif rows is None:
             expect(not batch.num_reqs, "state_slots", "one for each request, as the builder has states", None)
         if rows is None:
-            return torch.zeros(0, dtype=torch.int32, device="cpu")
+            return _NO_ROWS
         valid = not len(rows) or (bool((rows >= 2).all()) and bool((rows < R).all()))
         expect(valid, "state_slots", f"rows in [2, {R}), those of StateCache.rows", rows.tolist())
         slots = rows // 2
@@ -403,41 +465,49 @@ class AttentionMetadataBuilder:
         self,
         query_start_loc: Tensor,
         seq_lens: Tensor,
-        slots: Tensor,
+        slots: Sequence[Tensor],
         positions: Tensor,
         T: int,
-        blocks: Tensor,
+        blocks: Sequence[Tensor],
         reach: Tensor,
         state_slots: Tensor,
     ) -> None:
-        """Fill the buffers with values that have been checked; ``reach`` are lengths that need their blocks."""
+        """Fill the buffers with values that have been checked, slots and blocks of each pool; ``reach`` are lengths
+        that need their blocks."""
         staging = next(self._turns, None)
         into = self._buffers if staging is None else staging.wait()
-        S, t = len(seq_lens), len(slots)
-        n, width = blocks.shape
+        S, t = len(seq_lens), len(positions)
+        n, width = blocks[0].shape
         into.query_start_loc[: S + 1] = query_start_loc
         into.seq_lens[:S] = seq_lens
-        into.slot_mapping[:t] = slots
-        into.slot_mapping[t:T] = -1
+        for slot_mapping, each in zip(into.slot_mappings, slots, strict=True):
+            slot_mapping[:t] = each
+            slot_mapping[t:T] = -1
         into.positions[:t] = positions
         into.positions[t:T] = 0
-        if self.num_state_rows:
+        if into.state_slots is not None:
             into.state_slots[: len(state_slots)] = state_slots
             into.state_slots[len(state_slots) : S] = PADDING_ROW
+        rows, compact = n, False
         if self.unused_block_id is None:
-            rows = n
             compact = staging is not None and _prefers_compact(n, width, self.max_blocks_per_seq)
-            table = into.block_tables.view(-1)[: n * width].view(n, width) if compact else into.block_tables[:n, :width]
-            table.copy_(blocks)
         else:
-            rows, compact = S, False
-            into.block_tables[:S] = self.unused_block_id
-            table = into.block_tables[:n, :width]
-            table.copy_(torch.where(self._is_needed(reach, width), blocks, self.unused_block_id))
+            rows = S
+            needed = self._is_needed(reach, width)
+            blocks = [torch.where(needed, each, self.unused_block_id) for each in blocks]
+            for table in into.all_block_tables:
+                table[:S] = self.unused_block_id
+        tables = [
+            table.view(-1)[: n * width].view(n, width) if compact else table[:n, :width]
+            for table in into.all_block_tables
+        ]
+        for table, each in zip(tables, blocks, strict=True):
+            table.copy_(each)
         if staging is not None:
-            staging.send(self._buffers, (T, T, S + 1, S, S if self.num_state_rows else 0, 0 if compact else rows))
+            staging.send(self._buffers, T, S, 0 if compact else rows)
             if compact:
-                self._buffers.block_tables[:n, :width].copy_(table.to(self.device, non_blocking=True))
+                for table, target in zip(tables, self._buffers.all_block_tables, strict=True):
+                    target[:n, :width].copy_(table.to(self.device, non_blocking=True))
             staging.sent(self.device)
 
     def _metadata(
@@ -457,21 +527,22 @@ class AttentionMetadataBuilder:
             if len(self._views) >= 1024:
                 self._views.clear()
             self._views[sizes] = self._buffers.views(*sizes)
-        device_query_start_loc, device_seq_lens, state_slots, block_tables, slot_mapping, positions = self._views[sizes]
+        on_device = self._views[sizes]
         return AttentionMetadata(
-            query_start_loc=device_query_start_loc,
+            query_start_loc=on_device.query_start_loc,
             query_start_loc_cpu=query_start_loc,
-            seq_lens=device_seq_lens,
+            seq_lens=on_device.seq_lens,
             seq_lens_cpu=seq_lens,
             num_reqs=num_reqs,
             num_actual_tokens=num_tokens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            block_tables=block_tables,
-            slot_mapping=slot_mapping,
+            block_tables=on_device.block_tables,
+            slot_mapping=on_device.slot_mapping,
             num_computed_tokens_cpu=computed,
-            positions=positions,
-            state_slots=state_slots if self.num_state_rows else None,
+            positions=on_device.positions,
+            other_pools=on_device.other_pools or None,
+            state_slots=on_device.state_slots,
         )
 
     def _build_cascade(self, common_prefix_len: int, metadata: AttentionMetadata) -> CascadeMetadata:
@@ -496,25 +567,32 @@ class _Buffers:
     """The tensors of a step in one allocation, so that one copy can carry them all."""
 
     storage: Tensor  # uint8
-    slot_mapping: Tensor
     positions: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
-    state_slots: Tensor
-    block_tables: Tensor
+    state_slots: Tensor | None
+    slot_mappings: tuple[Tensor, ...]  # of each pool
+    all_block_tables: tuple[Tensor, ...]  # of each pool
 
     @classmethod
     def allocate(
-        cls, max_num_seqs: int, max_num_tokens: int, max_blocks: int, device: torch.device | str, pinned: bool
+        cls,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        num_pools: int,
+        with_states: bool,
+        device: torch.device | str,
+        pinned: bool,
     ) -> _Buffers:
-        # The largest comes last: of it only the rows in use are sent.
+        # The largest come last: of them only the rows in use are sent.
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
-            (torch.int64, (max_num_tokens,)),
+            *[(torch.int64, (max_num_tokens,))] * num_pools,
             (torch.int64, (max_num_tokens,)),
             (torch.int32, (max_num_seqs + 1,)),
             (torch.int32, (max_num_seqs,)),
-            (torch.int32, (max_num_seqs,)),
-            (torch.int32, (max_num_seqs, max_blocks)),
+            *[(torch.int32, (max_num_seqs,))] * with_states,
+            *[(torch.int32, (max_num_seqs, max_blocks))] * num_pools,
         ]
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
         # 256 bytes is more alignment than any vector load or tensor descriptor asks for.
@@ -527,30 +605,44 @@ class _Buffers:
                 for start, size, (dtype, shape) in zip(starts, sizes, shapes, strict=False)
             ]
             # To saving, exporting and the compiler's alias analysis each part is a tensor of its own.
-            return cls(storage, *(parts if pinned else map(torch.from_dlpack, parts)))
+            own = parts if pinned else [torch.from_dlpack(part) for part in parts]
+        slot_mappings, (positions, query_start_loc, seq_lens, *rest) = own[:num_pools], own[num_pools:]
+        state_slots = rest.pop(0) if with_states else None
+        return cls(storage, positions, query_start_loc, seq_lens, state_slots, tuple(slot_mappings), tuple(rest))
 
-    def views(self, S: int, T: int) -> tuple[Tensor, ...]:
-        return (
+    @property
+    def slot_mapping(self) -> Tensor:
+        return self.slot_mappings[0]
+
+    @property
+    def block_tables(self) -> Tensor:
+        return self.all_block_tables[0]
+
+    @functools.cached_property
+    def other_pools(self) -> tuple[PoolMetadata, ...]:
+        return tuple(map(PoolMetadata, self.all_block_tables[1:], self.slot_mappings[1:]))
+
+    def views(self, S: int, T: int) -> _Buffers:
+        return _Buffers(
+            self.storage,
+            self.positions[:T],
             self.query_start_loc[: S + 1],
             self.seq_lens[:S],
-            self.state_slots[:S],
-            self.block_tables[:S],
-            self.slot_mapping[:T],
-            self.positions[:T],
+            None if self.state_slots is None else self.state_slots[:S],
+            tuple(slot_mapping[:T] for slot_mapping in self.slot_mappings),
+            tuple(block_tables[:S] for block_tables in self.all_block_tables),
         )
 
-    def used(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Byte ranges of ``storage`` that hold the first rows of each tensor; small gaps are closed."""
-        tensors = (
-            self.slot_mapping,
-            self.positions,
-            self.query_start_loc,
-            self.seq_lens,
-            self.state_slots,
-            self.block_tables,
-        )
+    def used(self, T: int, S: int, table_rows: int) -> list[tuple[int, int]]:
+        """Byte ranges of ``storage`` that hold T tokens, S sequences and so many rows of the block tables; small gaps
+        are closed."""
+        counts = [(tensor, T) for tensor in (*self.slot_mappings, self.positions)]
+        counts += [(self.query_start_loc, S + 1), (self.seq_lens, S)]
+        if self.state_slots is not None:
+            counts.append((self.state_slots, S))
+        counts += [(block_tables, table_rows) for block_tables in self.all_block_tables]
         ranges: list[tuple[int, int]] = []
-        for tensor, count in zip(tensors, rows, strict=True):
+        for tensor, count in counts:
             if count == 0:
                 continue
             start = tensor.data_ptr() - self.storage.data_ptr()
@@ -575,8 +667,8 @@ class _Staging:
             self.event.synchronize()
         return self.buffers
 
-    def send(self, target: _Buffers, rows: Sequence[int]) -> None:
-        for start, stop in self.buffers.used(rows):
+    def send(self, target: _Buffers, T: int, S: int, table_rows: int) -> None:
+        for start, stop in self.buffers.used(T, S, table_rows):
             target.storage[start:stop].copy_(self.buffers.storage[start:stop], non_blocking=True)
 
     def sent(self, device: torch.device) -> None:
@@ -593,10 +685,10 @@ def _prefers_compact(rows: int, width: int, M: int) -> bool:
 def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     """Make of a decode step the next one, on the device: each live request has one token more.
 
-    ``seq_lens`` and ``positions`` (and a cascade's ``suffix_lens``) grow by 1, ``slot_mapping`` names the next slot;
-    ``state_slots`` name the states that the step wrote; padding stays padding. No copy, no sync: it can be captured,
-    and a compiler fuses it into one kernel. Only device tensors change: the numbers on the host still tell of the step
-    that was built.
+    ``seq_lens`` and ``positions`` (and a cascade's ``suffix_lens``) grow by 1, ``slot_mapping`` names the next slot, in
+    each pool, and ``state_slots`` the rows that this step wrote; padding stays padding. No copy, no sync: it can be
+    captured, and a compiler fuses it into one kernel. Only device tensors change: the numbers on the host still tell of
+    the step that was built.
 
     Args:
         metadata: a step of one token for each request, S = T, built with a ``lookahead`` that covers the tokens by
@@ -613,12 +705,13 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     positions = metadata.positions + live
     last_column = metadata.block_tables.shape[1] - 1
     column = torch.div(positions, block_size, rounding_mode="trunc").clamp(max=last_column)  # past it nobody goes on
-    block = metadata.block_tables.gather(1, column[:, None])[:, 0].to(torch.int64)
-    metadata.slot_mapping.copy_(torch.where(live, block * block_size + positions % block_size, -1))
-    metadata.positions.copy_(positions)
-    metadata.seq_lens.add_(live)
+    for pool in (PoolMetadata(metadata.block_tables, metadata.slot_mapping), *(metadata.other_pools or ())):
+        block = pool.block_tables.gather(1, column[:, None])[:, 0].to(torch.int64)
+        pool.slot_mapping.copy_(torch.where(live, block * block_size + positions % block_size, -1))
     if metadata.state_slots is not None:
         metadata.state_slots.bitwise_xor_(live)
+    metadata.positions.copy_(positions)
+    metadata.seq_lens.add_(live)
     if metadata.cascade is not None:
         metadata.cascade.suffix_lens.add_(live)
 

@@ -124,6 +124,11 @@ class StateCache:
         """Sequences that ``swap_out`` can take now."""
         return len(self._free_host)
 
+    @property
+    def seq_ids(self) -> list[Hashable]:
+        """All sequences, in the order in which they came."""
+        return list(self._slots)
+
     def __contains__(self, seq_id: Hashable) -> bool:
         return seq_id in self._slots
 
