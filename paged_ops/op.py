@@ -262,8 +262,8 @@ def _refuse_transforms(name: str, mutates: Sequence[str], args: tuple[Any, ...],
         differentiated = any(_differentiated(each) for each in tensors)
     if differentiated:
         raise RuntimeError(
-            f"paged_ops.{name} has no derivatives, but an argument is differentiated (by torch.func.grad, jvp or jacfwd, "
-            "or dual numbers): detach it"
+            f"paged_ops.{name} has no derivatives, but an argument is differentiated (by torch.func.grad, jvp or "
+            "jacfwd, or dual numbers): detach it"
         )
 
 

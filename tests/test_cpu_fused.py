@@ -1,8 +1,10 @@
 """The C++ of attention on the CPU: every case through it, every width of vectors, every code of a format; how it is
 compiled, and what happens where it cannot be."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,22 @@ def test_a_feature_that_it_does_not_know_turns_it_off(monkeypatch):
     assert not cpu_fused.serves(torch.float32, Features(sinks=torch.zeros(2)))
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("library")
+    compile_in(folder)
+    return next(folder.iterdir())
+
+
+@pytest.fixture
+def quick_compiler(library, tmp_path):
+    """What stands for a compiler, and copies what one has made."""
+    script = tmp_path / "compiler"
+    script.write_text(f"#!/bin/sh\nfor last; do :; done\ncp {library} $last\n")
+    script.chmod(0o755)
+    return str(script)
+
+
 def compile_in(folder: Path):
     return cpu_fused.load([cpp_extension.get_cxx_compiler()], (), folder)
 
@@ -154,6 +172,33 @@ def test_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
     compile_in(tmp_path)
     assert list(tmp_path.iterdir()) == [library]
+
+
+def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compiler, tmp_path):
+    """In a process of its own, as such libraries can kill one."""
+    folder = tmp_path / "libraries"
+    folder.mkdir()
+    program = f"""if True:
+        import _ctypes
+        from pathlib import Path
+        from paged_ops import testing
+        from paged_ops.lowerings import cpu_fused
+        folder = Path({str(folder)!r})
+        load = lambda: cpu_fused.load([{quick_compiler!r}], (), folder)
+        load()
+        (library,) = folder.iterdir()
+        whole = library.read_bytes()
+        foreign = Path(_ctypes.__file__).read_bytes()
+        for damaged in (b"", whole[:5000], whole[:-1000], foreign, whole[:9000] + bytes(64) + whole[9064:]):
+            library.unlink()
+            library.write_bytes(damaged)
+            function = load()
+            assert [path.read_bytes() for path in folder.iterdir()] == [whole]
+            cpu_fused.compiled = lambda: function
+            testing.check({OP!r}, testing.case_named({OP!r}, "decode-fp32"))
+    """
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, (run.returncode, run.stderr[-1000:])
 
 
 def test_two_processes_compile_at_once(tmp_path):
@@ -168,7 +213,7 @@ def test_two_processes_compile_at_once(tmp_path):
     """
     both = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
-    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["attention"]
+    assert [path.name.partition("-")[0] for path in tmp_path.rglob("*.so")] == ["attention"]
 
 
 @pytest.fixture
@@ -188,12 +233,103 @@ def test_no_compiler(recompiled, recwarn):
     assert not recwarn.list
 
 
-def test_a_compiler_that_fails_is_named(recompiled, tmp_path):
-    with pytest.warns(UserWarning, match="not compiled, and slower"):
-        assert recompiled("false") is None
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("false", "returned non-zero exit status 1"),
+        ("true", "too short"),
+        ("", "expected the name of a compiler in CXX, got ''"),
+        ("c++ 'an open quotation", "No closing quotation"),
+        ("c++ --no-such-option", "no-such-option"),
+    ],
+)
+def test_a_compiler_that_fails_is_named(recompiled, tmp_path, recwarn, compiler, why):
+    assert recompiled(compiler) is None
+    (warning,) = recwarn.list
+    assert "paged_ops: attention on the CPU is not compiled, and slower: " in str(warning.message)
+    assert why in str(warning.message)
+    assert len(str(warning.message).splitlines()) <= 5
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_library_without_the_function(recompiled, tmp_path):
+    with pytest.warns(UserWarning, match="undefined symbol: paged_attention"):
+        assert recompiled("c++ -Dpaged_attention=other") is None
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_compiler_with_arguments(recompiled, tmp_path):
     assert recompiled("env c++ -DANY") is not None
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.rglob("*.so"))) == 1
+
+
+def test_only_this_user_can_write_what_is_loaded(tmp_path):
+    folder = cpu_fused.own_folder(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert cpu_fused.own_folder(tmp_path) == folder
+    folder.chmod(0o775)
+    with pytest.raises(PermissionError, match="only this user can write"):
+        cpu_fused.own_folder(tmp_path)
+    folder.chmod(0o755)
+    assert cpu_fused.own_folder(tmp_path) == folder
+    elsewhere = tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    with pytest.raises(PermissionError, match="only this user can write"):
+        cpu_fused.own_folder(tmp_path)
+    folder.unlink()
+    folder.write_text("a file")
+    with pytest.raises(FileExistsError):
+        cpu_fused.own_folder(tmp_path)
+
+
+def test_what_another_user_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="only this user can write"):
+        cpu_fused.own_folder(tmp_path)
+
+
+@pytest.mark.parametrize("trouble", ["unsafe", "a file", "no home"])
+def test_without_a_folder_the_library_is_this_process_s(
+    recompiled, quick_compiler, tmp_path, monkeypatch, recwarn, trouble
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    if trouble == "unsafe":
+        cpu_fused.own_folder(tmp_path).chmod(0o777)
+    if trouble == "a file":
+        (tmp_path / f"user-{os.geteuid()}").write_text("a file")
+    made = recompiled(quick_compiler)
+    if trouble == "no home":
+
+        def no_home(name, verbose):
+            raise PermissionError("read-only file system")
+
+        monkeypatch.setattr(cpp_extension, "_get_build_directory", no_home)
+        made = cpu_fused.compiled.__wrapped__()
+    assert made is not None
+    assert not recwarn.list
+    assert not list((tmp_path / "temporary").iterdir())
+    monkeypatch.setattr(cpu_fused, "compiled", lambda: made)
+    testing.check(OP, testing.case_named(OP, "decode-fp32"))
+
+
+def test_a_full_disk(tmp_path):
+    """Files of some bytes at most: the compiler fails, attention works."""
+    program = f"""if True:
+        import resource, warnings
+        from paged_ops import testing
+        from paged_ops.lowerings import cpu_fused
+        from torch.utils import cpp_extension
+        cpp_extension._get_build_directory = lambda name, verbose: {str(tmp_path)!r}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            testing.check({OP!r}, testing.case_named({OP!r}, "decode-fp32"))
+        assert cpu_fused.compiled() is None
+        (warning,) = caught
+        assert "not compiled, and slower" in str(warning.message), warning
+    """
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert not list(tmp_path.rglob("*.so"))

@@ -2,9 +2,10 @@
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
 reads each once for all the rows of a decode. It is compiled at the first call that it could serve, in about two
-seconds, by the compiler that torch would take for a C++ extension, and kept in torch's folder of extensions under a
-hash of source, compiler, flags and machine: later processes load it. Without a compiler the torch ops of
-:mod:`paged_ops.lowerings.cpu` serve everything, slower and within the same error budget.
+seconds, by the compiler that torch would take for a C++ extension, and kept in torch's folder of extensions, a folder
+for each user, under a hash of source, compiler, flags and machine and one of its own bytes: later processes load what
+has both. Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, slower and within the
+same error budget.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -55,6 +57,10 @@ FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
 }
+# What load may raise.
+FAILURES = (OSError, subprocess.SubprocessError, AttributeError)
+# How long a compiler may take, and how much of what it says is shown.
+MOST_SECONDS, LINES_SAID = 300, 5
 
 
 class Call(ctypes.Structure):
@@ -143,38 +149,87 @@ def serves(stored: torch.dtype, f: Features) -> bool:
 
 @functools.cache
 def compiled() -> Callable[[Any], None] | None:
-    """The C++ function, or None where there is no compiler that can make it."""
+    """The C++ function, or None where there is no compiler that can make it: with a warning, if there is one at all."""
     if sys.platform == "win32":
         return None  # its own compiler lacks the vectors that the source is written in
     try:
         # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); the import needs setuptools.
         from torch.utils import cpp_extension
 
-        compiler = shlex.split(cpp_extension.get_cxx_compiler())
-        if shutil.which(compiler[0]) is None:
-            return None
-        folder = Path(cpp_extension._get_build_directory("paged_ops", False))
-        return load(compiler, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()), folder)
-    except (ImportError, OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        warnings.warn(f"paged_ops: attention on the CPU is not compiled, and slower: {said}", stacklevel=2)
+        named = cpp_extension.get_cxx_compiler()
+        compiler = shlex.split(named)
+        if not compiler:
+            raise ValueError(f"expected the name of a compiler in CXX, got {named!r}")
+    except (ImportError, ValueError) as error:
+        _warn(error)
+        return None
+    if shutil.which(compiler[0]) is None:
+        return None
+    processor = FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())
+    try:
+        return load(compiler, processor, own_folder(Path(cpp_extension._get_build_directory("paged_ops", False))))
+    except FAILURES:
+        pass
+    try:  # the folder may be read-only, full or unsafe: a library for this process alone
+        with tempfile.TemporaryDirectory() as folder:
+            return load(compiler, processor, Path(folder))
+    except FAILURES as error:
+        _warn(error)
         return None
 
 
+def _warn(why: Exception) -> None:
+    lines = str(getattr(why, "stderr", None) or why).strip().splitlines()
+    said = "\n".join(lines[:LINES_SAID])
+    warnings.warn(f"paged_ops: attention on the CPU is not compiled, and slower: {said}", stacklevel=3)
+
+
+def own_folder(shared: Path) -> Path:
+    """A folder in it that only this user can write: what others could have written is never loaded.
+
+    Raises OSError where there can be none.
+    """
+    folder = shared / f"user-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"expected a folder that only this user can write, got {folder}")
+    return folder
+
+
 def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], None]:
-    """The function from a library in folder, which is compiled unless it is there."""
+    """The function from a library in folder, which is compiled unless it is there, whole and as it was compiled.
+
+    Raises OSError, subprocess.SubprocessError or AttributeError (no such function in what the compiler made).
+    """
     command = [*compiler, "-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", *processor]
-    made_of = (SOURCE.read_text(), command, shutil.which(compiler[0]), platform.machine())
-    library = folder / f"attention-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        # Under another name first: a process that finds the library finds all of it.
-        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            subprocess.run([*command, str(SOURCE), "-o", unfinished], check=True, capture_output=True, text=True)
-            os.replace(unfinished, library)
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
+    made_of = (SOURCE.read_text(), command, shutil.which(compiler[0]), platform.machine(), platform.libc_ver())
+    stem = f"attention-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
+    for library in folder.glob(f"{stem}-*.so"):
+        if library == _named_by_content(library, stem):
+            return _function(library)
+        library.unlink(missing_ok=True)  # loading it could kill the process
+    # Under another name first: a process that finds the library finds all of it.
+    handle, path = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    unfinished = Path(path)
+    try:
+        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
+        run([*command, str(SOURCE), "-o", path])
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())  # a full disk may show only now
+        function = _function(unfinished)
+        unfinished.replace(_named_by_content(unfinished, stem))
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return function
+
+
+def _named_by_content(library: Path, stem: str) -> Path:
+    return library.with_name(f"{stem}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so")
+
+
+def _function(library: Path) -> Callable[[Any], None]:
     function = ctypes.CDLL(str(library)).paged_attention
     function.argtypes, function.restype = [ctypes.POINTER(Call)], None
     return function
