@@ -109,6 +109,11 @@ class StepStates(Cache):
     def is_decode(self) -> bool:
         return self.sequence_of_token is not None
 
+    @property
+    def is_decode(self) -> bool:
+        """One token for each sequence, none of them its first: what may be compiled."""
+        return self.sequence_of_token is not None
+
     def of_layer(self, groups: Sequence[Sequence[Tensor]]) -> StepStates:
         """The same step for one decoder layer, whose modules have these tensors."""
         return StepStates(groups, self.num_tokens, self.calls, self.sequence_of_token, True)
@@ -140,7 +145,10 @@ class _Same:
 
 
 class _LayerCache(Cache):
-    """A cache of transformers that has one layer, whichever is asked for."""
+    """A cache of transformers that has one layer, whichever is asked for.
+
+    The methods are those of transformers, but for reading the number of the layer: a compiler then has one code for all.
+    """
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
         self.layer = layer
@@ -167,6 +175,25 @@ class _LayerCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return bool(self.layer.has_previous_state[0 if state_idx is None else state_idx])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.layer.conv_states[state_idx] if self.layer.has_previous_state[state_idx] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.layer.recurrent_states[state_idx] if self.layer.has_previous_state[state_idx] else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        full: Tensor = self.layer.update_conv_state(conv_states, state_idx, **kwargs)
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        newest: Tensor = self.layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return newest
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
     def state(self, key: StateKey) -> Tensor:
         states = self.layer.conv_states if key.kind == "conv" else self.layer.recurrent_states
@@ -195,7 +222,11 @@ class StateLayer:
 
     def install(self) -> None:
         """Become the module's forward: an attribute of the instance, which comes before that of its class."""
-        self.module.__dict__["forward"] = self
+
+        def forward(*args: Any, **kwargs: Any) -> Any:  # a function, which a compiler knows by its code
+            return self(*args, **kwargs)
+
+        self.module.__dict__["forward"] = forward
 
     def remove(self) -> None:
         del self.module.__dict__["forward"]
