@@ -18,8 +18,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
+from paged_ops.states import StateCache
 
 MOST_POSITIONS = 2**24  # of those that a mask's function is asked about
 
@@ -89,6 +91,7 @@ class Probe:
         length: the longest sequence, for which masks are understood.
         num_blocks, block_size: of each cache.
         layout: of the caches.
+        states: the tensors of layers that keep state.
     """
 
     names: dict[nn.Module, str]
@@ -96,6 +99,7 @@ class Probe:
     num_blocks: int
     block_size: int
     layout: Layout
+    states: list[Tensor] = field(default_factory=list)
     caches: list[Tensor] = field(default_factory=list)
     specs: list[CacheSpec] = field(default_factory=list)
     calls: dict[nn.Module, _Call] = field(default_factory=dict)
@@ -227,7 +231,13 @@ def run_dense(model: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def run_probe(model: Any, step: Callable[..., Tensor], dense: list[Tensor], max_model_len: int | None) -> Probe:
+def run_probe(
+    model: Any,
+    step: Callable[..., Tensor],
+    dense: list[Tensor],
+    max_model_len: int | None,
+    states: StateLayers | None = None,
+) -> Probe:
     """Runs ``step`` of ``model`` on the sequences on trial, with a probe for caches; its logits must be as ``dense``.
 
     Raises:
@@ -237,10 +247,25 @@ def run_probe(model: Any, step: Callable[..., Tensor], dense: list[Tensor], max_
     names = {module: of for of, module in model.named_modules()}
     length = max(max_model_len or 0, 2**20)
     probe = Probe(names, length, len(_LENGTHS), _BLOCK_SIZE, get_default_layout(model.device))
-    builder = AttentionMetadataBuilder(_BLOCK_SIZE, 2, sum(_CHUNKS[0]), 1, "cpu", num_blocks=2, num_staging_buffers=0)
+    cache = None if states is None else StateCache(states.specs, len(_LENGTHS), device=model.device)
+    if cache is not None:
+        probe.states = cache.tensors
+        for seq_id in range(len(_LENGTHS)):
+            cache.admit(seq_id)
+    builder = AttentionMetadataBuilder(
+        _BLOCK_SIZE,
+        len(_LENGTHS),
+        sum(_CHUNKS[0]),
+        1,
+        "cpu",
+        num_blocks=2,
+        num_staging_buffers=0,
+        num_state_rows=0 if cache is None else len(cache.tensors[0]),
+    )
     computed = [0, 0]
     for chunks in _CHUNKS:
-        batch = Batch(list(chunks), list(computed), [[1], [0]])
+        rows_of_states = None if cache is None else cache.rows(range(len(_LENGTHS)))
+        batch = Batch(list(chunks), list(computed), [[1], [0]], state_slots=rows_of_states)
         metadata = pytree.tree_map_only(Tensor, lambda each: each.to(model.device), builder.build(0, batch))
         tokens = torch.cat(
             [ids[at : at + n] for ids, at, n in zip(_trial_tokens(model), computed, chunks, strict=True)]
@@ -253,11 +278,14 @@ def run_probe(model: Any, step: Callable[..., Tensor], dense: list[Tensor], max_
             raise
         except Exception as error:
             raise ValueError(f"model: {name} cannot be served: {error}") from error
-        if not probe.calls:
+        if not probe.calls and cache is None:
             raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
         want = torch.cat([each[at : at + n] for each, at, n in zip(dense, computed, chunks, strict=True)])
         _expect_alike(name, logits.float(), want, model.dtype)
         computed = [at + n for at, n in zip(computed, chunks, strict=True)]
+        if cache is not None:
+            for seq_id in range(len(_LENGTHS)):
+                cache.commit(seq_id)
     return probe
 
 

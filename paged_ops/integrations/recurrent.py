@@ -107,10 +107,6 @@ class StepStates(Cache):
 
     @property
     def is_decode(self) -> bool:
-        return self.sequence_of_token is not None
-
-    @property
-    def is_decode(self) -> bool:
         """One token for each sequence, none of them its first: what may be compiled."""
         return self.sequence_of_token is not None
 
@@ -147,7 +143,7 @@ class _Same:
 class _LayerCache(Cache):
     """A cache of transformers that has one layer, whichever is asked for.
 
-    The methods are those of transformers, but for reading the number of the layer: a compiler then has one code for all.
+    The methods are those of transformers, but do not read the number of the layer: compiled code then serves them all.
     """
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
@@ -373,7 +369,7 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
             result: Tensor = own(states, state_idx, **kwargs)
             call, key = running[-1], (layer_idx, StateKey(kind, state_idx))
             if any(key in other.states for other in found.values()):
-                raise ValueError(f"model: expected each state to be written once a step, got {key} twice in {name}")
+                raise ValueError(f"each state was to be written once a step, but {key} is twice")
             found.setdefault(id(call), call).states[key] = getattr(layer, f"{kind}_states")[state_idx]
             return result
 
@@ -385,8 +381,13 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
                 setattr(layer, f"update_{kind}_state", update(layer_idx, layer, kind))
     ids = torch.arange(1, _NUM_OBSERVED + 1, device=model.get_input_embeddings().weight.device)
     ids = ids % model.get_input_embeddings().weight.shape[0]
-    with _calls_with(model, cache, running), torch.no_grad():
-        model(input_ids=ids[None], use_cache=True, **{argument: cache})
+    try:
+        with _calls_with(model, cache, running), torch.no_grad():
+            model(input_ids=ids[None], use_cache=True, **{argument: cache})
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"model: {name} fails on a few tokens with a cache: {error}") from error
     calls = list(found.values())
     if len({call.module for call in calls}) < len(calls) or any(len({i for i, _ in c.states}) > 1 for c in calls):
         raise ValueError(f"model: expected a module to keep the states of one layer, got one for several in {name}")

@@ -31,6 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged_ops.cache import KVCache
 from paged_ops.integrations.probe import CacheSpec, Probe, request_mask, run_dense, run_probe
+from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.wrapping import NAME, UNDO, CompiledLayer, LayerCaches, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, split_joined_cache, split_kv_cache
 from paged_ops.metadata import AttentionMetadata
@@ -170,6 +171,7 @@ class PagedCausalLM:
         layers: what each cache holds: heads, head sizes, window and chunk.
         num_layers: caches.
         num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache.
+        states: the layers that keep state instead of keys; None if there are none.
         max_model_len: as given or found; None if the config does not say.
 
     Raises:
@@ -186,18 +188,27 @@ class PagedCausalLM:
         self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else max_model_len
         forward = inspect.signature(model.forward).parameters
-        self._takes_rows = "logits_to_keep" in forward
+        self._takes_rows, self._takes_positions = "logits_to_keep" in forward, "position_ids" in forward
+        self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in forward.values())
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
         if previous is not None:
             previous.undo()
         self._wrapping = Wrapping(model)
+        self.states: StateLayers | None = None
+        self.num_layers = 0
         try:
             for parent, name, rotary in freezes:
                 self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
             self._wrapping.set_implementation("eager")
             dense = run_dense(model)
+            self.states = StateLayers.find(model)
+            _refuse_layers(model, self.states)
+            if self.states is not None:
+                self._wrapping.keep_states(self.states)
             self._wrapping.set_implementation(PROBE)
-            probe = run_probe(model, self._step, dense, self.max_model_len)
+            probe = run_probe(model, self._step, dense, self.max_model_len, self.states)
+            if probe.calls:
+                _expect_arguments_of_attention(model)
             _expect_windows_of_cache(model, probe, self.max_model_len)
             self._wrapping.set_implementation(NAME)
         except BaseException:
@@ -208,7 +219,13 @@ class PagedCausalLM:
         self._wrapping.arm()
         self.layers: tuple[CacheSpec, ...] = tuple(probe.specs)
         self.num_layers = len(self.layers)
-        self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, zip(*self.layers, strict=True))
+        sizes = zip(*self.layers, strict=True) if self.layers else ((),) * len(CacheSpec._fields)
+        self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether the step can be compiled and captured for decodes alone: it has layers that keep state."""
+        return self.states is not None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -253,7 +270,8 @@ class PagedCausalLM:
 
         A step is then made of compiled parts: for a model of many layers that takes a fraction of the time that
         compiling it whole takes, and within a CUDA graph it runs as fast. The rotary embedding and the last norm are
-        compiled by themselves. Call it after :func:`paged_ops.integrations.projections.fuse_projections`.
+        compiled by themselves. Layers that keep state run as compiled for decodes alone. Call it after
+        :func:`paged_ops.integrations.projections.fuse_projections`.
 
         Args:
             dynamic: sizes of a batch stay open, so that one graph serves them all; with False each has code of its own.
@@ -264,22 +282,32 @@ class PagedCausalLM:
         """
         self._wrapping.check()
         options = {"fullgraph": True, "dynamic": dynamic, **options}
-        attending = self._wrapping.attending
+        attending, states = self._wrapping.attending, () if self.states is None else self.states.layers
         decoders: dict[nn.Module, None] = {}
-        layers: dict[nn.Module, list[nn.Module]] = {}
-        for module in attending:
+        layers: dict[nn.Module, tuple[list[nn.Module], list[StateLayer]]] = {}
+
+        def of(module: nn.Module) -> tuple[list[nn.Module], list[StateLayer]]:
             decoder, layer = self._wrapping.place_of(module)
             decoders[decoder] = None
-            layers.setdefault(layer, []).append(module)
+            return layers.setdefault(layer, ([], []))
+
+        for module in attending:
+            of(module)[0].append(module)
+        for state in states:
+            of(state.module)[1].append(state)
         kinds: dict[Any, Callable[..., Any]] = {}
-        for layer, modules in layers.items():
-            kind = type(layer), tuple((m.window, m.chunk, m.writes) for m in map(attending.__getitem__, modules))
+        for layer, (modules, keeping) in layers.items():
+            reaches = tuple((m.window, m.chunk, m.writes) for m in map(attending.__getitem__, modules))
+            kind = type(layer), reaches, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             for place, module in enumerate(modules):
                 self._wrapping.note(module, dataclasses.replace(attending[module], place=place))
+            for place, each in enumerate(keeping):
+                each.position = place
             caches = [attending[module].cache for module in modules]
-            self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches))
+            places = [each.index for each in keeping]
+            self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places))
         for decoder in decoders:
             for name, part in decoder.named_children():
                 # a layer of torch itself is one kernel already
@@ -299,16 +327,18 @@ class PagedCausalLM:
         return self._step(input_ids, metadata, last_rows, kv_caches)
 
     def _step(self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any) -> Tensor:
-        logits = self.model(
-            input_ids=input_ids[None],
+        arguments: dict[str, Any] = {"logits_to_keep": last_rows} if self._takes_rows else {}
+        if self._takes_positions:
+            arguments["position_ids"] = metadata.positions[None]
+        if self.states is None:
             # Nobody reads it; without one, transformers looks for packed sequences, and waits for the device.
-            attention_mask=torch.ones_like(input_ids[None], dtype=torch.bool),
-            position_ids=metadata.positions[None],
-            use_cache=False,
-            kv_caches=kv_caches,
-            attention_metadata=metadata,
-            **({"logits_to_keep": last_rows} if self._takes_rows else {}),
-        ).logits[0]
+            arguments["attention_mask"] = torch.ones_like(input_ids[None], dtype=torch.bool)
+        else:
+            tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
+            arguments[self.states.argument] = self.states.step(metadata, len(input_ids), tensors)
+        if self._takes_more:
+            arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
+        logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
         return logits if self._takes_rows else logits[last_rows]
 
 
@@ -351,12 +381,8 @@ def _refuse(model: Any) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
-    config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder, got {name}, an encoder-decoder")
-    for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type not in _LAYER_TYPES:
-            raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {name}")
     if not model._can_set_attn_implementation():
         raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
     if not model.can_generate():
@@ -366,6 +392,18 @@ def _refuse(model: Any) -> None:
         )
     if model.training:
         raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
+
+
+def _refuse_layers(model: Any, states: StateLayers | None) -> None:
+    """Layers that are neither attention nor keep state in transformers' cache."""
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    for layer_type in layer_types:
+        if states is None and layer_type not in _LAYER_TYPES:
+            raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
+
+
+def _expect_arguments_of_attention(model: Any) -> None:
+    name = type(model).__name__
     forward = inspect.signature(model.forward).parameters
     if "position_ids" not in forward:
         raise ValueError(f"model: expected one whose forward takes position_ids, got {name}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from paged_ops.integrations.probe import Attending
+from paged_ops.integrations.recurrent import StateLayers, StepStates
 
 NAME = "paged_ops"  # of the attention implementation
 UNDO = "undo the wrapping by PagedCausalLM.unwrap()"
@@ -29,6 +30,8 @@ class Wrapping:
         self._implementations = [(config, config._attn_implementation) for config in configs.values()]
         self.attending: dict[nn.Module, Attending] = {}
         self.configs: tuple[Any, ...] = ()
+        self._is_armed = False
+        self._states: StateLayers | None = None
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._compiled: list[nn.Module] = []
@@ -54,15 +57,19 @@ class Wrapping:
     def note(self, module: Any, attending: Attending) -> None:
         self.attending[module] = module.paged_attending = attending
 
+    def keep_states(self, states: StateLayers) -> None:
+        self._states = states
+        states.install()
+
     def arm(self) -> None:
         """From here on the model is to attend as it does now."""
         configs = {id(config): config for config in (getattr(m, "config", self.model.config) for m in self.attending)}
-        self.configs = tuple(configs.values())
+        self.configs, self._is_armed = tuple(configs.values()), True
         for parent, name, _ in self._replaced:
             getattr(parent, name).armed = True
 
     def check(self) -> None:
-        if not self.configs:
+        if not self._is_armed:
             raise ValueError("model: expected one that is wrapped, got one after unwrap(); wrap it again")
         for config in self.configs:
             if config._attn_implementation != NAME:
@@ -97,7 +104,9 @@ class Wrapping:
         for module in self.attending:
             if getattr(module, "paged_attending", None) is not None:
                 del module.paged_attending
-        self.attending, self.configs = {}, ()
+        if self._states is not None:
+            self._states.remove()
+        self.attending, self.configs, self._is_armed, self._states = {}, (), False, None
         self._forwards, self._compiled, self._replaced = [], [], []
         if getattr(self.model, "paged_wrapping", None) is self:
             del self.model.paged_wrapping
@@ -108,18 +117,30 @@ class Wrapping:
 class CompiledLayer:
     """The forward of one decoder layer by the code that all layers of its kind share."""
 
-    def __init__(self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int]) -> None:
-        self.run_layer, self.layer, self.caches = run_layer, layer, caches
+    def __init__(self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int], states: list[int]) -> None:
+        self.run_layer, self.layer, self.caches, self.states = run_layer, layer, caches, states
 
-    def __call__(self, *args: Any, kv_caches: Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
-        if kv_caches is None:
-            raise ValueError(f"model: its layers are compiled for paged attention; {UNDO}")
-        return self.run_layer(self.layer, LayerCaches(tuple(kv_caches[i] for i in self.caches)), args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.caches:
+            kv_caches = kwargs.get("kv_caches")
+            if kv_caches is None:
+                raise ValueError(f"model: its layers are compiled for paged attention; {UNDO}")
+            kwargs["kv_caches"] = LayerCaches(tuple(kv_caches[i] for i in self.caches))
+        else:
+            kwargs.pop("kv_caches", None)
+        if self.states:
+            argument, step = next((each for each in kwargs.items() if isinstance(each[1], StepStates)), (None, None))
+            if argument is None or step is None:
+                raise ValueError(f"model: its layers are compiled for paged steps; {UNDO}")
+            kwargs[argument] = step.of_layer([step.groups[i] for i in self.states])
+            if not step.is_decode:
+                return run_layer(self.layer, args, kwargs)
+        return self.run_layer(self.layer, args, kwargs)
 
 
-def run_layer(layer: Any, kv_caches: LayerCaches, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The number of the layer is not read, or each layer would be compiled by itself.
-    return type(layer).forward(layer, *args, kv_caches=kv_caches, **kwargs)
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 def copy_of(function: Any) -> Any:
