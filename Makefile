@@ -10,17 +10,33 @@ TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 TOKENIZERS_PA
 INTERPRETER_TESTS := $(wildcard tests/test_gpu_*interpreter.py)
 AOT_TESTS := $(wildcard tests/test_gpu_*aot.py)
 
-.PHONY: demo test test-cpu test-interpreter test-aot test-xla lint format bench compiler
+# What `make fuzz` runs, each for so many seconds: on a machine with a GPU, make fuzz DEVICE=cuda SECONDS=480 PROCESSES=8
+CAMPAIGNS ?= ops allocator metadata loop graphs programs threads
+SECONDS ?= 60
+DEVICE ?= cpu
+SEED ?= 0
+PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
 	$(BIN)/paged-ops demo
 
 # A file of tests that does not exist is not run, and is not called passed either.
-test: test-cpu $(if $(INTERPRETER_TESTS),test-interpreter) $(if $(AOT_TESTS),test-aot)
+test: test-cpu test-fuzz $(if $(INTERPRETER_TESTS),test-interpreter) $(if $(AOT_TESTS),test-aot)
 
 test-cpu: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu)" tests
+	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu or fuzz)" tests
+
+test-fuzz: compiler $(INSTALLED)
+	$(TEST_ENV) $(PYTEST) -n 2 -m fuzz tests/test_fuzz.py
+
+# At length: what is found is printed with the command that runs it again, and lies in .fuzz/ with all counts.
+fuzz: compiler $(INSTALLED)
+	@mkdir -p .fuzz; status=0; for campaign in $(CAMPAIGNS); do echo "== $$campaign"; \
+	  $(TEST_ENV) $(BIN)/python -m tests.fuzz $$campaign --seconds $(SECONDS) --device $(DEVICE) --seed $(SEED) \
+	    --processes $(PROCESSES) --out .fuzz/$$campaign.json || status=1; done; exit $$status
 
 test-interpreter: compiler $(INSTALLED)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interpreter $(or $(INTERPRETER_TESTS),tests)

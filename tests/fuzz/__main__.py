@@ -13,6 +13,9 @@ CAMPAIGNS = {
     "ops": "every op against float64",
     "allocator": "BlockAllocator against a slow model of contents",
     "metadata": "the builder and the batch helpers against plain Python",
+    "loop": "GenerationLoop under aborts, exceptions and preemption against a dense model",
+    "programs": "random programs of ops, compiled against eager",
+    "threads": "ops from several threads, and on random streams, against the same ops alone",
     "graphs": "captured steps against plain ones (imitated graphs on the CPU)",
 }
 

@@ -132,7 +132,7 @@ def work(
     """A worker: cases first, first + stride, ... until a time of the clock; ``state`` has what it found so far."""
     results, number, written = Results(), first, time.monotonic()
     with open(state.with_suffix(".case"), "w+b", buffering=0) as current:
-        while time.time() < until:
+        while number == first or time.time() < until:
             os.pwrite(current.fileno(), f"{number:<20d}".encode(), 0)
             usable = run_case(campaign, function, number, options, results)
             number += stride

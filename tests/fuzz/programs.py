@@ -1,0 +1,247 @@
+"""Campaign: random programs of ops, compiled as one graph, against the same programs run eagerly.
+
+A case is one program: layers that write and attend in many orders, reads and writes once more, views, copies between
+blocks, a branch or a loop of the graph, arithmetic in between. It runs on several batches, each time on caches of its
+own. Results and caches must be equal. In a chained program each op depends on the result of the one before, as in a
+model: there no cache may be copied, by the lint of ``paged_ops.inspection``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+
+import paged_ops
+from paged_ops.inspection import CompileReport
+
+from .runner import Case
+
+H, K, D = 4, 2, 16
+WIDTH = H * D
+KINDS = ("layer",) * 5 + ("read again", "write again", "gather", "lse", "cascade", "cond", "while", "merge", "norm")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def run(case: Case) -> None:
+    """One program, compiled and eager."""
+    with torch.no_grad():
+        torch._dynamo.reset()
+        inductor_config.compile_threads = 1  # the processes of a run share the cores
+        try:
+            Program(case).run()
+        finally:
+            torch._dynamo.reset()
+
+
+class Program:
+    def __init__(self, case: Case) -> None:
+        rng = case.random
+        self.case, self.rng, self.device = case, rng, case.device
+        self.dice = case.generator()
+        self.L, self.B = rng.choice((1, 2, 3)), rng.choice((1, 4, 16))
+        self.T, self.S = rng.choice(((4, 4), (12, 3), (9, 5), (2, 2)))
+        self.M = 24 // self.B
+        self.N = self.S * self.M + 5
+        self.form = rng.choice(("nhd", "hnd", "hnd inside", "arena", "separate", "interleaved", "x_packed"))
+        self.chained = rng.random() < 0.6
+        self.features = rng.choice(
+            (
+                {},
+                {},
+                {"sliding_window": 5},
+                {"soft_cap": 4.0},
+                {"attention_chunk": 6},
+                {"sliding_window": 3, "soft_cap": 2.0},
+            )
+        )
+        self.steps = [(rng.choice(KINDS), rng.randrange(self.L)) for _ in range(rng.randint(2, 7))]
+        if rng.random() < 0.3:
+            self.steps.insert(0, ("copy", 0))
+        if not self.chained:
+            self.steps += [("copy", 0)] * rng.choice((0, 1))
+            rng.shuffle(self.steps)
+        self.old = [rng.randrange(100) for _ in self.steps]  # which earlier result a step takes, where not the last
+        self.weights = {
+            name: self.numbers(*shape) * WIDTH**-0.5
+            for name, shape in (("qkv", (WIDTH, (H + 2 * K) * D)), ("out", (WIDTH, WIDTH)), ("gate", (WIDTH, WIDTH)))
+        }
+        self.what = f"{self.form} L={self.L} B={self.B} T={self.T} S={self.S} {self.features} {self.steps}"
+        self.what += " chained" if self.chained else f" free {self.old}"
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.dice).to(self.device)
+
+    # The program -----------------------------------------------------------------------------------------------------
+
+    def caches(self) -> list[Tensor]:
+        """What the program takes: the tensors that its caches are, or are made from inside of it."""
+        N, B, L = self.N, self.B, self.L
+        if self.form == "arena":
+            return [self.numbers(L, N, 2, B, K, D)]
+        shapes = {
+            "nhd": [(N, 2, B, K, D)],
+            "hnd": [(N, 2, K, B, D)],
+            "hnd inside": [(N, 2, K, B, D)],
+            "separate": [(N, B, K, D), (N, B, K, D)],
+            "interleaved": [(N, B, 2 * K, D)],
+            "x_packed": [(2, N, B * K * D)],
+        }[self.form]
+        made = [self.numbers(*shape) for _ in range(L) for shape in shapes]
+        return [each.transpose(2, 3) for each in made] if self.form == "hnd" else made
+
+    def views(self, caches: list[Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """The caches as the ops take them, a layer each."""
+        if self.form == "arena":
+            return [(caches[0][layer], {}) for layer in range(self.L)]
+        if self.form == "hnd inside":
+            return [(each.transpose(2, 3), {}) for each in caches]
+        if self.form == "separate":
+            return [(caches[2 * layer], {"value_cache": caches[2 * layer + 1]}) for layer in range(self.L)]
+        if self.form == "x_packed":
+            pairs = [paged_ops.split_kv_cache(each, K, D) for each in caches]
+            return [(key, {"value_cache": value}) for key, value in pairs]
+        return [(each, {}) for each in caches]
+
+    def __call__(self, hidden: Tensor, caches: list[Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        views, results = self.views(caches), [hidden]
+        for number, (kind, layer) in enumerate(self.steps):
+            source = results[-1] if self.chained else results[self.old[number] % len(results)]
+            results.append(self.step(kind, source, *views[layer], views, batch))
+        return tuple(results[1:]) if not self.chained else (results[-1],)
+
+    def step(
+        self,
+        kind: str,
+        hidden: Tensor,
+        kv: Tensor,
+        planes: dict[str, Tensor],
+        views: list[tuple[Tensor, dict[str, Tensor]]],
+        batch: dict[str, Tensor],
+    ) -> Tensor:
+        w = self.weights
+        if kind == "norm":
+            return torch.nn.functional.silu(hidden @ w["gate"]) * torch.rsqrt(hidden.square().mean(-1, True) + 1e-3)
+        if kind == "copy":
+            tensors = [each for one, more in views for each in (one, *more.values())]
+            if self.form != "x_packed":  # whose planes are views of one allocation
+                paged_ops.copy_blocks(tensors, batch["pairs"])
+            return hidden + 0.5
+        query, key, value = (hidden @ w["qkv"]).view(-1, H + 2 * K, D).split([H, K, K], dim=1)
+        if kind in ("layer", "write again", "lse", "merge"):
+            key = key * torch.cos(batch["positions"])[:, None, None] + key.flip(-1)
+            paged_ops.reshape_and_cache(key, value, kv, batch["slots"], **planes)
+        if kind == "write again":
+            paged_ops.reshape_and_cache(value, key, kv, batch["slots"], **planes)
+        tables, lens, starts = batch["tables"], batch["lens"], batch["starts"]
+        named = {**planes, **self.features}
+        scale = D**-0.5
+        if kind == "gather":
+            keys, values = paged_ops.gather_kv(kv, tables, lens, 30, **planes)
+            seen = (keys * values).sum(0).reshape(1, -1)
+            return hidden + torch.cat([seen, seen.sin()], 1)
+        if kind == "lse":
+            out, lse = paged_ops.paged_attention_with_lse(query, kv, tables, lens, starts, scale, **named)
+            out = out * torch.sigmoid(lse.nan_to_num(0.0, 0.0, 0.0))[:, :, None]
+        elif kind == "merge":
+            left = paged_ops.paged_attention_with_lse(query, kv, tables, lens, starts, scale, **named)
+            right = paged_ops.paged_attention_with_lse(
+                query, kv, batch["prefix"], batch["prefix_len"], batch["all"], scale, causal=False, **planes
+            )
+            out, _ = paged_ops.merge_attention_states(*left, *right)
+        elif kind == "cascade":
+            prefix = batch["prefix"], batch["prefix_len"]
+            out = paged_ops.cascade_attention(query, kv, *prefix, tables, lens, starts, scale, **planes)
+        elif kind == "cond":
+
+            def attends(query: Tensor, kv: Tensor, tables: Tensor, lens: Tensor, starts: Tensor) -> Tensor:
+                return paged_ops.paged_attention(query, kv, tables, lens, starts, scale, **self.features) * 1.0
+
+            def rests(query: Tensor, kv: Tensor, tables: Tensor, lens: Tensor, starts: Tensor) -> Tensor:
+                return query * 2.0
+
+            if planes:
+                return hidden * 1.5
+            operands = (query.contiguous(), kv, tables, lens, starts)
+            out = torch.cond(batch["flag"], attends, rests, operands)
+        elif kind == "while":
+
+            def goes_on(i: Tensor, query: Tensor) -> Tensor:
+                return i < 3
+
+            def body(i: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+                seen = paged_ops.paged_attention(query, kv, tables, lens, starts, scale, **named)
+                return i + 1, query * 0.5 + seen
+
+            from torch._higher_order_ops.while_loop import while_loop
+
+            _, out = while_loop(goes_on, body, (torch.zeros_like(batch["count"]), query.contiguous()))
+        else:
+            out = paged_ops.paged_attention(query, kv, tables, lens, starts, scale, **named)
+        return hidden + out.reshape(-1, WIDTH) @ w["out"]
+
+    # Its batches -----------------------------------------------------------------------------------------------------
+
+    def batch(self) -> dict[str, Tensor]:
+        rng, B = self.rng, self.B
+        q = [0] * self.S
+        for _ in range(rng.randint(0, self.T)):
+            q[rng.randrange(self.S)] += 1
+        lens = [rng.randint(rows, max(rows, self.M * B)) if rows else rng.choice((0, 3)) for rows in q]
+        lens = [min(n, self.M * B) for n in lens]
+        q = [min(rows, n) for rows, n in zip(q, lens, strict=True)]
+        ids = rng.sample(range(self.N), self.N)
+        tables = [ids[s * self.M : (s + 1) * self.M] for s in range(self.S)]
+        positions = [n - rows + r for rows, n in zip(q, lens, strict=True) for r in range(rows)]
+        owner = [s for s, rows in enumerate(q) for _ in range(rows)]
+        slots = [tables[s][p // B] * B + p % B for s, p in zip(owner, positions, strict=True)]
+        padding = self.T - len(slots)
+        starts = [sum(q[:s]) for s in range(self.S + 1)]
+        spare = ids[self.S * self.M :]
+        ints: dict[str, tuple[Any, torch.dtype]] = {
+            "tables": (tables, torch.int32),
+            "lens": (lens, torch.int32),
+            "starts": (starts, torch.int32),
+            "slots": (slots + [-1] * padding, torch.int64),
+            "positions": (positions + [0] * padding, torch.int64),
+            "prefix": ([spare[:2]], torch.int32),
+            "prefix_len": ([rng.randint(0, B)], torch.int32),
+            "all": ([0, starts[-1]], torch.int32),
+            "pairs": ([[tables[0][0], spare[2]], [tables[-1][-1], spare[3]]], torch.int64),
+            "count": (0, torch.int64),
+            "flag": (rng.random() < 0.5, torch.bool),
+        }
+        return {name: torch.tensor(values, dtype=dtype).to(self.device) for name, (values, dtype) in ints.items()}
+
+    def run(self) -> None:
+        compiled = torch.compile(self.__call__, fullgraph=True, dynamic=self.rng.choice((None, False, True)))
+        pristine, batches = self.caches(), [self.batch() for _ in range(3)]
+        with CompileReport(caches=pristine) as report:
+            for batch in batches:
+                hidden = self.numbers(self.T, WIDTH)
+                sides = []
+                for function in (compiled, self.__call__):
+                    caches = copy.deepcopy(pristine)
+                    sides.append((function(hidden, caches, batch), caches))
+                (got, wrote), (want, should) = sides
+                self.compare("result", got, want)
+                self.compare("cache", wrote, should)
+                self.case.counts["runs"] += 1
+        self.case.counts["programs"] += 1
+        self.case.counts["graphs"] += report.graphs
+        assert report.graph_breaks == 0, f"{report.graph_breaks} graph breaks\n{self.what}"
+        assert report.graphs >= 1
+        if self.chained:
+            assert report.cache_copies == 0, f"{report.copies}\n{self.what}"
+            self.case.counts["programs without copies"] += 1
+        else:
+            self.case.counts["copies in free programs"] += report.cache_copies
+
+    def compare(self, name: str, got: Any, want: Any) -> None:
+        def message(text: str) -> str:
+            return f"{name}: {text}\n{self.what}"
+
+        torch.testing.assert_close(list(got), list(want), equal_nan=True, msg=message, **CLOSE)
