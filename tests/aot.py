@@ -158,6 +158,37 @@ def spills(kernel: Any) -> int | None:
     return sum(map(int, found)) if found else None
 
 
+# Instructions of sm_90 that write the uniform register they name first.
+WRITES_UNIFORM = ("U", "R2UR", "S2UR", "VOTEU", "REDUX", "LDCU")
+
+
+def unset_registers(kernel: Any) -> list[str]:
+    """Uniform registers of a cubin that are read before anything has set them: what ptxas got wrong.
+
+    Looks at instructions in the order in which they stand. Descriptors (``gdesc[UR4]``) name four registers, of which
+    some are not read, so they are left out.
+    """
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    if "cubin" not in kernel.asm or not tool.exists():
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False).stdout
+    known: set[int] = set()
+    unset = []
+    for instruction in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", text):
+        name, _, rest = instruction.partition(" ")
+        operands = [operand.strip() for operand in rest.split(",")]
+        written = re.fullmatch(r"UR(\d+)", operands[0]) if name.startswith(WRITES_UNIFORM) else None
+        read = " ".join(each for each in operands[1 if written else 0 :] if "desc[" not in each)
+        unset += [instruction for number in re.findall(r"\bUR(\d+)\b", read) if int(number) not in known]
+        if written:
+            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+            known |= set(range(int(written[1]), int(written[1]) + width))
+    return unset
+
+
 def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
     """What became of one variant, as plain data."""
     launched.clear()
@@ -180,6 +211,7 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
         "error": error,
         "kernels": {kernel.metadata.name: spills(kernel) for kernel in launched},
         "shared": {kernel.metadata.name: kernel.metadata.shared for kernel in launched},
+        "unset": {kernel.metadata.name: unset_registers(kernel)[:4] for kernel in launched if target == "cuda:90"},
         "missing": [pattern for pattern in expected if not re.search(pattern, assembly)],
         "seconds": round(time.perf_counter() - start, 2),
     }

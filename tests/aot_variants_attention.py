@@ -43,13 +43,15 @@ def call(
     lse: bool = False,
     per_head: tuple[str, ...] = (),
     per_tensor: tuple[str, ...] = (),
+    offset: int = 0,
     **features: Any,
 ) -> Any:
     def run() -> None:
         (H, K), T, N, S, M = heads, ROWS[batch], 4, 4, 256
         if Dv is not None:
-            kv_cache = gpu(N, B, K, D, dtype=stored or dtype)
-            features["value_cache"] = gpu(N, B, K, Dv, dtype=stored or dtype)
+            kv_cache, features["value_cache"] = (
+                gpu(N * B * K * size + offset, dtype=stored or dtype)[offset:].view(N, B, K, size) for size in (D, Dv)
+            )
         else:
             storage = gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=stored or dtype)
             kv_cache = layouts.kv_cache_view(layout, storage)
@@ -76,6 +78,8 @@ VARIANTS = [
         "attention-d256-cap", call("prefill", D=256, heads=(8, 4), soft_cap=50.0, lse=True), PREFILL, may_spill=H200
     ),
     Variant("attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT, may_spill=RDNA),
+    # Elements before the first: caches that no vector load can read.
+    Variant("attention-narrow-values-offset", call("prefill", FP16, D=64, Dv=32, offset=1), may_spill=RDNA),
     Variant("attention-e4m3", call("prefill", stored=E4M3, per_tensor=("k_scale", "v_scale")), PREFILL, may_spill=RDNA),
     Variant("attention-e5m2-decode", call("decode", FP16, E5M2), SPLIT, may_spill=RDNA),
     # Values that lie token by token take more addresses than CUDA's registers hold; the layout is ROCm's.

@@ -55,6 +55,9 @@ def found_wrong(row, variant, target):
     for kernel, shared in row["shared"].items():
         if shared > aot.SHARED_MEMORY.get(target, 64 << 10):
             yield f"{row['name']}: {kernel} needs {shared} bytes of shared memory"
+    for kernel, unset in row["unset"].items():
+        if unset:
+            yield f"{row['name']}: {kernel} reads registers that nothing has set: {unset}"
     for pattern in row["missing"]:
         yield f"{row['name']}: no {pattern} in its assembly"
     for kernel, spilled in row["kernels"].items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import paged_ops
-from paged_ops import testing
+from paged_ops import reference, testing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,6 +100,26 @@ def test_twenty_runs_have_the_same_bits(name):
         again = paged_ops.paged_attention_with_lse(*inputs.args, **inputs.kwargs)
         for got, want in zip(again, first, strict=True):
             testing.assert_same_bytes("a later run", got, want)
+
+
+@pytest.mark.parametrize("offset", [1, 4, 8])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 32), (64, 16), (32, 16), (128, 32), (16, 32), (24, 7)])
+def test_narrow_values_of_any_alignment(D, Dv, offset):
+    """Values narrower than keys in caches that no vector load can read: ptxas once got their addresses wrong."""
+    S, T, K, H, B, N = 3, 64, 2, 32, 17, 12
+    generator = torch.Generator("cuda").manual_seed(0)
+    dtype = {"dtype": torch.float16, "device": "cuda"}
+    key, value = (
+        torch.randn(N * B * K * size + offset, generator=generator, **dtype)[offset:].view(N, B, K, size)
+        for size in (D, Dv)
+    )
+    query = torch.randn(T, H, D, generator=generator, **dtype)
+    tables = torch.arange(N, dtype=torch.int32, device="cuda").view(S, N // S)
+    lens, starts = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([40, 33, 60], [0, 30, 31, 64]))
+    got = paged_ops.paged_attention(query, key, tables, lens, starts, D**-0.5, value_cache=value)
+    exact = query.double(), key.double(), tables, lens, starts, D**-0.5
+    want = reference.paged_attention(*exact, value_cache=value.double())
+    torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("H", [8, 32])

@@ -116,8 +116,8 @@ def attention_schedule(
             query_start_loc.contiguous(),
             S,
             num_heads // num_kv_heads,
-            sliding_window,
-            attention_chunk,
+            min(sliding_window, LARGEST_SPAN),
+            min(attention_chunk, LARGEST_SPAN),
             WINDOW=sliding_window > 0,
             CHUNK=attention_chunk > 0,
             BLOCK_S=tiles.sequences_at_once(S),
@@ -341,6 +341,8 @@ def _plan(
         if tile is not None:
             options = tile.options(torch.version.hip is None)
             constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **options}
+            if kernel is not merge_kernel and tile.block_m >= tiles.WARPGROUP_ROWS:
+                constants["DV_PAD"] = tiles.padded_values(D, Dv, stored.itemsize)
         key = (kernel, device, dtypes, *constants.items())
         return _launchers.setdefault(key, Launcher(kernel, constants, device))
 

@@ -16,6 +16,8 @@ LARGEST_HEAD = 256
 INTERPRETER_PROGRAMS = 5
 # Keys of a slice: so many as a matrix instruction takes rows.
 SLICE = 16
+# Tiles of so many rows are multiplied by warpgroups on sm_90 (wgmma).
+WARPGROUP_ROWS = 64
 # So many packed query rows are served by slices; more fill the registers of a warp with its sums of values.
 SLICED_ROWS = 8
 
@@ -48,6 +50,16 @@ class Plan(NamedTuple):
 def padded(size: int, itemsize: int) -> int:
     """A head size as matrix instructions take it. fp8 values of 32: Triton 3.6 reads past the end of shared memory."""
     return max(64 if itemsize == 1 else 16, triton.next_power_of_2(size))
+
+
+def padded_values(D: int, Dv: int, itemsize: int) -> int:
+    """A value head size as warpgroups' matrix instructions take it: as wide as the keys, up to 128 bytes.
+
+    Where caches are not aligned to 16 bytes, keys and values pass through one place in shared memory. If values are
+    narrower there, ptxas (seen in triton 3.6 and 3.7) computes their addresses from registers that nothing has set:
+    illegal accesses and wrong results.
+    """
+    return max(padded(Dv, itemsize), min(padded(D, itemsize), 128 // itemsize))
 
 
 def sequences_at_once(S: int) -> int:
