@@ -23,7 +23,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -247,8 +247,7 @@ class GenerationLoop:
             OutOfBlocks: nothing can run, as others hold the cache's blocks. Free some, or abort a request.
             Exception: whatever the model, a processor or a criterion raises. The step has not happened then.
         """
-        if not self._events:
-            self._advance()
+        self._fill(self._events)
         events = self._events
         new = list(events)
         try:
@@ -263,8 +262,7 @@ class GenerationLoop:
         """Steps until no request is left; returns the new tokens by request id. ``on_token`` sees each as it comes."""
         outputs: dict[int, Output] = {}
         while self.has_work:
-            if not self._events:
-                self._advance()
+            self._fill(self._events)
             while self._events:
                 new = self._events.popleft()
                 outputs.setdefault(new.request_id, Output()).take(new)
@@ -296,19 +294,20 @@ class GenerationLoop:
             The tokens of each as an :class:`Output`, ``n`` of them in a row for each prompt. A request that fails, or
             that ``on_token`` aborts, has those that it got; its ``finish_reason`` and ``error`` say so.
         """
+        has_mask = isinstance(prompts, Mapping) and prompts.get("attention_mask") is not None
         prompts = read_prompts(prompts)
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         expect(len(each) == len(prompts), "params", f"one for each of the {len(prompts)} prompts", len(each))
         events: deque[NewToken] = deque()
         named = [(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
         requests = self._make(named, each, extra_key, events)
-        refuse_padding([request.tokens for request in requests], self._pad_token_id)
+        if not has_mask:
+            refuse_padding([request.tokens for request in requests], self._pad_token_id)
         every = [sample for request in requests for sample in (request, *request.others)]
         try:
             self._queue(requests)
             while events or any(request.finish_reason is None for request in every):
-                if not events:
-                    self._advance()
+                self._fill(events)
                 while events:
                     new = events.popleft()
                     if on_token is not None:
@@ -321,7 +320,7 @@ class GenerationLoop:
         """Queue a prompt and iterate over its tokens; see :class:`TokenStream` and :meth:`submit`."""
         events: deque[NewToken] = deque()
         requests = self._make([("prompt", prompt)], [params], extra_key, events)
-        stream = TokenStream((requests[0], *requests[0].others), events, self._advance, self._drop)
+        stream = TokenStream((requests[0], *requests[0].others), events, self._fill, self._drop)
         self._queue(requests)
         return stream
 
@@ -442,6 +441,13 @@ class GenerationLoop:
 
     # A step
 
+    def _fill(self, events: deque[NewToken]) -> None:
+        """Runs a step if there is nothing to deliver yet."""
+        if self._outcome is not None:  # an interrupted call may have brought a part of its events
+            self._settle()
+        if not events:
+            self._advance()
+
     def _advance(self) -> None:
         """Runs one step, if there is work; its tokens go to the events of their requests."""
         if not self._is_warm:
@@ -451,7 +457,7 @@ class GenerationLoop:
             return
         started = time.perf_counter()
         self._num_begun += 1
-        number = self._num_begun
+        number, grad_mode = self._num_begun, torch.is_grad_enabled()
         try:
             with torch.no_grad():
                 self._is_open = True
@@ -461,7 +467,11 @@ class GenerationLoop:
                     raise RuntimeError("step: another step was run within this one, which was given up")
                 self._outcome = outcome  # from here on the step has happened
                 self._apply(outcome)
+                if plan.has_admitted or outcome.forks:  # only then can more blocks be shared than before
+                    shared = self.kv_cache.stats().shared_blocks
+                    self.stats.peak_shared_blocks = max(self.stats.peak_shared_blocks, shared)
         except BaseException:
+            torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of the block above
             self._settle()
             raise
         if self._aborting:  # by whom the step called
@@ -473,22 +483,15 @@ class GenerationLoop:
         batch, input_ids = self._scheduler.batch(plan.requests)
         self.kv_cache.flush_copies()
         logits = self._runner.replay(batch, input_ids)
-        # a sequence whose prompt is not through yet has no token to choose
-        through = [
-            (row, request)
-            for row, (request, start, num_tokens) in enumerate(plan.requests)
-            if start + num_tokens == len(request.tokens)
-        ]
         outcome = _Outcome(commits=plan.requests)
-        rows, requests = [row for row, _ in through], [request for _, request in through]
-        num_free = len(self._scheduler.free_rows)
-        for row, request in through:
-            others = [other for other in request.others if other.finish_reason is None]
-            outcome.forks += [(request, other) for other in others[:num_free]]
-            outcome.starts += [(other, ()) for other in others[num_free:]]  # its prompt is in the cache then
-            rows += [row] * len(others[:num_free])
-            requests += others[:num_free]
-            num_free -= len(others[:num_free])
+        rows: list[int] = []
+        requests: list[Request] = []
+        for row, (request, start, num_tokens) in enumerate(plan.requests):
+            if start + num_tokens == len(request.tokens):  # else its prompt is not through: there is no token to choose
+                rows.append(row)
+                requests.append(request)
+        if any(request.others for request in requests):
+            self._add_samples(rows, requests, outcome)
         tokens, stops, all_logprobs = choose(logits, rows, requests)
         for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             if token < 0:
@@ -500,19 +503,31 @@ class GenerationLoop:
             outcome.events.append((request.events, NewToken(request.request_id, token, reason, None, logprobs)))
             if reason is not None:
                 outcome.ends.append((request, reason, None))
-        ended = {request for request, _, _ in outcome.ends}
-        outcome.forks = [(parent, child) for parent, child in outcome.forks if child not in ended]
-        stats, cache = self.stats, self.kv_cache
+        if outcome.forks:
+            ended = {request for request, _, _ in outcome.ends}
+            outcome.forks = [(parent, child) for parent, child in outcome.forks if child not in ended]
+        stats = self.stats
         outcome.stats = {
             "steps": stats.steps + 1,
             "prompt_tokens": stats.prompt_tokens + plan.prompt_tokens,
             "cached_tokens": stats.cached_tokens + plan.cached_tokens,
             "generated_tokens": stats.generated_tokens + len(outcome.tokens),
-            "peak_used_blocks": max(stats.peak_used_blocks, cache.num_used_blocks),
+            "peak_used_blocks": max(stats.peak_used_blocks, self.kv_cache.num_used_blocks),
         }
-        if plan.has_admitted:  # only then can more blocks be shared than before
-            outcome.stats["peak_shared_blocks"] = max(stats.peak_shared_blocks, cache.stats().shared_blocks)
         return outcome
+
+    def _add_samples(self, rows: list[int], requests: list[Request], outcome: _Outcome) -> None:
+        """Further samples of prompts that are through: they choose from the same rows, as many as can run; the others
+        wait, and find the prompt in the cache."""
+        num_free = len(self._scheduler.free_rows)
+        for row, request in list(zip(rows, requests, strict=True)):
+            others = [other for other in request.others if other.finish_reason is None]
+            running, waiting = others[:num_free], others[num_free:]
+            outcome.forks += [(request, other) for other in running]
+            outcome.starts += [(other, ()) for other in waiting]
+            rows += [row] * len(running)
+            requests += running
+            num_free -= len(running)
 
     def _apply(self, outcome: _Outcome, again: bool = False) -> None:
         """Makes the changes; ``again`` after an interrupt, when any part of them may be made already."""

@@ -151,21 +151,21 @@ class TokenStream(Iterator[NewToken]):
         self,
         requests: tuple[Request, ...],
         events: deque[NewToken],
-        advance: Callable[[], None],
+        fill: Callable[[deque[NewToken]], None],
         drop: Callable[[Iterable[Request]], None],
     ) -> None:
         self.request_ids = tuple(request.request_id for request in requests)
         self._requests = requests
         self._events = events
-        self._advance = advance
+        self._fill = fill
         self._drop = drop
 
     def __next__(self) -> NewToken:
-        while not self._events:
-            if all(request.finish_reason is not None for request in self._requests):
-                raise StopIteration
-            self._advance()
-        return self._events.popleft()
+        while self._events or any(request.finish_reason is None for request in self._requests):
+            self._fill(self._events)
+            if self._events:
+                return self._events.popleft()
+        raise StopIteration
 
     @property
     def outputs(self) -> list[Output]:
@@ -247,9 +247,9 @@ def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]
 def refuse_padding(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -> None:
     """Refuses a batch that looks padded: rows of one length, some of which start or end with padding and some not.
 
-    The padding would be read as text. An attention mask tells padding from text, so that with one nothing is refused.
+    The padding would be read as text.
     """
-    if pad_token_id is None or len(prompts) < 2 or len({len(prompt) for prompt in prompts}) > 1:
+    if pad_token_id is None or len(prompts) < 2 or {len(prompt) for prompt in prompts} != {max(2, len(prompts[0]))}:
         return
     for side, end in (("left", 0), ("right", -1)):
         padded = [prompt[end] == pad_token_id for prompt in prompts]

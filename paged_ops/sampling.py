@@ -116,12 +116,11 @@ def choose(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> 
     special = [i for i, request in enumerate(requests) if request.is_special]
     best, likeliest = logits.max(-1)
     if not special:
-        of_row = _finite(torch.stack((best.double(), likeliest.double())))
+        of_row = _finite(best, likeliest)
         return Choices([of_row[row] for row in rows], set(), {})
     scores = logits[on_device([rows[i] for i in special], torch.int64, logits.device)].float()
     best_special, chosen = _choose_special(scores, [requests[i] for i in special])
-    found = torch.stack((torch.cat((best, best_special)).double(), torch.cat((likeliest, chosen)).double()))
-    of_row = _finite(found)
+    of_row = _finite(torch.cat((best, best_special)), torch.cat((likeliest, chosen)))
     tokens = [of_row[row] for row in rows]
     for k, i in enumerate(special):
         if tokens[i] >= 0:  # else a processor may have hidden NaN, which is wrong all the same
@@ -203,10 +202,20 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & (2 ** (64 - by) - 1)
 
 
-def _finite(found: Tensor) -> list[int]:
-    """The tokens ``found[1]`` on the host, -1 where the logit ``found[0]`` is not finite: NaN is the largest of a row
-    that has one."""
-    return [int(token) if math.isfinite(best) else -1 for best, token in zip(*found.tolist(), strict=True)]
+def _finite(best: Tensor, tokens: Tensor) -> list[int]:
+    """Tokens ``[R]`` on the host; -1 where the best logit is not finite: NaN is the largest of a row that has one."""
+    if tokens.device.type == "cpu":
+        values, found = best.tolist(), tokens.tolist()
+    else:
+        values, found = _by_one_transfer(best, tokens)
+    if not math.isfinite(sum(values)):
+        return [token if math.isfinite(value) else -1 for value, token in zip(values, found, strict=True)]
+    return found
+
+
+def _by_one_transfer(best: Tensor, tokens: Tensor) -> tuple[list[float], list[int]]:
+    numbers = torch.cat((best.double(), tokens)).tolist()
+    return numbers[: len(tokens)], list(map(int, numbers[len(tokens) :]))
 
 
 def _choose_special(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:

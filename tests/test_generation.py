@@ -11,7 +11,7 @@ import paged_ops
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 from paged_ops.metadata import AttentionMetadata
-from paged_ops.sampling import draw, random_key
+from paged_ops.sampling import draw, exponentials, random_key
 
 V, H, K, D, B = 61, 4, 2, 8, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -412,3 +412,429 @@ def test_generate_queues_all_or_none_and_sees_only_its_own() -> None:
     assert len(loop._scheduler.unfinished) <= 1, "nothing of the call stays queued"
     assert loop.run() == {before: EXPECTED[6]}
     assert_empty(loop)
+
+
+def test_other_sequences_may_live_in_the_cache() -> None:
+    kv_cache = KVCache(1, 12, B, K, D)
+    kv_cache.admit(0, [1] * 40)  # ten blocks of somebody else, under a name that looks like a request's
+    loop = GenerationLoop(toy_step, kv_cache)
+    request_id = loop.submit(PROMPTS[5], GREEDY)
+    for _ in range(2):
+        with pytest.raises(
+            paged_ops.OutOfBlocks, match=r"request 0: expected free blocks for its 13 tokens, but 10 of 12"
+        ):
+            loop.step()
+    small = GenerationLoop(toy_step, kv_cache)
+    assert small.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6)) == [EXPECTED[0][:6]]
+    kv_cache.rollback(0)
+    kv_cache.free(0)
+    assert loop.run() == {request_id: EXPECTED[5]}
+    kv_cache.admit("mine", [1] * 28)
+    with pytest.raises(paged_ops.OutOfBlocks, match="request 1"):  # it runs for a while, then is preempted
+        loop.generate([PROMPTS[5]], SamplingParams(max_new_tokens=12))
+    assert kv_cache.num_used_blocks == 7, "what generate() queued is gone"
+
+
+# What goes in
+
+
+class Step:
+    """The toy model with what a model knows of itself."""
+
+    max_model_len = 40
+    vocab_size = V
+    stop_token_ids = (EXPECTED[5][4],)
+    pad_token_id = 7
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return toy_step(*inputs)
+
+
+def test_limits_and_ends_of_text_come_from_the_model() -> None:
+    kv_cache = KVCache(1, 64, B, K, D)
+    loop = GenerationLoop(Step(), kv_cache)
+    assert loop.max_model_len == 40
+    assert GenerationLoop(toy_step, kv_cache).max_model_len == 64 * B
+    assert GenerationLoop(Step(), KVCache(1, 5, B, K, D)).max_model_len == 5 * B
+    with pytest.raises(ValueError, match="max_model_len: expected at most the model's 40, got 41"):
+        GenerationLoop(Step(), kv_cache, max_model_len=41)
+    with pytest.raises(ValueError, match="prompt: expected at most 40 tokens"):
+        loop.submit(PROMPTS[7], GREEDY)
+    end = EXPECTED[5].index(EXPECTED[5][4]) + 1
+    outputs = loop.generate([PROMPTS[5]] * 2, [GREEDY, SamplingParams(max_new_tokens=12, stop_token_ids=())])
+    assert outputs == [EXPECTED[5][:end], EXPECTED[5]]
+    assert [output.finish_reason for output in outputs] == ["stop", "length"]
+
+
+def test_tokens_outside_the_vocabulary_are_refused_before_anything_runs() -> None:
+    loop = GenerationLoop(Step(), KVCache(1, 64, B, K, D))
+    with pytest.raises(ValueError, match=rf"prompts\[1\]: expected token ids in 0..60, the vocabulary, got {V} at 2"):
+        loop.generate([PROMPTS[2], [1, 2, V]], GREEDY)
+    with pytest.raises(ValueError, match=r"prompt: expected token ids in 0..60, the vocabulary, got -1 at 0"):
+        loop.submit([-1])
+    with pytest.raises(ValueError, match=r"prompt: expected token ids 0 or more, got -5 at 1"):
+        make_loop().submit([3, -5])
+    assert not loop.has_work
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("a text", "prompt: expected token ids, got text; give tokenizer"),
+        ([1, 2.0], "prompt: expected token ids, integers, got 2.0 at 1"),
+        ([1, "a"], "prompt: expected token ids, integers, got a at 1"),
+        ([True], "prompt: expected token ids, integers, got True at 0"),
+        ([[1, 2]], r"prompt: expected token ids, integers, got \[1, 2\] at 0"),
+        (torch.tensor([1.0]), "prompt: expected token ids, integers"),
+        (torch.tensor([[1], [2]]), r"prompt: expected a tensor \[n\] or \[1, n\]"),
+        ({"input_ids": [[1], [2]]}, "prompt: expected one prompt, got 2"),
+        ({"ids": [1]}, "prompts: expected a mapping with input_ids"),
+        (5, "prompt: expected token ids, got 5"),
+    ],
+)
+def test_prompts_that_are_refused(prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_loop().submit(prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("a text", "prompts: expected token ids, got text"),
+        (["a", "b"], r"prompts\[0\]: expected token ids, got text"),
+        ([1, 2, 3], "prompts: expected a list of prompts, got token ids; put the one prompt into a list"),
+        (torch.tensor([1, 2]), r"prompts: expected a tensor \[S, n\]"),
+        (torch.tensor([[7, 7, 3], [1, 2, 3]]), r"prompts: .* padding \(7\) on the left; give the tokenizer's whole"),
+        ([[1, 2, 7], [1, 2, 3]], r"prompts: .* padding \(7\) on the right"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "attention_mask: expected the shape of input_ids"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, r"prompts\[0\]: expected at least one token"),
+    ],
+)
+def test_batches_that_are_refused(prompts: Any, message: str) -> None:
+    loop = GenerationLoop(Step(), KVCache(1, 64, B, K, D))
+    with pytest.raises(ValueError, match=message):
+        loop.generate(prompts, GREEDY)
+    assert not loop.has_work
+
+
+def test_padding_is_not_seen_where_there_is_none() -> None:
+    loop = GenerationLoop(Step(), KVCache(1, 64, B, K, D))
+    masked = {"input_ids": [[7, 7, 3], [1, 2, 3]], "attention_mask": [[1, 1, 1], [1, 1, 1]]}
+    for prompts in (masked, [[7], [3]], [[7, 1], [7, 2]], [[7, 1], [3, 4, 5]]):
+        assert len(loop.generate(prompts, SamplingParams(max_new_tokens=1))) == 2
+
+
+def test_prompts_in_all_their_forms() -> None:
+    loop, params = make_loop(), SamplingParams(max_new_tokens=3)
+    a, b = PROMPTS[3], PROMPTS[4]
+    for prompt in (a, tuple(a), torch.tensor(a), torch.tensor([a]), torch.tensor(a).numpy(), list(torch.tensor(a))):
+        assert loop.run() == {} and loop.run() == {}
+        request_id = loop.submit(prompt, params)
+        assert loop.run() == {request_id: EXPECTED[3][:3]}
+    left = [[0] * (len(b) - len(a)) + a, b]
+    mask = [[0] * (len(b) - len(a)) + [1] * len(a), [1] * len(b)]
+    right = [a + [0] * (len(b) - len(a)), b]
+    for encoding in (
+        {"input_ids": left, "attention_mask": mask},
+        {"input_ids": torch.tensor(left), "attention_mask": torch.tensor(mask)},
+        {"input_ids": right, "attention_mask": [mask[0][::-1], mask[1]]},
+        {"input_ids": [a, b]},
+    ):
+        assert loop.generate(encoding, params) == [EXPECTED[3][:3], EXPECTED[4][:3]]
+    assert loop.generate(torch.tensor([a, a]), params) == [EXPECTED[3][:3]] * 2
+    assert loop.generate([], params) == []
+    single = loop.submit({"input_ids": a, "attention_mask": [1] * len(a)}, params)
+    assert loop.run() == {single: EXPECTED[3][:3]}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("temperature", value) for value in (-1.0, float("inf"), float("nan"), "1")),
+        *(("top_p", value) for value in (0.0, 1.5, float("nan"))),
+        *(("max_new_tokens", value) for value in (0, 2.5, 8.0)),
+        *(("stop_token_ids", value) for value in ((1.5,), (-1,), 3)),
+        *(("n", value) for value in (0, 1.5)),
+        ("logprobs", -1),
+        ("seed", 1.5),
+        ("logits_processor", 3),
+        ("stopping_criteria", [3]),
+    ],
+)
+def test_sampling_params_that_are_refused(argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{argument}: expected"):
+        SamplingParams(**{argument: value})
+
+
+# What comes out
+
+
+def test_default_seeds_differ_and_given_ones_repeat() -> None:
+    hot = SamplingParams(max_new_tokens=12, temperature=2.0)
+    outputs = make_loop().generate([PROMPTS[5]] * 4, hot)
+    assert len(set(map(tuple, outputs))) == 4, "four samples of one prompt differ"
+
+    def seeded(seed: int) -> list[list[int]]:
+        return [*GenerationLoop(toy_step, KVCache(1, 128, B, K, D), seed=seed).generate([PROMPTS[5]] * 2, hot)]
+
+    assert seeded(1) == seeded(1) != seeded(2)
+    huge = SamplingParams(max_new_tokens=12, temperature=2.0, seed=-(2**70))
+    assert make_loop().generate([PROMPTS[5]], huge) == make_loop().generate([PROMPTS[5]], huge)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 16])
+def test_samples_of_one_prompt_share_its_computation(max_num_seqs: int) -> None:
+    params = SamplingParams(max_new_tokens=8, temperature=2.0, seed=3, n=5)
+    loop = make_loop(max_num_seqs=max_num_seqs, max_num_tokens=16)
+    outputs = loop.generate([PROMPTS[7], PROMPTS[8]], params)
+    assert len(outputs) == 10
+    assert len(set(map(tuple, outputs))) == 10
+    assert outputs == make_loop(num_blocks=24, num_host_blocks=9).generate([PROMPTS[7], PROMPTS[8]], params)
+    # sample 0 is that of n = 1
+    assert (
+        outputs[5] == make_loop().generate([PROMPTS[8]], SamplingParams(max_new_tokens=8, temperature=2.0, seed=3))[0]
+    )
+    if max_num_seqs == 16:
+        assert loop.stats.prompt_tokens == len(PROMPTS[7]) + len(PROMPTS[8]), "each prompt is computed once"
+        assert loop.kv_cache.stats().copied_blocks == 8
+    assert make_loop().generate([PROMPTS[8]], SamplingParams(max_new_tokens=12, n=3)) == [EXPECTED[8]] * 3
+    assert_empty(loop)
+
+
+def test_samples_end_one_by_one() -> None:
+    loop = make_loop(max_num_tokens=8, max_num_seqs=4)
+    first = loop.submit(PROMPTS[8], SamplingParams(max_new_tokens=12, n=3))
+    loop.step()
+    assert loop.abort(first), "it computes the prompt, which the next sample then has to"
+    assert loop.abort(first + 2), "it has not started"
+    outputs = loop.run()
+    assert outputs == {first: [], first + 1: EXPECTED[8], first + 2: []}
+    assert [outputs[first + i].finish_reason for i in range(3)] == ["abort", "length", "abort"]
+    assert_empty(loop)
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    seen: list[Tensor] = []
+
+    def keeps(*inputs: Any) -> Tensor:
+        seen.append(toy_step(*inputs))
+        return seen[-1]
+
+    loop = GenerationLoop(keeps, KVCache(1, 128, B, K, D))
+    params = SamplingParams(max_new_tokens=5, temperature=3.0, seed=1, logprobs=4)
+    news: list[NewToken] = []
+    outputs = loop.generate([PROMPTS[5], PROMPTS[6]], [params, GREEDY], news.append)
+    assert outputs[1].logprobs is None
+    logprobs = outputs[0].logprobs
+    assert logprobs is not None
+    assert [new.logprobs for new in news if new.request_id == 0] == logprobs
+    for token, found, logits in zip(outputs[0], logprobs, seen, strict=False):
+        expected = torch.log_softmax(logits[0].double(), -1)
+        assert abs(found.logprob - float(expected[token])) < 1e-5
+        values, ids = expected.topk(4)
+        assert [token for token, _ in found.top] == ids.tolist()
+        assert torch.allclose(torch.tensor([value for _, value in found.top]).double(), values, atol=1e-5)
+    only_chosen = make_loop().generate([PROMPTS[5]], SamplingParams(max_new_tokens=2, logprobs=0))[0]
+    assert only_chosen.logprobs is not None
+    assert [each.top for each in only_chosen.logprobs] == [(), ()]
+
+
+def test_processors_and_criteria_see_the_sequence_and_decide() -> None:
+    prompt = PROMPTS[5]
+    lengths: list[int] = []
+
+    def forbids(input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids[0, : len(prompt)].tolist() == prompt
+        assert scores.dtype is torch.float32
+        lengths.append(input_ids.shape[1])
+        return scores.index_fill(-1, torch.tensor([EXPECTED[5][0]]), -torch.inf)
+
+    def ends(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.tensor([input_ids.shape[1] == len(prompt) + 6])
+
+    params = SamplingParams(max_new_tokens=12, logits_processor=forbids, stopping_criteria=[ends])
+    outputs = make_loop().generate([prompt, PROMPTS[6]], [params, GREEDY])
+    assert lengths == [len(prompt) + i for i in range(6)]
+    assert len(outputs[0]) == 6
+    assert outputs[0].finish_reason == "stop"
+    assert EXPECTED[5][0] not in outputs[0]
+    assert outputs[1] == EXPECTED[6], "other requests are not touched"
+    loop = GenerationLoop(
+        toy_step, KVCache(1, 128, B, K, D), logits_processor=lambda ids, scores: -scores, stopping_criteria=[ends]
+    )
+    of_loop = loop.generate([prompt], SamplingParams(max_new_tokens=12, logits_processor=lambda ids, scores: -scores))
+    assert of_loop[0] == EXPECTED[5][:6], "the loop's own comes first, then the request's"
+    with pytest.raises(ValueError, match=r"logits_processor: expected scores \[1, 61\]"):
+        make_loop().generate([prompt], SamplingParams(logits_processor=lambda ids, scores: scores[0]))
+
+
+def test_an_error_in_a_processor_says_whose_it_is_and_the_others_go_on() -> None:
+    def fails(input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    loop = make_loop()
+    good = loop.submit(PROMPTS[4], GREEDY)
+    bad = loop.submit(PROMPTS[5], SamplingParams(max_new_tokens=12, logits_processor=fails))
+    for _ in range(3):
+        with pytest.raises(KeyError, match="mine") as error:
+            loop.step()
+        notes = getattr(error.value, "__notes__", [f"abort({bad})"])
+        assert any(f"abort({bad})" in note for note in notes)
+    loop.abort(bad)
+    assert loop.run() == {good: EXPECTED[4], bad: []}
+    assert_empty(loop)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_with_nan_logits_fails_alone(value: float, temperature: float) -> None:
+    victim = len(PROMPTS[5]) + 2
+
+    def breaks(input_ids: Tensor, metadata: AttentionMetadata, *rest: Any) -> Tensor:
+        logits = toy_step(input_ids, metadata, *rest)
+        logits[metadata.seq_lens == victim, slice(None) if value < 0 else 3] = value
+        return logits
+
+    loop = GenerationLoop(breaks, KVCache(1, 128, B, K, D))
+    params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=1)
+    outputs = loop.generate([PROMPTS[5], PROMPTS[7]], [params, GREEDY])
+    assert (len(outputs[0]), outputs[0].finish_reason) == (2, "error")
+    assert outputs[0].error is not None
+    assert "NaN" in outputs[0].error
+    assert outputs[1] == EXPECTED[7]
+    assert_empty(loop)
+
+
+def test_extreme_temperatures() -> None:
+    coldest = SamplingParams(max_new_tokens=12, temperature=1e-40, seed=1)
+    hottest = SamplingParams(max_new_tokens=12, temperature=1e30, seed=1)
+    outputs = make_loop().generate([PROMPTS[5], PROMPTS[6]], [coldest, hottest])
+    assert outputs[0] == EXPECTED[5]
+    assert outputs[1] != EXPECTED[6]
+    assert [output.finish_reason for output in outputs] == ["length", "length"]
+
+
+def test_random_numbers_are_exponential_and_independent() -> None:
+    keys = torch.tensor([random_key(seed, sample, 5) for seed in range(20) for sample in range(10)])
+    assert len(keys.unique()) == 200
+    noise = exponentials(keys, 1000)
+    assert noise.min() > 0
+    for power, mean in ((1, 1.0), (2, 2.0)):  # moments of the exponential distribution
+        assert abs(float((noise**power).mean()) - mean) < 0.02
+    centred = noise - 1
+    assert float((centred[:, 1:] * centred[:, :-1]).mean().abs()) < 0.01
+    assert float((centred[1:] * centred[:-1]).mean().abs()) < 0.01
+    assert torch.equal(exponentials(keys[:1], 10), noise[:1, :10])
+
+
+def test_streams_run_beside_others_and_abort_when_left() -> None:
+    loop = make_loop()
+    before = loop.submit(PROMPTS[6], GREEDY)
+    with loop.stream(PROMPTS[5], GREEDY) as stream, loop.stream(PROMPTS[4], GREEDY) as other:
+        taken = [next(stream).token for _ in range(4)]
+        assert taken == EXPECTED[5][:4]
+        assert [next(other).token for _ in range(3)] == EXPECTED[4][:3]
+        assert stream.outputs[0][:4] == taken
+    assert loop.output(stream.request_ids[0]).finish_reason == "abort"
+    assert next(stream, None) is None
+    assert [new.token for new in loop.stream(PROMPTS[4], GREEDY)] == EXPECTED[4]
+    left = loop.stream(PROMPTS[3], GREEDY)
+    next(left)
+    (request_id,) = left.request_ids
+    del left
+    assert loop.output(request_id).finish_reason == "abort"
+    assert loop.run() == {before: EXPECTED[6]}, "only what was submitted"
+    with pytest.raises(ValueError, match="prompt: expected"):
+        loop.stream([])
+    assert_empty(loop)
+
+
+def test_prefixes_are_not_shared_across_keys_and_resets() -> None:
+    loop = make_loop()
+    prompts = [[*PROMPTS[7], 1], [*PROMPTS[7], 2]]
+    loop.generate(prompts[:1], GREEDY, extra_key="a")
+    assert loop.stats.cached_tokens == 0
+    loop.generate(prompts[1:], GREEDY, extra_key="b")
+    assert loop.stats.cached_tokens == 0, "another adapter's"
+    loop.generate(prompts[1:], GREEDY, extra_key="a")
+    assert loop.stats.cached_tokens == 28
+    first = loop.submit(prompts[0], GREEDY, extra_key="c")
+    second = loop.submit(prompts[1], GREEDY, extra_key="d")
+    assert [new.request_id for new in loop.step()] == [first, second], "neither waits for the other's prefix"
+    with pytest.raises(ValueError, match=r"reset: expected no unfinished request .* got 2"):
+        loop.reset()
+    loop.run()
+    loop.reset()
+    loop.generate(prompts, GREEDY, extra_key="a")
+    assert loop.stats.cached_tokens == 28 + 28, "of each other alone"
+    with pytest.raises(ValueError, match="extra_key: expected something hashable"):
+        loop.submit(prompts[0], extra_key=[])
+
+
+def test_other_default_device_and_dtype() -> None:
+    def texts() -> list[list[int]]:
+        loop = make_loop(num_blocks=18, num_host_blocks=9, max_num_tokens=40)
+        params = [SamplingParams(max_new_tokens=12, temperature=1.5, seed=i, logprobs=2) for i in range(4)]
+        criteria = SamplingParams(max_new_tokens=12, stopping_criteria=lambda ids, scores: ids.shape[1] > 20)
+        outputs = loop.generate(PROMPTS, [*params, *[criteria] * 6])
+        assert loop.stats.swapped_out
+        return [*outputs]
+
+    expected = texts()
+    assert expected[5] == EXPECTED[5][:8]
+    with torch.device("meta"):
+        assert texts() == expected
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert texts() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_tokens_by_one_transfer() -> None:
+    from paged_ops.sampling import _by_one_transfer
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        best, tokens = torch.tensor([1.5, torch.nan, -torch.inf], dtype=dtype), torch.tensor([2**24 + 1, 3, 0])
+        values, found = _by_one_transfer(best, tokens)
+        assert found == tokens.tolist()
+        assert values[0] == 1.5 and values[1] != values[1] and values[2] == float("-inf")
+
+
+def test_outputs_of_finished_requests_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_ops.generation, "KEPT_OUTPUTS", 3)
+    loop = make_loop()
+    outputs = loop.generate(PROMPTS[:6], SamplingParams(max_new_tokens=2))
+    assert outputs == [tokens[:2] for tokens in EXPECTED[:6]]
+    assert len(loop._requests) == 3
+    assert loop.output(5) == EXPECTED[5][:2]
+    with pytest.raises(ValueError, match="request_id: expected one of the last 3"):
+        loop.output(0)
+    assert not loop.abort(0)
+
+
+def test_the_loop_asks_of_the_cache_only_what_a_cache_of_several_pools_has() -> None:
+    used: set[str] = set()
+
+    class Recorder:
+        def __init__(self, kv_cache: KVCache) -> None:
+            object.__setattr__(self, "_kv_cache", kv_cache)
+
+        def __getattr__(self, name: str) -> Any:
+            used.add(name)
+            return getattr(self._kv_cache, name)
+
+        def __contains__(self, seq_id: Any) -> bool:
+            return seq_id in self._kv_cache
+
+    kv_cache: Any = Recorder(KVCache(1, 18, B, K, D, num_host_blocks=6))
+    loop = GenerationLoop(toy_step, kv_cache, max_num_tokens=40)
+    assert loop.generate(PROMPTS, GREEDY) == EXPECTED
+    loop.reset()
+    allowed = {
+        *("admit", "can_admit", "append", "reserve", "num_reservable", "commit", "rollback", "fork", "free", "reset"),
+        *("swap_out", "swap_in", "can_swap_out", "can_swap_in", "flush_copies", "recover", "stats", "states"),
+        *("block_ids", "num_tokens", "num_computed_tokens", "is_swapped_out", "num_used_blocks", "max_seq_len"),
+        *("layers", "num_blocks", "block_size", "device"),
+    }
+    assert used <= allowed, used - allowed

@@ -1,0 +1,196 @@
+"""Ctrl-C between any two bytecodes of a step: the next call gives exactly the tokens that would have come."""
+
+import dis
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from test_generation import GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
+
+from paged_ops import allocator, cache, generation, request, sampling, scheduling
+from paged_ops.cache import KVCache
+from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
+
+FILES = {module.__file__ for module in (allocator, cache, generation, request, sampling, scheduling)}
+
+
+class Alarm:
+    """Raises KeyboardInterrupt before the n-th bytecode that the loop's own code runs; counts them when n is 0."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.count = 0
+        self.where = ""
+        self._returns: dict[CodeType, set[int]] = {}
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "give_back"):
+            return None
+        if event == "call":
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+        elif event == "opcode" and not self._is_delivery(frame):
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._trace
+
+    def _is_delivery(self, frame: FrameType) -> bool:
+        """Whether the next bytecode hands the tokens over: there CPython looks for no signal."""
+        code = frame.f_code
+        if code.co_name != "step":
+            return False
+        if code not in self._returns:
+            self._returns[code] = {each.offset for each in dis.get_instructions(code) if each.opname == "RETURN_VALUE"}
+        return frame.f_lasti in self._returns[code]
+
+
+def make_loop() -> GenerationLoop:
+    """Chunked prompts, a shared prefix, forks, swapping and recomputation within a dozen steps."""
+    kv_cache = KVCache(1, 7, B, K, D, num_host_blocks=3)
+    loop = GenerationLoop(toy_step, kv_cache, max_num_seqs=4, max_num_tokens=12)
+    loop.submit(PROMPTS[5][:9], SamplingParams(max_new_tokens=6, temperature=1.5, seed=1, n=2, logprobs=1))
+    loop.submit(PROMPTS[5][:10], SamplingParams(max_new_tokens=9))
+    loop.submit(PROMPTS[4], SamplingParams(max_new_tokens=9, logits_processor=lambda ids, scores: scores.roll(1, -1)))
+    return loop
+
+
+def drain(loop: GenerationLoop, alarm: Alarm) -> tuple[list[list[NewToken]], list[str]]:
+    steps, interrupted = [], []
+    with alarm.armed():
+        while loop.has_work:
+            try:
+                steps.append(loop.step())
+            except KeyboardInterrupt:
+                interrupted.append(alarm.where)
+            assert len(steps) < 200, "it does not end"
+    return steps, interrupted
+
+
+def check_interrupt(at: int, expected: dict[int, list[NewToken]], stats: dict[str, Any]) -> None:
+    loop, alarm = make_loop(), Alarm(at)
+    steps, interrupted = drain(loop, alarm)
+    assert interrupted, at
+    assert torch.is_grad_enabled(), (at, alarm.where)
+    assert tokens_by_request(steps) == expected, (at, alarm.where)
+    for name, value in stats.items():
+        assert vars(loop.stats)[name] == value, (at, alarm.where, name)
+    assert_empty(loop)
+
+
+def baseline() -> tuple[int, dict[int, list[NewToken]], dict[str, Any]]:
+    loop, alarm = make_loop(), Alarm()
+    steps, _ = drain(loop, alarm)
+    stats = vars(loop.stats)
+    assert stats["swapped_out"]
+    assert stats["recomputed"]
+    assert stats["cached_tokens"]
+    assert loop.kv_cache.stats().copied_blocks
+    # when the step that preempts is given up, the preemption stays, and what runs in which step may differ
+    return alarm.count, tokens_by_request(steps), {"generated_tokens": stats["generated_tokens"]}
+
+
+def test_an_interrupt_anywhere_in_a_step() -> None:
+    count, expected, stats = baseline()
+    assert count > 10_000
+    for at in random.Random(1).sample(range(1, count + 1), 80):
+        check_interrupt(at, expected, stats)
+
+
+def test_interrupts_everywhere_in_one_run() -> None:
+    _, expected, _ = baseline()
+    generator = random.Random(2)
+    for _ in range(6):
+        loop, turns = make_loop(), 0
+        steps: list[list[NewToken]] = []
+        while loop.has_work:
+            alarm = Alarm(generator.randint(1, 6000))  # two of three steps are interrupted
+            try:
+                with alarm.armed():
+                    new = loop.step()
+                steps.append(new)
+            except KeyboardInterrupt:
+                turns += 1
+            assert len(steps) + turns < 1000, "it does not end"
+        assert turns > 5
+        assert tokens_by_request(steps) == expected
+        assert_empty(loop)
+
+
+@pytest.mark.parametrize("call", ["submit", "abort", "generate", "close"])
+def test_an_interrupt_of_other_calls(call: str) -> None:
+    def prepare() -> GenerationLoop:
+        loop = make_loop()
+        for _ in range(4):
+            loop.step()
+        return loop
+
+    def act(loop: GenerationLoop) -> Any:
+        if call == "submit":
+            return loop.submit(PROMPTS[3], GREEDY)
+        if call == "abort":
+            return [loop.abort(request_id) for request_id in (0, 1, 2)]
+        if call == "close":
+            return loop.close()
+        return loop.generate([PROMPTS[3], PROMPTS[2]], SamplingParams(max_new_tokens=2))
+
+    alarm, loop = Alarm(), prepare()
+    with alarm.armed():
+        act(loop)
+    step = max(1, alarm.count // 60)
+    for at in range(1, alarm.count + 1, step):
+        loop, alarm = prepare(), Alarm(at)
+        known = set(loop._requests)
+        try:
+            with alarm.armed():
+                act(loop)
+        except KeyboardInterrupt:
+            pass
+        steps, _ = drain(loop, Alarm())
+        found = tokens_by_request(steps)
+        if call == "close":
+            loop.close()
+        if call == "submit" and set(found) - known:
+            (new,) = set(found) - known
+            assert loop.output(new).finish_reason == "length", alarm.where
+        if call == "generate":
+            assert set(found) <= known, f"nothing of the call is left: {alarm.where}"
+        assert_empty(loop)
+        for events in found.values():
+            assert [new.finish_reason for new in events if new.finish_reason] == [events[-1].finish_reason]
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_every_place() -> None:
+    """About ten minutes: every place that the random ones above are drawn from, with a stride."""
+    count, expected, stats = baseline()
+    for at in range(1, count + 1, 37):
+        check_interrupt(at, expected, stats)
+
+
+def test_garbage_after_an_interrupt_gives_its_blocks_back() -> None:
+    loop = make_loop()
+    drain(loop, Alarm(5000))
+    kv_cache = loop.kv_cache
+    loop.submit(PROMPTS[1], GREEDY)
+    drain_one = loop.step()
+    assert drain_one[0].token in range(V)
+    del loop
+    gc.collect()
+    assert kv_cache.num_used_blocks == 0
