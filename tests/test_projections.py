@@ -9,7 +9,7 @@ from torch import nn
 
 from paged_ops.inspection import CompileReport
 from paged_ops.integrations.products import use_overlapping_products
-from paged_ops.integrations.projections import FusedPart, fuse_projections
+from paged_ops.integrations.projections import FusedPart, fuse_projections, split_projections
 
 
 class Block(nn.Module):
@@ -67,6 +67,50 @@ def test_what_stays():
     mixed.up_proj = nn.Sequential(nn.Linear(16, 32))
     assert fuse_projections(mixed) == 0
     assert not any(isinstance(module, FusedPart) for module in mixed.modules())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_names_and_weights_are_the_originals(bias):
+    model = nn.Sequential(Block(bias), Block(bias))
+    want = {name: weight.clone() for name, weight in model.state_dict().items()}
+    fuse_projections(model)
+    got = model.state_dict()
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    other = {name: 0.1 * torch.randn_like(weight) for name, weight in want.items()}
+    model.load_state_dict(other)
+    x = torch.randn(5, 16)
+    plain = nn.Sequential(Block(bias), Block(bias))
+    plain.load_state_dict(other)
+    torch.testing.assert_close(model(x), plain(x))
+    changed = dict(other)
+    changed["0.q_proj.weight"] = torch.zeros(3, 16)
+    del changed["1.k_proj.weight"]
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Missing key.*1.k_proj.weight.*0.q_proj.weight: expected shape \[24, 16\]"
+    ):
+        model.load_state_dict(changed)
+    assert split_projections(model) == 2 * 5
+    assert not any(isinstance(module, FusedPart) for module in model.modules())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in model.parameters())
+    torch.testing.assert_close(model(x), plain(x))
+    assert split_projections(model) == 0
+
+
+def test_a_saved_model_is_the_original(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+    sizes = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16
+    )
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, num_key_value_heads=2)).eval()
+    want = {name: weight.clone() for name, weight in model.state_dict().items()}
+    fuse_projections(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    got = loaded.state_dict()
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def half_block():

@@ -8,6 +8,7 @@ whose modules name their projections as Llama does, compiled or not; the idea is
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,10 @@ def fuse_projections(model: nn.Module) -> int:
     """Fuse the projections of a model, in place, and return how many products are saved in one pass.
 
     The results are the same: rows of the weights are laid one after the other and multiplied at once. Call it after
-    weights are loaded, on the device where they stay (for a moment one layer's are there twice), and before compiling;
-    the names of the parameters change. Projections that are not plain ``nn.Linear`` of one input size, dtype and
-    device, all with a bias or all without, stay as they are.
+    weights are loaded, on the device where they stay (for a moment one layer's are there twice), and before compiling.
+    ``state_dict`` and ``load_state_dict``, and so ``save_pretrained``, keep the names and weights of the original;
+    those of ``named_parameters`` change. :func:`split_projections` undoes it. Projections that are not plain
+    ``nn.Linear`` of one input size, dtype and device, all with a bias or all without, stay as they are.
     """
     saved = 0
     for module in list(model.modules()):
@@ -35,6 +37,17 @@ def fuse_projections(model: nn.Module) -> int:
                     setattr(module, name, part)
                 saved += len(parts) - 1
     return saved
+
+
+def split_projections(model: nn.Module) -> int:
+    """Undo :func:`fuse_projections`, in place: plain ``nn.Linear`` again, with the weights of now; returns how many."""
+    split = 0
+    for module in list(model.modules()):
+        for name, part in list(module.named_children()):
+            if isinstance(part, FusedPart):
+                setattr(module, name, part.linear())
+                split += 1
+    return split
 
 
 class FusedLinear(nn.Module):
@@ -52,6 +65,12 @@ class FusedLinear(nn.Module):
         self.input: Tensor | None = None
         self.output: Tensor | None = None
         self.left = 0
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Nothing: its parts save their rows."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: its parts load their rows."""
 
     def parts(self) -> list[FusedPart]:
         ends = torch.tensor(self.sizes).cumsum(0).tolist()
@@ -82,6 +101,45 @@ class FusedPart(nn.Module):
     @property
     def bias(self) -> Tensor | None:
         return None if self.fused.bias is None else self.fused.bias[self.start : self.stop]
+
+    def linear(self) -> nn.Linear:
+        """The layer that this part was, with weights of its own."""
+        has_bias = self.bias is not None
+        linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta", dtype=self.weight.dtype)
+        for name in ("weight", "bias")[: 1 + has_bias]:
+            rows = getattr(self, name).detach().clone()
+            setattr(linear, name, nn.Parameter(rows, self.fused.weight.requires_grad))
+        return linear.train(self.training)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name in ("weight", "bias"):
+            rows = getattr(self, name)
+            if rows is not None:
+                destination[prefix + name] = rows if keep_vars else rows.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name in ("weight", "bias"):
+            rows, given = getattr(self, name), state_dict.get(prefix + name)
+            if rows is None:
+                if given is not None and strict:
+                    unexpected_keys.append(prefix + name)
+            elif given is None:
+                if strict:
+                    missing_keys.append(prefix + name)
+            elif given.shape != rows.shape:
+                error_msgs.append(f"{prefix + name}: expected shape {list(rows.shape)}, got {list(given.shape)}")
+            else:
+                with torch.no_grad():
+                    rows.copy_(given)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused.rows(x, self.start, self.stop)
