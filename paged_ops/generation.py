@@ -34,6 +34,7 @@ from torch import Tensor
 from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
+from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.request import (
     GenerationStats,
@@ -120,7 +121,8 @@ class GenerationLoop:
         max_model_len: longest sequence, prompt and output; by default the step's ``max_model_len``, at most what the
             cache can hold.
         compile: run the step through ``torch.compile(fullgraph=True)``. The sizes T and S are dynamic, so one graph
-            serves every batch; :meth:`warm_up` compiles it, at the latest in the first step.
+            serves every batch; :meth:`warm_up` compiles it, at the latest in the first step. With states in the cache
+            that holds for decodes, and steps with parts of prompts run as they are.
         graph_mode: which batches are captured in CUDA graphs, by :meth:`warm_up` too.
         logits_processor, stopping_criteria: as in :class:`SamplingParams`, for all requests, before their own.
         seed: of the seeds of requests that have none; None differs from loop to loop.
@@ -133,7 +135,7 @@ class GenerationLoop:
     def __init__(
         self,
         step: ModelStep,
-        kv_cache: KVCache,
+        kv_cache: KVCache | HybridCache,
         *,
         max_num_seqs: int = 32,
         max_num_tokens: int = 512,
@@ -166,7 +168,7 @@ class GenerationLoop:
         self._seeds = random.Random(seed)
         self._eager_step = step
         self._runner = DecodeGraphs(
-            _compile(step) if compile else step,
+            _compile(step, kv_cache.states is not None) if compile else step,
             kv_cache,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
@@ -595,12 +597,22 @@ class GenerationLoop:
         self._aborting -= aborting
 
 
-def _compile(step: ModelStep) -> ModelStep:
+def _compile(step: ModelStep, keeps_state: bool) -> ModelStep:
     """The step compiled, as a function with code of its own: the limit of recompiles is one for each code object, and
-    the steps of all models would share it."""
+    the steps of all models would share it. With states only for decodes: other steps run as they are."""
 
     def run(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]) -> Tensor:
         return step(input_ids, metadata, last_rows, kv_caches)
 
     run.__code__ = run.__code__.replace()
-    return torch.compile(run, fullgraph=True)
+    compiled: ModelStep = torch.compile(run, fullgraph=True)
+    if not keeps_state:
+        return compiled
+
+    def choose(
+        input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]
+    ) -> Tensor:
+        chosen = compiled if metadata.max_query_len <= 1 and not metadata.begins_any else step
+        return chosen(input_ids, metadata, last_rows, kv_caches)
+
+    return choose

@@ -156,7 +156,8 @@ class DecodeGraphs:
         max_num_tokens: most tokens of a step, by default max_num_seqs * query_len.
         max_model_len: longest sequence; by default what the cache can hold.
         mode: by default :func:`choose_mode`, and NONE where there are no graphs.
-        graph_support: what the model's attention layers allow (this package's ops: ALWAYS).
+        graph_support: what the model's attention layers allow (this package's ops: ALWAYS). With states in the cache,
+            batches of one token for each sequence alone are captured, none of them its first.
         query_len: tokens a sequence of a decode batch, more than 1 for speculative verification.
         seq_sizes: sequences of the decode batches to capture; by default :func:`capture_sizes` up to max_num_seqs.
         token_sizes: tokens of the mixed batches to capture; by default to max_num_tokens, at most 512.
@@ -196,6 +197,9 @@ class DecodeGraphs:
         most = max_num_seqs * query_len if max_num_tokens is None else max_num_tokens
         expect(most >= max_num_seqs * query_len, "max_num_tokens", "at least max_num_seqs * query_len", most)
         expect(sample is None or query_len == 1, "sample", "none for a query_len above 1", sample)
+        self._keeps_state = kv_cache.states is not None
+        if self._keeps_state:  # a state is taken up by one token, or by a chunk that the host knows
+            graph_support = min(graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         if mode is None:
             mode = choose_mode(graph_support, query_len) if Graph.runs_on(kv_cache.device) else GraphMode.NONE
         self.mode = GraphMode(mode)
@@ -203,6 +207,8 @@ class DecodeGraphs:
         expect(runs, "mode", f"NONE, as {kv_cache.device} has no graphs", self.mode)
         allowed = graph_support >= self.mode.needs(query_len)
         expect(allowed, "mode", f"one that graph_support = {graph_support!r} allows", self.mode)
+        whole = not (self._keeps_state and self.mode.in_pieces)
+        expect(whole, "mode", "NONE or FULL_DECODE_ONLY for a cache with states", self.mode)
         if self.mode.in_pieces:
             check_pieces_exist()
         self.step = step
@@ -319,7 +325,10 @@ class DecodeGraphs:
     def find(self, batch: Batch, cascade: bool = False) -> GraphKey | None:
         """The smallest captured graph that the batch fits, or None."""
         n, t = batch.num_reqs, batch.num_tokens
-        if bool((batch.query_lens == self.query_len).all()):
+        is_decode = bool((batch.query_lens == self.query_len).all())
+        if self._keeps_state and not bool((batch.num_computed_tokens > 0).all()):
+            is_decode = False  # a graph takes up the states of all
+        if is_decode:
             at = bisect.bisect_left(self._seq_sizes, n)
             if at < len(self._seq_sizes):
                 S = self._seq_sizes[at]
@@ -489,6 +498,7 @@ class InputBuffers:
             tensors += [pool.block_tables, pool.slot_mapping]
         if metadata.state_slots is not None:
             tensors.append(metadata.state_slots)
+            metadata.max_query_len = 1  # the only steps that are compiled with states
         for tensor in tensors:
             torch._dynamo.mark_dynamic(tensor, 0)
         return inputs

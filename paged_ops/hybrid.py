@@ -395,6 +395,12 @@ class _NoKeys(BlockAllocator):
     def max_seq_len(self) -> int:
         return _LONGEST
 
+    def can_admit(self, *args: Any, spare_blocks: int = 0, **kwargs: Any) -> bool:
+        return super().can_admit(*args, **kwargs)  # no sequence ever needs a second block
+
+    def can_swap_in(self, seq_id: Hashable, *, num_tokens: int = 0, spare_blocks: int = 0) -> bool:
+        return super().can_swap_in(seq_id)
+
     def flush_copies(self) -> None:
         self.take_copies()
 

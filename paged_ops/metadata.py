@@ -101,6 +101,12 @@ class AttentionMetadata:
     cascade: CascadeMetadata | None = None
     other_pools: tuple[PoolMetadata, ...] | None = None
 
+    @property
+    def begins_any(self) -> bool:
+        """Whether some sequence's first token is in the step; read on the host."""
+        query_lens = self.query_start_loc_cpu.diff()
+        return bool(((self.seq_lens_cpu == query_lens) & (query_lens > 0)).any())
+
     def for_pool(self, pool: int) -> AttentionMetadata:
         """The step for the layers of one pool: its block tables and slots in the fields where all layers look."""
         if pool == 0:

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.cache import KVCache, OutOfBlocks
+from paged_ops.allocator import OutOfBlocks
+from paged_ops.cache import KVCache
+from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import Batch
 from paged_ops.request import GenerationStats, Request
 
@@ -46,7 +48,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, kv_cache: KVCache, max_num_seqs: int, max_num_tokens: int, max_model_len: int, stats: GenerationStats
+        self,
+        kv_cache: KVCache | HybridCache,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        stats: GenerationStats,
     ) -> None:
         self.unfinished: dict[Request, None] = {}
         self.waiting: list[Request] = []  # the three lists are sorted by id
@@ -57,7 +64,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._stats = stats
-        self._states = getattr(kv_cache, "states", None)
+        self._states = kv_cache.states
         self._admitted: list[Request] = []  # by the step that was planned
         columns = -(-max_model_len // kv_cache.block_size)
         self._tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu")
@@ -263,7 +270,7 @@ class Scheduler:
 
     def _shares_unfinished_prefix(self, request: Request, other: Request, num_computed: int) -> bool:
         """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""
-        if request.extra_key != other.extra_key:
+        if request.extra_key != other.extra_key or self._states is not None:  # states are not shared
             return False
         common = 0
         for a, b in zip(request.tokens[:-1], other.tokens, strict=False):
@@ -290,7 +297,7 @@ class Scheduler:
             self._stats.recomputed += 1
 
 
-def give_back(kv_cache: KVCache, requests: Iterable[Request]) -> None:
+def give_back(kv_cache: KVCache | HybridCache, requests: Iterable[Request]) -> None:
     """Frees the sequences of a loop that nobody holds any more."""
     for request in requests:
         if request in kv_cache:

@@ -1,5 +1,6 @@
 """Layers of transformers that keep state instead of keys, in ragged steps: tokens against its own generate()."""
 
+import contextlib
 import functools
 import random
 from typing import Any
@@ -12,6 +13,8 @@ transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from paged_ops import AttentionMetadataBuilder, Batch, KVCache  # noqa: E402
+from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
+from paged_ops.hybrid import HybridCache  # noqa: E402
 from paged_ops.integrations.recurrent import StateLayers  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 from paged_ops.states import StateCache  # noqa: E402
@@ -19,6 +22,7 @@ from paged_ops.states import StateCache  # noqa: E402
 B, V, NEW_TOKENS = 4, 256, 10
 LENGTHS = (1, 2, 3, 5, 9, 17, 24, 33)
 
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
 COMMON: dict[str, Any] = dict(
     vocab_size=V,
     hidden_size=64,
@@ -258,6 +262,93 @@ def test_tokens_equal_generate_in_chunks_and_after_steps_that_failed(name: str) 
     for seq_id, prompt in enumerate(prompts()):
         steps.admit(seq_id, prompt)
     assert steps.finish(random.Random(0), budget=24, longest=12) == expected(name)
+
+
+def make_loop(name: str, num_blocks: int = 100, num_host_blocks: int = 0, **options: Any) -> GenerationLoop:
+    paged = PagedCausalLM(make_model(name))
+    kv_cache = paged.allocate_kv_cache(num_blocks, B, num_host_blocks=num_host_blocks, num_state_slots=8)
+    assert isinstance(kv_cache, HybridCache) and kv_cache.states is not None
+    for tensor in kv_cache.states.tensors:
+        tensor.fill_(float("nan"))
+    return GenerationLoop(paged, kv_cache, **options)
+
+
+def is_empty(loop: GenerationLoop) -> bool:
+    cache: Any = loop.kv_cache
+    return not cache.stats().used_blocks and cache.states.num_free_slots == 8 and not cache.states.seq_ids
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "lfm2", "nemotron_h", "falcon_h1", "mamba2"])
+def test_a_loop_gives_the_tokens_of_generate_through_preemptions(name: str) -> None:
+    for num_host_blocks in (0, 40):
+        loop = make_loop(name, 18, num_host_blocks, max_num_tokens=16, max_num_seqs=8)
+        assert [list(output) for output in loop.generate(prompts(), GREEDY)] == expected(name)
+        preempted = loop.stats.swapped_out if num_host_blocks else loop.stats.recomputed
+        assert preempted > 0 or name == "mamba2"  # which has no blocks to run out of
+        assert loop.stats.cached_tokens == 0 and is_empty(loop)
+
+
+def test_equal_prompts_share_nothing() -> None:
+    loop = make_loop("qwen3_next")
+    for _ in range(2):  # the second time the blocks of the first are idle
+        outputs = loop.generate([prompts()[-1]] * 3, GREEDY)
+        assert [list(output) for output in outputs] == [expected("qwen3_next")[-1]] * 3
+    assert loop.stats.cached_tokens == 0
+
+
+@pytest.mark.parametrize("num_slots", [8, 2])
+def test_samples_of_one_prompt_have_the_states_of_one(num_slots: int) -> None:
+    """By fork if there is a slot, else by computing the prompt again: the same tokens."""
+    outputs = []
+    for slots in (8, num_slots):
+        paged = PagedCausalLM(make_model("qwen3_next"))
+        loop = GenerationLoop(paged, paged.allocate_kv_cache(100, B, num_state_slots=slots), max_num_seqs=8, seed=0)
+        params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0, n=3, seed=5)
+        outputs.append([[list(s) for s in loop.generate([prompt], params)] for prompt in prompts()[4:]])
+        assert not loop.has_work
+    assert outputs[0] == outputs[1]
+    assert len({tuple(output) for samples in outputs[0] for output in samples}) == 3 * len(outputs[0])
+
+
+def test_an_abort_gives_the_slot_back() -> None:
+    loop = make_loop("lfm2", max_num_tokens=16, max_num_seqs=8)
+    ids = [loop.submit(prompt, GREEDY) for prompt in prompts()]
+    for _ in range(4):
+        loop.step()
+    loop.abort(ids[0])
+    loop.abort(ids[7])
+    loop.run()
+    assert [list(loop.output(i)) for i in ids[1:7]] == expected("lfm2")[1:7]
+    assert is_empty(loop)
+
+
+def test_a_step_that_fails_in_the_middle_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some layers have written the states of that step."""
+    loop = make_loop("qwen3_next", max_num_tokens=16, max_num_seqs=8)
+    last_layer: Any = loop._eager_step.model.model.layers[-1]  # type: ignore[attr-defined]
+    own_forward, count = last_layer.forward, 0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        out = own_forward(*args, **kwargs)
+        if count % 3 == 0:
+            raise KeyboardInterrupt
+        return out
+
+    monkeypatch.setattr(last_layer, "forward", forward)
+    ids = [loop.submit(prompt, GREEDY) for prompt in prompts()]
+    outputs: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    interrupts = 0
+    while loop.has_work:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupts += 1
+            for new in loop.step():
+                assert new.token is not None
+                outputs[new.request_id].append(new.token)
+            interrupts -= 1
+    assert [outputs[request_id] for request_id in ids] == expected("qwen3_next")
+    assert interrupts > 5
 
 
 @pytest.mark.parametrize("name", CONFIGS)

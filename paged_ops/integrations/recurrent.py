@@ -86,7 +86,7 @@ class StepStates(Cache):
         read = torch.where(ends > begins, metadata.state_slots, PADDING_ROW).to(torch.int64)
         write = read ^ 1
         first_tokens = begins.clamp(max=num_tokens - 1).to(torch.int64)
-        if metadata.max_query_len <= 1 and (torch.compiler.is_compiling() or not _begins_any(metadata)):
+        if metadata.max_query_len <= 1 and (torch.compiler.is_compiling() or not metadata.begins_any):
             tokens = torch.arange(num_tokens, device=ends.device, dtype=ends.dtype)
             sequence_of_token = torch.searchsorted(ends, tokens, right=True).clamp(max=ends.shape[0] - 1)
             return StepStates(groups, num_tokens, [_Rows(first_tokens, read, write)], sequence_of_token)
@@ -505,12 +505,6 @@ def _choose(value: Any, step: Cache, cache: Cache, num_tokens: int, select: Call
 
 def _part(begin: int, end: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x[:, begin:end]
-
-
-def _begins_any(metadata: AttentionMetadata) -> bool:
-    """Whether some sequence's first token is in the step."""
-    lengths = metadata.query_start_loc_cpu.diff()
-    return bool(((metadata.seq_lens_cpu == lengths) & (lengths > 0)).any())
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

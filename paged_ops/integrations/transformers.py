@@ -30,12 +30,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged_ops.cache import KVCache
+from paged_ops.hybrid import HybridCache
 from paged_ops.integrations.probe import CacheSpec, Probe, request_mask, run_dense, run_probe
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.wrapping import NAME, UNDO, CompiledLayer, LayerCaches, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, split_joined_cache, split_kv_cache
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import paged_attention, reshape_and_cache
+from paged_ops.states import StateCache
 
 PROBE = "paged_ops_probe"  # while a model is wrapped: masks are asked for by what they are
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
@@ -223,11 +225,6 @@ class PagedCausalLM:
         self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
 
     @property
-    def decodes_only(self) -> bool:
-        """Whether the step can be compiled and captured for decodes alone: it has layers that keep state."""
-        return self.states is not None
-
-    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The end-of-text tokens of the model's generation config."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
@@ -250,20 +247,31 @@ class PagedCausalLM:
         num_host_blocks: int = 0,
         dtype: torch.dtype | None = None,
         layout: Layout | None = None,
-    ) -> KVCache:
-        """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales)."""
-        return KVCache(
-            self.num_layers,
-            num_blocks,
-            block_size,
-            self.num_kv_heads,
-            self.head_size,
-            value_head_size=self.value_head_size,
-            dtype=self.model.dtype if dtype is None else dtype,
-            device=self.model.device,
-            layout=layout,
-            num_host_blocks=num_host_blocks,
-        )
+        num_state_slots: int = 32,
+        num_host_state_slots: int | None = None,
+    ) -> KVCache | HybridCache:
+        """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales).
+
+        Args:
+            num_blocks, block_size, num_host_blocks, layout: as of ``KVCache``.
+            num_state_slots: if layers keep state: for so many sequences at once, at least a loop's ``max_num_seqs``.
+            num_host_state_slots: for so many that are swapped out; by default as many, if there are host blocks.
+        """
+        sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
+        device = self.model.device
+        options: dict[str, Any] = {
+            "value_head_size": self.value_head_size,
+            "dtype": self.model.dtype if dtype is None else dtype,
+            "device": device,
+            "layout": layout,
+            "num_host_blocks": num_host_blocks,
+        }
+        if self.states is None:
+            return KVCache(*sizes, **options)
+        if num_host_state_slots is None:
+            num_host_state_slots = num_state_slots if num_host_blocks else 0
+        states = StateCache(self.states.specs, num_state_slots, device=device, num_host_slots=num_host_state_slots)
+        return HybridCache.for_layers(*sizes, **options, states=states)
 
     def compile_layers(self, *, dynamic: bool | None = True, **options: Any) -> PagedCausalLM:
         """Compile the decoder layers with one compilation for all layers of a kind, in place; returns itself.
