@@ -68,9 +68,14 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError, RuntimeError) as error:  # NotImplementedError and out of memory too
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        Console(stderr=True, soft_wrap=True).print(f"[red]paged-ops:[/] {escape(lines[0])}", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"[red]paged-ops:[/] {escape(_one_line(error))}", highlight=False)
         sys.exit(1)
+
+
+def _one_line(error: Exception) -> str:
+    """The first line of a message, and what follows it if that announces more."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
 
 
 @app.command()
@@ -150,6 +155,11 @@ def generate(
     with console.status(f"Loading {model}"):
         loaded, tokenizer = load(model, target, DTYPES[dtype] if dtype else "auto")
     prompt_ids = [tokenizer(each).input_ids for each in prompt]
+    for number, (text, ids) in enumerate(zip(prompt, prompt_ids, strict=True), 1):
+        if not ids:
+            raise ValueError(
+                f"--prompt: expected text, got {text!r} as prompt {number} of {len(prompt)}: it has no tokens"
+            )
     if num_blocks is None:
         num_blocks = sum(-(-(len(ids) + max_new_tokens) // BLOCK_SIZE) for ids in prompt_ids[:MAX_NUM_SEQS]) + 1
     result = serve(console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile, graphs=graphs)
@@ -218,14 +228,22 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any
             "transformers is not installed: it comes with the extra hf, pip install 'paged-ops[hf]'"
         ) from None
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
-        raise ValueError(f"--model: expected a folder or the id of a model on the hub, got {name}, which is not there")
+        raise ValueError(f"--model: expected a folder or the id of a model on the hub, got {name}, which is no folder")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model: cannot load {name}: {str(error).strip().splitlines()[0]}") from None
+    except Exception as error:  # readers of damaged files raise whatever they do
+        raise ValueError(f"--model: cannot load {name}: {_one_line(error)}") from None
+    # Transformers would make them up.
+    for what, keys in (("lack", found["missing_keys"]), ("have other sizes of", found["mismatched_keys"])):
+        if keys:
+            first = min(key if isinstance(key, str) else key[0] for key in keys)
+            message = f"its weights {what} {len(keys)} tensors that its config asks for, {first} among them"
+            raise ValueError(f"--model: cannot load {name}: {message}")
     return model.to(device).eval(), tokenizer
 
 

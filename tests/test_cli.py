@@ -1,8 +1,10 @@
 """The command line: what it prints for people and for programs, and how it fails."""
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +156,31 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
         (
             ["demo", "--device", "cpu", "--eager", "--max-new-tokens", "0"],
             1,
-            "max_new_tokens: expected at least 1, got 0",
+            "max_new_tokens: expected an integer of at least 1, got 0",
         ),
-        (["demo", *DEMO, "--eager", "--num-blocks", "3"], 1, "prompt: expected at most 48 tokens"),
+        (["demo", *DEMO, "--eager", "--num-blocks", "3"], 1, "prompts[0]: expected at most 48 tokens"),
         (["generate", "--model", "./no/such", "--prompt", "x"], 1, "--model: expected a folder or the id"),
         (["generate", "--model", str(Path(__file__).parent), "--prompt", "x"], 1, "--model: cannot load"),
         (["generate", "--model", "x", "--prompt", "x", "--dtype", "int4"], 1, "--dtype: expected one of float32"),
         (["generate", "--model", "x"], 2, "Missing option '--prompt'"),
+        (
+            ["generate", "--model", str(cli.DEMO_MODEL), "--prompt", "x", "--prompt", ""],
+            1,
+            "--prompt: expected text, got '' as prompt 2 of 2",
+        ),
+        (
+            ["bench", "--device", "cpu", "--cases", "nonsense"],
+            1,
+            "finds some of cpu 32/8 8x2048 float32; cpu 32/8 ragged16",
+        ),
+        (["bench", "--device", "cpu", "--list", "--cases", "nonsense"], 1, "ragged16 bfloat16; cpu 32/8 1x256 prefill"),
+        (["bench", "--device", "cpu", "--cases", "("], 1, "--cases: expected a regular expression, got (: missing )"),
+        (["bench", "--device", "cpu", "--groups", "gpu"], 1, "--groups: expected some of cpu, got gpu"),
+        (["bench", "--device", "cpu", "--providers", "me"], 1, "--providers: expected some of paged_ops, "),
+        (["bench", "--device", "cpu", "--repeats", "0"], 1, "--repeats: expected at least 1, got 0"),
+        (["bench", "--report", "--data", "no/such"], 1, "--data: expected a folder with bench_*.jsonl"),
+        (["tune", "--device", "cpu"], 1, "--device: expected a GPU"),
+        (["support", "--device", "cpu"], 2, "No such option: --device"),
         (["demo", "--nonsense"], 2, "No such option: --nonsense"),
         (["dance"], 2, "No such command 'dance'"),
     ],
@@ -174,6 +194,50 @@ def test_errors_are_one_line(
     if code == 1:
         assert err.startswith("paged-ops: ")
         assert err.count("\n") == 1
+
+
+def _with_config(**changes: Any) -> Callable[[Path], object]:
+    def damage(folder: Path) -> object:
+        config = json.loads((folder / "config.json").read_text())
+        return (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return damage
+
+
+def _cut(name: str, size: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights without an end": (_cut("model.safetensors", -3000), "incomplete metadata, file not fully covered"),
+    "weights without a header": (_cut("model.safetensors", 2000), "invalid header length"),
+    "no weights in the file": (_cut("model.safetensors", 0), "header too small"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "half a config": (_cut("config.json", 20), "config.json' is not a valid JSON file"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "Should have a `model_type` key"),
+    "a config of wrong types": (_with_config(hidden_size="many"), "Field 'hidden_size' expected int, got str"),
+    "fewer layers than the config": (_with_config(num_hidden_layers=9), "its weights lack 27 tensors that its config"),
+    "other sizes than the config": (_with_config(intermediate_size=48), "its weights have other sizes of 18 tensors"),
+    "half a tokenizer": (_cut("tokenizer.json", 500), "Expecting value: line 1 column 500"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "Couldn't instantiate the backend tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_checkpoint_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    damage, message = DAMAGED[name]
+    folder = tmp_path / "model"
+    shutil.copytree(cli.DEMO_MODEL, folder)
+    damage(folder)
+    code, err = fail(
+        monkeypatch, capsys, "generate", "--model", str(folder), "--prompt", "x", "--device", "cpu", "--eager"
+    )
+    assert code == 1
+    assert err.startswith(f"paged-ops: --model: cannot load {folder}: ")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 def test_without_transformers_the_extra_is_named(

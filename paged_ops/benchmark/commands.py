@@ -56,10 +56,12 @@ def bench(
     wanted = groups.split(",") if groups else all_groups
     for group in wanted:
         expect(group in all_groups, "--groups", f"some of {', '.join(all_groups)}", group)
+    expect(repeats >= 1, "--repeats", "at least 1", repeats)
     names = providers.split(",") if providers else list(PROVIDERS)
     for name in names:
         expect(name in PROVIDERS, "--providers", f"some of {', '.join(PROVIDERS)}", name)
-    chosen = [case for case in known if case.group in wanted and re.search(match, case.key)]
+    in_groups = {case.key: case for case in known if case.group in wanted}
+    chosen = [in_groups[key] for key in _found("--cases", match, list(in_groups))]
     asked = [PROVIDERS[name] for name in names]
     if list_cases:
         for case in chosen:
@@ -135,6 +137,7 @@ def tune_tiles(
     target = choose_device(device)
     expect(target.type == "cuda", "--device", "a GPU, whose kernels have tiles to tune", str(target))
     expect(only in ("", "attention", "cache"), "--only", "attention or cache", only)
+    expect(repeats >= 1, "--repeats", "at least 1", repeats)
     from paged_ops.lowerings.gpu import tiles
     from paged_ops.lowerings.gpu.device import CONFIGS, tuned
 
@@ -147,10 +150,14 @@ def tune_tiles(
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         folder, moves = out or CONFIGS, Table("number", "before", "after", "time saved")
+        of_attention = tune.attention_workloads(target) if only != "cache" else []
+        of_cache = tune.cache_workloads(target) if only != "attention" else {}
+        all_names = [each.name for workloads in (of_attention, *of_cache.values()) for each in workloads]
+        names = _found("--workloads", match, all_names)
 
         def descend(kind: str, place: str, tree: dict[str, Any], workloads: list[tune.Workload]) -> None:
             """Each move is written at once: what is found before Ctrl-C stays."""
-            chosen = [each for each in workloads if re.search(match, each.name)]
+            chosen = [each for each in workloads if each.name in names]
             whole = {place: tree} if place else tree
             tune.write(folder, kind, target, whole)
             for step in tune.descend(tree, chosen, target, repeats, show):
@@ -160,14 +167,23 @@ def tune_tiles(
 
         try:
             if only != "cache":
-                descend("attention", "", tiles.table(name), tune.attention_workloads(target))
-            if only != "attention":
-                for op, workloads in tune.cache_workloads(target).items():
-                    descend("cache", op, tuned(op), workloads)
+                descend("attention", "", tiles.table(name), of_attention)
+            for op, workloads in of_cache.items():
+                descend("cache", op, tuned(op), workloads)
         except KeyboardInterrupt:
             console.print("stopped early")
     console.print(moves if moves.row_count else "Nothing was faster than what is configured.")
     console.print(f"written to {folder}", highlight=False, soft_wrap=True)
+
+
+def _found(option: str, pattern: str, names: list[str]) -> list[str]:
+    """The names that a regular expression finds: all of them if there is none, and not none of them."""
+    try:
+        found = [name for name in names if re.search(pattern, name)]
+    except re.error as error:
+        raise ValueError(f"{option}: expected a regular expression, got {pattern}: {error}") from None
+    expect(bool(found) or not pattern, option, f"a regular expression that finds some of {'; '.join(names)}", pattern)
+    return found
 
 
 def _report(console: Console, data: Path, docs: Path) -> None:
