@@ -220,6 +220,61 @@ def test_greedy_tokens_equal_generate_in_cuda_graphs(name: str) -> None:
     assert loop.stats.swapped_out > 0
 
 
+def with_rope(**rope_parameters: Any) -> Any:
+    config = transformers.LlamaConfig(
+        **{**COMMON, "max_position_embeddings": 64}, rope_parameters={"rope_theta": 1e4, **rope_parameters}
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def with_longrope(short: float, long: float) -> Any:
+    return with_rope(
+        rope_type="longrope",
+        short_factor=[short] * 8,
+        long_factor=[long] * 8,
+        factor=2.0,
+        original_max_position_embeddings=48,
+    )
+
+
+def test_frequencies_are_those_of_the_longest_text() -> None:
+    model = with_longrope(1.0, 3.0)
+    short = generate_by_transformers(with_longrope(1.0, 1.0))
+    long = generate_by_transformers(with_longrope(3.0, 3.0))
+    assert generate_by_transformers(model) == short != long, "no text is longer than 48"
+    for max_model_len, want in ((None, long), (64, long), (48, short)):
+        paged = PagedCausalLM(model, max_model_len=max_model_len)
+        assert paged.max_model_len == (max_model_len or 64)
+        assert run_step(paged) == want
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match=r"position embeddings are those of one length; .*unwrap\(\)"):
+            model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+        assert generate_by_transformers(paged.unwrap()) == short
+    for max_model_len in (0, 65):
+        with pytest.raises(
+            ValueError, match=f"max_model_len: expected 1 to 64, the model's positions, got {max_model_len}"
+        ):
+            PagedCausalLM(model, max_model_len=max_model_len)
+
+
+def test_frequencies_of_a_stretched_text() -> None:
+    dynamic = dict(rope_type="dynamic", factor=4.0)
+    stretched = 1e4 * ((4.0 * 256 / 64) - 3.0) ** (16 / 14)
+    want = generate_by_transformers(with_rope(rope_type="default"))
+    longer = generate_by_transformers(with_rope(rope_type="default", rope_theta=stretched))
+    assert run_step(PagedCausalLM(with_rope(**dynamic))) == want != longer
+    assert run_step(PagedCausalLM(with_rope(**dynamic), max_model_len=256)) == longer
+    with pytest.raises(ValueError, match="max_model_len: expected 1 to 256"):
+        PagedCausalLM(with_rope(**dynamic), max_model_len=257)
+
+
+def test_queries_are_scaled_by_their_positions() -> None:
+    changes = dict(attn_temperature_tuning=True, floor_scale=4, attn_scale=1.0)
+    want = generate_by_transformers(make_model("llama4_chunks", **changes))
+    assert run_step(PagedCausalLM(make_model("llama4_chunks", **changes))) == want != expected("llama4_chunks")
+
+
 @pytest.mark.parametrize("name", [*CONFIGS, *MORE_CONFIGS])
 @torch.no_grad()
 def test_the_tokens_mean_something(name: str) -> None:

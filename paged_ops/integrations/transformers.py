@@ -185,8 +185,9 @@ class PagedCausalLM:
         _refuse(model)
         limit = _position_limit(model)
         freezes = list(_length_dependent(model))
-        if max_model_len is not None and limit is not None and not 1 <= max_model_len <= limit:
-            raise ValueError(f"max_model_len: expected 1 to {limit}, the model's positions, got {max_model_len}")
+        most = None if limit is None else int(limit * max((_stretch(rotary) for *_, rotary in freezes), default=1.0))
+        if max_model_len is not None and (max_model_len < 1 or (most is not None and max_model_len > most)):
+            raise ValueError(f"max_model_len: expected 1 to {most}, the model's positions, got {max_model_len}")
         self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else max_model_len
         forward = inspect.signature(model.forward).parameters
@@ -430,6 +431,13 @@ def _length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Mod
             each = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
             if any(kind in _LENGTH_DEPENDENT for kind in each):
                 yield parent, name, module
+
+
+def _stretch(rotary: Any) -> float:
+    """By how much longer texts may be than the model's positions."""
+    parameters = rotary.config.rope_parameters
+    each = parameters.values() if isinstance(rotary.rope_type, dict) else (parameters,)
+    return max(one.get("factor", 1.0) if one.get("rope_type") == "dynamic" else 1.0 for one in each)
 
 
 def _position_limit(model: Any) -> int | None:
