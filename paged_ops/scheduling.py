@@ -38,8 +38,8 @@ class Scheduler:
 
     Of the cache it uses: ``admit``, ``can_admit``, ``append``, ``reserve``, ``num_reservable``, ``rollback``, ``fork``,
     ``free``, ``swap_out``, ``swap_in``, ``can_swap_out``, ``can_swap_in``, ``recover``, ``block_ids``, ``num_tokens``,
-    ``num_computed_tokens``, ``is_swapped_out``, ``in``, ``states``, and numbers of blocks. Its sequences are keyed by
-    the requests themselves, so that sequences of others may live beside them.
+    ``num_computed_tokens``, ``is_swapped_out``, ``in``, ``pools``, ``states``, and numbers of blocks. Its sequences are
+    keyed by the requests themselves, so that sequences of others may live beside them.
 
     Args:
         kv_cache: the cache.
@@ -64,10 +64,11 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._stats = stats
-        self._states = kv_cache.states
         self._admitted: list[Request] = []  # by the step that was planned
         columns = -(-max_model_len // kv_cache.block_size)
-        self._tables = torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu")
+        self._tables = [
+            torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu") for _ in range(len(kv_cache.pools))
+        ]
         self._rows: tuple[list[int], torch.Tensor] = ([], torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def queue(self, requests: list[Request]) -> None:
@@ -141,21 +142,20 @@ class Scheduler:
             longest = max(longest, stop)
             input_ids += request.tokens[start:stop]
             if stop > request.num_blocks * size:
-                blocks = self._kv_cache.block_ids(request)
-                self._tables[request.row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
-                request.num_blocks = len(blocks)
+                self._write_rows(request)
             rows.append(request.row)
             starts.append(start)
             counts.append(num_tokens)
         if rows != self._rows[0]:
             self._rows = rows, torch.tensor(rows, dtype=torch.int64, device="cpu")
-        tables = self._tables[:, : -(-longest // size)].index_select(0, self._rows[1])
+        width = -(-longest // size)
+        tables, *others = [table[:, :width].index_select(0, self._rows[1]) for table in self._tables]
         query_lens, computed = torch.tensor([counts, starts], dtype=torch.int64, device="cpu")
         state_slots = None
-        if self._states is not None:
-            of_states = self._states.rows([request for request, _, _ in requests])
+        if self._kv_cache.states is not None:
+            of_states = self._kv_cache.states.rows([request for request, _, _ in requests])
             state_slots = torch.tensor(of_states, dtype=torch.int32, device="cpu")
-        return Batch(query_lens, computed, tables, state_slots=state_slots), input_ids
+        return Batch(query_lens, computed, tables, other_block_ids=others, state_slots=state_slots), input_ids
 
     def settled(self) -> None:
         """The step that was planned is done: what it admitted stays."""
@@ -188,6 +188,15 @@ class Scheduler:
             where.append(request)
         self.running, self.swapped, self.waiting = running, swapped, waiting
         self.free_rows = list(range(self._max_num_seqs - 1, len(running) - 1, -1))
+
+    def _write_rows(self, request: Request) -> None:
+        """The request's row of each pool's block table."""
+        counts = []
+        for pool, table in zip(self._kv_cache.pools, self._tables, strict=True):
+            blocks = pool.block_ids(request)
+            table[request.row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
+            counts.append(len(blocks))
+        request.num_blocks = min(counts)
 
     def _go_on(self, decodes: list[Scheduled], prefills: list[Scheduled]) -> bool:
         """The next tokens of the requests that run, decodes first; the youngest are preempted where blocks run out.
@@ -270,7 +279,7 @@ class Scheduler:
 
     def _shares_unfinished_prefix(self, request: Request, other: Request, num_computed: int) -> bool:
         """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""
-        if request.extra_key != other.extra_key or self._states is not None:  # states are not shared
+        if request.extra_key != other.extra_key or self._kv_cache.states is not None:  # states are not shared
             return False
         common = 0
         for a, b in zip(request.tokens[:-1], other.tokens, strict=False):

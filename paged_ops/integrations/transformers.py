@@ -231,6 +231,17 @@ class PagedCausalLM:
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model embeds: a loop refuses others."""
+        return len(self.model.get_input_embeddings().weight)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """What the model's generation config pads with, if it says: a loop refuses prompts that are padded with it."""
+        given = getattr(self.model.generation_config, "pad_token_id", None)
+        return None if given is None or given in self.stop_token_ids else int(given)
+
     def unwrap(self) -> PreTrainedModel:
         """Give the model back as it was: its attention, its layers uncompiled, its position embeddings.
 
