@@ -5,7 +5,6 @@ What is for people goes to stdout, or to stderr with ``--json``: then stdout hol
 
 from __future__ import annotations
 
-import dataclasses
 import json as json_module
 import sys
 import time
@@ -133,7 +132,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more varies more.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the samples; prompt i uses seed + i.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the samples: prompt i uses seed + i. By default each run differs.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; by default the model's own.")] = None,
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the cache; by default what the batch needs.")
@@ -148,7 +149,7 @@ def generate(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
     params = [
-        SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed + i)
+        SamplingParams(max_new_tokens, temperature, top_p, seed=None if seed is None else seed + i)
         for i in range(len(prompt))
     ]
     target = choose_device(device)
@@ -312,16 +313,13 @@ def serve(
     from paged_ops.integrations.transformers import PagedCausalLM
 
     paged: PagedCausalLM = PagedCausalLM(model)
-    params = [dataclasses.replace(each, stop_token_ids=paged.stop_token_ids) for each in params]
     kv_cache = paged.allocate_kv_cache(num_blocks, BLOCK_SIZE, num_host_blocks=num_blocks)
-    max_model_len = min(num_blocks * BLOCK_SIZE, paged.max_model_len or sys.maxsize)
     if graphs is None:
         graphs = kv_cache.device.type == "cuda"
     loop = GenerationLoop(
         paged,
         kv_cache,
         max_num_seqs=MAX_NUM_SEQS,
-        max_model_len=max_model_len,
         compile=compile,
         graph_mode=GraphMode.FULL_DECODE_ONLY if graphs else GraphMode.NONE,
     )
@@ -337,6 +335,9 @@ def serve(
         compile_seconds = time.perf_counter() - start
         with StreamView(console, tokenizer, prompts, sum(each.max_new_tokens for each in params)) as view:
             outputs = loop.generate(prompt_ids, params, view.add)
+    for number, output in enumerate(outputs, 1):
+        if output.error is not None:
+            raise ValueError(f"prompt {number} of {len(outputs)} failed: {output.error}")
     stats: GenerationStats = loop.stats
     numbers = {
         "tokens_per_second": stats.tokens_per_second,

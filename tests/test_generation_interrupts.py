@@ -74,8 +74,10 @@ def make_loop() -> GenerationLoop:
 def drain(loop: GenerationLoop, alarm: Alarm) -> tuple[list[list[NewToken]], list[str]]:
     steps, interrupted = [], []
     with alarm.armed():
-        while loop.has_work:
+        while True:
             try:
+                if not loop.has_work:
+                    break
                 steps.append(loop.step())
             except KeyboardInterrupt:
                 interrupted.append(alarm.where)

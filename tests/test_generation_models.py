@@ -1,7 +1,9 @@
 """The loop with transformers' own pieces: tokenizers, processors, criteria, limits; tokens against ``generate()``."""
 
 import json
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,3 +151,13 @@ def test_new_weights_after_a_reset() -> None:
     fresh = GenerationLoop(step, step.allocate_kv_cache(64)).generate(prompts, params)
     assert changed == fresh != expected()
     assert loop.stats.cached_tokens == hits or any(a[:16] == b[:16] for a in prompts for b in prompts if a is not b)
+
+
+def test_the_page_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs/generation.md").read_text()
+    names = {"model": load(), "tokenizer": tokenizer()}
+    for example in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(example, "docs/generation.md", "exec"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert "length abort" in lines
+    assert names["loop"].kv_cache.num_used_blocks == 0
