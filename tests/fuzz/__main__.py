@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", type=int, help="kinds of kernels to draw from; by default 160 on GPUs, else any")
     parser.add_argument("--case", type=int, help="run this one case again")
-    parser.add_argument("--case-seconds", type=float, default=180.0, help="a case that takes longer is stuck")
+    parser.add_argument("--case-seconds", type=float, default=300.0, help="a case that takes longer is stuck")
     parser.add_argument("--commit", help="recorded in the results")
     parser.add_argument("--out", type=Path, help="results as JSON, written every few seconds")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)

@@ -96,6 +96,8 @@ class Session:
         if case.device.type == "cuda" and rng.random() < 0.5:
             limits["graph_mode"] = "FULL_DECODE_ONLY"
         self.loop = GenerationLoop(self.step_, self.cache, seed=rng.getrandbits(30), **limits)
+        if "graph_mode" in limits:
+            self.loop.warm_up()
         self.longest = min(self.loop.max_model_len, self.cache.max_seq_len, 100)
         self.what = f"{sizes} {features} B={self.B} N={N} {kinds} {limits}"
         self.sent: dict[int, Sent] = {}

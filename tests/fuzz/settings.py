@@ -92,6 +92,8 @@ def _draw(rng: random.Random, device: str) -> Setting:
     longest = rng.choice((6, 20, 40, 40, 70, 130, 300, rng.choice((100, 700))))
     if device == INTERPRETER:
         longest = min(longest, 100)
+    elif device != "cpu" and rng.random() < 0.1:
+        longest = 3000
     form = Form.draw(rng, name, B, K, D, Dv, kind)
     fp8 = kind.itemsize == 1
     names = {E4M3: ("fp8", "fp8_e4m3"), E5M2: ("fp8_e5m2",)}.get(kind, ("auto",))
@@ -100,7 +102,7 @@ def _draw(rng: random.Random, device: str) -> Setting:
     S = rng.choice((1, 2, 3, 5, 8, 8, 13))
     shapes = {(S, S), (S * rng.choice((2, 3, 5)), S), (rng.choice((5, 17, 40, 64, 100)), S)}
     if rng.random() < 0.2:
-        shapes.add((rng.choice((1, 150)), S))
+        shapes.add((rng.choice((1, 150, 150 if device == "cpu" else 500)), S))
     cascades = on.keys() <= {"soft_cap", "sinks"}
     return Setting(
         dtype=dtype,

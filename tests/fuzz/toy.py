@@ -83,6 +83,6 @@ class Toy:
         lens = torch.full((1, n), n)
         for layer in range(self.layers):
             query, key, value = (hidden @ w[f"qkv{layer}"]).view(1, n, H + 2 * K, D).split([H, K, K], dim=2)
-            out, _ = truth.attend(f, query, key, value, i[None], lens, torch.float64)
+            out, _, _ = truth.attend(f, query, key, value, i[None], lens, torch.float64)
             hidden = hidden + out.reshape(n, H * D) @ w[f"out{layer}"]
         return hidden @ w["head"]

@@ -56,8 +56,9 @@ def seen(f: Features, i: Tensor, n: Tensor, L: int, H: int, K: int) -> Tensor:
 
 def attend(
     f: Features, q: Tensor, k: Tensor, v: Tensor, i: Tensor, n: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Attention of ``q [W, R, H, D]`` over ``k [W, L, K, D]``, ``v [W, L, K, Dv]``: out and lse in ``dtype``."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of ``q [W, R, H, D]`` over ``k [W, L, K, D]``, ``v [W, L, K, Dv]``: out and lse in ``dtype``, and the
+    largest magnitude of what is computed on the way to the logits that are seen."""
     (W, R, H, D), (L, K) = q.shape, k.shape[1:3]
     G, Dv = H // K, v.shape[3]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -68,13 +69,18 @@ def attend(
     if f.slopes is not None:
         away = torch.arange(L, device=i.device) - i[:, :, None]  # [W, R, L]
         logits = logits + f.slopes.to(dtype).view(1, K, 1, G, 1) * away.to(dtype)[:, None, :, None, :]
-    logits = logits.masked_fill(~seen(f, i, n, L, H, K), -torch.inf)
+    visible = seen(f, i, n, L, H, K)
+    peak = logits.masked_fill(~visible, 0.0).abs().amax().clamp(min=max(f.cap, 1.0))
+    logits = logits.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(logits, -1)  # [W, K, R, G]
     if f.sinks is not None:
         lse = torch.logaddexp(lse, f.sinks.to(dtype).view(1, K, 1, G))
     weights = torch.where(lse[..., None] == -torch.inf, 0.0, torch.exp(logits - lse[..., None]))
     out = weights.view(W * K, R * G, L) @ v.permute(0, 2, 1, 3).reshape(W * K, L, Dv)
-    return out.view(W, K, R, G, Dv).transpose(1, 2).reshape(W, R, H, Dv), lse.transpose(1, 2).reshape(W, R, H)
+    if f.sinks is not None:
+        peak = torch.maximum(peak, f.sinks.abs().amax().to(dtype))
+    out = out.view(W, K, R, G, Dv).transpose(1, 2).reshape(W, R, H, Dv)
+    return out, lse.transpose(1, 2).reshape(W, R, H), peak
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,8 +100,13 @@ def fp8(real: Tensor, kind: torch.dtype) -> Tensor:
     bits, least, largest = FP8[kind]
     x = real.double().clamp(-largest, largest)
     exponent = (torch.frexp(x.nan_to_num(1.0)).exponent - 1).clamp(min=least)
-    step = torch.ldexp(torch.ones_like(x), exponent - bits)
+    step = power_of_two(exponent - bits)
     return torch.round(x / step) * step
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """``2 ** exponent`` in float64, exactly, on every device."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def by_head(scale: Tensor | None) -> Any:
