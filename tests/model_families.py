@@ -83,6 +83,16 @@ SIZES: dict[str, Any] = dict(
 _LATENT = dict(num_key_value_heads=4)
 _ROBERTA = dict(pad_token_id=1)
 _KINDS = ["sliding_attention", "full_attention"] * 2
+_BYTES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size_global=128,
+    intermediate_size=96,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    cross_attn_k=2,
+)
+_LINEAR = ["linear_attention", "full_attention"] * 2
 _ASSISTED = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -93,20 +103,29 @@ _ASSISTED = dict(
     head_dim=16,
     global_head_dim=32,
     hidden_size_per_layer_input=0,
-    num_kv_shared_layers=LAYERS,
+    vocab_size_per_layer_input=0,
+    num_kv_shared_layers=2,
     layer_types=_KINDS,
 )
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
-    "blt": dict(encoder_hash_byte_group_vocab=64),
+    "bailing_hybrid": dict(_LATENT, layer_types=_LINEAR),
+    "bamba": dict(attn_layer_indices=[1, 3]),
+    "blt": dict(
+        encoder_hash_byte_group_vocab=64,
+        encoder_config=dict(_BYTES, hidden_size=64),
+        decoder_config=dict(_BYTES, hidden_size=64),
+        global_config=dict(_BYTES, hidden_size=128),
+    ),
     "camembert": _ROBERTA,
     "cohere_compass_text": dict(
         layer_types=_KINDS,
         rope_parameters={kind: dict(rope_type="default", rope_theta=10000.0) for kind in _KINDS},
     ),
     "dbrx": dict(
-        attn_config=dict(kv_n_heads=2, rope_theta=10000.0),
+        d_model=64,
+        attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0),
         ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2),
     ),
     "cpmant": dict(dim_ff=96),
@@ -138,13 +157,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         layer_types=_KINDS,
     ),
     "gemma4_unified_text": dict(global_head_dim=32),
-    "gemma4_assistant": dict(text_config=dict(_ASSISTED, model_type="gemma4_text")),
     "gemma4_unified_assistant": dict(text_config=dict(_ASSISTED, model_type="gemma4_unified_text")),
     "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _LATENT,
+    "granitemoehybrid": dict(layer_types=_LINEAR),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_dt_rank=4),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=WINDOW),
     "inkling_text": dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16),
     "inkling2_text": dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16),
-    "kimi_linear": dict(_LATENT, linear_head_dim=16, linear_num_heads=4),
+    "kimi_linear": dict(_LATENT, layer_types=_LINEAR, linear_head_dim=16, linear_num_heads=4),
     "laguna": dict(layer_types=_KINDS),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1),
@@ -156,11 +177,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         expert_ffn_hidden_size=32,
         zero_expert_num=2,
     ),
-    "mamba2": dict(num_heads=8),
+    "mamba2": dict(num_heads=8, state_size=16, n_groups=2, chunk_size=8),
     "mellum": dict(layer_types=_KINDS),
     "minicpm3": _LATENT,
     "mllama": dict(bos_token_id=0, eos_token_id=0, pad_token_id=0),
-    "modernbert-decoder": dict(pad_token_id=0, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0),
+    "modernbert-decoder": dict(
+        local_attention=2 * WINDOW, pad_token_id=0, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0
+    ),
     "reformer": dict(axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32]),
     "qwen4_exp_text": dict(
         ngram_vocab_size_base=64,
@@ -186,12 +209,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
+# Of which no random model can be made, and why.
+UNBUILT = {"gemma4_assistant": "drafts for a Gemma 4 and attends to that model's keys: it has no text of its own"}
+
+
 @functools.cache
 def text_family(family: str) -> str:
     """The family itself, or that of the text model within a composite one."""
     if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]].config_class is not CONFIG_MAPPING[family]:
         return _family_of(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]].config_class) or family
-    if "text_config" not in CONFIG_MAPPING[family].sub_configs or family in OVERRIDES:
+    if "text_config" not in CONFIG_MAPPING[family].sub_configs or family in OVERRIDES or family in UNBUILT:
         return family
     return _family_of(type(CONFIG_MAPPING[family]().get_text_config(decoder=True))) or family
 

@@ -492,6 +492,24 @@ def test_a_cache_that_forgets_what_the_mask_shows_is_refused() -> None:
     PagedCausalLM(model, max_model_len=WINDOW)
 
 
+def test_whatever_fails_at_wrapping_is_a_reason() -> None:
+    model = make_model("llama")
+    norm = model.model.norm
+
+    def fails_in_a_batch(x: torch.Tensor) -> torch.Tensor:
+        if "paged" in model.config._attn_implementation:
+            raise KeyError("of a batch")
+        return type(norm).forward(norm, x)
+
+    norm.forward = fails_in_a_batch
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be served: KeyError: 'of a batch'"):
+        PagedCausalLM(model)
+    norm.forward = lambda x: x.missing
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM fails on a few tokens by itself: .*missing"):
+        PagedCausalLM(model)
+    assert model.config._attn_implementation == "eager" and not hasattr(model, "paged_wrapping")
+
+
 def run_step(paged: Any) -> Any:
     return GenerationLoop(paged, paged.allocate_kv_cache(256, B), max_num_seqs=16).generate(prompts(), GREEDY)
 

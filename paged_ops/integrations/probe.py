@@ -277,7 +277,8 @@ def run_probe(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise ValueError(f"model: {name} cannot be served: {error}") from error
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"model: {name} cannot be served: {kind}{error}") from error
         if not probe.calls and cache is None:
             raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
         want = torch.cat([each[at : at + n] for each, at, n in zip(dense, computed, chunks, strict=True)])

@@ -41,6 +41,7 @@ from paged_ops.states import StateCache
 
 PROBE = "paged_ops_probe"  # while a model is wrapped: masks are asked for by what they are
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
+_OTHER_ATTENTION = ("indexed_attention", "compressed_attention", "heavily_compressed_attention")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -214,9 +215,12 @@ class PagedCausalLM:
                 _expect_arguments_of_attention(model)
             _expect_windows_of_cache(model, probe, self.max_model_len)
             self._wrapping.set_implementation(NAME)
-        except BaseException:
+        except BaseException as error:
             self._wrapping.undo()
-            raise
+            if isinstance(error, (ValueError, torch.OutOfMemoryError)) or not isinstance(error, Exception):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"model: {type(model).__name__} cannot be served: {reason}") from error
         for module, call in probe.calls.items():
             self._wrapping.note(module, probe.attending(call))
         self._wrapping.arm()
@@ -418,7 +422,8 @@ def _refuse_layers(model: Any, states: StateLayers | None) -> None:
     """Layers that are neither attention nor keep state in transformers' cache."""
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     for layer_type in layer_types:
-        if states is None and layer_type not in _LAYER_TYPES:
+        served = layer_type in _LAYER_TYPES or (states is not None and layer_type not in _OTHER_ATTENTION)
+        if not served:
             raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
 
 
