@@ -66,7 +66,7 @@ def call(
 
 
 VARIANTS = [
-    Variant("attention-bf16", call("prefill"), PREFILL, may_spill=RDNA),
+    Variant("attention-bf16", call("prefill"), PREFILL, may_spill=RDNA, spills={(3, 9): 40}),
     Variant(
         "attention-fp16-d64-sinks-window",
         call("prefill", FP16, D=64, per_head=("sinks",), **MASKS),

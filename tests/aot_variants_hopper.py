@@ -22,12 +22,18 @@ def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, **features):
 
 
 VARIANTS = [
-    Variant("hopper-prefill-nhd-d128-g4", prefill("NHD", 128, 32, 8), EXPECT),
+    Variant("hopper-prefill-nhd-d128-g4", prefill("NHD", 128, 32, 8), EXPECT, spills={(3, 9): 40}),
     Variant(
-        "hopper-prefill-hnd-d64-g8-sinks-fp16", prefill("HND", 64, 64, 8, torch.float16, True, causal=False), EXPECT
+        "hopper-prefill-hnd-d64-g8-sinks-fp16",
+        prefill("HND", 64, 64, 8, torch.float16, True, causal=False),
+        EXPECT,
+        spills={(3, 9): 40},
     ),
-    Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT),
+    Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 6): 8, (3, 9): 152}),
     Variant(
-        "hopper-prefill-nhd-d128-g8-window-cap", prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0), EXPECT
+        "hopper-prefill-nhd-d128-g8-window-cap",
+        prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0),
+        EXPECT,
+        spills={(3, 8): 8, (3, 9): 24},
     ),
 ]

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 import aot
 
+from paged_ops.lowerings.gpu import device
+
 pytestmark = pytest.mark.aot
 
 MOST_VARIANTS = 60
@@ -60,8 +62,9 @@ def found_wrong(row, variant, target):
             yield f"{row['name']}: {kernel} reads registers that nothing has set: {unset}"
     for pattern in row["missing"]:
         yield f"{row['name']}: no {pattern} in its assembly"
+    known = variant.spills.get(device.TRITON, 0) if target == "cuda:90" else 0
     for kernel, spilled in row["kernels"].items():
         if spilled is None:
             yield f"{row['name']}: the tools do not tell what {kernel} spills"
-        elif spilled and not target.startswith(variant.may_spill):
+        elif spilled > known and not target.startswith(variant.may_spill):
             yield f"{row['name']}: {kernel} spills {spilled}"

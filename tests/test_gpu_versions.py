@@ -1,5 +1,8 @@
 """What is done for which Triton: Gluon between the versions that are known, Triton's own launches beyond them."""
 
+import ast
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +12,9 @@ pytest.importorskip("triton")
 
 import triton
 
-from paged_ops.lowerings.gpu import device, launch
+import paged_ops
+from paged_ops.benchmark import tune
+from paged_ops.lowerings.gpu import device, launch, tiles
 
 
 @pytest.fixture
@@ -63,3 +68,62 @@ def test_a_newer_triton_launches_by_itself(version, by_triton, on_hopper, monkey
     for n in range(3):
         launcher((1, 1, 1), (tensor,), (n,))
     assert launched == ["triton"] * by_triton + ["past it"] * (3 - by_triton)
+
+
+def test_every_launch_asks_for_fused_products_and_sums():
+    """Triton 3.10 fuses none unless it is told to."""
+    root = Path(paged_ops.__file__).parent
+    launches = [
+        (path.name, call.lineno, [ast.unparse(each.value) for each in call.keywords if each.arg is None])
+        for path in (*root.glob("lowerings/gpu/*.py"), root / "integrations/products.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+        if ast.unparse(call.func.value).endswith("kernel")
+    ]
+    assert len(launches) >= 5
+    assert [launch for launch in launches if "FUSED" not in launch[2]] == []
+
+
+def test_tables_are_by_triton(monkeypatch, tmp_path):
+    written = {
+        "split": {"16bit": {"64": [1], "128": [2]}, "fp8": {"64": [3]}},
+        "triton": {"3.10": {"split": {"fp8": {"64": [9]}}}, "3.8": {"split": {"16bit": {"128": [7]}}}},
+    }
+    (tmp_path / "attention_default.json").write_text(json.dumps(written))
+    monkeypatch.setattr(tiles, "CONFIGS", tmp_path)
+    split = {version: table_under(version, monkeypatch)["split"] for version in [(3, 7), (3, 9), (3, 10)]}
+    assert split[3, 7] == written["split"]
+    assert split[3, 9] == {"16bit": {"64": [1], "128": [7]}, "fp8": {"64": [3]}}
+    assert split[3, 10] == {"16bit": {"64": [1], "128": [7]}, "fp8": {"64": [9]}}
+
+
+def test_tuned_numbers_replace_those_of_this_triton(monkeypatch, tmp_path):
+    monkeypatch.setattr(tiles, "TRITON", (3, 9))
+    monkeypatch.setattr(tiles, "CONFIGS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "default")
+    changes = {"3.8": {"split": {"16bit": {"64": [2]}}}, "3.10": {"split": {"16bit": {"64": [3]}}}}
+    before = {"split": {"16bit": {"64": [1]}}, "triton": changes}
+    (tmp_path / "attention_default.json").write_text(json.dumps(before))
+    tune.write(tmp_path, "attention", torch.device("cuda"), {"split": {"16bit": {"64": [4]}}})
+    assert table_under((3, 9), monkeypatch)["split"] == {"16bit": {"64": [4]}}
+    assert table_under((3, 10), monkeypatch)["split"] == {"16bit": {"64": [3]}}
+
+
+def table_under(version, monkeypatch):
+    monkeypatch.setattr(tiles, "TRITON", version)
+    tiles.table.cache_clear()
+    try:
+        return tiles.table(None)
+    finally:
+        tiles.table.cache_clear()
+
+
+@pytest.mark.parametrize("path", sorted(device.CONFIGS.glob("attention_*.json")), ids=lambda path: path.stem)
+def test_what_differs_by_triton_is_there_without(path):
+    """Another Triton changes numbers; it adds no kind of call."""
+    numbers = json.loads(path.read_text())
+    for kernels in numbers.pop("triton", {}).values():
+        for kernel, kinds in kernels.items():
+            for kind, widths in kinds.items():
+                assert widths.keys() <= numbers[kernel][kind].keys()
+                assert {len(tile) for tile in widths.values()} <= {4, 5}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.integrations.projections import FusedLinear
+from paged_ops.lowerings.gpu.device import FUSED
 
 MOST_ROWS = 16
 STEPS = 64, 256  # O and C are multiples of them
@@ -88,7 +89,9 @@ def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
     else:
         options = dict(BN=128, BK=128, STAGES=4)
     with torch.cuda.device(x.device):
-        product_kernel[(O // options["BN"],)](rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True)
+        product_kernel[(O // options["BN"],)](
+            rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True, **FUSED
+        )
     return out
 
 

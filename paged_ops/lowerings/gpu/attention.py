@@ -37,7 +37,7 @@ from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
 from paged_ops.lowerings.gpu.decode import merge_kernel, split_kernel
-from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, has_hopper_gluon, on_device, overlap
+from paged_ops.lowerings.gpu.device import FUSED, fp8_is_fnuz, has_fp8_cvt, has_hopper_gluon, on_device, overlap
 from paged_ops.lowerings.gpu.features import oldest_key
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS
 from paged_ops.lowerings.gpu.launch import Launcher
@@ -122,6 +122,7 @@ def attention_schedule(
             CHUNK=attention_chunk > 0,
             BLOCK_S=tiles.sequences_at_once(S),
             num_warps=4,
+            **FUSED,
         )
     return schedule
 

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.gpu.device import fp8_is_fnuz, has_fp8_cvt, on_device, overlap, tuned
+from paged_ops.lowerings.gpu.device import FUSED, fp8_is_fnuz, has_fp8_cvt, on_device, overlap, tuned
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, decode_fp8, encode_fp8
 from paged_ops.lowerings.gpu.launch import Launcher
 
@@ -202,6 +202,7 @@ def gather_kv(
             V_SCALES=0 if v_scale is None else v_scale.shape[0],
             STEPS=S.bit_length(),
             **plan,
+            **FUSED,
         )
     return key, value
 

@@ -176,7 +176,7 @@ def split_kernel(
             last = tl.minimum(end_tile - 1, tile + end - 1 - (start + step + skipped))
             skipped += tl.minimum(seen_tile, last) - tile
             tile = tl.minimum(seen_tile, last)
-            seen = seen_tile == tile
+            seen = seen & (seen_tile == tile)  # as a mask: alone, the interpreter of triton 3.9 takes it for an int32
         loaded = load_queries(query, row_start + token, row_head, row_live, QUERY[0], QUERY[1], QUERY[2], D, D_PAD)
         if CONVERTED:
             if first_step:

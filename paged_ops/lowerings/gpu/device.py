@@ -17,6 +17,8 @@ TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 # The Tritons between which Gluon's functions and how compiled kernels are launched are known: those of torch 2.10 and
 # torch 2.15. Beyond them Triton's own language and launches serve, which it keeps stable.
 OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
+# Launch with it: a product and a sum are one instruction. Triton did so by default; from 3.10 on it will not.
+FUSED = {"enable_fp_fusion": True}
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.device import num_processors
+from paged_ops.lowerings.gpu.device import FUSED, num_processors
 from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows, reinterpret
 
 BLOCK_M = 128
@@ -147,6 +147,7 @@ def prefill(
         STAGES=STAGES[D],
         SLOTS=SLOTS[D],
         num_warps=4,
+        **FUSED,
     )
 
 

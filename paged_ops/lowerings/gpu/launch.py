@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_ops.lowerings.gpu.device import NEWEST_KNOWN, TRITON, on_device
+from paged_ops.lowerings.gpu.device import FUSED, NEWEST_KNOWN, TRITON, on_device
 
 
 class Launcher:
@@ -49,7 +49,7 @@ class Launcher:
             return
         first = next(each for each in tensors if each is not None)
         with on_device(first):
-            compiled = self._kernel[grid](*tensors, *numbers, **self._constants)
+            compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **FUSED)
             if compiled is None or torch.version.hip is not None or not first.is_cuda or TRITON > NEWEST_KNOWN:
                 return
             parameters = self._kernel.arg_names[len(tensors) + len(numbers) :]

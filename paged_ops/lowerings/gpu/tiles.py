@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from paged_ops.lowerings.gpu.device import CONFIGS, num_processors, shared_memory
+from paged_ops.lowerings.gpu.device import CONFIGS, TRITON, num_processors, shared_memory
 
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
@@ -134,7 +134,24 @@ def table(device_name: str | None) -> dict[str, Any]:
 
     By kind of element and padded head size. ``split``: keys, warps, stages, programs a multiprocessor and, on CUDA, a
     bound on registers; ``slices``: the same where tiles are sliced, which they are only with an entry; ``prefill``:
-    rows, keys, warps, stages.
+    rows, keys, warps, stages. ``triton``: what is different from a Triton on, because kernels would spill registers
+    with it; what earlier ones say holds too.
     """
     own = CONFIGS / f"attention_{(device_name or 'default').lower().replace(' ', '_')}.json"
-    return json.loads((own if own.exists() else CONFIGS / "attention_default.json").read_text())
+    numbers = json.loads((own if own.exists() else CONFIGS / "attention_default.json").read_text())
+    newer = later(numbers)
+    changes = numbers.pop("triton", {})
+    for name in sorted(changes.keys() - newer.keys(), key=_version):
+        for kernel, kinds in changes[name].items():
+            for kind, widths in kinds.items():
+                numbers[kernel][kind].update(widths)
+    return numbers
+
+
+def later(numbers: dict[str, Any]) -> dict[str, Any]:
+    """What a table says of Tritons that are newer than this one."""
+    return {name: change for name, change in numbers.get("triton", {}).items() if _version(name) > TRITON}
+
+
+def _version(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split(".")))
