@@ -133,24 +133,25 @@ def choose(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> 
     return Choices(tokens, stops, _logprobs(logits, rows, tokens, requests))
 
 
-def draw(scores: Tensor, temperature: Tensor, top_p: Tensor, keys: Tensor) -> Tensor:
+def draw(scores: Tensor, temperature: Tensor, top_p: Tensor | None, keys: Tensor) -> Tensor:
     """One token a row, int64 ``[R]``, from scores ``[R, V]`` by temperature and top-p.
 
     Args:
         scores: float32; -inf is never drawn.
-        temperature, top_p: float32 ``[R]``; a temperature is above 0.
+        temperature: float32 ``[R]``, above 0.
+        top_p: float32 ``[R]``; None is 1, all tokens, in all rows.
         keys: int64 ``[R]``: the random numbers of a row are a function of its key alone, see :func:`random_key`.
     """
     # The largest is 0 before the division: a temperature however small gives 0 and -inf, not inf.
     scaled = (scores - scores.amax(-1, keepdim=True)) / temperature.clamp(min=1e-30)[:, None]
     probabilities = torch.softmax(scaled, -1)
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered  # the likeliest token always stays
-    drop = torch.zeros_like(probabilities, dtype=torch.bool)
-    drop.scatter_(-1, order, (before >= top_p[:, None]) & (top_p < 1)[:, None])
+    if top_p is not None:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # the likeliest token always stays
+        ordered.masked_fill_((before >= top_p[:, None]) & (top_p < 1)[:, None], 0)
+        probabilities.scatter_(-1, order, ordered)
     # The first of V exponential clocks of these rates to ring is distributed as the probabilities are.
-    clocks = probabilities.masked_fill_(drop, 0).double() / exponentials(keys, scores.shape[-1])
-    return clocks.argmax(-1)
+    return (probabilities.double() / exponentials(keys, scores.shape[-1])).argmax(-1)
 
 
 def random_key(seed: int, sample: int, position: int) -> int:
@@ -235,12 +236,12 @@ def _choose_special(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor
         part = draws[start : start + most]
         params = [requests[k].params for k in part]
         index = on_device(part, torch.int64, scores.device)
-        tokens[index] = draw(
-            scores[index],
-            on_device([each.temperature for each in params], torch.float32, scores.device),
-            on_device([each.top_p for each in params], torch.float32, scores.device),
-            on_device([requests[k].random_key() for k in part], torch.int64, scores.device),
-        )
+        temperature = on_device([each.temperature for each in params], torch.float32, scores.device)
+        top_p = None
+        if any(each.top_p < 1 for each in params):
+            top_p = on_device([each.top_p for each in params], torch.float32, scores.device)
+        keys = on_device([requests[k].random_key() for k in part], torch.int64, scores.device)
+        tokens[index] = draw(scores[index], temperature, top_p, keys)
     return best, tokens
 
 

@@ -144,7 +144,11 @@ def test_samples_follow_the_distribution() -> None:
 
     def frequencies(temperature: float, top_p: float = 1.0) -> Tensor:
         keys = torch.tensor([random_key(3, 0, position) for position in range(draws)])
-        tokens = draw(logits.expand(draws, 5), torch.full((draws,), temperature), torch.full((draws,), top_p), keys)
+        limits = None if top_p == 1 else torch.full((draws,), top_p)
+        tokens = draw(logits.expand(draws, 5), torch.full((draws,), temperature), limits, keys)
+        if limits is None:
+            same = draw(logits.expand(draws, 5), torch.full((draws,), temperature), torch.ones(draws), keys)
+            assert torch.equal(tokens, same)
         return tokens.bincount(minlength=5) / draws
 
     for temperature in (0.5, 1.0, 3.0):
@@ -266,7 +270,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
 
         return call
 
-    for at in (1, 2, 3, 5, 8, 13, 21, 34, 55):
+    for at in (1, 3, 8, 21, 55):
         for after in (False, True):
             loop, calls = strained_loop(), 0
             where = {"cache": loop.kv_cache, "runner": loop._runner}.get(hook.partition(".")[0])
@@ -872,3 +876,33 @@ def test_a_cache_of_several_pools(num_host_blocks: int) -> None:
     loop = GenerationLoop(step_on(small), small, max_num_seqs=2, max_num_tokens=16)
     assert loop.generate(PROMPTS[-2:], GREEDY) == expected[-2:], "prompts longer than the window's pool"
     assert (kv_cache.num_used_blocks, small.num_used_blocks) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_sampling_on_a_gpu() -> None:
+    scores = torch.randn(16, 3000, generator=torch.Generator().manual_seed(2))
+    keys = torch.tensor([random_key(seed, 0, 3) for seed in range(16)])
+    temperature, top_p = torch.full((16,), 1.3), torch.full((16,), 0.9)
+    assert torch.allclose(exponentials(keys.cuda(), 3000).cpu(), exponentials(keys, 3000), rtol=1e-12)
+    on_cpu = draw(scores, temperature, top_p, keys)
+    assert torch.equal(draw(scores.cuda(), temperature.cuda(), top_p.cuda(), keys.cuda()).cpu(), on_cpu)
+
+    logits = scores.cuda()
+
+    def step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: list[Tensor]) -> Tensor:
+        return logits[: len(last_rows)]
+
+    for params in (GREEDY, SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1)):
+        loop = GenerationLoop(step, KVCache(1, 64, B, K, D, device="cuda"))
+        for prompt in PROMPTS[:4]:
+            loop.submit(prompt, params)
+        loop.step()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with pytest.warns(UserWarning, match="synchronizing CUDA operation") as caught:
+                loop.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        syncs = [str(each.message) for each in caught if "synchronizing" in str(each.message)]
+        assert len(syncs) == 1, syncs

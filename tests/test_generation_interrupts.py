@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_generation import GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
+from test_generation import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
 from paged_ops import allocator, cache, generation, request, sampling, scheduling
 from paged_ops.cache import KVCache
@@ -176,6 +176,58 @@ def test_an_interrupt_of_other_calls(call: str) -> None:
         assert_empty(loop)
         for events in found.values():
             assert [new.finish_reason for new in events if new.finish_reason] == [events[-1].finish_reason]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_at_any_time(seed: int) -> None:
+    """Requests come, fork, are aborted and streamed while models fail and interrupts strike; tokens against the dense
+    model, each delivered once."""
+    rng = random.Random(seed)
+    fails = [False]
+
+    def step(*inputs: Any) -> torch.Tensor:
+        if fails[0] and rng.random() < 0.1:
+            raise RuntimeError("the model failed")
+        logits = toy_step(*inputs)
+        if fails[0] and rng.random() < 0.1:
+            raise RuntimeError("the model failed late")
+        return logits
+
+    kv_cache = KVCache(1, rng.choice([12, 20]), B, K, D, num_host_blocks=rng.choice([0, 6]))
+    loop = GenerationLoop(step, kv_cache, max_num_seqs=rng.choice([2, 5]), max_num_tokens=rng.choice([6, 24]))
+    wanted: dict[int, list[int]] = {}
+    aborted: set[int] = set()
+    got: dict[int, list[NewToken]] = {}
+    for turn in range(120):
+        fails[0] = turn < 100
+        if turn < 80 and rng.random() < 0.3:
+            index, n = rng.randrange(7), rng.choice([1, 1, 2])
+            first = loop.submit(PROMPTS[index], SamplingParams(max_new_tokens=rng.randint(1, 12), n=n))
+            wanted |= dict.fromkeys(range(first, first + n), EXPECTED[index])
+        if wanted and rng.random() < 0.05:
+            aborted.add(victim := rng.choice(list(wanted)))
+            loop.abort(victim)
+        alarm = Alarm(rng.randint(1, 9000) if fails[0] and rng.random() < 0.4 else 0)
+        try:
+            if not alarm.at:
+                new = loop.step()
+            else:
+                with alarm.armed():
+                    new = loop.step()
+        except (KeyboardInterrupt, RuntimeError):
+            continue
+        for each in new:
+            got.setdefault(each.request_id, []).append(each)
+    for new in drain(loop, Alarm())[0]:
+        for each in new:
+            got.setdefault(each.request_id, []).append(each)
+    assert set(got) == set(wanted)
+    for request_id, news in got.items():
+        tokens = [new.token for new in news if new.token is not None]
+        assert tokens == wanted[request_id][: len(tokens)] == loop.output(request_id)
+        assert [new.finish_reason for new in news[:-1]] == [None] * (len(news) - 1)
+        assert news[-1].finish_reason in (("abort", "length") if request_id in aborted else ("length",))
+    assert_empty(loop)
 
 
 @pytest.mark.slow
