@@ -457,8 +457,13 @@ class BlockAllocator:
         seq = self._live(seq_id)
         return seq.blocks[:1] * seq.first_block + seq.blocks
 
-    def first_block(self, seq_id: Hashable) -> int:
-        """How many blocks at its start a sequence has given back. With the number of its tokens it tells whether
+    @property
+    def reserves_in_parts(self) -> bool:
+        """Whether the slots of a prompt can be reserved in parts, and blocks are given back: with a window or chunk."""
+        return self._forgets
+
+    def num_given_back(self, seq_id: Hashable) -> int:
+        """How many blocks at its start a sequence has given back. With the number of its slots it tells whether
         ``block_ids`` has changed."""
         return self._live(seq_id).first_block
 

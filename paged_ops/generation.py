@@ -74,7 +74,8 @@ class ModelStep(Protocol):
     """One step of a model: writes keys and values of the new tokens into the caches and returns logits.
 
     A loop takes more from a step that has these attributes: ``max_model_len``, ``vocab_size`` (ids from there on are
-    refused), ``stop_token_ids`` (what ends a text by default) and ``pad_token_id`` (to refuse padded prompts).
+    refused), ``stop_token_ids`` (what ends a text by default), ``pad_token_id`` (to refuse padded prompts) and
+    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model).
     """
 
     def __call__(
@@ -146,6 +147,9 @@ class GenerationLoop:
         stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None = None,
         seed: int | None = None,
     ) -> None:
+        check_kv_cache = getattr(step, "check_kv_cache", None)
+        if check_kv_cache is not None:
+            check_kv_cache(kv_cache)
         limit = getattr(step, "max_model_len", None)
         if max_model_len is None:
             max_model_len = min(kv_cache.max_seq_len, limit or kv_cache.num_blocks * kv_cache.block_size)

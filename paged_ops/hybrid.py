@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -108,19 +108,19 @@ class HybridCache:
         windows, chunks = (_of_layers(num_layers, each) for each in (sliding_window, attention_chunk))
         expect(len(windows) == num_layers, "sliding_window", f"one for each of {num_layers} layers", len(windows))
         expect(len(chunks) == num_layers, "attention_chunk", f"one for each of {num_layers} layers", len(chunks))
-        reaches = [_Reach(*reach) for reach in zip(windows, chunks, strict=True)]
-        kinds = sorted(dict.fromkeys(reaches), key=lambda reach: reach != (0, 0))  # stable: by first layer
+        kinds, pool_of_layer = pools_by_reach(list(zip(windows, chunks, strict=True)))
         pools = []
-        for kind in kinds:
-            members = [i for i, reach in enumerate(reaches) if reach == kind]
+        for index, kind in enumerate(kinds):
+            members = [i for i, pool in enumerate(pool_of_layer) if pool == index]
             own = {
                 name: value if value is None or isinstance(value, int) else [value[i] for i in members]
                 for name, value in sizes.items()
             }
             of_kind = num_blocks if kind == (0, 0) or num_window_blocks is None else num_window_blocks
-            options: dict[str, Any] = {**own, **kind._asdict(), "dtype": dtype, "device": device, "layout": layout}
-            pools.append(KVCache(len(members), of_kind, block_size, num_host_blocks=num_host_blocks, **options))
-        return cls(pools, [kinds.index(reach) for reach in reaches], states)
+            options: dict[str, Any] = {**own, "dtype": dtype, "device": device, "layout": layout}
+            options |= {"sliding_window": kind[0], "attention_chunk": kind[1], "num_host_blocks": num_host_blocks}
+            pools.append(KVCache(len(members), of_kind, block_size, **options))
+        return cls(pools, pool_of_layer, states)
 
     # What there is
 
@@ -138,6 +138,15 @@ class HybridCache:
     def max_seq_len(self) -> int:
         """The longest sequence that the cache can hold when it is alone."""
         return min(pool.max_seq_len for pool in self.pools)
+
+    @property
+    def reserves_in_parts(self) -> bool:
+        """Whether some pool reserves the slots of a prompt in parts, and gives blocks back."""
+        return any(pool.reserves_in_parts for pool in self.pools)
+
+    def num_given_back(self, seq_id: Hashable) -> int:
+        """How many blocks the sequence has given back, in all pools."""
+        return sum(pool.num_given_back(seq_id) for pool in self.pools)
 
     @property
     def nbytes(self) -> int:
@@ -374,11 +383,6 @@ class HybridCache:
         self._committing = None
 
 
-class _Reach(NamedTuple):
-    sliding_window: int
-    attention_chunk: int
-
-
 class _NoKeys(BlockAllocator):
     """The pool of a model whose layers all keep state: it counts tokens. A sequence is one block, without memory."""
 
@@ -426,6 +430,13 @@ def _undone_by(undo: Callable[[Any], object]) -> Iterator[list[Any]]:
 
 def _of_layers(num_layers: int, given: int | Sequence[int]) -> tuple[int, ...]:
     return (given,) * num_layers if isinstance(given, int) else tuple(given)
+
+
+def pools_by_reach(reaches: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
+    """The distinct pairs (window, chunk) of layers, that of everything first, the others by their first layer; and the
+    index among them for each layer."""
+    kinds = sorted(dict.fromkeys(reaches), key=lambda reach: reach != (0, 0))
+    return kinds, [kinds.index(reach) for reach in reaches]
 
 
 def blocks_within_reach(

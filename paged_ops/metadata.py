@@ -81,7 +81,7 @@ class AttentionMetadata:
         cascade: present when the step was built with a common prefix (and without ``fast_build``). It tells of the
             first pool alone.
         other_pools: of a cache with several pools, what ``block_tables`` and ``slot_mapping`` are in the second and
-            further ones, else None; :meth:`for_pool` gives the step as a layer of one pool reads it.
+            further ones, else None; :meth:`pool` gives them by number.
     """
 
     # torch.export replaces the names of inputs in its guards as text, in this order: x_cpu has to come before x.
@@ -107,26 +107,12 @@ class AttentionMetadata:
         query_lens = self.query_start_loc_cpu.diff()
         return bool(((self.seq_lens_cpu == query_lens) & (query_lens > 0)).any())
 
-    def for_pool(self, pool: int) -> AttentionMetadata:
-        """The step for the layers of one pool: its block tables and slots in the fields where all layers look."""
-        if pool == 0:
-            return self
+    def pool(self, index: int) -> PoolMetadata:
+        """Block tables and slots for the layers of one pool; all else is the same for all layers."""
+        if index == 0:
+            return PoolMetadata(self.block_tables, self.slot_mapping)
         assert self.other_pools is not None, "the step was built for a cache of one pool"
-        return AttentionMetadata(
-            query_start_loc_cpu=self.query_start_loc_cpu,
-            query_start_loc=self.query_start_loc,
-            seq_lens_cpu=self.seq_lens_cpu,
-            seq_lens=self.seq_lens,
-            num_reqs=self.num_reqs,
-            num_actual_tokens=self.num_actual_tokens,
-            max_query_len=self.max_query_len,
-            max_seq_len=self.max_seq_len,
-            block_tables=self.other_pools[pool - 1].block_tables,
-            slot_mapping=self.other_pools[pool - 1].slot_mapping,
-            num_computed_tokens_cpu=self.num_computed_tokens_cpu,
-            positions=self.positions,
-            state_slots=self.state_slots,
-        )
+        return self.other_pools[index - 1]
 
 
 # Named and declared safe, so that an exported program that takes one can be saved and loaded.
@@ -711,7 +697,7 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     positions = metadata.positions + live
     last_column = metadata.block_tables.shape[1] - 1
     column = torch.div(positions, block_size, rounding_mode="trunc").clamp(max=last_column)  # past it nobody goes on
-    for pool in (PoolMetadata(metadata.block_tables, metadata.slot_mapping), *(metadata.other_pools or ())):
+    for pool in (metadata.pool(0), *(metadata.other_pools or ())):
         block = pool.block_tables.gather(1, column[:, None])[:, 0].to(torch.int64)
         pool.slot_mapping.copy_(torch.where(live, block * block_size + positions % block_size, -1))
     if metadata.state_slots is not None:

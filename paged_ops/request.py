@@ -97,6 +97,7 @@ class Request:
     others: tuple[Request, ...] = ()  # further samples of the prompt, which start when it is computed
     row: int = -1  # of the block table; -1 when not running
     num_blocks: int = 0  # written to that row
+    num_given_back: int = 0  # of the sequence's blocks when it was written
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None

@@ -38,8 +38,9 @@ class Scheduler:
 
     Of the cache it uses: ``admit``, ``can_admit``, ``append``, ``reserve``, ``num_reservable``, ``rollback``, ``fork``,
     ``free``, ``swap_out``, ``swap_in``, ``can_swap_out``, ``can_swap_in``, ``recover``, ``block_ids``, ``num_tokens``,
-    ``num_computed_tokens``, ``is_swapped_out``, ``in``, ``pools``, ``states``, and numbers of blocks. Its sequences are
-    keyed by the requests themselves, so that sequences of others may live beside them.
+    ``num_computed_tokens``, ``num_given_back``, ``reserves_in_parts``, ``is_swapped_out``, ``in``, ``pools``,
+    ``states``, and numbers of blocks. Its sequences are keyed by the requests themselves, so that sequences of others
+    may live beside them.
 
     Args:
         kv_cache: the cache.
@@ -133,7 +134,8 @@ class Scheduler:
 
     def batch(self, requests: list[Scheduled]) -> tuple[Batch, list[int]]:
         """A step as the metadata's builder takes it, and its token ids."""
-        size = self._kv_cache.block_size
+        cache, size = self._kv_cache, self._kv_cache.block_size
+        gives_back = cache.reserves_in_parts
         input_ids: list[int] = []
         rows, starts, counts = [], [], []
         longest = 0
@@ -141,7 +143,9 @@ class Scheduler:
             stop = start + num_tokens
             longest = max(longest, stop)
             input_ids += request.tokens[start:stop]
-            if stop > request.num_blocks * size:
+            if stop > request.num_blocks * size or (
+                gives_back and cache.num_given_back(request) != request.num_given_back
+            ):
                 self._write_rows(request)
             rows.append(request.row)
             starts.append(start)
@@ -196,7 +200,7 @@ class Scheduler:
             blocks = pool.block_ids(request)
             table[request.row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
             counts.append(len(blocks))
-        request.num_blocks = min(counts)
+        request.num_blocks, request.num_given_back = min(counts), self._kv_cache.num_given_back(request)
 
     def _go_on(self, decodes: list[Scheduled], prefills: list[Scheduled]) -> bool:
         """The next tokens of the requests that run, decodes first; the youngest are preempted where blocks run out.
@@ -265,14 +269,16 @@ class Scheduler:
             if any(self._shares_unfinished_prefix(request, other, start) for other, start, _ in prefills):
                 index += 1  # one step later its prefix is in the cache
                 continue
-            tokens, key = request.tokens, request.extra_key
-            if not cache.can_admit(tokens, key, first_chunk=budget, spare_blocks=len(self.running)):
-                break
+            tokens, key, chunk = request.tokens, request.extra_key, budget
+            while not cache.can_admit(tokens, key, first_chunk=chunk, spare_blocks=len(self.running)):
+                chunk = chunk // 2 if cache.reserves_in_parts else 0
+                if not chunk:
+                    return num_cached
             self._admitted.append(request)
-            start = cache.admit(request, tokens, key, first_chunk=budget)
+            start = cache.admit(request, tokens, key, first_chunk=chunk)
             del self.waiting[index]
             self._start(request)
-            prefills.append((request, start, min(budget, len(tokens) - start)))
+            prefills.append((request, start, min(chunk, len(tokens) - start)))
             budget -= prefills[-1][2]
             num_cached += start
         return num_cached

@@ -184,9 +184,8 @@ class Walk:
             return None
         self.kv_cache.flush_copies()
         computed = {seq: self.kv_cache.num_computed_tokens(seq) for seq in query_lens}
-        batch = Batch(
-            list(query_lens.values()), list(computed.values()), [self.kv_cache.block_ids(seq) for seq in query_lens]
-        )
+        tables = [[pool.block_ids(seq) for seq in query_lens] for pool in self.kv_cache.pools]
+        batch = Batch(list(query_lens.values()), list(computed.values()), tables[0], other_block_ids=tables[1:])
         ids = [token for seq, q in query_lens.items() for token in self.tokens[seq][computed[seq] : computed[seq] + q]]
         result = run(batch, torch.tensor(ids))
         for seq, q in query_lens.items():

@@ -839,7 +839,7 @@ def test_the_loop_asks_of_the_cache_only_what_a_cache_of_several_pools_has() -> 
         *("admit", "can_admit", "append", "reserve", "num_reservable", "commit", "rollback", "fork", "free", "reset"),
         *("swap_out", "swap_in", "can_swap_out", "can_swap_in", "flush_copies", "recover", "stats", "states"),
         *("block_ids", "num_tokens", "num_computed_tokens", "is_swapped_out", "num_used_blocks", "max_seq_len"),
-        *("layers", "num_blocks", "block_size", "device", "pools"),
+        *("layers", "num_blocks", "block_size", "device", "pools", "num_given_back", "reserves_in_parts"),
     }
     assert used <= allowed, used - allowed
 
@@ -852,10 +852,10 @@ def test_a_cache_of_several_pools(num_host_blocks: int) -> None:
         def step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, layers: list[Tensor]) -> Tensor:
             hidden = EMBED[input_ids] + POSITION[metadata.positions]
             for layer, pool, reach in zip(layers, kv_cache.pool_of_layer, (0, window), strict=True):
-                own = metadata.for_pool(pool)
+                own = metadata.pool(pool)
                 key, value = (hidden @ TO_KEY).view(-1, K, D), (hidden @ TO_VALUE).view(-1, K, D)
                 paged_ops.reshape_and_cache(key, value, layer, own.slot_mapping)
-                batch = (own.block_tables, own.seq_lens, own.query_start_loc)
+                batch = (own.block_tables, metadata.seq_lens, metadata.query_start_loc)
                 out = paged_ops.paged_attention(hidden.view(-1, H, D), layer, *batch, D**-0.5, sliding_window=reach)
                 hidden = hidden + out.reshape(-1, H * D)
             return hidden[last_rows] @ TO_LOGITS

@@ -188,7 +188,7 @@ def test_a_swap_that_fails_in_one_pool_is_undone_in_the_others(
     walk.live = {}
     for pool, views in zip(walk.pools, walk.device_views, strict=True):
         expected = walk.live.setdefault("a", walk_expected(list(range(11))))
-        first = pool.first_block("a") * 4
+        first = pool.num_given_back("a") * 4
         walk.fill(pool, views, torch.tensor(pool.slots("a", first, 11)), expected.contents[first:])
     for channel, tensor in enumerate(cache.states.tensors):
         tensor[cache.states.row("a")] = int(walk.values(walk.live["a"].contents[-1:], channel))

@@ -45,6 +45,7 @@ class Attending:
     writes: bool  # or reads what another module wrote (Gemma-3n)
     window: int
     chunk: int
+    pool: int = 0  # of a cache with a pool for each distance that layers see
 
 
 @dataclass
@@ -132,6 +133,13 @@ class Probe:
 
     def attending(self, call: _Call) -> Attending:
         return Attending(call.cache, call.cache, call.writes, *call.reach)
+
+    def reaches(self) -> list[tuple[int, int]]:
+        """The window and the chunk of each cache: what those who read it see, or all of it if they differ."""
+        of_caches: list[set[tuple[int, int]]] = [set() for _ in self.caches]
+        for call in self.calls.values():
+            of_caches[call.cache].add(call.reach)
+        return [reaches.pop() if len(reaches) == 1 else (0, 0) for reaches in of_caches]
 
     def _first_call(self, name: str, key: Tensor, value: Tensor, mask: Tensor | None) -> _Call:
         reach = self._reach(name, mask)

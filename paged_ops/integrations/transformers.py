@@ -30,7 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged_ops.cache import KVCache
-from paged_ops.hybrid import HybridCache
+from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.probe import CacheSpec, Probe, request_mask, run_dense, run_probe
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.wrapping import NAME, UNDO, CompiledLayer, LayerCaches, Wrapping, copy_of, run_layer
@@ -113,6 +113,7 @@ def attention(
             )
         noted = module.paged_attending
         kv_cache = kv_caches.caches[noted.place] if isinstance(kv_caches, LayerCaches) else kv_caches[noted.cache]
+    pool = attention_metadata.pool(noted.pool if attention_metadata.other_pools else 0)
     rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
     value_cache = None
     if key.shape[3] != value.shape[3]:
@@ -120,13 +121,11 @@ def attention(
     elif kv_cache.dim() == 3:
         kv_cache, value_cache = split_kv_cache(kv_cache, key.shape[1], key.shape[3])
     if noted.writes:
-        reshape_and_cache(
-            rows_of_key, rows_of_value, kv_cache, attention_metadata.slot_mapping, value_cache=value_cache
-        )
+        reshape_and_cache(rows_of_key, rows_of_value, kv_cache, pool.slot_mapping, value_cache=value_cache)
     out = paged_attention(
         _at_temperature(module, rows_of_query, attention_metadata),
         kv_cache,
-        attention_metadata.block_tables,
+        pool.block_tables,
         attention_metadata.seq_lens,
         attention_metadata.query_start_loc,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -173,6 +172,7 @@ class PagedCausalLM:
     Attributes:
         layers: what each cache holds: heads, head sizes, window and chunk.
         num_layers: caches.
+        pool_of_layer: which pool each cache is in where layers that see differently far have pools of their own.
         num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache.
         states: the layers that keep state instead of keys; None if there are none.
         max_model_len: as given or found; None if the config does not say.
@@ -221,10 +221,16 @@ class PagedCausalLM:
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"model: {type(model).__name__} cannot be served: {reason}") from error
+        reaches = probe.reaches()
+        self.pool_of_layer = tuple(pools_by_reach(reaches)[1])
         for module, call in probe.calls.items():
-            self._wrapping.note(module, probe.attending(call))
+            attending = probe.attending(call)
+            self._wrapping.note(module, dataclasses.replace(attending, pool=self.pool_of_layer[attending.cache]))
         self._wrapping.arm()
-        self.layers: tuple[CacheSpec, ...] = tuple(probe.specs)
+        self.layers: tuple[CacheSpec, ...] = tuple(
+            spec._replace(window=window, chunk=chunk)
+            for spec, (window, chunk) in zip(probe.specs, reaches, strict=True)
+        )
         self.num_layers = len(self.layers)
         sizes = zip(*self.layers, strict=True) if self.layers else ((),) * len(CacheSpec._fields)
         self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
@@ -260,6 +266,8 @@ class PagedCausalLM:
         num_blocks: int,
         block_size: int = 16,
         *,
+        num_window_blocks: int | None = None,
+        keep_all: bool = False,
         num_host_blocks: int = 0,
         dtype: torch.dtype | None = None,
         layout: Layout | None = None,
@@ -268,13 +276,20 @@ class PagedCausalLM:
     ) -> KVCache | HybridCache:
         """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales).
 
+        Layers with a window or chunk give back blocks that no later token sees. If layers see differently far, each
+        distance has a pool of blocks of its own.
+
         Args:
-            num_blocks, block_size, num_host_blocks, layout: as of ``KVCache``.
+            num_blocks, num_host_blocks: of each pool.
+            block_size, layout: as of ``KVCache``.
+            num_window_blocks: of each pool with a window or chunk, if others see everything;
+                :func:`paged_ops.blocks_within_reach` gives what suffices.
+            keep_all: one pool, which keeps all blocks, whatever the layers see.
             num_state_slots: if layers keep state: for so many sequences at once, at least a loop's ``max_num_seqs``.
             num_host_state_slots: for so many that are swapped out; by default as many, if there are host blocks.
         """
-        sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
         device = self.model.device
+        sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
         options: dict[str, Any] = {
             "value_head_size": self.value_head_size,
             "dtype": self.model.dtype if dtype is None else dtype,
@@ -282,12 +297,48 @@ class PagedCausalLM:
             "layout": layout,
             "num_host_blocks": num_host_blocks,
         }
-        if self.states is None:
+        if not keep_all and self.layers:
+            windows, chunks = [spec.window for spec in self.layers], [spec.chunk for spec in self.layers]
+            one = len(set(self.pool_of_layer)) == 1
+            options["sliding_window"] = windows[0] if one else windows
+            options["attention_chunk"] = chunks[0] if one else chunks
+        if self.states is not None:
+            if num_host_state_slots is None:
+                num_host_state_slots = num_state_slots if num_host_blocks else 0
+            specs = self.states.specs
+            options["states"] = StateCache(specs, num_state_slots, device=device, num_host_slots=num_host_state_slots)
+        elif keep_all or len(set(self.pool_of_layer)) == 1:
             return KVCache(*sizes, **options)
-        if num_host_state_slots is None:
-            num_host_state_slots = num_state_slots if num_host_blocks else 0
-        states = StateCache(self.states.specs, num_state_slots, device=device, num_host_slots=num_host_state_slots)
-        return HybridCache.for_layers(*sizes, **options, states=states)
+        return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
+
+    def check_kv_cache(self, kv_cache: KVCache | HybridCache) -> None:
+        """Raises ValueError for a cache that does not fit this model: its layers, their sizes, how far they see."""
+        needed, kept = self.states.specs if self.states else None, kv_cache.states.specs if kv_cache.states else None
+        if needed != kept:
+            raise ValueError(f"kv_cache: expected states {needed}, as the model's layers keep, got {kept}")
+        given = kv_cache.pool_of_layer
+        if len(given) != self.num_layers:
+            raise ValueError(f"kv_cache: expected one of {self.num_layers} layers, as the model has, got {len(given)}")
+        if len(kv_cache.pools) > 1 and given != self.pool_of_layer:
+            raise ValueError(f"kv_cache: expected pools of layers {self.pool_of_layer}, as the model's, got {given}")
+        places = [given[:layer].count(pool) for layer, pool in enumerate(given)]
+        for layer, (pool_index, place, spec) in enumerate(zip(given, places, self.layers, strict=True)):
+            pool: Any = kv_cache.pools[pool_index]
+            sizes = pool.num_kv_heads[place], pool.head_size[place], pool.value_head_size[place]
+            if sizes != spec[:3]:
+                raise ValueError(
+                    f"kv_cache: expected heads, head size and value head size {tuple(spec[:3])} in layer {layer}, got"
+                    f" {sizes}"
+                )
+            for name, has, needs in (
+                ("sliding_window", pool.sliding_window, spec.window),
+                ("attention_chunk", pool.attention_chunk, spec.chunk),
+            ):
+                if has and (not needs or has < needs or (name == "attention_chunk" and has % needs)):
+                    raise ValueError(
+                        f"kv_cache: expected {name} {needs} (0 is all) or blocks that are kept, as layer {layer} sees"
+                        f" so far, got {has}"
+                    )
 
     def compile_layers(self, *, dynamic: bool | None = True, **options: Any) -> PagedCausalLM:
         """Compile the decoder layers with one compilation for all layers of a kind, in place; returns itself.
@@ -321,7 +372,8 @@ class PagedCausalLM:
             of(state.module)[1].append(state)
         kinds: dict[Any, Callable[..., Any]] = {}
         for layer, (modules, keeping) in layers.items():
-            reaches = tuple((m.window, m.chunk, m.writes) for m in map(attending.__getitem__, modules))
+            noted = [attending[module] for module in modules]
+            reaches = tuple((each.window, each.chunk, each.writes, each.pool) for each in noted)
             kind = type(layer), reaches, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
