@@ -21,6 +21,7 @@ import paged_ops
 from paged_ops import generation, sampling
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
+from paged_ops.hybrid import HybridCache
 
 from .runner import Case
 from .toy import Toy
@@ -79,14 +80,30 @@ class Session:
         self.case, self.rng = case, rng
         features = rng.choice(FEATURES)
         self.V = rng.choice((7, 30, 64))
-        sizes = {"layers": rng.choice((1, 2)), "V": self.V, "H": 4, "K": 2, "D": 16}
+        sizes: dict[str, Any] = {"layers": rng.choice((1, 2)), "V": self.V, "H": 4, "K": 2, "D": 16}
+        if rng.random() < 0.3:  # layers that see differently far, in pools of their own
+            reaches = rng.choice(({"sliding_window": 9}, {"attention_chunk": 8}))
+            by_layer = rng.choice(
+                ([{}, reaches], [reaches, {}, reaches], [{"sliding_window": 5}, {"sliding_window": 12}])
+            )
+            features, sizes["layers"], sizes["by_layer"] = {}, len(by_layer), by_layer
         self.toy = Toy(rng.randrange(50), device=case.device, **sizes, **features)
         self.step_ = Step(self.toy, case, rng.randrange(self.V) if rng.random() < 0.3 else None)
         self.B, N = rng.choice((1, 2, 4, 4, 8, 16)), rng.choice((6, 12, 20, 40))
         N = max(N, 24 // self.B + 1) * (4 if self.B == 1 else 1)
-        forgets = {k: v for k, v in features.items() if k != "soft_cap"} if rng.random() < 0.7 else {}
-        kinds: dict[str, Any] = {"device": case.device, "num_host_blocks": rng.choice((0, 0, 4, 30)), **forgets}
-        self.cache = KVCache(self.toy.layers, N, self.B, self.toy.K, self.toy.D, **kinds)
+        kinds: dict[str, Any] = {"device": case.device, "num_host_blocks": rng.choice((0, 0, 4, 30))}
+        shape = self.toy.layers, N, self.B, self.toy.K, self.toy.D
+        self.cache: Any
+        if "by_layer" in sizes:
+            for name in ("sliding_window", "attention_chunk"):
+                kinds[name] = [each.get(name, 0) for each in sizes["by_layer"]]
+            kinds["num_window_blocks"] = rng.choice((None, max(N // 2, 40 // self.B + 2)))
+            self.cache = HybridCache.for_layers(*shape, **kinds)
+            self.toy.pool_of_layer = self.cache.pool_of_layer
+        else:
+            if rng.random() < 0.7:
+                kinds |= {name: value for name, value in features.items() if name != "soft_cap"}
+            self.cache = KVCache(*shape, **kinds)
         for layer in self.cache.layers:
             layer.fill_(torch.nan)
         seqs = rng.choice((1, 2, 4, 8, 12))

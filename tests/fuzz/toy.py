@@ -19,7 +19,11 @@ POSITIONS = 512
 
 
 class Toy:
-    """Logits that depend on every earlier token through the cache alone. ``features`` are those of attention."""
+    """Logits that depend on every earlier token through the cache alone.
+
+    ``features`` are those of attention, of all layers or, in ``by_layer``, of each; ``pool_of_layer`` says in which
+    pool of a cache of several each layer is.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class Toy:
         D: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        by_layer: Sequence[dict[str, Any]] | None = None,
         **features: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -50,6 +55,8 @@ class Toy:
             self.exact[f"out{layer}"] = weight(width, width, scale=1.0 * width**-0.5)
         self.weights = {name: each.to(dtype=dtype, device=device) for name, each in self.exact.items()}
         self.layers, self.V, self.H, self.K, self.D, self.features = layers, V, H, K, D, features
+        self.by_layer = [features] * layers if by_layer is None else list(by_layer)
+        self.pool_of_layer: Sequence[int] | None = None
         self.dtype = dtype
 
     def __call__(self, input_ids: Tensor, metadata: Any, last_rows: Tensor, kv_caches: Sequence[Tensor]) -> Tensor:
@@ -59,11 +66,13 @@ class Toy:
         for layer, kv_cache in enumerate(kv_caches):
             fused = (hidden @ w[f"qkv{layer}"]).view(-1, H + 2 * K, D)
             query, key, value = fused.split([H, K, K], dim=1)
-            paged_ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
-            hidden = hidden + self._attend(query, kv_cache, metadata).reshape(-1, H * D) @ w[f"out{layer}"]
+            own = metadata if self.pool_of_layer is None else metadata.for_pool(self.pool_of_layer[layer])
+            paged_ops.reshape_and_cache(key, value, kv_cache, own.slot_mapping)
+            out = self._attend(query, kv_cache, own, self.by_layer[layer])
+            hidden = hidden + out.reshape(-1, H * D) @ w[f"out{layer}"]
         return hidden[last_rows] @ w["head"]
 
-    def _attend(self, query: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
+    def _attend(self, query: Tensor, kv_cache: Tensor, metadata: Any, features: dict[str, Any]) -> Tensor:
         starts, scale, c = metadata.query_start_loc, self.D**-0.5, metadata.cascade
         if c is not None:
             prefix = (c.prefix_block_table, c.prefix_len)
@@ -71,17 +80,17 @@ class Toy:
                 query, kv_cache, *prefix, c.suffix_block_tables, c.suffix_lens, starts, scale
             )
         lens, tables = metadata.seq_lens, metadata.block_tables
-        return paged_ops.paged_attention(query, kv_cache, tables, lens, starts, scale, **self.features)
+        return paged_ops.paged_attention(query, kv_cache, tables, lens, starts, scale, **features)
 
     def dense(self, tokens: Sequence[int]) -> Tensor:
         """Logits ``[n, V]`` of every position of one sequence, float64."""
         n, w, (H, K, D) = len(tokens), self.exact, (self.H, self.K, self.D)
         names = {"sliding_window": "window", "attention_chunk": "chunk", "soft_cap": "cap"}
-        f = truth.Features(D**-0.5, **{names[name]: value for name, value in self.features.items()})
         i = torch.arange(n)
         hidden = w["embed"][torch.tensor(list(tokens), dtype=torch.int64)] + w["position"][i % POSITIONS]
         lens = torch.full((1, n), n)
-        for layer in range(self.layers):
+        for layer, features in enumerate(self.by_layer):
+            f = truth.Features(D**-0.5, **{names[name]: value for name, value in features.items()})
             query, key, value = (hidden @ w[f"qkv{layer}"]).view(1, n, H + 2 * K, D).split([H, K, K], dim=2)
             out, _, _ = truth.attend(f, query, key, value, i[None], lens, torch.float64)
             hidden = hidden + out.reshape(n, H * D) @ w[f"out{layer}"]
