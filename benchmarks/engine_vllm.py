@@ -82,7 +82,7 @@ class Engine:
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype="float32" if on_cpu else "bfloat16",
+            dtype="float32" if on_cpu else args.dtype,
             seed=0,
             max_model_len=512 if self.tiny else 16384,
             max_num_seqs=8 if self.tiny else 256,
@@ -239,6 +239,7 @@ def measure(backend: str, args: argparse.Namespace) -> None:
         record["start_seconds"] = time.monotonic() - started
         config = engine.engine.vllm_config
         record["block_size"] = config.cache_config.block_size
+        record["dtype"] = str(config.model_config.dtype)
         record["graphs"] = str(config.compilation_config.cudagraph_mode)
         log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
         cases = {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE
@@ -319,6 +320,7 @@ def main() -> None:
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
     parser.add_argument("--tiny", action="store_true")
@@ -341,11 +343,12 @@ def main() -> None:
             continue
         log(f"{backend}: {share:.0f} s")
         arguments = [*sys.argv[1:], "--one", backend, "--seconds", str(share * 0.8)]
-        # vLLM's own switches: the engine in this process, no network.
+        # vLLM's own switches: the engine in this process, no network, its own sampler.
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
         }
