@@ -10,7 +10,7 @@ pages directly, in decode and in (chunked) prefill, where its own functions firs
 with a window keeps its last tokens in a ring, in which no position can be told from a page: it gathers, as transformers
 does, and attends to what was gathered.
 
-Versions of transformers: 5.17 serves any registered function, as ``"paged|NAME"``. Later ones take no names but
+Versions of transformers: before 5.18 any registered function serves, as ``"paged|NAME"``. Later ones take no names but
 their own and those of flash attention, whose module this one then tells that the function is loaded already; it does so
 only if that module is as it was in 5.19 to 5.23, and raises otherwise.
 
@@ -32,7 +32,7 @@ from paged_ops.ops import paged_attention, reshape_and_cache
 
 # Decode by block tables and CUDA graphs are for names that hold "flash" and a 2 or 3.
 NAME = "paged_ops_flash_3"
-_PAGED_NAME = "paged|paged_ops"
+_PAGED_NAME = f"paged|{NAME}"
 # What is known of a step: a tensor for each group of layers, made by the first layer of the group.
 _STEP = "_paged_ops_step"
 _LOADED = {

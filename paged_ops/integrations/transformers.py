@@ -31,7 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged_ops.cache import KVCache
 from paged_ops.hybrid import HybridCache, pools_by_reach
-from paged_ops.integrations.probe import CacheSpec, Probe, request_mask, run_dense, run_probe
+from paged_ops.integrations.probe import CacheSpec, Probe, largest_difference, request_mask, run_dense, run_probe
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.wrapping import NAME, UNDO, CompiledLayer, LayerCaches, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, split_joined_cache, split_kv_cache
@@ -210,7 +210,8 @@ class PagedCausalLM:
             if self.states is not None:
                 self._wrapping.keep_states(self.states)
             self._wrapping.set_implementation(PROBE)
-            probe = run_probe(model, self._step, dense, self.max_model_len, self.states)
+            noise = self._noise(dense) if self.states is None else None
+            probe = run_probe(model, self._step, dense, self.max_model_len, self.states, noise)
             if probe.calls:
                 _expect_arguments_of_attention(model)
             _expect_windows_of_cache(model, probe, self.max_model_len)
@@ -234,6 +235,18 @@ class PagedCausalLM:
         self.num_layers = len(self.layers)
         sizes = zip(*self.layers, strict=True) if self.layers else ((),) * len(CacheSpec._fields)
         self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
+
+    def _noise(self, dense: list[Tensor]) -> Callable[[], float]:
+        def noise() -> float:
+            self._wrapping.set_implementation("sdpa")
+            try:
+                return max(map(largest_difference, run_dense(self.model), dense))
+            except ValueError:  # it has none
+                return 0.0
+            finally:
+                self._wrapping.set_implementation(PROBE)
+
+        return noise
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
