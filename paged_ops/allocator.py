@@ -296,7 +296,7 @@ class BlockAllocator:
         seq = self._live(seq_id)
         tokens = [int(token) for token in token_ids]
         copies_tail, num_new = self._growth(seq, len(tokens))
-        fresh = self.pool.take([None] * num_new)
+        fresh = self.pool.take([None] * num_new) if num_new else []
         if copies_tail:
             tail, copy = seq.blocks[-1], fresh.pop(0)
             source = self._copies.get(tail, tail)  # a tail that waits for a copy itself has that copy's source
