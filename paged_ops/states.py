@@ -42,7 +42,7 @@ class StateSpec:
 
 @dataclass(slots=True)
 class _Slot:
-    index: int  # a slot of the device or, when swapped, of the host
+    index: int  # a slot of the device, from 1, or, when swapped, of the host, from 0
     row: int = PADDING_ROW  # of the device's tensors: where the state is
     swapped: bool = False
 
@@ -88,8 +88,8 @@ class StateCache:
             )
             for s in self.specs
         ]
-        self._free = list(range(num_slots, 0, -1))  # stacks: low numbers first; slot 0 is padding's
-        self._free_host = list(range(num_host_slots - 1, -1, -1))
+        # All that is known about slots: each method changes one entry, at once and last, so that an interrupt anywhere
+        # leaves the sequence before or after the call.
         self._slots: dict[Hashable, _Slot] = {}
         self._swapped_event = torch.cuda.Event() if on_cuda and num_host_slots else None
         if on_cuda:
@@ -117,12 +117,12 @@ class StateCache:
     @property
     def num_free_slots(self) -> int:
         """Sequences that ``admit``, ``fork`` and ``swap_in`` can take now."""
-        return len(self._free)
+        return self.num_slots - sum(not slot.swapped for slot in self._slots.values())
 
     @property
     def num_free_host_slots(self) -> int:
         """Sequences that ``swap_out`` can take now."""
-        return len(self._free_host)
+        return self.num_host_slots - sum(slot.swapped for slot in self._slots.values())
 
     @property
     def seq_ids(self) -> list[Hashable]:
@@ -135,20 +135,19 @@ class StateCache:
     def admit(self, seq_id: Hashable) -> None:
         """Adds a sequence with a state of zeros: that before the first token."""
         self._check_new(seq_id)
-        slot = self._spare("device", self._free)
-        row = 2 * slot
+        index = self._spare_slot()
         for tensor in self.tensors:
-            tensor[row].zero_()
-        self._slots[seq_id] = _Slot(self._free.pop(), row)
+            tensor[2 * index].zero_()
+        self._slots[seq_id] = _Slot(index, 2 * index)
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
         """Adds a sequence with a copy of the parent's state."""
         self._check_new(child_id)
         parent = self._live(parent_id)
-        row = 2 * self._spare("device", self._free)
+        index = self._spare_slot()
         for tensor in self.tensors:
-            tensor[row].copy_(tensor[parent.row])
-        self._slots[child_id] = _Slot(self._free.pop(), row)
+            tensor[2 * index].copy_(tensor[parent.row])
+        self._slots[child_id] = _Slot(index, 2 * index)
 
     def commit(self, seq_id: Hashable) -> None:
         """Says that a step which wrote the sequence's new state, for all the tokens that it was given, was issued."""
@@ -157,14 +156,12 @@ class StateCache:
 
     def free(self, seq_id: Hashable) -> None:
         """Removes a sequence, swapped out or not."""
-        slot = self._get(seq_id)
+        self._get(seq_id)
         del self._slots[seq_id]
-        (self._free_host if slot.swapped else self._free).append(slot.index)
 
     def reset(self) -> None:
         """Removes all sequences."""
-        for seq_id in list(self._slots):
-            self.free(seq_id)
+        self._slots.clear()
 
     def row(self, seq_id: Hashable) -> int:
         """The row of every tensor where the sequence's state is; the next state goes to row ``row ^ 1``."""
@@ -181,10 +178,8 @@ class StateCache:
     def swap_out(self, seq_id: Hashable) -> None:
         """Moves a sequence's state to the host, asynchronously on the current stream."""
         slot = self._live(seq_id)
-        index = self._spare("host", self._free_host)
+        index = self._spare_host_slot()
         self._move(self.tensors, slot.row, self.host_tensors, index)
-        self._free_host.pop()
-        self._free.append(slot.index)
         self._slots[seq_id] = _Slot(index, swapped=True)
 
     def swap_in(self, seq_id: Hashable) -> None:
@@ -192,10 +187,8 @@ class StateCache:
         slot = self._get(seq_id)
         if not slot.swapped:
             raise ValueError(f"seq_id: {seq_id!r} is not swapped out")
-        index = self._spare("device", self._free)
+        index = self._spare_slot()
         self._move(self.host_tensors, slot.index, self.tensors, 2 * index)
-        self._free.pop()
-        self._free_host.append(slot.index)
         self._slots[seq_id] = _Slot(index, 2 * index)
 
     def synchronize(self) -> None:
@@ -229,12 +222,20 @@ class StateCache:
         if seq_id in self._slots:
             raise ValueError(f"seq_id: {seq_id!r} is in use; free it first or choose another")
 
-    def _spare(self, name: str, free: list[int]) -> int:
-        """The slot that would be taken next."""
-        if not free:
-            total = self.num_slots if name == "device" else self.num_host_slots
-            raise OutOfBlocks(f"{name} states: expected a free slot of {total}, got none; free or swap out a sequence")
-        return free[-1]
+    def _spare_slot(self) -> int:
+        taken = {slot.index for slot in self._slots.values() if not slot.swapped}
+        return _lowest("device", taken, range(1, self.num_slots + 1))  # slot 0 is padding's
+
+    def _spare_host_slot(self) -> int:
+        taken = {slot.index for slot in self._slots.values() if slot.swapped}
+        return _lowest("host", taken, range(self.num_host_slots))
+
+
+def _lowest(name: str, taken: set[int], slots: range) -> int:
+    free = next((slot for slot in slots if slot not in taken), None)
+    if free is None:
+        raise OutOfBlocks(f"{name} states: expected a free slot of {len(slots)}, got none; free or swap out a sequence")
+    return free
 
 
 def _wait(event: torch.cuda.Event, pinned: list[Tensor]) -> None:

@@ -23,7 +23,7 @@ from paged_ops.states import StateCache
 def state(cache: BlockAllocator | HybridCache | StateCache) -> object:
     """All bookkeeping, to compare before and after a refused call."""
     if isinstance(cache, StateCache):
-        return copy.deepcopy((cache._slots, cache._free, cache._free_host))
+        return copy.deepcopy(cache._slots)
     if isinstance(cache, HybridCache):
         return [state(part) for part in cache._parts]
     pools = [
@@ -198,9 +198,11 @@ class Walk:
     def check_states(self, states: StateCache) -> None:
         """A state is what the last token that was committed left, or zeros."""
         slots = [slot.index for slot in states._slots.values() if not slot.swapped]
-        assert sorted([*slots, *states._free]) == list(range(1, states.num_slots + 1))
+        assert len({*slots}) == len(slots) == states.num_slots - states.num_free_slots
+        assert all(1 <= slot <= states.num_slots for slot in slots)
         slots = [slot.index for slot in states._slots.values() if slot.swapped]
-        assert sorted([*slots, *states._free_host]) == list(range(states.num_host_slots))
+        assert len({*slots}) == len(slots) == states.num_host_slots - states.num_free_host_slots
+        assert all(0 <= slot < states.num_host_slots for slot in slots)
         for seq_id, expected in self.live.items():
             assert states.is_swapped_out(seq_id) == expected.swapped
             tensors = states.host_tensors if expected.swapped else states.tensors

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._python_dispatch
 
 from paged_ops.cache import OutOfBlocks
 from paged_ops.metadata import AttentionMetadataBuilder, Batch, advance_decodes
@@ -35,8 +36,7 @@ def read(states: StateCache, seq_id: str) -> list[int]:
 
 
 def snapshot(states: StateCache) -> Any:
-    kept = (states._free, states._free_host, states._slots)
-    return copy.deepcopy(kept), [tensor.clone() for tensor in states.tensors + states.host_tensors]
+    return copy.deepcopy(states._slots), [tensor.clone() for tensor in states.tensors + states.host_tensors]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -107,6 +107,35 @@ def test_random_programs_keep_each_sequences_state() -> None:
             assert len({row // 2 for row in rows} | {PADDING_ROW // 2}) == len(rows) + 1
             for tensor in states.tensors:
                 assert bool((tensor[PADDING_ROW : PADDING_ROW + 2] == 77).all())
+
+
+@pytest.mark.parametrize("call", ["admit", "fork", "swap_out", "swap_in"])
+def test_an_interrupt_leaves_the_sequence_before_the_call(call: str) -> None:
+    for at in range(len(SPECS)):
+        states = make()
+        states.admit("a")
+        write(states, "a", 5)
+        states.commit("a")
+        if call == "swap_in":
+            states.swap_out("a")
+        before, count = snapshot(states)[0], 0
+
+        class Interrupted(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                nonlocal count
+                count += func in (torch.ops.aten.zero_.default, torch.ops.aten.copy_.default)
+                if count > at:  # noqa: B023
+                    raise KeyboardInterrupt
+                return func(*args, **(kwargs or {}))
+
+        arguments = {"admit": ("b",), "fork": ("a", "b")}.get(call, ("a",))
+        with pytest.raises(KeyboardInterrupt), Interrupted():
+            getattr(states, call)(*arguments)
+        assert snapshot(states)[0] == before
+        getattr(states, call)(*arguments)
+        if call == "swap_out":
+            states.swap_in("a")
+        assert read(states, "a") == [5]
 
 
 @pytest.mark.parametrize(
