@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
 
-from paged_ops import AttentionMetadataBuilder, Batch, KVCache  # noqa: E402
+from paged_ops import AttentionMetadataBuilder, Batch, KVCache, graphs  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.hybrid import HybridCache  # noqa: E402
+from paged_ops.inspection import CompileReport  # noqa: E402
 from paged_ops.integrations.recurrent import StateLayers  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
-from paged_ops.states import StateCache  # noqa: E402
+from paged_ops.states import StateCache, StateSpec  # noqa: E402
 
 B, V, NEW_TOKENS = 4, 256, 10
 LENGTHS = (1, 2, 3, 5, 9, 17, 24, 33)
@@ -421,3 +423,64 @@ def test_a_module_with_the_states_of_two_layers_is_refused() -> None:
     model.model.layers[2].conv = shared
     with pytest.raises(ValueError, match=r"each state was to be written once a step, but .* is twice"):
         StateLayers.find(model)
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Kinds of decoder layers, and the rotary embedding and the last norm.
+GRAPHS = {"qwen3_next": 2 + 2, "mamba2": 1 + 1}
+
+
+@pytest.mark.slow  # 20 s each
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(("name", "whole"), [("qwen3_next", False), ("mamba2", False), ("mamba2", True)])
+def test_decodes_are_compiled(name: str, whole: bool) -> None:
+    """One graph for all layers of a kind, or for all; no state is copied; parts of prompts run as they are."""
+    paged = PagedCausalLM(make_model(name))
+    if not whole:
+        paged.compile_layers()
+    kv_cache = paged.allocate_kv_cache(18, B, num_host_blocks=40, num_state_slots=8)
+    with CompileReport(kv_cache.layers) as report:
+        loop = GenerationLoop(paged, kv_cache, max_num_seqs=8, max_num_tokens=16, compile=whole)
+        loop.warm_up()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert [list(output) for output in loop.generate(prompts(), GREEDY)] == expected(name)
+    assert (report.graphs, report.graph_breaks) == (1 if whole else GRAPHS[name], 0), report.recompile_reasons
+    assert report.cache_copies == 0, report.copies
+    paged.unwrap()
+    assert generate(paged.model)[0] == expected(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "mamba2"])
+def test_decodes_are_captured(name: str) -> None:
+    torch.set_float32_matmul_precision("highest")
+    model = make_model(name).to("cuda")
+    want, _ = generate(model)
+    paged = PagedCausalLM(model)
+    kv_cache = paged.allocate_kv_cache(18, B, num_host_blocks=40, num_state_slots=8)
+    loop = GenerationLoop(paged, kv_cache, max_num_seqs=8, max_num_tokens=16, graph_mode="FULL_DECODE_ONLY")
+    assert [list(output) for output in loop.generate(prompts(), GREEDY)] == want
+    assert loop.graph_stats.replayed > 0
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_modes_that_capture_parts_of_prompts_are_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs.Graph, "runs_on", staticmethod(lambda device: True))
+    states = StateCache([StateSpec((2,), torch.float32)], 2)
+    with pytest.raises(ValueError, match=r"mode: expected (one that graph_support|NONE or FULL_DECODE_ONLY)"):
+        graphs.DecodeGraphs(lambda *step: step[0], HybridCache([], [], states), max_num_seqs=2, mode=mode)
+
+
+def test_a_graph_serves_no_first_tokens() -> None:
+    states = StateCache([StateSpec((2,), torch.float32)], 2)
+    runner = graphs.DecodeGraphs(lambda *step: step[0], HybridCache([], [], states), max_num_seqs=2, mode="NONE")
+    key = graphs.GraphKey(2, 2)
+    runner._seq_sizes, runner.captured = [2], {key: None}  # type: ignore[dict-item]
+    for computed, found in (([5, 1], key), ([5, 0], None)):
+        assert runner.find(Batch([1, 1], computed, [[0], [1]], state_slots=[2, 4])) == found

@@ -381,9 +381,12 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
                 setattr(layer, f"update_{kind}_state", update(layer_idx, layer, kind))
     ids = torch.arange(1, _NUM_OBSERVED + 1, device=model.get_input_embeddings().weight.device)
     ids = ids % model.get_input_embeddings().weight.shape[0]
+    more: dict[str, Any] = {argument: cache}
+    if "position_ids" in inspect.signature(model.forward).parameters:  # not all can ask a cache without attention
+        more["position_ids"] = torch.arange(_NUM_OBSERVED, device=ids.device)[None]
     try:
         with _calls_with(model, cache, running), torch.no_grad():
-            model(input_ids=ids[None], use_cache=True, **{argument: cache})
+            model(input_ids=ids[None], use_cache=True, **more)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
