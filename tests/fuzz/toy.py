@@ -66,21 +66,22 @@ class Toy:
         for layer, kv_cache in enumerate(kv_caches):
             fused = (hidden @ w[f"qkv{layer}"]).view(-1, H + 2 * K, D)
             query, key, value = fused.split([H, K, K], dim=1)
-            own = metadata if self.pool_of_layer is None else metadata.for_pool(self.pool_of_layer[layer])
+            own = metadata.pool(0 if self.pool_of_layer is None else self.pool_of_layer[layer])
             paged_ops.reshape_and_cache(key, value, kv_cache, own.slot_mapping)
-            out = self._attend(query, kv_cache, own, self.by_layer[layer])
+            out = self._attend(query, kv_cache, metadata, own.block_tables, self.by_layer[layer])
             hidden = hidden + out.reshape(-1, H * D) @ w[f"out{layer}"]
         return hidden[last_rows] @ w["head"]
 
-    def _attend(self, query: Tensor, kv_cache: Tensor, metadata: Any, features: dict[str, Any]) -> Tensor:
+    def _attend(
+        self, query: Tensor, kv_cache: Tensor, metadata: Any, tables: Tensor, features: dict[str, Any]
+    ) -> Tensor:
         starts, scale, c = metadata.query_start_loc, self.D**-0.5, metadata.cascade
         if c is not None:
             prefix = (c.prefix_block_table, c.prefix_len)
             return paged_ops.cascade_attention(
                 query, kv_cache, *prefix, c.suffix_block_tables, c.suffix_lens, starts, scale
             )
-        lens, tables = metadata.seq_lens, metadata.block_tables
-        return paged_ops.paged_attention(query, kv_cache, tables, lens, starts, scale, **features)
+        return paged_ops.paged_attention(query, kv_cache, tables, metadata.seq_lens, starts, scale, **features)
 
     def dense(self, tokens: Sequence[int]) -> Tensor:
         """Logits ``[n, V]`` of every position of one sequence, float64."""
