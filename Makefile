@@ -17,7 +17,7 @@ DEVICE ?= cpu
 SEED ?= 0
 PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla test-vllm lint format bench compiler
+.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-vllm lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
@@ -51,6 +51,11 @@ test-xla: compiler .venv-xla/.installed
 # vLLM's build for CPUs has an environment of its own: its torch and transformers are pinned. 4 GB, not part of `test`.
 test-vllm: compiler .venv-vllm/.installed
 	$(TEST_ENV) .venv-vllm/bin/python -m pytest -q tests/vllm
+
+# Every torch that is claimed, one after the other, each in an environment of its own that is deleted again: 10 minutes
+# and 4 GB for each, and not part of `test`. VERSIONS="2.9 2.15" runs these alone.
+test-versions: compiler
+	$(PYTHON) scripts/test_versions.py $(VERSIONS)
 
 lint: compiler $(INSTALLED)
 	$(BIN)/ruff check .
