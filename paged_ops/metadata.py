@@ -324,11 +324,13 @@ class AttentionMetadataBuilder:
         reach = seq_lens + lookahead
         longest = _max(reach)
         blocks = [self._needed_blocks("block_ids", batch.block_ids, self.num_blocks[0], reach, longest)]
-        given, pools = len(batch.other_block_ids), len(self.num_blocks)
-        expect(given == pools - 1, "other_block_ids", f"block ids of {pools - 1} further pools", given)
-        for block_ids, num_blocks in zip(batch.other_block_ids, self.num_blocks[1:], strict=True):
-            blocks.append(self._needed_blocks("other_block_ids", block_ids, num_blocks, reach, longest))
-        state_slots = self._state_slots(batch)
+        if batch.other_block_ids or len(self.num_blocks) > 1:
+            given, others = len(batch.other_block_ids), len(self.num_blocks) - 1
+            expect(given == others, "other_block_ids", f"block ids of {others} further pools", given)
+            for block_ids, num_blocks in zip(batch.other_block_ids, self.num_blocks[1:], strict=True):
+                blocks.append(self._needed_blocks("other_block_ids", block_ids, num_blocks, reach, longest))
+        has_none = batch.state_slots is None and not self.num_state_rows
+        state_slots = _NO_ROWS if has_none else self._state_slots(batch)
         self._check_common_prefix(common_prefix_len, computed, blocks[0])
 
         # Pinned to the CPU by name, because the user may have set another default device.
