@@ -58,6 +58,7 @@ def tensor(
     names: str = "",
 ) -> None:
     """Check rank, sizes (None: any), dtype and device of one tensor; ``names`` is its shape in letters."""
+    present(argument, value)
     expect(value.dim() == len(shape), argument, f"{len(shape)} dimensions {names}".rstrip(), value)
     for dim, size in enumerate(shape):
         if size is not None:
@@ -67,6 +68,11 @@ def tensor(
         expect(value.dtype in allowed, argument, " or ".join(str(d).removeprefix("torch.") for d in allowed), value)
     if device is not None:
         expect(value.device == device, argument, f"a tensor on {device}", value)
+
+
+def present(argument: str, value: Any) -> None:
+    """Check that a tensor was given: torch lets None pass where a schema has a tensor."""
+    expect(isinstance(value, Tensor), argument, "a tensor", value)
 
 
 def written(argument: str, value: Tensor) -> None:

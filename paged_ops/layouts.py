@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paged_ops.checks import expect
+from paged_ops.checks import expect, present
 
 
 class Layout(str, enum.Enum):
@@ -68,6 +68,7 @@ class PagedKV(NamedTuple):
 
 def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None) -> PagedKV:
     """The one home of "which form is this": checks ``kv_cache`` and ``value_cache`` and returns them as views."""
+    present("kv_cache", kv_cache)
     rank = kv_cache.dim()
     expect(rank in (4, 5), "kv_cache", "4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
     if value_cache is None:

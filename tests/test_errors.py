@@ -116,6 +116,13 @@ STATIC = [
     (PACKED, "value_cache", lambda t: t[:, :, :32], r"value_cache: expected \[N, K, D, B\] = \[N, 2, 64, 16\] beside an x-packed"),
     (PACKED, "kv_cache", lambda t: t[..., :4], r"kv_cache: expected x = 16 / itemsize last in \[N, K, D/x, B, x\], got .*4\]"),
     (FP8, "k_scale", ones(5), r"k_scale: expected shape \[1\] or \[2\], got .*\[5\]"),
+    # torch lets None pass for a tensor
+    (WRITE, "key", lambda t: None, r"key: expected a tensor, got None"),
+    (ATTEND, "kv_cache", lambda t: None, r"kv_cache: expected a tensor, got None"),
+    (ATTEND, "block_tables", lambda t: None, r"block_tables: expected a tensor, got None"),
+    (GATHER, "seq_lens", lambda t: None, r"seq_lens: expected a tensor, got None"),
+    (MERGE, "lse_b", lambda t: None, r"lse_b: expected a tensor, got None"),
+    (COPY, "block_mapping", lambda t: None, r"block_mapping: expected a tensor, got None"),
     # the other ops
     (MERGE, "out_b", lambda t: t[:, :, :16], r"out_b: expected 32 in dimension 2 of \[T, H, Dv\], got .*\[13, 1, 16\]"),
     (MERGE, "out_b", lambda t: t.half(), r"out_b: expected float32, got a float16 tensor"),
