@@ -58,16 +58,18 @@ def tensor(
     names: str = "",
 ) -> None:
     """Check rank, sizes (None: any), dtype and device of one tensor; ``names`` is its shape in letters."""
+    # Messages are not made for nothing: these checks run at each call of an op.
     present(argument, value)
-    expect(value.dim() == len(shape), argument, f"{len(shape)} dimensions {names}".rstrip(), value)
+    if value.dim() != len(shape):
+        expect(False, argument, f"{len(shape)} dimensions {names}".rstrip(), value)
     for dim, size in enumerate(shape):
-        if size is not None:
-            expect(value.shape[dim] == size, argument, f"{size} in dimension {dim} of {names}", value)
-    if dtypes is not None:
-        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
-        expect(value.dtype in allowed, argument, " or ".join(str(d).removeprefix("torch.") for d in allowed), value)
-    if device is not None:
-        expect(value.device == device, argument, f"a tensor on {device}", value)
+        if size is not None and (same := value.shape[dim] == size) is not True:
+            expect(same, argument, f"{size} in dimension {dim} of {names}", value)
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    if allowed is not None and value.dtype not in allowed:
+        expect(False, argument, " or ".join(str(d).removeprefix("torch.") for d in allowed), value)
+    if device is not None and value.device != device:
+        expect(False, argument, f"a tensor on {device}", value)
 
 
 def present(argument: str, value: Any) -> None:
