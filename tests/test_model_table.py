@@ -1,0 +1,63 @@
+"""Every causal decoder of the installed transformers is served with the tokens of ``generate()``, or refused."""
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+
+import model_table  # noqa: E402
+import torch  # noqa: E402
+from model_families import FAMILIES, text_family  # noqa: E402
+
+DATA = model_table.load()
+OF_THIS_RELEASE = DATA["versions"].get("transformers") == transformers.__version__
+OWN = [family for family in FAMILIES if text_family(family) == family]
+# A norm of torch's own, layers under another name, heads that differ and are shared, values of another head size.
+COMPILED = ("starcoder2", "gpt2", "gemma4_text", "deepseek_v3")
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_served_with_equal_tokens_or_refused(family):
+    row = model_table.check(family)  # no error but our own, when the model is wrapped
+    assert not row["served"] or row["equal"], "wrong tokens"
+    assert row["served"] or row["reason"]
+    if OF_THIS_RELEASE:
+        recorded = DATA["families"][family]
+        keys = ("served", "equal", "keeps") if row["served"] else ("served", "reason")
+        assert {key: recorded.get(key) for key in keys} == {key: row[key] for key in keys}, (
+            f"out of date: python tests/model_table.py {family}"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_with_equal_tokens(family):
+    torch._dynamo.reset()
+    row = model_table.check(family, compiled=True)
+    assert row["served"] and row["equal"]
+
+
+def test_the_page_is_the_data():
+    page = model_table.PAGE.read_text()
+    table = page.split(model_table.BEGIN)[1].split(model_table.END)[0]
+    assert table.strip() == model_table.render(DATA).strip(), "python tests/model_table.py"
+
+
+@pytest.mark.skipif(not OF_THIS_RELEASE, reason="the table is of another release of transformers")
+def test_every_family_is_in_the_table():
+    assert set(DATA["families"]) == set(FAMILIES)
+    for family, row in DATA["families"].items():
+        assert (row.get("within") or family) == text_family(family)
+
+
+def test_no_row_is_wrong_and_45_families_are_equal_in_both_forms():
+    rows = DATA["families"].values()
+    assert not [row for row in rows if row.get("equal") is False or row.get("compiled") is False]
+    assert sum(row.get("equal") is True and row.get("compiled") is True for row in rows) >= 45
