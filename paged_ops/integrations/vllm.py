@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,12 +34,14 @@ from vllm.v1.attention.backend import (
 )
 
 from paged_ops.integrations import vllm_plugin
+from paged_ops.metadata import use_cascade_attention
 from paged_ops.op import supports
 from paged_ops.ops import reshape_and_cache
 
 _MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _attend = torch.ops.paged_ops.paged_attention.out
+_attend_by_cascade = torch.ops.paged_ops.cascade_attention.out
 
 
 class PagedOpsBackend(AttentionBackend):
@@ -134,6 +136,7 @@ class PagedOpsMetadata(AttentionMetadata):
         block_table: int32 ``[S, M]``.
         slot_mapping: ``[T]``.
         causal: False where tokens of a step see later ones.
+        prefix: what the requests share, where vLLM says so and reading it once pays.
     """
 
     num_actual_tokens: int
@@ -142,6 +145,16 @@ class PagedOpsMetadata(AttentionMetadata):
     block_table: Tensor
     slot_mapping: Tensor
     causal: bool = True
+    prefix: SharedPrefix | None = None
+
+
+class SharedPrefix(NamedTuple):
+    """The tokens that all requests of a step begin with, and what remains of each."""
+
+    block_table: Tensor  # int32 [1, P], the prefix's blocks
+    length: Tensor  # int32 [1]
+    suffix_block_table: Tensor  # int32 [S, M - P]
+    suffix_lens: Tensor  # int32 [S]
 
 
 class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
@@ -159,6 +172,9 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
     ) -> PagedOpsMetadata:
         """The metadata of one step for the layers of one group.
 
+        ``common_prefix_len`` is 0. Versions that look for shared prefixes (0.26, with ``disable_cascade_attn`` off)
+        give the tokens of one, in whole blocks, where :meth:`use_cascade_attention` agreed; no whole graph holds it.
+
         Raises:
             ValueError: causality is given by request.
         """
@@ -172,6 +188,36 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=common.causal,
+            prefix=self._shared(common_prefix_len, common) if common_prefix_len > 0 else None,
+        )
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether reading a shared prefix once for all requests pays: asked by versions that look for one."""
+        uses_window = use_sliding_window or use_local_attention or dcp_world_size > 1
+        query_lens = torch.as_tensor(query_lens, device="cpu")
+        return use_cascade_attention(
+            int(common_prefix_len), query_lens, num_query_heads, num_kv_heads, use_alibi, uses_window, num_sms
+        )
+
+    def _shared(self, length: int, common: CommonAttentionMetadata) -> SharedPrefix:
+        num_blocks = length // self.kv_cache_spec.block_size
+        tables = common.block_table_tensor
+        return SharedPrefix(
+            tables[:1, :num_blocks],
+            torch.full((1,), length, dtype=torch.int32, device=tables.device),
+            tables[:, num_blocks:],
+            (common.seq_lens - length).clamp(min=0),
         )
 
     def update_block_table(
@@ -179,7 +225,7 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
     ) -> PagedOpsMetadata:
         """The same step for a group of layers with other blocks."""
         updated = copy.copy(metadata)
-        updated.block_table, updated.slot_mapping = blk_table, slot_mapping
+        updated.block_table, updated.slot_mapping, updated.prefix = blk_table, slot_mapping, None
         return updated
 
     def update_draft_decode_metadata(self, metadata: PagedOpsMetadata) -> None:
@@ -266,6 +312,25 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         rows, out = (query, output) if query.shape[0] == T else (query[:T], output[:T])
         key_cache, value_cache = self._views(kv_cache)
         k_scale, v_scale = self._scales(layer)
+        scale_of_output = None if output_scale is None else output_scale.reshape(1)
+        # A group may hold layers with a window beside those without: they see it in full tables.
+        if attn_metadata.prefix is not None and not self.sliding_window and self._slopes is None:
+            _attend_by_cascade(
+                rows,
+                key_cache,
+                *attn_metadata.prefix,
+                attn_metadata.query_start_loc,
+                self.scale,
+                value_cache=value_cache,
+                soft_cap=self.logits_soft_cap,
+                sinks=self._sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                output_scale=scale_of_output,
+                kv_cache_dtype=self._stored_as,
+                out=out,
+            )
+            return output
         _attend(
             rows,
             key_cache,
@@ -281,7 +346,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             sinks=self._sinks,
             k_scale=k_scale,
             v_scale=v_scale,
-            output_scale=None if output_scale is None else output_scale.reshape(1),
+            output_scale=scale_of_output,
             kv_cache_dtype=self._stored_as,
             out=out,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from paged_ops.integrations import vllm_plugin
+from paged_ops.integrations import vllm, vllm_plugin
 from paged_ops.integrations.vllm import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
 
 H, K, D, B, N = 4, 2, 16, 8, 64
@@ -230,6 +230,59 @@ def test_groups_with_other_blocks_share_a_step() -> None:
     assert (other.block_table == metadata.block_table + 1).all()
     assert (other.slot_mapping == metadata.slot_mapping + 1).all()
     assert other.seq_lens is metadata.seq_lens is step.common.seq_lens
+
+
+@pytest.mark.parametrize("features", ["plain", "sinks", "soft_cap", "window", "alibi"])
+def test_a_shared_prefix_is_attended_to_once(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 tokens, where the version of vLLM tells; layers with a window or ALiBi attend to all in one."""
+    step = Step()
+    for s in (0, 2, 3):  # sequence 1 is too short to share
+        step.block_table[s, :2] = step.block_table[0, :2]
+        step.keys[s][:16], step.values[s][:16] = step.keys[0][:16], step.values[0][:16]
+    keep = [0, 3]
+    step.keys, step.values = [step.keys[s] for s in keep], [step.values[s] for s in keep]
+    step.slots = [
+        torch.tensor([int(step.block_table[s, j // B]) * B + j % B for j in range(SEQ_LENS[s])]) for s in keep
+    ]
+    lens = [QUERY_LENS[s] for s in keep], [SEQ_LENS[s] for s in keep]
+    monkeypatch.setitem(globals(), "QUERY_LENS", lens[0])
+    monkeypatch.setitem(globals(), "SEQ_LENS", lens[1])
+    starts = torch.tensor([0, 1, 13], dtype=torch.int32)
+    common = step.common.replace(
+        query_start_loc=starts,
+        seq_lens=torch.tensor(lens[1], dtype=torch.int32),
+        num_reqs=2,
+        num_actual_tokens=13,
+        block_table_tensor=step.block_table[keep],
+    )
+    impl, layer = make(**FEATURES[features])
+    step.write(impl, layer)
+    builder = PagedOpsMetadataBuilder(SimpleNamespace(block_size=B), ["layer"], None, torch.device("cpu"))
+    metadata = builder.build(common_prefix_len=16, common_attn_metadata=common)
+    assert metadata.prefix is not None
+    calls = []
+    by_cascade = vllm._attend_by_cascade
+    monkeypatch.setattr(vllm, "_attend_by_cascade", lambda *args, **kw: (calls.append(1), by_cascade(*args, **kw)))
+    output = torch.zeros(13, H, D)
+    impl.forward(layer, step.query[:13], None, None, step.kv_cache, metadata, output)
+    assert bool(calls) == (features not in ("window", "alibi"))
+    torch.testing.assert_close(output.double(), step.expected(**FEATURES[features]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_shared_prefix_is_used_where_it_pays() -> None:
+    builder = PagedOpsMetadataBuilder(SimpleNamespace(block_size=B), ["layer"], None, torch.device("cpu"))
+
+    def pays(prefix: int, requests: int, **changed: Any) -> bool:
+        usual = {"use_alibi": False, "use_sliding_window": False, "use_local_attention": False, "dcp_world_size": 1}
+        one_each = torch.ones(requests, dtype=torch.int32).numpy()
+        return builder.use_cascade_attention(prefix, one_each, 32, 8, num_sms=132, **(usual | changed))
+
+    assert pays(8192, 64)
+    assert not pays(128, 64)
+    assert not pays(8192, 4)
+    for refused in ("use_alibi", "use_sliding_window", "use_local_attention"):
+        assert not pays(8192, 64, **{refused: True})
+    assert not pays(8192, 64, dcp_world_size=2)
 
 
 def test_every_step_can_be_a_cuda_graph() -> None:

@@ -69,7 +69,7 @@ def served(folder: Path) -> dict[str, dict[str, Any]]:
         processes.append(subprocess.Popen(command, env=environment))
     try:
         for process in processes:
-            process.wait(timeout=900)
+            process.wait(timeout=1500)
     finally:
         for process in processes:
             process.kill()
