@@ -282,14 +282,14 @@ exports and packages. cache, metadata: the allocator, the cache, the builder. gr
 versions: what is done for which Triton. interpreter: some Triton kernels in its interpreter. aot: every kernel variant
 compiled ahead of time for sm_90, with the instructions that it must have, and spills within their bounds.
 
-The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same source compiles with all of the above; how
-fast it is there has not been measured. Known differences, all for sm_90:
+The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same source compiles with Triton
+3.5, 3.6, 3.7.1, 3.8 and 3.9; how fast it is there has not been measured. Known differences, all for sm_90:
 
 * Triton 3.5 (torch 2.9) lacks parts of Gluon that the Hopper kernel needs: prefill takes the plain Triton kernel.
 * Triton 3.8 and 3.9 need more registers. Where decode would spill, its tiles are smaller or fewer programs share a
   multiprocessor (`triton` in `paged_ops/lowerings/gpu/configs/attention_nvidia_h200.json`).
-* The Hopper kernel spills with Triton 3.9: 24 to 40 bytes for head sizes 64 and 128, nearly all outside its loop over
-  keys, 152 for 256. `spills` in `tests/aot_variants_hopper.py` keeps it from becoming more.
+* The Hopper kernel spills with Triton 3.9: 24 to 40 bytes for head sizes 64 and 128, 152 for 256. `spills`
+  in `tests/aot_variants_hopper.py` keeps it from becoming more.
 * A Triton newer than 3.9 gets the plain Triton kernels and Triton's own launches until its Gluon is known
   (`NEWEST_KNOWN` in `paged_ops/lowerings/gpu/device.py`).
 """
