@@ -484,3 +484,24 @@ def test_aot_inductor_package_elsewhere(changes, tmp_path):
     package = tmp_path / "decoder.pt2"
     torch._inductor.aoti_compile_and_package(exported(model, batch), package_path=str(package))
     run_elsewhere("aoti", package, tmp_path, batch, expected)
+
+
+def test_a_written_slice_at_an_open_place_is_refused():
+    """Inductor would write it to the start of what it is cut from: values of an x-packed cache among its keys."""
+
+    def write(rows, flat, slots):
+        key_cache, value_cache = paged_ops.split_kv_cache(flat, 1, 8)
+        paged_ops.reshape_and_cache(rows, rows, key_cache, slots, value_cache=value_cache)
+
+    rows, slots = torch.ones(2, 1, 8), torch.tensor([0, 1])
+    compiled = torch.compile(write, fullgraph=True)
+    flat = torch.zeros(2, 5, 32)
+    compiled(rows, flat, slots)
+    assert flat.sum((1, 2)).tolist() == [16, 16]
+    with pytest.raises(RuntimeError, match=r"value_cache: expected .* got a slice at element 32\*s"):
+        compiled(rows, torch.zeros(2, 7, 32), slots)  # another number of blocks opens that size
+
+    part = torch.zeros(3, 5, 2, 4, 1, 8)
+    plain = torch.compile(paged_ops.reshape_and_cache, fullgraph=True, dynamic=True)
+    plain(rows, rows, part[1], slots)  # an input may begin anywhere
+    assert part.sum((1, 2, 3, 4, 5)).tolist() == [0, 32, 0]
