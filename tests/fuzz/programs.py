@@ -23,6 +23,8 @@ from .runner import Case
 H, K, D = 4, 2, 16
 WIDTH = H * D
 KINDS = ("layer",) * 5 + ("read again", "write again", "gather", "lse", "cascade", "cond", "while", "merge", "norm")
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # which took loops over what they capture for aliases
+    KINDS = tuple(kind for kind in KINDS if kind != "while")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
