@@ -32,7 +32,7 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"H": 8, "K": 8, "D": 64, "dtype": torch.float16, "soft_cap": 8.0},
     {"H": 4, "K": 2, "D": 32, "dtype": torch.float32, "attention_chunk": 12},
 )
-# Of logits of up to 50: padding changes which tile a row lies in, and so the order of sums.
+# Padding changes which tile a row lies in, and so the order of sums. In bfloat16 0.41 was seen.
 CLOSE = {torch.float32: 2e-3, torch.float16: 0.06, torch.bfloat16: 0.8}
 
 
