@@ -50,7 +50,7 @@ test-xla: compiler .venv-xla/.installed
 
 # vLLM's build for CPUs has an environment of its own: its torch and transformers are pinned. 4 GB, not part of `test`.
 test-vllm: compiler .venv-vllm/.installed
-	$(TEST_ENV) .venv-vllm/bin/python -m pytest -q tests/vllm
+	$(TEST_ENV) .venv-vllm/bin/python -m pytest -q tests/engines
 
 # Every torch that is claimed, one after the other, each in an environment of its own that is deleted again: 10 minutes
 # and 4 GB for each, and not part of `test`. VERSIONS="2.9 2.15" runs these alone.
