@@ -33,8 +33,6 @@ def reshape_and_cache(
     for name, cache in (("kv_cache", kv_cache), ("value_cache", value_cache)):
         if cache is not None:
             checks.written(name, cache)
-    for name, cache in (("kv_cache", kv_cache), ("value_cache", value_cache)):
-        if cache is not None:
             check_written(name, cache)
     rows = slot_mapping.shape[0] <= key.shape[0]
     expect(rows, "slot_mapping", f"at most the {key.shape[0]} rows of key", slot_mapping)
