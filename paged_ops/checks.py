@@ -78,10 +78,25 @@ def present(argument: str, value: Any) -> None:
 
 
 def written(argument: str, value: Tensor) -> None:
-    """Check that no two elements of a tensor that an op writes share their memory, as those of an expanded one do."""
+    """Check that an op may write to a tensor: its elements lie apart, and a compiler knows where it begins.
+
+    Inductor takes a storage offset that is computed from open sizes for 0: a write to ``arena[i]`` would land at the
+    start of ``arena`` (pytorch#198068, torch 2.11 to 2.13 at least). The offset of a graph's input is a symbol of its
+    own, which is right.
+    """
     for size, stride in zip(value.shape, value.stride(), strict=True):
         expanded = type(stride) is int and stride == 0 and not (type(size) is int and size <= 1)
         expect(not expanded, argument, "a tensor whose elements lie apart (clone() it)", f"strides {value.stride()}")
+    offset = value.storage_offset()
+    if isinstance(offset, torch.SymInt):
+        expression = offset.node.expr
+        expect(
+            bool(expression.is_number or expression.is_symbol),
+            argument,
+            "a tensor of its own, or a view at a known place of one: torch would write this slice to the start of what"
+            " it is cut from; compile with its sizes fixed (dynamic=False, mark_static), or give a tensor per layer",
+            f"a slice at element {expression}",
+        )
 
 
 def in_range(argument: str, values: Tensor, low: int, high: int, unit: str) -> None:

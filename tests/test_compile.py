@@ -486,6 +486,32 @@ def test_aot_inductor_package_elsewhere(changes, tmp_path):
     run_elsewhere("aoti", package, tmp_path, batch, expected)
 
 
+def _copy(arena):
+    paged_ops.copy_blocks([arena[1]], torch.tensor([[0, 1]]))
+
+
+def _swap(arena):
+    paged_ops.swap_blocks([arena[0]], [arena[1]], torch.tensor([[0, 1]]))
+
+
+def _gather(arena):
+    kv_cache = arena[0].view(arena.shape[1], 2, 4, 1, 8)
+    tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    rows = arena.shape[1] * 8
+    key, value = arena[1].view(rows, 1, 8), arena[2].view(rows, 1, 8)
+    torch.ops.paged_ops.gather_kv.out(kv_cache, tables, lens, rows, key=key, value=value)
+
+
+@pytest.mark.parametrize(
+    ("write", "argument"), [(_copy, r"kv_caches\[0\]"), (_swap, r"dst_caches\[0\]"), (_gather, "key")]
+)
+def test_every_op_refuses_to_write_a_slice_at_an_open_place(write, argument):
+    arena = torch.zeros(3, 5, 64)
+    torch._dynamo.mark_dynamic(arena, 1)
+    with pytest.raises(RuntimeError, match=rf"{argument}: expected .* got a slice at element \d*\*?s"):
+        torch.compile(write, fullgraph=True)(arena)
+
+
 def test_a_written_slice_at_an_open_place_is_refused():
     """Inductor would write it to the start of what it is cut from: values of an x-packed cache among its keys."""
 

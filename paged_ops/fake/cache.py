@@ -33,7 +33,6 @@ def reshape_and_cache(
     for name, cache in (("kv_cache", kv_cache), ("value_cache", value_cache)):
         if cache is not None:
             checks.written(name, cache)
-            check_written(name, cache)
     rows = slot_mapping.shape[0] <= key.shape[0]
     expect(rows, "slot_mapping", f"at most the {key.shape[0]} rows of key", slot_mapping)
 
@@ -114,31 +113,13 @@ def check_cache(
     return paged
 
 
-def check_written(argument: str, cache: Tensor) -> None:
-    """Refuse to compile a write to a view whose place in its storage depends on open sizes.
-
-    Inductor takes the storage offset of such a view for 0, and the write lands at the start of its base
-    (pytorch#198068, torch 2.11 to 2.13 at least). An input that begins somewhere in its storage has a symbol of its
-    own, which is fine.
-    """
-    offset = cache.storage_offset()
-    if isinstance(offset, torch.SymInt):
-        expression = offset.node.expr
-        expect(
-            bool(expression.is_number or expression.is_symbol),
-            argument,
-            "a tensor of its own, or a view at a known place of one: torch would write this slice to the start of what"
-            " it is cut from; compile with its sizes fixed (dynamic=False, mark_static), or give a tensor per layer",
-            f"a slice at element {expression}",
-        )
-
-
 def result(name: str, given: Tensor | None, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor to fill: a new one on the device of ``like``, or the one that an .out overload was given."""
     if given is None:
         return like.new_empty(shape, dtype=dtype)
     checks.tensor(name, given, shape, dtype, like.device, str(list(shape)))
     expect(given.is_contiguous(), name, "a contiguous tensor", given)
+    checks.written(name, given)
     return given
 
 
