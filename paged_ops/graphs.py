@@ -300,11 +300,11 @@ class DecodeGraphs:
         """
         n, t = batch.num_reqs, batch.num_tokens
         common_prefix_len *= self.cascade
-        key = self.find(batch, cascade=common_prefix_len > 0)
+        is_advanced = lookahead > 0 and self._sample is not None and bool((batch.query_lens == 1).all())
+        key = self.find(batch, cascade=common_prefix_len > 0, is_advanced=is_advanced)
         S, T = (max(n, self._inputs.LEAST), max(t, self._inputs.LEAST)) if key is None else key[:2]
         inputs = self._inputs.fill(batch, input_ids, S, T, common_prefix_len, lookahead)
-        can_advance = self._sample is not None and S == T and t == n and bool((batch.query_lens == 1).all())
-        self._left = lookahead if can_advance else 0
+        self._left = lookahead if is_advanced else 0
         self._last = key, inputs, n
         return self._run(key, inputs, n, t)
 
@@ -322,8 +322,12 @@ class DecodeGraphs:
         key, inputs, n = self._last
         return self._run(key, inputs, n, n)
 
-    def find(self, batch: Batch, cascade: bool = False) -> GraphKey | None:
-        """The smallest captured graph that the batch fits, or None."""
+    def find(self, batch: Batch, cascade: bool = False, is_advanced: bool = False) -> GraphKey | None:
+        """The smallest captured graph that the batch fits, or None.
+
+        ``is_advanced``: decodes that :meth:`replay_next` follows. A graph advances them if it has a token for each of
+        its sequences.
+        """
         n, t = batch.num_reqs, batch.num_tokens
         is_decode = bool((batch.query_lens == self.query_len).all())
         if self._keeps_state and not bool((batch.num_computed_tokens > 0).all()):
@@ -337,7 +341,9 @@ class DecodeGraphs:
         if cascade or at == len(self._token_sizes):
             return None
         key = self._mixed_key(self._token_sizes[at])
-        return self._if_captured(key) if key.num_reqs >= n else None
+        if key.num_reqs < n or (is_advanced and key.num_reqs != key.num_tokens):
+            return None
+        return self._if_captured(key)
 
     def _if_captured(self, key: GraphKey) -> GraphKey | None:
         return key if key in self.captured else None

@@ -247,10 +247,18 @@ def test_padding_is_poisoned(imitated):
         assert torch.equal(layer[15:].view(torch.int32), old.view(torch.int32))
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_next_steps_on_the_device(imitated, captured):
+@pytest.mark.parametrize(
+    ("options", "captured"),
+    [
+        ({"mode": "FULL_DECODE_ONLY"}, True),
+        ({"mode": "NONE"}, False),
+        # The batch fits a graph of mixed steps alone, which has more tokens than sequences and cannot advance them.
+        ({"mode": "FULL", "seq_sizes": [1, 2], "token_sizes": [TOKENS]}, False),
+    ],
+)
+def test_next_steps_on_the_device(imitated, options, captured):
     model, kv_cache, lengths, steps = Toy(), poisoned_cache(64), (7, 3, 9), 6
-    run = runner(model, kv_cache, mode="FULL_DECODE_ONLY" if captured else "NONE", sample=lambda x: x.argmax(-1))
+    run = runner(model, kv_cache, **options, sample=lambda x: x.argmax(-1))
     run.capture()
     prefill(kv_cache, model, *lengths)
     plain = Plain(model, kv_cache, SEQS, TOKENS, LONGEST)

@@ -1,7 +1,9 @@
-"""Campaign: captured and padded steps against plain ones, with a cache each; every bit of both is compared at the end.
+"""Campaign: captured and padded steps against plain ones, with a cache each; both are compared whole at the end.
 
 A case is one runner: its sizes, mode and options drawn, then many random batches. On the CPU the graphs are imitated:
-a replay calls the captured function again with the tensors of its capture.
+a replay calls the captured function again with the tensors of its capture. Padding changes the order of sums, so a
+captured step in half precision need not equal the plain one: both are compared with the same step in float32, and the
+captured one may err twice as much as the plain one ever did.
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"H": 8, "K": 8, "D": 64, "dtype": torch.float16, "soft_cap": 8.0},
     {"H": 4, "K": 2, "D": 32, "dtype": torch.float32, "attention_chunk": 12},
 )
-# Padding changes which tile a row lies in, and so the order of sums. In bfloat16 0.41 was seen.
-CLOSE = {torch.float32: 2e-3, torch.float16: 0.06, torch.bfloat16: 0.8}
+CLOSE = 2e-3  # of float32, where padding changes which tile a row lies in
 
 
 class ImitatedSession:
@@ -104,7 +105,10 @@ class Walk:
         self.blocks_a_seq = -(-self.longest // self.B)
         N = self.blocks_a_seq * (self.seqs + 2)
         sizes = (self.model.layers, N, self.B, self.model.K, self.model.D)
-        self.caches = [KVCache(*sizes, dtype=self.model.dtype, device=device) for _ in range(2)]
+        # Of the captured steps, of the plain ones, and of what both are measured by.
+        dtypes = (self.model.dtype, self.model.dtype, torch.float32)
+        self.caches = [KVCache(*sizes, dtype=dtype, device=device) for dtype in dtypes]
+        self.exact = self.model.in_float32()
         for cache in self.caches:
             for layer in cache.layers:
                 layer.fill_(torch.nan)
@@ -124,7 +128,7 @@ class Walk:
         self.plain_inputs = InputBuffers(self.caches[1], self.seqs, self.tokens, self.longest)
         self.query_len = query_len
         self.what = f"{named} B={self.B} {limits} {options}"
-        self.differences: list[Tensor] = []
+        self.errors: list[Tensor] = []  # of the captured and the plain step
         self.kinds: dict[str, int] = {}
         # Sequences: blocks and cached tokens. A shared prefix is the first blocks of sequence 0.
         ids = rng.sample(range(N), N)
@@ -149,12 +153,13 @@ class Walk:
         case.counts["plain steps"] += stats.plain
         for name in ("decode", "mixed", "cascade", "advanced"):
             case.counts[name] += self.kinds.get(name, 0)
-        differences = torch.stack(self.differences).tolist()
-        limit = CLOSE[self.model.dtype]
-        bad = [(step, value) for step, value in enumerate(differences) if not value <= limit]
-        case.worst[f"logits {str(self.model.dtype)[6:]}"] = max(differences, default=0.0) / limit
+        captured, plain = torch.stack(self.errors).T.tolist()
+        # A plain step of float32 has no error here: it is what the captured one is measured by.
+        limit = 2 * max(plain) + CLOSE
+        bad = [(step, value) for step, value in enumerate(captured) if not value <= limit]
+        case.worst[f"logits {str(self.model.dtype)[6:]}"] = max(captured) / limit
         if bad:
-            case.report(f"logits differ at {len(bad)} of {len(differences)} comparisons: {bad[:5]}\n{self.what}")
+            case.report(f"errors over {limit} at {len(bad)} of {len(captured)} comparisons: {bad[:5]}\n{self.what}")
 
     def share_a_prefix(self) -> None:
         """All sequences begin with the same whole blocks."""
@@ -224,7 +229,7 @@ class Walk:
     def compare(
         self, logits: Tensor, q_lens: list[int], starts: list[int], tables: list[list[int]], ids: Tensor
     ) -> None:
-        """Against the step without padding, on a cache of its own."""
+        """Against the step without padding and the one in float32, on caches of their own."""
         n, t = len(q_lens), sum(q_lens)
         if logits.shape[0] != n:
             self.case.report(f"expected {n} rows of logits, got {logits.shape[0]}\n{self.what}")
@@ -233,15 +238,18 @@ class Walk:
             return
         got = logits.clone()
         inputs = self.plain_inputs.fill(Batch(q_lens, starts, tables), ids, n, t)
-        want = self.model(inputs.input_ids, inputs.metadata, inputs.last_rows, self.caches[1].layers)
+        step = (inputs.input_ids, inputs.metadata, inputs.last_rows)
+        plain, exact = self.model(*step, self.caches[1].layers), self.exact(*step, self.caches[2].layers)
         live = torch.tensor([q > 0 for q in q_lens]).to(got.device)[:, None]
-        self.differences.append((torch.where(live, got - want, 0.0)).abs().amax().float())
+        self.measure(*(torch.where(live, each, 0.0) for each in (got, plain, exact)))
 
     def compare_caches(self) -> None:
         """What the captured steps wrote is what the plain ones wrote, and nothing else."""
-        for captured, plain in zip(self.caches[0].layers, self.caches[1].layers, strict=True):
+        for captured, plain, exact in zip(*(cache.layers for cache in self.caches), strict=True):
             poison = captured.isnan() != plain.isnan()
-            close = (captured - plain).nan_to_num(0.0).abs().amax()
             if bool(poison.any()):
                 self.case.report(f"{int(poison.sum())} elements of a layer written by one side alone\n{self.what}")
-            self.differences.append(close.float())
+            self.measure(*(each.nan_to_num(0.0) for each in (captured, plain, exact)))
+
+    def measure(self, captured: Tensor, plain: Tensor, exact: Tensor) -> None:
+        self.errors.append(torch.stack([(each.float() - exact).abs().amax() for each in (captured, plain)]))

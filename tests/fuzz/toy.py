@@ -59,6 +59,13 @@ class Toy:
         self.pool_of_layer: Sequence[int] | None = None
         self.dtype = dtype
 
+    def in_float32(self) -> Toy:
+        """The same weights, rounded as they are, and sums in float32."""
+        copy = Toy.__new__(Toy)
+        copy.__dict__.update(self.__dict__, dtype=torch.float32)
+        copy.weights = {name: weight.float() for name, weight in self.weights.items()}
+        return copy
+
     def __call__(self, input_ids: Tensor, metadata: Any, last_rows: Tensor, kv_caches: Sequence[Tensor]) -> Tensor:
         """One ragged step: a ``ModelStep``."""
         w, (H, K, D) = self.weights, (self.H, self.K, self.D)
