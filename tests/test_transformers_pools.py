@@ -8,6 +8,9 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
+from model_families import make_model as make_family  # noqa: E402
+from model_table import NEW_TOKENS, by_transformers  # noqa: E402
+from model_table import prompts as table_prompts  # noqa: E402
 from test_transformers import CONFIGS, MORE_CONFIGS, WINDOW, B, expected, make_model, prompts  # noqa: E402
 
 from paged_ops.cache import KVCache  # noqa: E402
@@ -143,3 +146,30 @@ def test_a_cache_that_does_not_fit_the_model_is_refused() -> None:
     paged.check_kv_cache(fits)
     paged.check_kv_cache(KVCache(*sizes))
     paged.check_kv_cache(HybridCache.for_layers(*sizes, sliding_window=[4 * WINDOW, 0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "phimoe", "deepseek_v3", "minicpm3"])
+def test_cuda_graphs_over_every_kind_of_cache(family: str) -> None:
+    """Pools, heads that differ by layer, values of another size: prompts and decodes are replayed."""
+    torch.set_float32_matmul_precision("highest")
+    model = make_family(family)
+    want = by_transformers(model)
+    model.to("cuda")
+    if "moe" in family or "deepseek" in family:
+        model.set_experts_implementation("batched_mm")  # others wait for the device
+    paged = PagedCausalLM(model)
+    cache = paged.allocate_kv_cache(128, B)
+    loop = GenerationLoop(paged, cache, max_num_seqs=8, max_num_tokens=24, max_model_len=64, graph_mode="FULL")
+    tokens = loop.generate(table_prompts(), SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=()))
+    assert [list(each) for each in tokens] == want
+    assert loop.graph_stats.replayed > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe", "deepseek_v3", "granitemoe"])
+def test_experts_in_half_precision_are_wrapped(family: str, dtype: torch.dtype) -> None:
+    """Rounding may send a token to another expert; the trial run that wraps a model is not to call that an error."""
+    for seed in range(3):
+        PagedCausalLM(make_family(family, seed).to("cuda", dtype))
