@@ -461,6 +461,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "ALiBi": {"alibi_slopes": True},
     "sinks": {"sinks": True},
     "block-sparse": {"block_sparse": paged_ops.BlockSparse(64, 16, 8)},
+    "bidirectional ranges": {"bidirectional_ranges": True},
     "fp8 e4m3 cache with scales": {"cache_dtype": torch.float8_e4m3fn, "k_scale": True, "v_scale": True},
     "fp8 e5m2 cache with scales": {"cache_dtype": torch.float8_e5m2, "k_scale": True, "v_scale": True},
     "fp8 in uint8 storage": {"cache_dtype": torch.uint8, "kv_cache_dtype": "fp8"},

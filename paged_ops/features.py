@@ -30,9 +30,11 @@ class Features(NamedTuple):
     output_scale: Tensor | None = None
     kv_cache_dtype: str = "auto"
     schedule: Tensor | None = None
+    bidirectional_ranges: Tensor | None = None
 
 
-# Pairs that have no meaning together: block-sparse kernels skip by its pattern alone, and a distance needs an order.
+# Pairs that have no meaning together: block-sparse kernels skip by its pattern alone, a distance needs an order, and
+# without causality there is nothing that a range could open.
 EXCLUSIVE = (
     ("block_sparse", "alibi_slopes"),
     ("block_sparse", "sliding_window"),
@@ -41,6 +43,8 @@ EXCLUSIVE = (
     ("block_sparse", "causal=False"),
     ("causal=False", "sliding_window"),
     ("causal=False", "attention_chunk"),
+    ("bidirectional_ranges", "block_sparse"),
+    ("bidirectional_ranges", "causal=False"),
 )
 # What a caller may ask of supports() besides an op's arguments: what the tensors would show.
 PROPERTIES = (

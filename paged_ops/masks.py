@@ -30,6 +30,13 @@ def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
     return i.div(chunk, rounding_mode="floor") == j.div(chunk, rounding_mode="floor")
 
 
+def bidirectional(i: Tensor, j: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
+    """Two positions in one range ``start <= position < end`` see each other, whatever their order and the other masks
+    (the image tokens of Gemma-3 and PaliGemma, the prefix of a prefix-LM). A range with a negative start is padding."""
+    both = (i >= start) & (i < end) & (j >= start) & (j < end)
+    return both & (start >= 0)
+
+
 class SparsePattern(NamedTuple):
     """Local blocks plus a vertical stride (Phi-3-small).
 
@@ -109,8 +116,12 @@ def keep(
     window: int = 0,
     chunk: int = 0,
     sparse: SparsePattern | None = None,
+    ranges: Sequence[Sequence[Any]] = (),
 ) -> Tensor:
-    """All of a call's predicates for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``."""
+    """All of a call's predicates for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``.
+
+    ``ranges`` are pairs (start, end) of integers, or of tensors ``[q, 1]`` if each row has its own.
+    """
     i, j = i[None, :, None], j[None, None, :]
     kept = causal(i, j) if is_causal else torch.ones_like(i - j, dtype=torch.bool)
     if window:
@@ -120,4 +131,6 @@ def keep(
     if sparse is not None:
         offset = torch.tensor(block_sparse_offsets(sparse, num_heads, num_kv_heads), device=i.device)[:, None, None]
         kept = kept & block_sparse(i, j, offset, sparse)
+    for start, end in ranges:
+        kept = kept | bidirectional(i, j, start, end)
     return kept

@@ -86,6 +86,7 @@ def paged_attention(
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
     schedule: Tensor | None = None,
+    bidirectional_ranges: Tensor | None = None,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
 
@@ -120,11 +121,16 @@ def paged_attention(
         output_scale: float32 ``[1]``: return ``clamp(out / output_scale)`` as float8_e4m3fn.
         kv_cache_dtype: what uint8 storage holds.
         schedule: :func:`attention_schedule` of this step; only makes it faster.
+        bidirectional_ranges: int32 ``[S, R, 2]``: R half-open ranges (start, end) of positions for each sequence. A
+            query and a key in one range see each other, whatever their order, window and chunk (image tokens, the
+            prefix of a prefix-LM); outside of it the other masks hold. A pair with ``start < 0`` or ``end <= start`` is
+            padding; ranges may overlap, and pass ``seq_len``, past which no key is seen. GPU kernels compile for R.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.
 
-    Block-sparse refuses ALiBi, window, chunk, soft cap and causal=False; causal=False refuses window and chunk.
+    Block-sparse refuses ALiBi, window, chunk, soft cap and causal=False; causal=False refuses window and chunk;
+    bidirectional_ranges refuse block-sparse and causal=False.
     Window and chunk together mean both. Sources: PagedAttention (arXiv:2309.06180), FlashAttention-2
     (arXiv:2307.08691), soft cap of Gemma-2 (arXiv:2408.00118), chunks of Llama-4.
     """
@@ -152,6 +158,7 @@ def paged_attention_with_lse(
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
     schedule: Tensor | None = None,
+    bidirectional_ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
 
@@ -229,7 +236,8 @@ def cascade_attention(
     Equal to :func:`paged_attention` over prefix and suffix together: all rows of the batch attend to the prefix as one
     long query with causal off, each sequence attends to its own suffix, and the two merge. All lengths are device
     tensors, so that one captured graph serves any prefix. :func:`paged_ops.use_cascade_attention` says when it pays.
-    Window, chunk, ALiBi and block-sparse depend on distances across the seam and have no argument here.
+    Window, chunk, ALiBi, block-sparse and bidirectional ranges depend on positions across the seam and have no argument
+    here.
 
     Args:
         query, kv_cache, query_start_loc, scale, value_cache, soft_cap, k_scale, v_scale, output_scale, kv_cache_dtype:

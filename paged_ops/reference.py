@@ -64,6 +64,7 @@ def paged_attention_with_lse(
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
     schedule: Tensor | None = None,
+    bidirectional_ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype, (T, H, _) = query.dtype, query.shape
     paged = _typed(paged_kv(kv_cache, value_cache), element_dtype(kv_cache, kv_cache_dtype))
@@ -87,7 +88,9 @@ def paged_attention_with_lse(
             logits = soft_cap * torch.tanh(logits / soft_cap)
         if alibi_slopes is not None:
             logits = logits + alibi_slopes[:, None, None].to(dtype) * (j[None, :] - i[:, None]).to(dtype)
-        kept = masks.keep(i, j, H, K, is_causal=causal, window=sliding_window, chunk=attention_chunk, sparse=sparse)
+        ranges = () if bidirectional_ranges is None else bidirectional_ranges[s].tolist()
+        window, chunk = sliding_window, attention_chunk
+        kept = masks.keep(i, j, H, K, is_causal=causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges)
         logits = logits.masked_fill(~kept, -torch.inf)
         summands = logits
         if sinks is not None:  # one more logit a head, without a value

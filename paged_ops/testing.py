@@ -189,6 +189,8 @@ class AttentionCase:
                 value = memory.put(torch.randn(self.num_heads, generator=generator))
             elif name == "alibi_slopes":
                 value = memory.put(2.0 ** -torch.arange(1.0, self.num_heads + 1).remainder(8))
+            elif name == "bidirectional_ranges":
+                value = self._ranges(memory, generator)
             named[name] = value
         if self.strided_vectors:
             lens, starts = (torch.stack([vector, vector + 1], 1)[:, 0] for vector in (lens, starts))
@@ -207,6 +209,16 @@ class AttentionCase:
             named["schedule"] = memory.put(on_host)
         scale = self.cache.head_size**-0.5
         return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
+
+    def _ranges(self, memory: Memory, generator: torch.Generator) -> Tensor:
+        """Two ranges per sequence about its rows, which may overlap and end past it; padding that would show more."""
+        ranges = torch.full((len(self.seqs) + self.padding[0], 5, 2), 2**31 - 1, dtype=torch.int32)
+        ranges[:, :, 0] = 0  # of sequences without rows
+        for s, (q_len, n) in enumerate(self.seqs):
+            ends = torch.randint(max(0, n - 2 * q_len - 20), n + 3, (2, 2), generator=generator).sort(1).values
+            padding = torch.tensor([[-1, n], [n, 0], [5, 5]])
+            ranges[s] = torch.cat([ends, padding])[torch.randperm(5, generator=generator)]
+        return memory.put(ranges)
 
     def _query(self, memory: Memory, generator: torch.Generator, T: int) -> Tensor:
         H, D = self.num_heads, self.cache.head_size
@@ -397,6 +409,7 @@ FEATURES: dict[str, tuple[str, Any]] = {
     "alibi": ("alibi_slopes", True),
     "sinks": ("sinks", True),
     "sparse": ("block_sparse", [*SPARSE]),
+    "ranges": ("bidirectional_ranges", True),
 }
 
 
@@ -619,6 +632,7 @@ COMPILED: dict[str, tuple[str, ...]] = {
                         "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse",
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
                         "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "scheduled-window",
+                        "window-ranges",
                         "d192-dv128", "d13"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
                                  "x_packed-all-features", "h71-k1", "b544-decode"),

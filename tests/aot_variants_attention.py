@@ -43,6 +43,7 @@ def call(
     lse: bool = False,
     per_head: tuple[str, ...] = (),
     per_tensor: tuple[str, ...] = (),
+    ranges: int = 0,
     offset: int = 0,
     **features: Any,
 ) -> Any:
@@ -59,6 +60,8 @@ def call(
                 kv_cache, features["value_cache"] = layouts.split_kv_cache(kv_cache, K, D)
         named = {name: gpu(H, dtype=FP32) for name in per_head} | {name: gpu(1, dtype=FP32) for name in per_tensor}
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
+        if ranges:
+            named["bidirectional_ranges"] = gpu(S, ranges, 2, dtype=torch.int32)
         op = lowering.paged_attention_with_lse if lse else lowering.paged_attention
         op(gpu(T, H, D, dtype=dtype), kv_cache, tables, lens, starts, D**-0.5, **features, **named)
 
@@ -97,6 +100,17 @@ VARIANTS = [
         "attention-decode-masks",
         call("decode", soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),
         {**SPLIT, "cuda:90": (*SPLIT["cuda"], r"ldmatrix\.sync[^;]*\.trans")},
+        may_spill=RDNA,
+    ),
+    Variant("attention-ranges", call("prefill", ranges=8), PREFILL, may_spill=RDNA),
+    # The whole tiles of split_kernel, beside prefill, spill 16 to 32 bytes at D 256; its slices, in decode, none.
+    Variant(
+        "attention-ranges-d256-window", call("prefill", D=256, heads=(8, 4), ranges=3, **MASKS), PREFILL, may_spill=H200
+    ),
+    Variant("attention-ranges-decode-window", call("decode", D=256, heads=(8, 4), ranges=8, **MASKS), may_spill=RDNA),
+    Variant(
+        "attention-ranges-speculative-fp8",
+        call("speculative", stored=E4M3, ranges=1, sliding_window=512),
         may_spill=RDNA,
     ),
     Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL, may_spill=RDNA),

@@ -15,6 +15,7 @@ FEATURES = {
     "plain": {},
     "noncausal": {"causal": False},
     "window": {"sliding_window": 50},
+    "window-ranges": {"sliding_window": 50, "bidirectional_ranges": torch.tensor([[(100, 300), (700, 720)]]).int()},
     "chunk": {"attention_chunk": 96},
     "cap": {"soft_cap": 5.0},
     "sparse": {"block_sparse": [*BlockSparse(32, 2, 4)]},

@@ -76,7 +76,9 @@ def call(seqs, features=(), dtype=torch.float32):
     return testing.AttentionCase("long", seqs, spec, features=named)
 
 
-@pytest.mark.parametrize("features", [(), ("sinks", "alibi"), ("cap", "window"), ("noncausal",)], ids="-".join)
+@pytest.mark.parametrize(
+    "features", [(), ("sinks", "alibi"), ("cap", "window"), ("noncausal",), ("ranges", "window")], ids="-".join
+)
 def test_pieces_of_long_sequences_merge(features):
     testing.check(OP, call(((1, 1300), (5, 700), (3, 2), (2, 1024)), features))
 

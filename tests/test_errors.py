@@ -100,6 +100,10 @@ STATIC = [
     (CASCADE, "soft_cap", math.inf, r"soft_cap: expected 0 \(off\) or a bound in the range of float32, got inf"),
     (CASCADE, "scale", math.inf, r"scale: expected a finite float32, got inf"),
     (ATTEND, "schedule", ones(3, dtype=i32), r"schedule: expected 8 in dimension 0 of \[S \+ 1\], got .*\[3\]"),
+    (ATTEND, "bidirectional_ranges", ones(7, 2, dtype=i32), r"bidirectional_ranges: expected 3 dimensions \[S, R, 2\], got .*\[7, 2\]"),
+    (ATTEND, "bidirectional_ranges", ones(6, 1, 2, dtype=i32), r"bidirectional_ranges: expected 7 in dimension 0 of \[S, R, 2\], got .*\[6, 1, 2\]"),
+    (ATTEND, "bidirectional_ranges", ones(7, 1, 3, dtype=i32), r"bidirectional_ranges: expected 2 in dimension 2 of \[S, R, 2\], got .*\[7, 1, 3\]"),
+    (ATTEND, "bidirectional_ranges", ones(7, 1, 2, dtype=torch.int64), r"bidirectional_ranges: expected int32, got a int64 tensor"),
     (ATTEND, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
     (ATTEND, "block_sparse", [16, 1], r"block_sparse: expected 7 numbers .*, got 2"),
     (ATTEND, "block_sparse", paged_ops.BlockSparse(24, 1, 1), r"block_sparse.block_size: expected a positive multiple .* 16, got 24"),
@@ -214,6 +218,8 @@ EXCLUSIVE = [
     ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "causal": False}, "block_sparse cannot be combined with causal=False"),
     ({"causal": False, "sliding_window": 4}, "causal=False cannot be combined with sliding_window"),
     ({"causal": False, "attention_chunk": 4}, "causal=False cannot be combined with attention_chunk"),
+    ({"bidirectional_ranges": ones(7, 1, 2, dtype=i32), "block_sparse": [16, 1, 1, 0, 0, 0, 1]}, "bidirectional_ranges cannot be combined with block_sparse"),
+    ({"bidirectional_ranges": ones(7, 1, 2, dtype=i32), "causal": False}, "bidirectional_ranges cannot be combined with causal=False"),
 ]  # fmt: skip
 
 

@@ -133,6 +133,41 @@ def test_rows_before_the_sequence_see_nothing():
     assert_near(lse, [[LN3], [LN4]])
 
 
+def test_ranges_are_seen_in_both_directions():
+    ranges = ints(2, 5)[None, None]  # rows 2, 3 and 4 see each other
+    assert means(6, 6, bidirectional_ranges=ranges) == ([0, 0.5, 2, 2, 2, 2.5], [1, 2, 5, 5, 5, 6])
+
+
+def test_a_range_is_seen_beyond_window_and_chunk():
+    # Window 2: row 3 sees 2 and 3, and from its range 1 to 4; row 5 is outside. Chunk 2: row 3 alone, and its range.
+    ranges = ints(1, 5)[None, None]
+    assert means(6, 3, bidirectional_ranges=ranges, sliding_window=2) == ([2.5, 2.5, 4.5], [4, 4, 2])
+    assert means(6, 3, bidirectional_ranges=ranges, attention_chunk=2) == ([2.5, 2.5, 4.5], [4, 4, 2])
+
+
+def test_ranges_that_are_padding_that_overlap_and_that_end_past_the_keys():
+    padding = [(-1, 4), (4, 4), (3, 0), (0, -1)]
+    assert means(4, 2, bidirectional_ranges=ints(*sum(padding, ())).view(1, 4, 2)) == ([1, 1.5], [3, 4])
+    # Row 1 is in both of (0, 2) and (1, 3), row 0 in the first alone: seeing is not handed on.
+    assert means(4, 4, bidirectional_ranges=ints(0, 2, 1, 3).view(1, 2, 2)) == ([0.5, 1, 1, 1.5], [2, 3, 3, 4])
+    assert means(4, 2, bidirectional_ranges=ints(2, 9).view(1, 1, 2)) == ([1.5, 1.5], [4, 4])
+    assert means(4, 1, bidirectional_ranges=ints().view(1, 0, 2)) == ([1.5], [4])
+
+
+def test_alibi_grows_towards_later_keys_of_a_range():
+    ranges = ints(0, 2)[None, None]
+    out, _ = attend(
+        [[(0, 0)], [(0, 0)]], [(0, 0)] * 2, [(4, 0), (0, 8)], alibi_slopes=floats(LN3), bidirectional_ranges=ranges
+    )
+    assert_near(out, [[[1, 6]], [[1, 6]]])
+
+
+def test_rows_before_the_sequence_are_in_no_range():
+    out, lse = attend([[(1, 0)], [(1, 0)]], [(0, 0)], [(4, 8)], bidirectional_ranges=ints(-1, 1, 0, 1).view(1, 2, 2))
+    assert_near(out, [[[0, 0]], [[4, 8]]])
+    assert lse.tolist() == [[-INF], [0]]
+
+
 def test_block_sparse_alike_for_all_heads():
     # Blocks of 2 tokens; row 7 stands in block 3: itself (local), and blocks 1 and 3 ((kb + 1) % 2 == 0).
     sparse = BlockSparse(2, local_blocks=1, vert_stride=2, homo_head=True)

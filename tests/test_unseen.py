@@ -9,6 +9,10 @@ from paged_ops import BlockSparse, masks, reference
 from paged_ops.lowerings import cpu, cpu_fused
 
 SEQS = ((1, 40), (5, 60), (40, 40), (33, 96), (3, 2))
+RANGES = torch.tensor(
+    [[(0, 30), (35, 60)], [(20, 57), (58, 99)], [(4, 9), (7, 33)], [(60, 80), (81, 81)], [(0, 2)] * 2]
+)
+RANGES = RANGES.to(torch.int32)
 FEATURES = {
     "plain": {},
     "window": {"sliding_window": 13},
@@ -20,6 +24,8 @@ FEATURES = {
     "cap-window": {"soft_cap": 2.0, "sliding_window": 13},
     "noncausal": {"causal": False},
     "sparse": {"block_sparse": BlockSparse(16, 1, 3)},
+    "ranges": {"bidirectional_ranges": RANGES},
+    "ranges-window": {"bidirectional_ranges": RANGES, "sliding_window": 9},
 }
 OPS = {"op": paged_ops.paged_attention_with_lse, "reference": reference.paged_attention_with_lse}
 
@@ -66,6 +72,7 @@ def who_sees(H, K, features, s, j):
         window=features.get("sliding_window", 0),
         chunk=features.get("attention_chunk", 0),
         sparse=None if sparse is None else masks.check_block_sparse(sparse, 16),
+        ranges=features["bidirectional_ranges"][s].tolist() if "bidirectional_ranges" in features else (),
     )
     sees[start : start + q] = kept[:, :, 0].expand(H, q).T
     return sees

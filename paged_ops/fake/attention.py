@@ -34,6 +34,9 @@ def paged_attention(
     _check_features(query, paged, scale, f)
     if f.schedule is not None:
         checks.tensor("schedule", f.schedule, (seq_lens.shape[0] + 1,), torch.int32, query.device, "[S + 1]")
+    if f.bidirectional_ranges is not None:
+        shape = (seq_lens.shape[0], None, 2)
+        checks.tensor("bidirectional_ranges", f.bidirectional_ranges, shape, torch.int32, query.device, "[S, R, 2]")
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
 

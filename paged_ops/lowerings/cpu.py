@@ -38,6 +38,7 @@ KNOWS = frozenset(
         "output_scale",
         "kv_cache_dtype",
         "schedule",
+        "bidirectional_ranges",
     }
 )
 
@@ -247,7 +248,8 @@ def _attend(
             start, first = start - first, 0
         if start < end:
             q = query[start:end].unflatten(1, (paged.num_kv_heads, -1))
-            part, part_lse = sequence(q, first, n, cache(len(q) >= PREFILL_ROWS), block_tables[s], scale, f)
+            own = f if f.bidirectional_ranges is None else f._replace(bidirectional_ranges=f.bidirectional_ranges[s])
+            part, part_lse = sequence(q, first, n, cache(len(q) >= PREFILL_ROWS), block_tables[s], scale, own)
             if f.sinks is not None:
                 sinks = f.sinks.view(part_lse.shape[1:])
                 part, part_lse = part * _share(part_lse, sinks), torch.logaddexp(part_lse, sinks)
@@ -343,7 +345,7 @@ def _sequence(
     """
     q, B, chunk = q.to(cache.dtype), cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
     total = None
-    for a in range(_oldest_key(first, f) // B * B, n, chunk):
+    for a in range(_reach(first, len(q), f)[0] // B * B, n, chunk):
         b = min(a + chunk, n)
         blocks = block_table[a // B : -(-b // B)]
         k, v = cache.key.read(blocks), cache.value.read(blocks)
@@ -362,13 +364,15 @@ def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> I
     """Which rows of q meet which of the keys a..b: tiles (row, end of rows, key, end of keys)."""
     rows, K, G, _ = q.shape
     oldest, last = _oldest_key(first, f), first + rows - 1
-    same_oldest = _oldest_key(last, f) == oldest
-    a = max(a, oldest)
-    if not flash or not same_oldest:
+    alike = _oldest_key(last, f) == oldest and not _opened(first, rows, f)
+    a = max(a, _reach(first, rows, f)[0])
+    if not flash or not alike:
         step = MASKED_ROWS if flash else max(1, TILE_ELEMENTS // (K * G * (b - a)))
-        for r in range(max(0, a - first) if f.causal else 0, rows, step):
+        before = f.causal and not _opened(first, rows, f)  # rows before a see nothing of it
+        for r in range(max(0, a - first) if before else 0, rows, step):
             stop = min(r + step, rows)
-            low, high = max(a, _oldest_key(first + r, f)), min(b, first + stop) if f.causal else b
+            low, high = _reach(first + r, stop - r, f)
+            low, high = max(a, low), min(b, high) if f.causal else b
             if low < high:
                 yield r, stop, low, high
     elif rows == 1 or not f.causal:
@@ -392,7 +396,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
         out, lse = flash(folded, k[None], v[None], scale=scale)
         return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1)
     groups = q.permute(2, 1, 0, 3), k.expand(G, -1, -1, -1), v.expand(G, -1, -1, -1)  # [G, K, q, D]
-    if i == j and _oldest_key(i + rows - 1, f) <= j:
+    if i == j and _oldest_key(i + rows - 1, f) <= j and not _opened(i, rows, f):
         out, lse = flash(*groups, is_causal=True, scale=scale)
     else:
         kept = _kept(rows, n, i, j, f)
@@ -481,8 +485,20 @@ def _merge_into(
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+def _opened(i: int, rows: int, f: Features) -> list[tuple[int, int]]:
+    """The bidirectional ranges that hold some of the rows from position i; f has those of one sequence."""
+    pairs = () if f.bidirectional_ranges is None else f.bidirectional_ranges.tolist()
+    return [(a, b) for a, b in pairs if 0 <= a < b and a < i + rows and i < b]
+
+
+def _reach(i: int, rows: int, f: Features) -> tuple[int, int]:
+    """The first key that some of the rows from position i sees if causal, and the end of those that they see."""
+    starts, ends = zip((_oldest_key(i, f), i + rows), *_opened(i, rows, f), strict=True)
+    return min(starts), max(ends)
+
+
 def _oldest_key(i: int, f: Features) -> int:
-    """The first key that a row at position i may see."""
+    """The first key that a row at position i may see, ranges apart."""
     window = i - f.sliding_window + 1 if f.sliding_window else 0
     chunk = i // f.attention_chunk * f.attention_chunk if f.attention_chunk else 0
     return max(window, chunk, 0)
@@ -495,8 +511,8 @@ def _all_seen(rows: int, n: int, i: int, j: int, f: Features) -> bool:
 
 def _kept(rows: int, n: int, i: int, j: int, f: Features) -> Tensor:
     positions, keys = _positions(i, i + rows), _positions(j, j + n)
-    kept = masks.keep(positions, keys, 1, 1, is_causal=f.causal, window=f.sliding_window, chunk=f.attention_chunk)
-    return kept[0]
+    window, chunk, ranges = f.sliding_window, f.attention_chunk, _opened(i, rows, f)
+    return masks.keep(positions, keys, 1, 1, is_causal=f.causal, window=window, chunk=chunk, ranges=ranges)[0]
 
 
 def _positions(start: int, end: int, step: int = 1) -> Tensor:

@@ -48,15 +48,16 @@ struct Call {
     const int32_t* seq_lens;
     const int32_t* query_start_loc;
     const int32_t* sequences;   // the ones to serve
-    const float* alibi_slopes;  // [H], or null, as the next three
+    const float* alibi_slopes;  // [H], or null, as the next four
     const float* sinks;         // [H]
     const float* k_scale;       // [K]
     const float* v_scale;       // [K]
+    const int32_t* ranges;      // [S, R, 2]
     float* out;                 // [T, H, Dv], contiguous
     float* lse;                 // [T, H]
     int64_t key_strides[5], value_strides[4], table_strides[2];
     int64_t num_sequences, H, K, D, Dv, B, x;
-    int64_t cell, causal, window, chunk, threads;
+    int64_t cell, causal, window, chunk, R, threads;
     float scale, soft_cap;
 };
 
@@ -353,6 +354,18 @@ struct Attention {
     }
     int64_t last(const Span& s, int64_t i) const { return c.causal ? std::min(i + 1, s.keys) : s.keys; }
 
+    // The keys [low, high) that rows at positions [i, i + rows) see: all between the first of one and the last of one.
+    // The bidirectional ranges that hold a row hold its own key, so that they and what the masks leave are one interval.
+    void reach(const Span& s, int64_t i, int64_t rows, int64_t& low, int64_t& high) const {
+        low = first(i);
+        high = last(s, i + rows - 1);
+        for (const int32_t* range = c.ranges + s.sequence * c.R * 2, *end = range + c.R * 2; range < end; range += 2)
+            if (range[0] >= 0 && range[0] < range[1] && range[0] < i + rows && i < range[1]) {
+                low = std::min<int64_t>(low, range[0]);
+                high = std::max<int64_t>(high, std::min<int64_t>(range[1], s.keys));
+            }
+    }
+
     void arrange(const Span& s, float* queries) const {
         for (int64_t head = 0; head < c.K; head++)
             for (int64_t row = 0; row < s.rows * G; row++, queries += D) {
@@ -460,9 +473,9 @@ struct Worker : Attention {
               int64_t n, const float* q, const Rows* tile, const Rows* next, State state) {
         int64_t low[ROWS], high[ROWS], seen = 0;  // keys that rows see: [low, high), all below `seen`
         for (int64_t r = 0; r < count; r++) {
-            const int64_t i = span.position + (row + r) / G;
-            low[r] = std::max<int64_t>(first(i) - from, 0);
-            high[r] = std::min(last(span, i) - from, n);
+            reach(span, span.position + (row + r) / G, 1, low[r], high[r]);
+            low[r] = std::max<int64_t>(low[r] - from, 0);
+            high[r] = std::min(high[r] - from, n);
             if (low[r] < high[r]) seen = std::max(seen, high[r]);
         }
         if (seen == 0) return;
@@ -555,14 +568,20 @@ extern "C" void paged_attention(const Call* call) {
     const Attention a(c);
     std::vector<Span> spans;
     int64_t pairs = 0, longest = 0;
-    const auto first = [&](const Span& s) { return std::min(a.first(s.position), s.keys); };
-    const auto last = [&](const Span& s) { return std::max(a.last(s, s.position + s.rows - 1), first(s)); };
+    const auto keys_of = [&](const Span& s) {  // from, to
+        std::pair<int64_t, int64_t> keys;
+        a.reach(s, s.position, s.rows, keys.first, keys.second);
+        keys.first = std::min(keys.first, s.keys);
+        keys.second = std::max(keys.second, keys.first);
+        return keys;
+    };
     for (int64_t n = 0; n < c.num_sequences; n++) {
         const int64_t s = c.sequences[n], end = c.query_start_loc[s + 1];
         for (int64_t start = c.query_start_loc[s]; start < end; start += a.span) {
             spans.push_back({s, start, std::min(a.span, end - start), c.seq_lens[s] - end + start, c.seq_lens[s]});
             longest = std::max(longest, spans.back().rows);
-            pairs += (last(spans.back()) - first(spans.back())) * spans.back().rows;
+            const auto [from, to] = keys_of(spans.back());
+            pairs += (to - from) * spans.back().rows;
         }
     }
     const int64_t length = round_up(std::max(PIECE, pairs / PIECES), TILE);
@@ -570,7 +589,8 @@ extern "C" void paged_attention(const Call* call) {
     std::vector<int64_t> begin;  // of each span, among the pieces
     int64_t rows = 0;
     for (int64_t n = 0; n < int64_t(spans.size()); n++) {
-        const int64_t from = first(spans[n]), to = last(spans[n]), count = spans[n].rows * c.H;
+        const auto [from, to] = keys_of(spans[n]);
+        const int64_t count = spans[n].rows * c.H;
         begin.push_back(pieces.size());
         if (to - from <= length) pieces.push_back({n, from, to, -1});
         else

@@ -50,6 +50,7 @@ KNOWS = frozenset(
         "output_scale",
         "kv_cache_dtype",
         "schedule",
+        "bidirectional_ranges",
     }
 )
 # What the source may use of the processor: no more than torch itself does, so that a folder may be shared.
@@ -69,12 +70,12 @@ class Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "block_tables", "seq_lens", "query_start_loc")),
         *((name, ctypes.c_void_p) for name in ("sequences", "alibi_slopes", "sinks", "k_scale", "v_scale")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("ranges", "out", "lse")),
         ("key_strides", ctypes.c_int64 * 5),
         ("value_strides", ctypes.c_int64 * 4),
         ("table_strides", ctypes.c_int64 * 2),
         *((name, ctypes.c_int64) for name in ("num_sequences", "H", "K", "D", "Dv", "B", "x")),
-        *((name, ctypes.c_int64) for name in ("cell", "causal", "window", "chunk", "threads")),
+        *((name, ctypes.c_int64) for name in ("cell", "causal", "window", "chunk", "R", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     )
 
@@ -108,6 +109,7 @@ def attend(
         block_tables,
         *(each if each is None else each.contiguous() for each in (f.alibi_slopes, f.sinks)),
         *(each if each is None else each.expand(K).contiguous() for each in (f.k_scale, f.v_scale)),
+        f.bidirectional_ranges if f.bidirectional_ranges is None else f.bidirectional_ranges.contiguous(),
         out,
         lse,
     )
@@ -131,6 +133,7 @@ def attend(
         f.causal,
         f.sliding_window,
         f.attention_chunk,
+        0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
         torch.get_num_threads(),
         scale,
         f.soft_cap,

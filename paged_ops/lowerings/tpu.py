@@ -373,8 +373,10 @@ def _attend_tile(
         logits = logits + f.alibi_slopes[:, None] * (j - i[:, None])[:, None].float()
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     window, chunk = f.sliding_window, f.attention_chunk
-    kept = masks.keep(i, j, H, K, is_causal=f.causal, window=window, chunk=chunk, sparse=sparse)  # [H or 1, R, n]
-    kept = kept.transpose(0, 1) & owned[:, None]
+    of_rows = () if f.bidirectional_ranges is None else f.bidirectional_ranges[s].unbind(1)
+    ranges = [pair[:, None].unbind(2) for pair in of_rows]
+    kept = masks.keep(i, j, H, K, is_causal=f.causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges)
+    kept = kept.transpose(0, 1) & owned[:, None]  # [R, H or 1, n]
     logits = torch.where(kept, logits, -torch.inf)
 
     largest = logits.amax(2)  # [R, H]
@@ -504,6 +506,7 @@ KNOWS = frozenset(
         "output_scale",
         "kv_cache_dtype",
         "schedule",
+        "bidirectional_ranges",
     }
 )
 
@@ -546,7 +549,7 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
         value = asked.get(name)
         return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
 
-    for name in ("alibi_slopes", "sinks", "block_sparse", "attention_chunk"):
+    for name in ("alibi_slopes", "sinks", "block_sparse", "attention_chunk", "bidirectional_ranges"):
         lacks(given(name), f"the ragged kernel has no {name}")
     lacks(asked.get("causal", True) is False, "the ragged kernel is always causal")
     layout = asked.get("layout", Layout.INTERLEAVED)

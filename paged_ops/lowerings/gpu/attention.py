@@ -59,16 +59,17 @@ KNOWS = frozenset(
         "output_scale",
         "kv_cache_dtype",
         "schedule",
+        "bidirectional_ranges",
     }
 )
 
 SCHEDULE_TILE = tl.constexpr(_SCHEDULE_TILE)
 # Tensors among the keyword arguments that the kernels read, in the order that they take them.
-POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "output_scale")
+POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "bidirectional_ranges", "output_scale")
 # Positions are int32s in kernels: longer windows and chunks are as good as this one.
 LARGEST_SPAN = 2**31 - 1
 # The constants of the kernels that merge_kernel has too.
-MERGING = ("WINDOW", "CHUNK", "K", "G", "Dv", "DV_PAD", "BLOCK_S", "CHUNKS_OF_S")
+MERGING = ("WINDOW", "CHUNK", "RANGES", "K", "G", "Dv", "DV_PAD", "BLOCK_S", "CHUNKS_OF_S")
 # So many kinds of calls are remembered; then all are planned anew.
 MOST_KINDS = 4096
 
@@ -250,9 +251,9 @@ def _attend(
         filled, _, viewed = tensors()
         with on_device(query):
             _hopper().prefill(*filled, *viewed[:6], Features(**features), scale, call.split_m, call.short)
-    if not call.merge.at(call.merge_grid, (*written, *halfway, *read[4:6], read[-1]), call.merge_numbers):
+    if not call.merge.at(call.merge_grid, (*written, *halfway, *read[4:6], *read[-2:]), call.merge_numbers):
         filled, half, _ = tensors()
-        merged = [*filled, *half, seq_lens, query_start_loc, pointers[-1]]
+        merged = [*filled, *half, seq_lens, query_start_loc, *pointers[-2:]]
         call.merge(call.merge_grid, merged, call.merge_numbers)
     return out, lse
 
@@ -314,6 +315,7 @@ def _plan(
         "CHUNK": f.attention_chunk > 0,
         "SOFT_CAP": f.soft_cap > 0,
         "SPARSE": sparse is not None,
+        "RANGES": 0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
         "HEADS_AN_OFFSET": heads_an_offset,
         "K": K,
         "G": G,

@@ -20,6 +20,9 @@ from paged_ops.lowerings.gpu.features import (
     nothing_seen,
     oldest_key,
     queries_for_fp8,
+    ranges_at,
+    reach_of_ranges,
+    reach_of_rows,
     see_slices,
     see_tile,
     store_rows,
@@ -42,6 +45,7 @@ def split_kernel(
     sinks,
     k_scale,
     v_scale,
+    bidirectional_ranges,
     output_scale,
     scale,
     soft_cap,
@@ -59,6 +63,7 @@ def split_kernel(
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SPARSE: tl.constexpr,
+    RANGES: tl.constexpr,
     HEADS_AN_OFFSET: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -94,17 +99,18 @@ def split_kernel(
     TOKENS: tl.constexpr = BLOCK_M // G
     r = tl.arange(0, BLOCK_M)
     group_head = tl.arange(0, triton.next_power_of_2(G)) % G
+    spans = (window, chunk, ranges_at(bidirectional_ranges, RANGES))
 
     start, end, _, _ = shares(
-        p, P, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
+        p, P, S, seq_lens, query_start_loc, spans, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
         BLOCK_N,
     )  # fmt: skip
     s, unit, part_tile = locate(
-        start, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
+        start, S, seq_lens, query_start_loc, spans, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
         BLOCK_N,
     )  # fmt: skip
     row_start, q_len, seq_len, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, spans, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     part_tile += first_tile  # where this program's part of the unit begins
     tile = part_tile - 1
@@ -120,7 +126,7 @@ def split_kernel(
             if walk_tile == walk_end:
                 walk_s, walk_kh, walk_token = next_unit(walk_s, walk_kh, walk_token, walk_tokens, K, TOKENS)
                 _, walk_tokens, walk_keys, walk_tile, walk_end = sequence(
-                    walk_s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
+                    walk_s, S, seq_lens, query_start_loc, spans, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
                 )
                 walk_first = walk_keys - walk_tokens
             offsets = first_offset + ((walk_kh * G + group_head) // HEADS_AN_OFFSET) * offset_step
@@ -146,6 +152,10 @@ def split_kernel(
     if CONVERTED:
         q = tl.zeros([BLOCK_M, D_PAD], tl.float16)
         row_factor = tl.zeros([BLOCK_M, 1], tl.float32)
+    sees = None
+    if RANGES:
+        oldest = 0
+        sees = (tl.zeros([BLOCK_M], tl.int32), tl.zeros([BLOCK_M], tl.int32))
     # One loop over all tiles of the share: the loads of a unit are under way before the one before it is finished.
     for step in range(steps):
         tile += 1
@@ -156,7 +166,7 @@ def split_kernel(
             s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
             if s > before:
                 row_start, q_len, seq_len, first_tile, end_tile = sequence(
-                    s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
+                    s, S, seq_lens, query_start_loc, spans, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
                 )
             tile = first_tile
             part_tile = tile
@@ -184,7 +194,12 @@ def split_kernel(
         else:
             q = loaded
         i = seq_len - q_len + token
-        oldest = oldest_key(first_i, window, chunk, WINDOW, CHUNK)
+        if RANGES == 0:
+            oldest = oldest_key(first_i, window, chunk, WINDOW, CHUNK)
+        elif first_step:
+            last_i = seq_len - 1
+            sees = reach_of_rows(spans, s, tl.minimum(i, last_i), WINDOW, CHUNK)
+            oldest = tl.min(sees[0], 0)
         block_table = block_tables + s.to(tl.int64) * table_stride
         keys = key_cache + kh.to(tl.int64) * KEY[2]
         values = value_cache + kh.to(tl.int64) * VALUE[2]
@@ -195,14 +210,14 @@ def split_kernel(
             rows_factor = factor * row_factor if SLICES == 0 else factor * tl.reshape(row_factor, (1, 1, BLOCK_M))
         if SLICES == 0:
             acc, acc_odd, m, l = see_tile(
-                acc, acc_odd, m, l, q, i, tile, seen, slopes, rows_factor, seq_len, oldest, block_table, keys,
+                acc, acc_odd, m, l, q, i, sees, tile, seen, slopes, rows_factor, seq_len, oldest, block_table, keys,
                 values, soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
                 B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, PAIRED, KEY, VALUE, TABLE, BLOCK_N,
             )  # fmt: skip
         else:
             acc, acc_odd, m, l = see_slices(
-                acc, acc_odd, m, l, q, i, tile, seen, slopes, rows_factor, seq_len, oldest, block_table, keys,
+                acc, acc_odd, m, l, q, i, sees, tile, seen, slopes, rows_factor, seq_len, oldest, block_table, keys,
                 values, soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE,
                 B, D, Dv, D_PAD, DV_PAD, PAIRED, KEY, VALUE, TABLE, BLOCK_N, SLICES,
@@ -235,14 +250,14 @@ def split_kernel(
 
 @triton.jit
 def shares(
-    p, P, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
+    p, P, S, seq_lens, query_start_loc, spans, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
     BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program p's share of the key tiles of all units, start : end; how many tiles a share has; how many one more."""
     total = 0
     for n in tl.static_range(CHUNKS_OF_S):
         tiles = sequence_tiles(
-            n * BLOCK_S + tl.arange(0, BLOCK_S), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G,
+            n * BLOCK_S + tl.arange(0, BLOCK_S), S, seq_lens, query_start_loc, spans, K, WINDOW, CHUNK, G,
             SHORT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         total += tl.sum(tiles)
@@ -254,7 +269,7 @@ def shares(
 
 @triton.jit
 def locate(
-    position, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    position, S, seq_lens, query_start_loc, spans, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, BLOCK_S: tl.constexpr, CHUNKS_OF_S: tl.constexpr, SHORT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -265,15 +280,13 @@ def locate(
     total = 0
     for n in tl.static_range(CHUNKS_OF_S):
         s_ = n * BLOCK_S + tl.arange(0, BLOCK_S)
-        tiles = sequence_tiles(
-            s_, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
-        )
+        tiles = sequence_tiles(s_, S, seq_lens, query_start_loc, spans, K, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N)
         passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < S)
         s += tl.sum(passed.to(tl.int32))
         before += tl.sum(tl.where(passed, tiles, 0))
         total += tl.sum(tiles)
     _, _, _, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, spans, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     unit = (position - before) // (end_tile - first_tile)
     return s, unit, position - before - unit * (end_tile - first_tile)
@@ -290,7 +303,7 @@ def program_of(position, share, longer):
 
 @triton.jit
 def sequence(
-    s, S, seq_lens, query_start_loc, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
+    s, S, seq_lens, query_start_loc, spans, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
     SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of sequences s: first row, number of tokens and of keys, and the range of the key tiles of a unit.
@@ -307,19 +320,23 @@ def sequence(
         mine = mine & (q_len * G <= BLOCK_M) & (seq_len > SHORT)
     q_len = tl.where(mine, q_len, 0)
     seq_len = tl.where(mine, seq_len, 0)
-    first_tile = oldest_key(seq_len - q_len, window, chunk, WINDOW, CHUNK) // BLOCK_N
+    oldest = oldest_key(seq_len - q_len, spans[0], spans[1], WINDOW, CHUNK)
+    if WINDOW or CHUNK:
+        if spans[2] is not None:
+            oldest, _ = reach_of_ranges(spans[2], tl.where(live, s, 0), seq_len - q_len, seq_len, oldest, seq_len)
+    first_tile = oldest // BLOCK_N
     end_tile = tl.maximum(tl.cdiv(seq_len, BLOCK_N), first_tile + 1)
     return start, q_len, seq_len, first_tile, end_tile
 
 
 @triton.jit
 def sequence_tiles(
-    s, S, seq_lens, query_start_loc, window, chunk, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
+    s, S, seq_lens, query_start_loc, spans, K, WINDOW: tl.constexpr, CHUNK: tl.constexpr, G: tl.constexpr,
     SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """How many key tiles the units of sequences s have. Passing over one without rows is work too: that of one tile."""
     _, q_len, _, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, spans, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     units = tl.where(q_len > 0, K * tl.cdiv(q_len, BLOCK_M // G), 1)
     return tl.where(s < S, (end_tile - first_tile) * units, 0)
@@ -346,6 +363,7 @@ def merge_kernel(
     part_lse,
     seq_lens,
     query_start_loc,
+    bidirectional_ranges,
     output_scale,
     window,
     chunk,
@@ -353,6 +371,7 @@ def merge_kernel(
     T,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    RANGES: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     Dv: tl.constexpr,
@@ -371,6 +390,7 @@ def merge_kernel(
     """
     TOKENS: tl.constexpr = BLOCK_M // G
     H: tl.constexpr = K * G
+    spans = (window, chunk, ranges_at(bidirectional_ranges, RANGES))
     p = tl.program_id(0)
     one = tl.arange(0, 1)
     d = tl.arange(0, DV_PAD)
@@ -381,15 +401,15 @@ def merge_kernel(
             store_rows(out, lse, nothing, unseen, t + one, h + one, one == 0, d, output_scale, H, Dv)
     # The unit that this share ends in, if it goes on: the programs whose shares hold its first and its last tile.
     start, end, share, longer = shares(
-        p, tl.num_programs(0), S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S,
+        p, tl.num_programs(0), S, seq_lens, query_start_loc, spans, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S,
         SHORT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     s, unit, tile = locate(
-        end - 1, S, seq_lens, query_start_loc, window, chunk, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
+        end - 1, S, seq_lens, query_start_loc, spans, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
         BLOCK_N,
     )  # fmt: skip
     row_start, q_len, _, first_tile, end_tile = sequence(
-        s, S, seq_lens, query_start_loc, window, chunk, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
+        s, S, seq_lens, query_start_loc, spans, WINDOW, CHUNK, G, SHORT, BLOCK_M, BLOCK_N
     )
     left = end_tile - first_tile - 1 - tile
     first = program_of(end - 1 - tile, share, longer)

@@ -167,6 +167,12 @@ def keep(
 
 
 @triton.jit
+def keep_between(j, sees, live):
+    """Whether keys at ``j`` lie between the first that a query sees and the end of those; operands broadcast."""
+    return live & (j >= sees[0]) & (j < sees[1])
+
+
+@triton.jit
 def keep_block_sparse(i, j, offset, sparse_block, local_blocks, vert_stride):
     """Local blocks or a vertical stripe that slides over heads by ``offset``; causality is not included."""
     qb = i // sparse_block
@@ -203,14 +209,17 @@ def softmax_step(logits, m, l):
 
 @triton.jit
 def weigh(
-    qk, m, l, factor, i, j, live, slopes, soft_cap, window, chunk, sparse, offset, CAUSAL: tl.constexpr,
+    qk, m, l, factor, i, j, sees, live, slopes, soft_cap, window, chunk, sparse, offset, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPARSE: tl.constexpr,
     MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """From products of queries and keys to what :func:`softmax_step` returns; operands broadcast to the products."""
     logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
     if MASKED:
-        kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
+        if sees is None:
+            kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
+        else:
+            kept = keep_between(j, sees, live)
         if SPARSE:
             kept = kept & keep_block_sparse(i, j, offset, sparse[0], sparse[1], sparse[2])
         logits = tl.where(kept, logits, float("-inf"))
@@ -243,6 +252,7 @@ def see_tile(
     l,
     q,
     i,  # [M] positions of the rows
+    sees,  # None, or the first of the keys that each row sees [M] and their end [M]: see reach_of_ranges
     tile,
     seen,  # whether any row sees a key of the tile: if not, nothing is loaded
     slopes,  # [M]
@@ -303,9 +313,11 @@ def see_tile(
         slopes = slopes[:, None]
     if SPARSE:
         offset_of_row = sparse[3][:, None]
+    if sees is not None:
+        sees = (sees[0][:, None], sees[1][:, None])
     p, decay, m, l = weigh(
-        qk, m, l, factor, i[:, None], j[None, :], live[None, :], slopes, soft_cap, window, chunk, sparse, offset_of_row,
-        CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, MASKED, EXACT,
+        qk, m, l, factor, i[:, None], j[None, :], sees, live[None, :], slopes, soft_cap, window, chunk, sparse,
+        offset_of_row, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, MASKED, EXACT,
     )  # fmt: skip
     if PAIRED:
         v_even, v_odd = load_pairs(values, block, offset, live, VALUE[0], VALUE[1], Dv, DV_PAD)
@@ -328,6 +340,7 @@ def see_slices(
     l,
     q,
     i,  # [M] positions of the rows
+    sees,  # None, or the first of the keys that each row sees [M] and their end [M]: see reach_of_ranges
     tile,
     seen,  # whether any row sees a key of the tile
     slopes,  # [M]
@@ -391,9 +404,11 @@ def see_slices(
         slopes = slopes[None, None, :]
     if SPARSE:
         offset_of_row = sparse[3][None, None, :]
+    if sees is not None:
+        sees = (sees[0][None, None, :], sees[1][None, None, :])
     p, decay, m, l = weigh(
-        qk, m, l, factor, i[None, None, :], j[:, :, None], live[:, :, None], slopes, soft_cap, window, chunk, sparse,
-        offset_of_row, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, True, False,
+        qk, m, l, factor, i[None, None, :], j[:, :, None], sees, live[:, :, None], slopes, soft_cap, window, chunk,
+        sparse, offset_of_row, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, True, False,
     )  # fmt: skip
     v = load_slices(values, block, offset, live[:, None, :], VALUE[0], VALUE[1], VALUE[3], Dv, DV_PAD, N, PAIRED, True)
     if PAIRED:
@@ -482,3 +497,38 @@ def oldest_key(first_i, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr
     if CHUNK:
         oldest = tl.maximum(oldest, first_i // chunk * chunk)
     return oldest
+
+
+@triton.jit
+def ranges_at(bidirectional_ranges, RANGES: tl.constexpr):
+    """What :func:`reach_of_ranges` takes: where the ranges of the first sequence are, and how many a sequence has."""
+    ranges = None
+    if RANGES > 0:
+        n = tl.arange(0, triton.next_power_of_2(RANGES))
+        ranges = (bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2, RANGES)
+    return ranges
+
+
+@triton.jit
+def reach_of_ranges(ranges, s, first_i, end_i, low, high):
+    """Widen the keys ``low : high`` of queries ``first_i : end_i`` of sequences ``s``, all of one shape, by the
+    bidirectional ranges that hold one of these queries.
+
+    The ranges that hold a query hold its own key: they and what the other masks leave of the keys are one interval.
+    """
+    AXIS: tl.constexpr = len(low.shape)
+    at = ranges[0] + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (ranges[1] * 2)
+    start = tl.load(at)
+    end = tl.load(at + 1)
+    holds = (start >= 0) & (start < end)
+    holds = holds & (start < tl.expand_dims(end_i, AXIS)) & (end > tl.expand_dims(first_i, AXIS))
+    low = tl.minimum(low, tl.min(tl.where(holds, start, 2147483647), AXIS))
+    high = tl.maximum(high, tl.max(tl.where(holds, end, -1), AXIS))
+    return low, high
+
+
+@triton.jit
+def reach_of_rows(spans, s, i, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that each of the rows at positions ``i [M]`` of sequence ``s`` sees, and the end of those: ``[M]``
+    each, with all masks of ``spans`` (window, chunk, ranges)."""
+    return reach_of_ranges(spans[2], s, i, i + 1, oldest_key(i, spans[0], spans[1], WINDOW, CHUNK), i + 1)

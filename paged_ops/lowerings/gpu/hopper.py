@@ -53,6 +53,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, f: Features, scale: float)
     return (
         f.alibi_slopes is None
         and f.block_sparse is None
+        and f.bidirectional_ranges is None
         and all(each is None for each in scales)
         and scale > 0  # the maximum is taken before the scale
         and query.dtype in (torch.float16, torch.bfloat16)

@@ -17,6 +17,8 @@ from paged_ops.lowerings.gpu.features import (
     next_seen_tile,
     oldest_key,
     queries_for_fp8,
+    ranges_at,
+    reach_of_rows,
     see_tile,
     store_rows,
 )
@@ -36,6 +38,7 @@ def prefill_kernel(
     sinks,
     k_scale,
     v_scale,
+    bidirectional_ranges,
     output_scale,
     scale,
     soft_cap,
@@ -53,6 +56,7 @@ def prefill_kernel(
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SPARSE: tl.constexpr,
+    RANGES: tl.constexpr,
     HEADS_AN_OFFSET: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -132,14 +136,26 @@ def prefill_kernel(
 
     # Key tiles: masked ones that begin before what every row sees, full ones, masked ones to the end.
     oldest = oldest_key(first_i, window, chunk, WINDOW, CHUNK)
+    sees = None
+    if RANGES:
+        spans = (window, chunk, ranges_at(bidirectional_ranges, RANGES))
+        low, high = reach_of_rows(spans, s, tl.minimum(i, last_i), WINDOW, CHUNK)
+        sees = (low, high)
+        oldest = tl.min(low, 0)
     first_tile = oldest // BLOCK_N
     newest = seq_len
     full_end = seq_len // BLOCK_N
-    if CAUSAL:
+    if RANGES:
+        newest = tl.minimum(seq_len, tl.max(high, 0))
+        full_end = tl.minimum(tl.maximum(tl.min(high, 0), 0) // BLOCK_N, full_end)
+    elif CAUSAL:
         newest = tl.minimum(seq_len, last_i + 1)
         full_end = tl.maximum(first_i + 1, 0) // BLOCK_N
     end_tile = tl.maximum(tl.cdiv(newest, BLOCK_N), first_tile)
-    full_first = tl.cdiv(oldest_key(last_i, window, chunk, WINDOW, CHUNK), BLOCK_N)
+    if RANGES:
+        full_first = tl.cdiv(tl.max(low, 0), BLOCK_N)
+    else:
+        full_first = tl.cdiv(oldest_key(last_i, window, chunk, WINDOW, CHUNK), BLOCK_N)
     full_first = tl.minimum(tl.maximum(full_first, first_tile), end_tile)
     full_end = tl.minimum(tl.maximum(full_end, full_first), end_tile)
 
@@ -150,7 +166,7 @@ def prefill_kernel(
     if WINDOW or CHUNK:
         for tile in range(first_tile, full_first):
             acc, _, m, l = see_tile(
-                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+                acc, acc, m, l, q, i, sees, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
                 B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
@@ -158,7 +174,7 @@ def prefill_kernel(
     if not SPARSE:
         for tile in range(full_first, full_end):
             acc, _, m, l = see_tile(
-                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+                acc, acc, m, l, q, i, sees, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, False,
                 B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
@@ -173,7 +189,7 @@ def prefill_kernel(
         for _step in range(steps):
             tile = next_seen_tile(tile + 1, first_i, head_offset, sparse_block, local_blocks, vert_stride, BLOCK_N)
             acc, _, m, l = see_tile(
-                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+                acc, acc, m, l, q, i, sees, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
                 B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
@@ -181,7 +197,7 @@ def prefill_kernel(
     else:
         for tile in range(full_end, end_tile):
             acc, _, m, l = see_tile(
-                acc, acc, m, l, q, i, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
+                acc, acc, m, l, q, i, sees, tile, True, slopes, factor, seq_len, oldest, block_table, keys, values,
                 soft_cap, window, chunk, sparse,
                 CAUSAL, WINDOW, CHUNK, SOFT_CAP, alibi_slopes is not None, SPARSE, True,
                 B, D, Dv, D_PAD, DV_PAD, X, FORMAT, RUN, False, KEY, VALUE, TABLE, BLOCK_N,
