@@ -30,7 +30,7 @@ import triton
 import paged_ops
 from paged_ops import reference
 from paged_ops.lowerings.gpu import cache, merge
-from paged_ops.lowerings.gpu.device import tuned
+from paged_ops.lowerings.gpu.device import target_of
 
 DEVICE = "cuda"
 L2_SEVERAL = 5 * 64 << 20
@@ -312,17 +312,18 @@ def sweep() -> Iterator[Row]:
         ("copy_blocks", chunk, lambda: copy_row("1024 blocks of 1 MiB", 1, 1024, 1 << 20)),
     ]  # fmt: skip
     for op, ranges, measure in space:
-        usual = dict(tuned(op))
+        numbers = target_of(torch.device(DEVICE, torch.cuda.current_device())).numbers[op]
+        usual = dict(numbers)
         for values in itertools.product(*ranges.values()):
             setting = dict(zip(ranges, values, strict=True))
-            tuned(op).update(setting)
+            numbers.update(setting)
             cache._writes.clear()
             cache._plan.cache_clear()
             cache._write_launcher.cache_clear()
             merge._launcher.cache_clear()
             row = measure()
             yield {**row, "case": f"{row['case']} {setting}"}
-        tuned(op).update(usual)
+        numbers.update(usual)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.allocator import BlockAllocator, OutOfBlocks, at_least
+from paged_ops.checks import with_index
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout, split_kv_cache
 from paged_ops.ops import copy_blocks, swap_blocks
 
@@ -43,7 +44,7 @@ class KVCache(BlockAllocator):
         head_size: D, one number or one for each layer.
         value_head_size: Dv, one number or one for each layer; D when None.
         dtype: float32, float16, bfloat16, a float8, or uint8 (fp8 bits; ops then need a ``kv_cache_dtype``).
-        device: where the layers live.
+        device: where the layers live; of "cuda" the GPU that is current at construction.
         layout: the default layout of the device when None.
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
         sliding_window, attention_chunk: how far all layers see; blocks out of reach are given back. 0: everything.
@@ -87,7 +88,7 @@ class KVCache(BlockAllocator):
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
             raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = with_index(device)
         chosen = get_default_layout(self.device) if layout is None else layout
 
         def allocate(blocks: int, where: torch.device, pin_memory: bool) -> list[Tensor]:

@@ -72,6 +72,14 @@ def tensor(
         expect(False, argument, f"a tensor on {device}", value)
 
 
+def with_index(device: torch.device | str) -> torch.device:
+    """A device by its index, for what outlives the call: "cuda" is the GPU that is current now, and stays that one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def present(argument: str, value: Any) -> None:
     """Check that a tensor was given: torch lets None pass where a schema has a tensor."""
     expect(isinstance(value, Tensor), argument, "a tensor", value)

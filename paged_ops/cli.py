@@ -27,6 +27,7 @@ from rich.text import Text
 import paged_ops
 from paged_ops import features
 from paged_ops.benchmark.commands import bench, tune_tiles
+from paged_ops.checks import with_index
 from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
 from paged_ops.graphs import GraphMode
 from paged_ops.op import DISPATCH_KEYS, OPS, supports
@@ -192,14 +193,14 @@ def support(
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of that name, or cuda if it is there and the ops run on it, else cpu.
+    """The device of that name with its index, or cuda if it is there and the ops run on it, else cpu.
 
     Raises:
         ValueError: the device does not exist here, or the ops do not run on it: with the reasons.
     """
     if name is None:
         usable = torch.cuda.is_available() and not _reasons_against("cuda")
-        return torch.device("cuda" if usable else "cpu")
+        return with_index("cuda" if usable else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -211,7 +212,7 @@ def choose_device(name: str | None) -> torch.device:
     reasons = _reasons_against(device.type)
     if reasons:
         raise ValueError(f"--device: {name} cannot run the ops: {'; '.join(reasons)}")
-    return device
+    return with_index(device)
 
 
 def _reasons_against(kind: str) -> list[str]:

@@ -675,7 +675,8 @@ class Pieces:
         for i, (arg, storage) in enumerate(zip(args, self._inputs[self._turn], strict=True)):
             moves = storage is not None and storage.expired()
             if moves and arg.untyped_storage().data_ptr() not in self._results:
-                kind = arg.shape, arg.stride(), arg.dtype, sum(room.shape == arg.shape for _, room in copies)
+                alike = sum(room.shape == arg.shape for _, room in copies)
+                kind = arg.shape, arg.stride(), arg.dtype, arg.device, alike
                 if kind not in self._room:
                     self._room[kind] = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
                 copies.append((i, self._room[kind]))

@@ -189,22 +189,32 @@ def split_joined_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor
 
 
 _DEFAULTS = {"cpu": Layout.NHD, "cuda": Layout.NHD, "xla": Layout.INTERLEAVED}
-_chosen: dict[str, Layout] = {}
+_chosen: dict[torch.device, Layout] = {}  # a device without an index: all of its type
 
 
 def get_default_layout(device: torch.device | str) -> Layout:
-    """The layout of new caches on a device: what :func:`set_default_layout` chose, else the device's own."""
-    kind = torch.device(device).type
-    return _chosen.get(kind, _DEFAULTS.get(kind, Layout.NHD))
+    """The layout of new caches on a device: what :func:`set_default_layout` chose for it, or for all of its type, else
+    that of its type."""
+    device = torch.device(device)
+    of_type = _chosen.get(torch.device(device.type), _DEFAULTS.get(device.type, Layout.NHD))
+    return _chosen.get(device, of_type)
 
 
 def set_default_layout(layout: Layout | str | None, device: torch.device | str | None = None) -> None:
-    """Choose the layout of new caches in this process, for one device or (None) for all; None as layout undoes it."""
-    kinds = list(_DEFAULTS) if device is None else [torch.device(device).type]
-    for kind in kinds:
-        _chosen.pop(kind, None)
-        if layout is not None:
-            _chosen[kind] = _layout(layout)
+    """Choose the layout of new caches in this process; None as layout undoes it.
+
+    Args:
+        layout: for what ``device`` names.
+        device: ``"cuda:1"`` is that GPU alone, ``"cuda"`` is all GPUs, None is all devices; the wider ones also replace
+            what was chosen for one of them before.
+    """
+    chosen = None if layout is None else _layout(layout)
+    devices = [torch.device(kind) for kind in _DEFAULTS] if device is None else [torch.device(device)]
+    for each in devices:
+        for known in [known for known in _chosen if each in (known, torch.device(known.type))]:
+            del _chosen[known]
+        if chosen is not None:
+            _chosen[each] = chosen
 
 
 def preferred_tpu_block_size(max_model_len: int) -> int:

@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from paged_ops.checks import expect
+from paged_ops.checks import expect, with_index
 from paged_ops.layouts import paged_kv
 from paged_ops.states import PADDING_ROW
 
@@ -207,8 +207,8 @@ class AttentionMetadataBuilder:
         max_num_seqs: most sequences of a step, padding included.
         max_num_tokens: most tokens of a step, padding included.
         max_blocks_per_seq: M; the longest sequence has M * B tokens.
-        device: ``"cpu"`` or a CUDA (ROCm) device. Elsewhere build on the CPU and move the metadata with
-            ``torch.utils._pytree.tree_map``.
+        device: ``"cpu"`` or a CUDA (ROCm) device; of ``"cuda"`` the GPU that is current at construction. Elsewhere
+            build on the CPU and move the metadata with ``torch.utils._pytree.tree_map``.
         num_blocks: N; 0 before the cache exists (then only capture, and batches without tokens, can be built). A
             sequence of numbers for a cache of several pools; their batches have ``other_block_ids``.
         graph_support: what the layers that read the metadata allow.
@@ -236,7 +236,7 @@ class AttentionMetadataBuilder:
         num_state_rows: int = 0,
         num_staging_buffers: int | None = None,
     ):
-        self.device = torch.device(device)
+        self.device = with_index(device)
         on_gpu = self.device.type == "cuda"
         served = on_gpu or self.device.type == "cpu"
         expect(served, "device", "cpu or cuda (elsewhere build on the CPU and move)", self.device)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.allocator import OutOfBlocks
-from paged_ops.checks import expect
+from paged_ops.checks import expect, with_index
 
 PADDING_ROW = 0  # what padding sequences read; they write its partner, row 1
 
@@ -57,7 +57,7 @@ class StateCache:
     Args:
         specs: the tensors of all layers.
         num_slots: sequences on the device at once.
-        device: where the tensors live.
+        device: where the tensors live; of "cuda" the GPU that is current at construction.
         num_host_slots: sequences in host memory (pinned for a CUDA or ROCm device), for ``swap_out``.
 
     Attributes:
@@ -78,7 +78,7 @@ class StateCache:
         expect(num_host_slots >= 0, "num_host_slots", "0 or more", num_host_slots)
         self.specs = tuple(specs)
         self.num_slots, self.num_host_slots = num_slots, num_host_slots
-        self.device = torch.device(device)
+        self.device = with_index(device)
         on_cuda = self.device.type == "cuda"
         rows = 2 * (num_slots + 1)
         self.tensors = [torch.zeros(rows, *s.shape, dtype=s.dtype, device=self.device) for s in self.specs]

@@ -124,7 +124,7 @@ def install(target: str) -> None:
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
-    torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None)
+    torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None)
     torch.Tensor.pin_memory = lambda tensor: tensor
     move = torch.Tensor.to
 

@@ -6,7 +6,7 @@ from aot import Variant, gpu
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 from paged_ops.lowerings.gpu import blocks
-from paged_ops.lowerings.gpu.device import tuned
+from paged_ops.lowerings.gpu.device import target_of
 
 LOAD, STORE = (rf"(global|buffer)_{op}_(dwordx4|b128)" for op in ("load", "store"))
 WIDE = {"cuda": (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"), "hip": (LOAD, STORE)}
@@ -62,7 +62,8 @@ def staged(to_host):
     def call():
         table = blocks._table([cache("NHD", torch.bfloat16)[0]], [cache("NHD", torch.bfloat16)[0]], gpu(1).device)
         staging, mapping = gpu(1, 3 * table.length, dtype=torch.uint8), gpu(3, 2, dtype=torch.int64)
-        blocks._launch(table, mapping, tuned("swap_blocks"), staging, gather=to_host, scatter=not to_host)
+        numbers = target_of(table.runs.device).numbers["swap_blocks"]
+        blocks._launch(table, mapping, numbers, staging, gather=to_host, scatter=not to_host)
 
     return call
 

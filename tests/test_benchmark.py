@@ -382,12 +382,13 @@ def test_a_workload_that_is_wrong_is_not_timed(monkeypatch):
 
 def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    from paged_ops.lowerings.gpu import tiles
+    from paged_ops.lowerings.gpu import device
 
     tree = {"split": {"16bit": {"128": [64, 4, 3]}}, "prefill": [128]}
-    monkeypatch.setattr(tiles, "table", lambda name: tree)
-    monkeypatch.setattr(cli, "choose_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    target = device.Target(torch.device("cuda", 1), "Some GPU", "cuda", 90, 132, 227 << 10)
+    monkeypatch.setitem(vars(target), "tiles", tree)
+    monkeypatch.setattr(device, "target_of", {target.device: target}.get)
+    monkeypatch.setattr(cli, "choose_device", lambda name: target.device)
     path, seen = tmp_path / "attention_some_gpu.json", []
 
     def cost():

@@ -111,7 +111,8 @@ def test_uint8_is_fnuz_on_gfx94x(monkeypatch):
     key = torch.randn(4, 1, 16)
     slots = torch.arange(4)
     got, want = torch.zeros(1, 2, 4, 1, 16, dtype=torch.uint8), torch.zeros(1, 2, 4, 1, 16, dtype=torch.float8_e4m3fnuz)
-    monkeypatch.setattr(cache, "fp8_is_fnuz", lambda: True)
+    gfx942 = device.Target(key.device, device.DEFAULT, "hip", "gfx942", 304, 64 << 10)
+    monkeypatch.setattr(cache, "target_of", lambda _: gfx942)
     gpu.reshape_and_cache(key, key, got, slots, kv_cache_dtype="fp8")
     reference.reshape_and_cache(key, key, want, slots)
     assert torch.equal(got, want.view(torch.uint8))
@@ -301,7 +302,7 @@ def test_routes_of_swaps(route, layout, staging_bytes, monkeypatch):
     if staging_bytes != 1200 and route in ("direct", "mapped"):
         staging_bytes = 1 << 20
     memory, sources, targets, mapping = swap_inputs(layout, torch.float16)
-    monkeypatch.setitem(device.tuned("swap_blocks"), "staging_bytes", staging_bytes)
+    monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], "staging_bytes", staging_bytes)
     want = [each.clone() for each in targets]
     reference.swap_blocks(sources, want, mapping)
     here = torch.device("cpu")
@@ -309,8 +310,8 @@ def test_routes_of_swaps(route, layout, staging_bytes, monkeypatch):
         blocks._swap_pageable(sources, targets, mapping)
     elif route in ("direct", "mapped"):
         most = 0 if route == "direct" else 1 << 40
-        monkeypatch.setitem(device.tuned("swap_blocks"), "direct_bytes", most)
-        monkeypatch.setitem(device.tuned("swap_blocks"), "staged_bytes", 1 << 40)
+        monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], "direct_bytes", most)
+        monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], "staged_bytes", 1 << 40)
         blocks._swap_pinned(sources, targets, mapping, here)
     else:
         to_host = route == "staged to the host"
@@ -337,7 +338,7 @@ def test_choice_of_the_route(pairs, route, monkeypatch):
     monkeypatch.setattr(blocks, "_launch", lambda *args: took.append("mapped"))
     caches = torch.zeros(16, 1024), torch.zeros(16, 1024)
     for name in ("direct_bytes", "staged_bytes"):
-        monkeypatch.setitem(device.tuned("swap_blocks"), name, 4 * 4096)
+        monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], name, 4 * 4096)
     blocks._swap_pinned([caches[0]], [caches[1]], torch.tensor(pairs), torch.device("cpu"))
     assert took == [route]
 
@@ -356,7 +357,7 @@ def test_values_of_a_mapping_on_the_host_are_checked():
 
 
 def test_captures_refuse_what_a_replay_could_not_read(monkeypatch):
-    monkeypatch.setattr(blocks, "capturing", lambda tensor: True)
+    monkeypatch.setattr(blocks, "capturing", lambda device: True)
     fresh = [torch.zeros(4, 77)]
     with pytest.raises(ValueError, match="kv_caches: expected a call before the capture"):
         gpu.copy_blocks(fresh, torch.tensor([[0, 1]]))
@@ -382,9 +383,8 @@ def test_config_of_a_device_must_be_known(tmp_path, monkeypatch):
     (tmp_path / "cache_default.json").write_text('{"copy_blocks": {"chunk_bytes": 1}}')
     (tmp_path / "cache_some_gpu.json").write_text('{"copy_blocks": {"chunk_byte": 2}}')
     monkeypatch.setattr(device, "CONFIGS", tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     with pytest.raises(ValueError, match=r"cache_some_gpu\.json: expected \['chunk_bytes'\] for copy_blocks"):
-        device.tuned.__wrapped__("copy_blocks")
+        device.read_numbers("Some GPU")
     (tmp_path / "cache_some_gpu.json").write_text('{"copy_blocks": {"chunk_bytes": 2}}')
-    assert device.tuned.__wrapped__("copy_blocks") == {"chunk_bytes": 2}
+    assert device.read_numbers("Some GPU") == {"copy_blocks": {"chunk_bytes": 2}}
+    assert device.read_numbers("Another GPU") == {"copy_blocks": {"chunk_bytes": 1}}

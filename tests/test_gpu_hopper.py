@@ -1,5 +1,6 @@
 """The Hopper kernel (hopper.py): which calls it takes, where its copies read; mixed batches, on a GPU."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
-from paged_ops.lowerings.gpu import attention, hopper
+from paged_ops.lowerings.gpu import attention, device, hopper
 
 N, H = 5, 8
 CACHES = [("NHD", 16, 2, 128), ("NHD", 128, 2, 64), ("NHD", 16, 1, 64), ("HND", 8, 4, 128), ("HND", 48, 1, 256)]
@@ -105,7 +106,8 @@ def check_against_triton(sequences, H, K, short, monkeypatch):
     )
     got, got_lse = paged_ops.paged_attention_with_lse(*call)
     assert bounds == [short]
-    monkeypatch.setattr(attention, "has_hopper_gluon", lambda: False)
+    other = dataclasses.replace(device.target_of(query.device), arch=89)  # which has no such kernel
+    monkeypatch.setattr(attention, "target_of", lambda _: other)
     attention.forget()
     want, want_lse = paged_ops.paged_attention_with_lse(*call)
     attention.forget()
@@ -147,11 +149,9 @@ def test_about_one_item_a_program(lens, monkeypatch):
     check_against_triton([lens], 32, 8, -1 if lens[0] < 4096 else hopper.SHORT, monkeypatch)
 
 
-def test_which_sequences_are_short(monkeypatch):
-    monkeypatch.setattr(hopper, "num_processors", lambda _: 132)
-    device = torch.device("cuda", 0)
-    assert hopper.short_keys(16, 512, 0, device) == -1  # a decode batch
-    assert hopper.short_keys(16, 512, 395, device) == -1
-    assert hopper.short_keys(16, 512, 396, device) == hopper.SHORT
-    assert hopper.short_keys(64, 44, 0, device) == hopper.SHORT_OF_MANY_ROWS
-    assert hopper.short_keys(64, 43, 0, device) == -1
+def test_which_sequences_are_short():
+    assert hopper.short_keys(16, 512, 0, 132) == -1  # a decode batch
+    assert hopper.short_keys(16, 512, 395, 132) == -1
+    assert hopper.short_keys(16, 512, 396, 132) == hopper.SHORT
+    assert hopper.short_keys(64, 44, 0, 132) == hopper.SHORT_OF_MANY_ROWS
+    assert hopper.short_keys(64, 43, 0, 132) == -1

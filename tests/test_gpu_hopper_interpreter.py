@@ -15,9 +15,15 @@ pytest.importorskip("triton")
 
 from paged_ops import testing
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import attention
+from paged_ops.lowerings.gpu import attention, device
 
 pytestmark = pytest.mark.interpreter
+
+
+class OnHopper(device.Target):
+    """The interpreter, with the kernel that it cannot run: a stand-in serves."""
+
+    has_hopper_gluon = True
 
 
 @pytest.mark.parametrize("name", ["mixed-fp32", "holes-fp32"])
@@ -51,7 +57,8 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
         return gpu.paged_attention_with_lse(query, *args, **kwargs, out=nan)
 
     hopper = SimpleNamespace(BLOCK_M=128, serves=lambda *_: True, short_keys=lambda *_: short, prefill=prefill)
-    monkeypatch.setattr(attention, "has_hopper_gluon", lambda: True)
+    here = torch.device("cpu")
+    monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, device.DEFAULT, "interpreter", 0, 0, 0))
     monkeypatch.setattr(attention, "_hopper", lambda: hopper)
     attention.forget()
     try:

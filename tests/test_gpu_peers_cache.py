@@ -144,7 +144,7 @@ def test_swap_matrix(order, head_size, block_size, num_blocks, direction):
 def test_swap_routes(form, route, direction, staging_bytes, monkeypatch):
     from paged_ops.lowerings.gpu import device
 
-    numbers = device.tuned("swap_blocks")
+    numbers = device.target_of(torch.device("cuda", 0)).numbers["swap_blocks"]
     monkeypatch.setitem(numbers, "staging_bytes", staging_bytes)
     monkeypatch.setitem(numbers, "direct_bytes", 0 if route == "direct" else 1 << 40)
     monkeypatch.setitem(numbers, "staged_bytes", 0 if route == "staged" else 1 << 40)

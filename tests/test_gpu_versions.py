@@ -14,22 +14,17 @@ import triton
 
 import paged_ops
 from paged_ops.benchmark import tune
-from paged_ops.lowerings.gpu import device, launch, tiles
+from paged_ops.lowerings.gpu import device, launch
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
     """A process that believes to have an sm_90."""
-    active = SimpleNamespace(
-        get_current_target=lambda: SimpleNamespace(backend="cuda", arch=90),
-        get_current_stream=lambda index: 0,
-    )
+    active = SimpleNamespace(get_current_stream=lambda index: 0)
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    device.has_hopper_gluon.cache_clear()
-    yield
-    device.has_hopper_gluon.cache_clear()
+    return device.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def on_hopper(monkeypatch):
 )
 def test_gluon_between_the_versions_that_are_known(version, known, on_hopper, monkeypatch):
     monkeypatch.setattr(device, "TRITON", version)
-    assert device.has_hopper_gluon() is known
+    assert on_hopper.has_hopper_gluon is known
 
 
 @pytest.mark.skipif(device.TRITON < device.OLDEST_GLUON, reason="a Gluon older than any that is used")
@@ -90,7 +85,7 @@ def test_tables_are_by_triton(monkeypatch, tmp_path):
         "triton": {"3.10": {"split": {"fp8": {"64": [9]}}}, "3.8": {"split": {"16bit": {"128": [7]}}}},
     }
     (tmp_path / "attention_default.json").write_text(json.dumps(written))
-    monkeypatch.setattr(tiles, "CONFIGS", tmp_path)
+    monkeypatch.setattr(device, "CONFIGS", tmp_path)
     split = {version: table_under(version, monkeypatch)["split"] for version in [(3, 7), (3, 9), (3, 10)]}
     assert split[3, 7] == written["split"]
     assert split[3, 9] == {"16bit": {"64": [1], "128": [7]}, "fp8": {"64": [3]}}
@@ -98,24 +93,19 @@ def test_tables_are_by_triton(monkeypatch, tmp_path):
 
 
 def test_tuned_numbers_replace_those_of_this_triton(monkeypatch, tmp_path):
-    monkeypatch.setattr(tiles, "TRITON", (3, 9))
-    monkeypatch.setattr(tiles, "CONFIGS", tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "default")
+    monkeypatch.setattr(device, "TRITON", (3, 9))
+    monkeypatch.setattr(device, "CONFIGS", tmp_path)
     changes = {"3.8": {"split": {"16bit": {"64": [2]}}}, "3.10": {"split": {"16bit": {"64": [3]}}}}
     before = {"split": {"16bit": {"64": [1]}}, "triton": changes}
     (tmp_path / "attention_default.json").write_text(json.dumps(before))
-    tune.write(tmp_path, "attention", torch.device("cuda"), {"split": {"16bit": {"64": [4]}}})
+    tune.write(tmp_path, "attention", device.DEFAULT, {"split": {"16bit": {"64": [4]}}})
     assert table_under((3, 9), monkeypatch)["split"] == {"16bit": {"64": [4]}}
     assert table_under((3, 10), monkeypatch)["split"] == {"16bit": {"64": [3]}}
 
 
 def table_under(version, monkeypatch):
-    monkeypatch.setattr(tiles, "TRITON", version)
-    tiles.table.cache_clear()
-    try:
-        return tiles.table(None)
-    finally:
-        tiles.table.cache_clear()
+    monkeypatch.setattr(device, "TRITON", version)
+    return device.read_tiles(device.DEFAULT)
 
 
 @pytest.mark.parametrize("path", sorted(device.CONFIGS.glob("attention_*.json")), ids=lambda path: path.stem)

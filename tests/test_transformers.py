@@ -349,6 +349,10 @@ def looks_ahead() -> Any:
         ),
         (lambda: make_model("llama").train(), "model: expected evaluation mode"),
         (
+            lambda: on_two_devices(),
+            "model: expected the weights on one device, got LlamaForCausalLM on cpu, meta, as a",
+        ),
+        (
             lambda: refused("RecurrentGemmaConfig", num_hidden_layers=3, lru_width=64),
             "model: expected layers of .* got 'linear_attention' in RecurrentGemmaForCausalLM",
         ),
@@ -375,6 +379,7 @@ def looks_ahead() -> Any:
     ids=[
         "alibi",
         "training",
+        "device_map",
         "linear",
         "linear of its own",
         "sequence_classifier",
@@ -390,6 +395,20 @@ def test_models_that_cannot_be_served(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PagedCausalLM(model)
     assert getattr(model.config, "_attn_implementation", "eager") in ("eager", "sdpa"), "as it was"
+
+
+def on_two_devices() -> Any:
+    """A model as a device_map leaves it, with a layer elsewhere."""
+    model = make_model("llama")
+    model.model.layers[1].to("meta")
+    return model
+
+
+def test_a_cache_is_on_the_device_of_the_model() -> None:
+    paged = PagedCausalLM(make_model("llama"))
+    sizes = paged.num_layers, 4, 16, paged.num_kv_heads, paged.head_size
+    with pytest.raises(ValueError, match="kv_cache: expected one on cpu, as the model, got one on meta"):
+        paged.check_kv_cache(KVCache(*sizes, device="meta"))
 
 
 def masked(make_mask: Any) -> Any:

@@ -72,7 +72,8 @@ def bench(
         for case in chosen:
             for each in asked:
                 if not each.reasons_against(case, target):
-                    run.run_once(case, each, target)
+                    with measure.current(target):
+                        run.run_once(case, each, target)
         return
 
     records: Lines = []
@@ -90,7 +91,8 @@ def bench(
             console.print(f"[red]failed:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress, torch.no_grad():
+    progress = Progress(*columns, console=console, transient=True)
+    with progress, torch.no_grad(), measure.current(target):
         task = progress.add_task("ceilings", total=1 + len(chosen) + sum(each in wanted for each in beside))
         ceilings = measure.measure_ceilings(target)
         for record in run.ceiling_records(ceilings):
@@ -138,10 +140,9 @@ def tune_tiles(
     expect(target.type == "cuda", "--device", "a GPU, whose kernels have tiles to tune", str(target))
     expect(only in ("", "attention", "cache"), "--only", "attention or cache", only)
     expect(repeats >= 1, "--repeats", "at least 1", repeats)
-    from paged_ops.lowerings.gpu import tiles
-    from paged_ops.lowerings.gpu.device import CONFIGS, tuned
+    from paged_ops.lowerings.gpu.device import CONFIGS, target_of
 
-    name = torch.cuda.get_device_name(target)
+    tuned = target_of(target)
     with console.status("") as status, torch.no_grad():
 
         def show(line: str) -> None:
@@ -159,17 +160,17 @@ def tune_tiles(
             """Each move is written at once: what is found before Ctrl-C stays."""
             chosen = [each for each in workloads if each.name in names]
             whole = {place: tree} if place else tree
-            tune.write(folder, kind, target, whole)
+            tune.write(folder, kind, tuned.name, whole)
             for step in tune.descend(tree, chosen, target, repeats, show):
                 path = ".".join(filter(None, (place, *step.place)))
                 moves.add_row(path, str(step.before), str(step.after), f"{step.gain:.1%}")
-                tune.write(folder, kind, target, whole)
+                tune.write(folder, kind, tuned.name, whole)
 
         try:
             if only != "cache":
-                descend("attention", "", tiles.table(name), of_attention)
+                descend("attention", "", tuned.tiles, of_attention)
             for op, workloads in of_cache.items():
-                descend("cache", op, tuned(op), workloads)
+                descend("cache", op, tuned.numbers[op], workloads)
         except KeyboardInterrupt:
             console.print("stopped early")
     console.print(moves if moves.row_count else "Nothing was faster than what is configured.")

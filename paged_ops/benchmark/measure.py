@@ -54,6 +54,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a GPU the current one, for what others launch; what is here names its device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def cache_bytes(device: torch.device) -> int:
     """The size of the last cache."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE_BYTES
@@ -70,12 +75,13 @@ class Replay:
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         self._calls = calls
+        self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
         self.results = [call() for call in calls]  # compiles what must be compiled
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with current(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
                 self.results = [call() for call in calls]
             self._other = torch.zeros(4 * cache_bytes(device) // 4, dtype=torch.float32, device=device)
 
@@ -97,7 +103,7 @@ class Replay:
             for result in self.results:
                 result.fill_(torch.nan)
             self.run()
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         return self.results
 
     def median_us(self, repeats: int, rest: float = 0.0) -> float:
@@ -111,10 +117,11 @@ class Replay:
                 us = (time.perf_counter() - start) * 1e6
             else:
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                stream = torch.cuda.current_stream(self._device)
                 self._other.sum()
-                begin.record()
+                begin.record(stream)
                 self._graph.replay()
-                end.record()
+                end.record(stream)
                 end.synchronize()
                 us = begin.elapsed_time(end) * 1e3
             if n >= 3:
@@ -218,7 +225,7 @@ def host_us(call: Callable[[], object], device: torch.device, calls: int = 20, r
     times = []
     for _ in range(repeats):
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             call()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from paged_ops.lowerings.gpu.device import on_device, target_of
 
 PROGRAMS_A_PROCESSOR, TILE, WARPS = 4, 8192, 8
 
@@ -21,6 +22,7 @@ def read_kernel(source, sink, num_tiles, TILE: tl.constexpr):
 
 def read(source: Tensor, sink: Tensor) -> Tensor:
     """Reads whole tiles of ``source`` (float32) and writes the sum of each program to ``sink``."""
-    programs = PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(source.device).multi_processor_count
-    read_kernel[(programs,)](source, sink, source.numel() // TILE, TILE=TILE, num_warps=WARPS, num_stages=4)
+    programs = PROGRAMS_A_PROCESSOR * target_of(source.device).processors
+    with on_device(source.device):
+        read_kernel[(programs,)](source, sink, source.numel() // TILE, TILE=TILE, num_warps=WARPS, num_stages=4)
     return sink

@@ -103,10 +103,10 @@ def run_once(case: Case, provider: Provider, device: torch.device) -> None:
     for _ in range(2):
         call()
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         with torch.cuda.nvtx.range("profile"):
             call()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def host_records(providers: Iterable[Provider], device: torch.device) -> Iterator[Record]:
@@ -142,7 +142,7 @@ def has_cache_ops() -> bool:
 
 
 def cache_records(ceilings: Ceilings) -> Iterator[Record]:
-    """The cache ops, by the checkout's ``benchmarks/gpu_cache.py``; swaps have no floor on the device."""
+    """The cache ops on the current device, by the checkout's ``benchmarks/gpu_cache.py``; swaps have no floor there."""
     module = _load(CACHE_OPS)
     for part in CACHE_PARTS:
         for row in module.PARTS[part]():

@@ -114,7 +114,7 @@ def forget() -> None:
             getattr(module, "forget", lambda: None)()
 
 
-LOADERS = {"table", "tuned"}  # whose results are the trees that are changed in place
+LOADERS = {"target_of"}  # whose results hold the trees that are changed in place
 
 
 @dataclasses.dataclass
@@ -314,14 +314,14 @@ def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> s
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
 
 
-def write(folder: Path, kind: str, device: torch.device, tree: dict[str, Any]) -> Path:
+def write(folder: Path, kind: str, device_name: str, tree: dict[str, Any]) -> Path:
     """Writes ``<kind>_<device>.json``, which the lowering takes on devices of that name; what else it had stays."""
-    path = folder / f"{kind}_{torch.cuda.get_device_name(device).lower().replace(' ', '_')}.json"
+    from paged_ops.lowerings.gpu import device
+
+    path = device.config_path(folder, kind, device_name)
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     if "triton" in before:
-        from paged_ops.lowerings.gpu import tiles
-
-        before["triton"] = tiles.later(before)  # what holds for this Triton is in the tree
+        before["triton"] = device.later(before)  # what holds for this Triton is in the tree
     path.write_text(render({**before, **tree}) + "\n")
     return path

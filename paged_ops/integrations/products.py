@@ -10,7 +10,6 @@ Letters: T rows, C input features, O output features.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.integrations.projections import FusedLinear
-from paged_ops.lowerings.gpu.device import FUSED
+from paged_ops.lowerings.gpu.device import FUSED, on_device, target_of
 
 MOST_ROWS = 16
 STEPS = 64, 256  # O and C are multiples of them
@@ -76,19 +75,19 @@ def _on_cpu(x: Tensor, weight: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "linear", "CUDA")
 def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    T, C = rows.shape
-    if not (0 < T <= MOST_ROWS and x.dtype == weight.dtype and _weight_serves(weight) and _overlaps(x.device)):
+    (T, C), target = rows.shape, target_of(x.device)
+    if not (0 < T <= MOST_ROWS and x.dtype == weight.dtype and _weight_serves(weight) and target.is_hopper):
         return F.linear(x, weight)
     O = weight.shape[0]
     out = x.new_empty(*x.shape[:-1], O)
     # Up to one program a multiprocessor of 32 outputs; else wider ones, which read rows of x less often.
-    if 32 * torch.cuda.get_device_properties(x.device).multi_processor_count >= O:
+    if 32 * target.processors >= O:
         options: dict[str, Any] = dict(BN=32, BK=256, STAGES=6)
     elif O <= 8192 or O % 128:
         options = dict(BN=64, BK=128, STAGES=5)
     else:
         options = dict(BN=128, BK=128, STAGES=4)
-    with torch.cuda.device(x.device):
+    with on_device(target.device):
         product_kernel[(O // options["BN"],)](
             rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True, **FUSED
         )
@@ -99,11 +98,6 @@ def _weight_serves(weight: Tensor) -> bool:
     O, C = weight.shape
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
     return is_half and weight.is_contiguous() and O % STEPS[0] == C % STEPS[1] == 0
-
-
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @triton.jit

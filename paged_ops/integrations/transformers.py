@@ -325,7 +325,11 @@ class PagedCausalLM:
         return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
 
     def check_kv_cache(self, kv_cache: KVCache | HybridCache) -> None:
-        """Raises ValueError for a cache that does not fit this model: its layers, their sizes, how far they see."""
+        """Raises ValueError for a cache that does not fit this model: its device, layers, their sizes, how far they
+        see."""
+        here, there = self.model.device, kv_cache.layers[0].device
+        if here != there:
+            raise ValueError(f"kv_cache: expected one on {here}, as the model, got one on {there}")
         needed, kept = self.states.specs if self.states else None, kv_cache.states.specs if kv_cache.states else None
         if needed != kept:
             raise ValueError(f"kv_cache: expected states {needed}, as the model's layers keep, got {kept}")
@@ -481,6 +485,12 @@ def _refuse(model: Any) -> None:
         )
     if model.training:
         raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"model: expected the weights on one device, got {name} on {', '.join(devices)}, as a device_map may put"
+            " them; load it whole, by device_map={'': 'cuda:0'} for one"
+        )
 
 
 def _refuse_layers(model: Any, states: StateLayers | None) -> None:

@@ -37,7 +37,7 @@ from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
 from paged_ops.lowerings.gpu.decode import merge_kernel, split_kernel
-from paged_ops.lowerings.gpu.device import FUSED, fp8_is_fnuz, has_fp8_cvt, has_hopper_gluon, on_device, overlap
+from paged_ops.lowerings.gpu.device import FUSED, Target, on_device, target_of
 from paged_ops.lowerings.gpu.features import oldest_key
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS
 from paged_ops.lowerings.gpu.launch import Launcher
@@ -110,7 +110,7 @@ def attention_schedule(
         out=out,
     )
     S = seq_lens.shape[0]
-    with on_device(seq_lens):
+    with on_device(seq_lens.device):
         schedule_kernel[(1,)](
             schedule,
             seq_lens.contiguous(),
@@ -234,7 +234,8 @@ def _attend(
     def tensors() -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
         """The same as tensors: a kernel's first launch looks at them."""
         f = Features(**features)
-        key, value, _ = _readable(paged_kv(kv_cache, f.value_cache), element_dtype(kv_cache, f.kv_cache_dtype))
+        paged, stored = paged_kv(kv_cache, f.value_cache), element_dtype(kv_cache, f.kv_cache_dtype)
+        key, value, _ = _readable(paged, stored, target_of(kv_cache.device))
         return (
             [out if f.output_scale is None else out.view(torch.uint8), lse],
             [workspace, workspace[to_lse:]],
@@ -249,7 +250,7 @@ def _attend(
         call.prefill(call.prefill_grid, [*filled, *viewed], call.numbers)
     if call.hopper:
         filled, _, viewed = tensors()
-        with on_device(query):
+        with on_device(query.device):
             _hopper().prefill(*filled, *viewed[:6], Features(**features), scale, call.split_m, call.short)
     if not call.merge.at(call.merge_grid, (*written, *halfway, *read[4:6], *read[-2:]), call.merge_numbers):
         filled, half, _ = tensors()
@@ -301,12 +302,13 @@ def _plan(
         raise ValueError(reason)
 
     G = H // K
-    key, value, cache_format = _readable(paged, stored)
+    target = target_of(device)
+    key, value, cache_format = _readable(paged, stored, target)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     first_offset, offset_step, heads_an_offset = _sparse_offsets(sparse, H, K)
     run, paired = _run(value, max(B, 1)), _paired(query, key, value, cache_format)
     plan = tiles.plan(
-        query.dtype, key.dtype, T, S, G, D, Dv, device, sparse is not None, _sliceable(query, key, value, run, paired)
+        query.dtype, key.dtype, T, S, G, D, Dv, target, sparse is not None, _sliceable(query, key, value, run, paired)
     )
     split, prefill, P = plan.split, plan.prefill, plan.programs
     constants = {
@@ -335,7 +337,7 @@ def _plan(
         "V_SCALE": int(f.v_scale is not None and f.v_scale.shape[0] > 1),
         "BLOCK_S": tiles.sequences_at_once(S),
         "CHUNKS_OF_S": -(-S // tiles.sequences_at_once(S)),
-        **overlap(),
+        **target.overlap(),
     }
     pointers = [_dtype(getattr(f, name)) for name in POINTERS]
     dtypes = (out.dtype, with_lse, query.dtype, key.dtype, *pointers)
@@ -347,20 +349,24 @@ def _plan(
             if kernel is not merge_kernel and tile.block_m >= tiles.WARPGROUP_ROWS:
                 constants["DV_PAD"] = tiles.padded_values(D, Dv, stored.itemsize)
         key = (kernel, device, dtypes, *constants.items())
-        return _launchers.setdefault(key, Launcher(kernel, constants, device))
+        if key not in _launchers:
+            if len(_launchers) >= MOST_KINDS:
+                _launchers.clear()
+            _launchers[key] = Launcher(kernel, constants, device)
+        return _launchers[key]
 
     # The Hopper kernel's producer reads the first entry of a table even for a sequence without keys.
-    hopper = has_hopper_gluon() and bool(block_tables.shape[1]) and _hopper().serves(query, key, value, f, scale)
+    hopper = target.has_hopper_gluon and bool(block_tables.shape[1]) and _hopper().serves(query, key, value, f, scale)
     short = -1
     if hopper:
         items = 0 if plan.all_split else T * G // _hopper().BLOCK_M * K
-        short = _hopper().short_keys(split.block_m, S * K, items, device)
+        short = _hopper().short_keys(split.block_m, S * K, items, target.processors)
     all_split = plan.all_split and short < 0
     hopper = hopper and not all_split
     split_from = None if all_split else short
     to_lse = P * 2 * split.block_m * Dv
     spans = (min(f.sliding_window, LARGEST_SPAN), min(f.attention_chunk, LARGEST_SPAN))
-    merging = {name: constants[name] for name in MERGING} | overlap() | {"SHORT": split_from}
+    merging = {name: constants[name] for name in MERGING} | target.overlap() | {"SHORT": split_from}
     splitting = constants | {"SHORT": split_from, "PAIRED": paired, "SLICES": plan.slices}
     return call._replace(
         offsets=(
@@ -405,13 +411,13 @@ def _hopper() -> ModuleType:
     return hopper
 
 
-def _readable(paged: PagedKV, stored: torch.dtype) -> tuple[Tensor, Tensor, int]:
+def _readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tensor, Tensor, int]:
     """Key and value views as a kernel reads them: fp8 in its own type where the target converts it, else its bits."""
     if stored not in FP8_FORMATS:
         return paged.key, paged.value, 0
-    if has_fp8_cvt():
+    if target.has_fp8_cvt:
         return paged.key.view(stored), paged.value.view(stored), 0
-    flavour = 2 if paged.key.dtype == torch.uint8 and fp8_is_fnuz() else 0
+    flavour = 2 if paged.key.dtype == torch.uint8 and target.fp8_is_fnuz else 0
     return paged.key.view(torch.uint8), paged.value.view(torch.uint8), FP8_FORMATS[stored] + flavour
 
 

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.checks import expect
-from paged_ops.lowerings.gpu.device import capturing, on_device, overlap, tuned
+from paged_ops.lowerings.gpu.device import capturing, on_device, target_of
 from paged_ops.lowerings.gpu.launch import Launcher
 
 
@@ -31,14 +31,15 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     caches = [cache for cache in kv_caches if cache.numel()]
     if not caches or not block_mapping.shape[0]:
         return
-    in_capture = capturing(caches[0])
+    target = target_of(caches[0].device)
+    in_capture = capturing(target.device)
     if block_mapping.device.type == "cpu" or (checks.debug_checks() and not in_capture):
         for num_blocks in {len(cache) for cache in caches}:
             checks.block_mapping(block_mapping, num_blocks, num_blocks, same_cache=True)
-    with on_device(caches[0]):
-        table = _table(caches, caches, caches[0].device, in_capture)
-        mapping = _upload(block_mapping, caches[0].device, in_capture)
-        _launch(table, mapping, tuned("copy_blocks"))
+    with on_device(target.device):
+        table = _table(caches, caches, target.device, in_capture)
+        mapping = _upload(block_mapping, target.device, in_capture)
+        _launch(table, mapping, target.numbers["copy_blocks"])
 
 
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -60,13 +61,13 @@ def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], bloc
         checks.block_mapping(block_mapping, num_src, num_dst, same_cache=same)
     sources, targets = [src for src, _ in pairs], [dst for _, dst in pairs]
     source, target = sources[0].device, targets[0].device
-    ours = sources[0] if source.type != "cpu" else targets[0]
-    device = ours.device
+    device = source if source.type != "cpu" else target
     uncaptured = "a call outside of a CUDA graph, whose replay would not read it"
-    expect(not capturing(ours), "block_mapping", uncaptured, block_mapping)
-    with on_device(ours):
+    expect(not (capturing(source) or capturing(target)), "block_mapping", uncaptured, block_mapping)
+    with on_device(device):
         if source == target:
-            _launch(_table(sources, targets, device), _upload(block_mapping, device), tuned("copy_blocks"))
+            numbers = target_of(device).numbers["copy_blocks"]
+            _launch(_table(sources, targets, device), _upload(block_mapping, device), numbers)
         elif source.type == target.type:
             _swap_devices(sources, targets, block_mapping)
         elif not all(cache.is_pinned() for cache in (targets if target.type == "cpu" else sources)):
@@ -87,30 +88,37 @@ class Table(NamedTuple):
     length: int  # bytes of the longest run
     word: int  # a power of two up to 16 that divides all of it
     ready: torch.cuda.Event | None  # the table is there
-    stream: int
+    stream: int  # that it was made on
 
 
-# A table is determined by its key, so an address that is used again for another tensor cannot make it wrong. Tables are
-# small and kept for good: captured graphs read them.
+# A table is determined by its key, so an address that is used again for another tensor cannot make it wrong. The latest
+# tables are remembered; those that a captured graph reads are kept for good, as nobody knows how long it lives.
 _tables: dict[tuple[object, ...], Table] = {}
+_captured: dict[tuple[object, ...], Table] = {}
+MOST_TABLES = 1024
 
 
 def _table(
     sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, in_capture: bool = False
 ) -> Table:
     key = (device, *((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*sources, *targets)))
-    table = _tables.get(key)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    table = _captured.get(key) or _tables.get(key)
     if table is None:
         expect(not in_capture, "kv_caches", "a call before the capture of a CUDA graph", "caches that are new to it")
-        table = _tables[key] = _new_table(sources, targets, device, stream)
-    # A capture begins with all earlier work done, and may not wait for an event from outside.
-    elif table.ready is not None and stream != table.stream and not in_capture:
-        table.ready.wait()
+        if len(_tables) >= MOST_TABLES:
+            _tables.pop(next(iter(_tables)), None)
+        table = _tables[key] = _new_table(sources, targets, device)
+    elif in_capture:  # which begins with all earlier work done, and may not wait for an event from outside
+        _captured[key] = table
+    elif table.ready is not None:
+        stream = torch.cuda.current_stream(device)
+        if stream.cuda_stream != table.stream:
+            table.ready.wait(stream)
+            table.runs.record_stream(stream)  # which may still read them when they are forgotten
     return table
 
 
-def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, stream: int) -> Table:
+def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device) -> Table:
     rows: list[tuple[int, ...]] = []
     owners = []
     for owner, (src, dst) in enumerate(zip(sources, targets, strict=True)):
@@ -123,13 +131,14 @@ def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: tor
             rows.append((*addresses, *distances, length * size))
             owners.append(owner)
     runs = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    ready = None
+    ready, handle = None, 0
     if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
         runs = runs.pin_memory().to(device, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
+        ready, handle = torch.cuda.Event(), stream.cuda_stream
+        ready.record(stream)
     word = math.gcd(16, *(number for row in rows for number in row))
-    return Table(runs, rows, owners, max(row[4] for row in rows), word, ready, stream)
+    return Table(runs, rows, owners, max(row[4] for row in rows), word, ready, handle)
 
 
 def block_runs(
@@ -159,7 +168,7 @@ def _upload(block_mapping: Tensor, device: torch.device, in_capture: bool = Fals
 
 
 def _swap_pinned(sources: list[Tensor], targets: list[Tensor], mapping: Tensor, device: torch.device) -> None:
-    table, numbers = _table(sources, targets, device), tuned("swap_blocks")
+    table, numbers = _table(sources, targets, device), target_of(device).numbers["swap_blocks"]
     to_host = targets[0].device.type == "cpu"
     host = int(to_host)
     mapping = mapping.index_select(0, mapping[:, host].argsort())  # host blocks in order
@@ -199,12 +208,13 @@ def _swap_staged(
 ) -> None:
     """Through a buffer a lane on the device, a part of the pairs and runs at a time: while one lane's part crosses, the
     other's is gathered or scattered."""
-    numbers, on_device_mapping = tuned("swap_blocks"), _upload(mapping, device)
+    swapping, copying = (target_of(device).numbers[op] for op in ("swap_blocks", "copy_blocks"))
+    on_device_mapping = _upload(mapping, device)
     host, hosts = int(to_host), targets if to_host else sources
     host_blocks = mapping[:, host].tolist()
     payload = len(mapping) * len(table.rows) * table.length
     # Parts enough for both lanes to be busy, and long enough for their copies.
-    capacity = min(numbers["staging_bytes"] // 2, max(payload // 4, numbers["staged_bytes"]))
+    capacity = min(swapping["staging_bytes"] // 2, max(payload // 4, swapping["staged_bytes"]))
     parts = list(_parts(len(mapping), table, capacity))
     largest = max(count * num_runs for _, count, _, num_runs in parts) * table.length
     staging = torch.empty((2, largest), dtype=torch.uint8, device=device)
@@ -215,7 +225,7 @@ def _swap_staged(
             pairs, (lane, buffer) = on_device_mapping[first : first + count], next(turns)
             with lane:
                 if to_host:
-                    _launch(part, pairs, tuned("copy_blocks"), buffer, gather=True)
+                    _launch(part, pairs, copying, buffer, gather=True)
                 for run in range(num_runs):
                     row, owner = table.rows[first_run + run], table.owners[first_run + run]
                     there = _bytes(hosts[owner])
@@ -226,7 +236,7 @@ def _swap_staged(
                         ends = there[at : at + size], buffer[here + pair * row[4] : here + pair * row[4] + size]
                         ends[1 - host].copy_(ends[host], non_blocking=True)
                 if not to_host:
-                    _launch(part, pairs, tuned("copy_blocks"), buffer, scatter=True)
+                    _launch(part, pairs, copying, buffer, scatter=True)
 
 
 @contextlib.contextmanager
@@ -256,25 +266,29 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
 def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
     """Between two GPUs: gathered on one, copied by torch (which orders their streams), scattered on the other."""
     source, target = sources[0].device, targets[0].device
+    gathering, scattering = (target_of(each).numbers["copy_blocks"] for each in (source, target))
+    most = target_of(source).numbers["swap_blocks"]["staging_bytes"]
     near, near_mapping = _table(sources, targets, source), _upload(mapping, source)
     with torch.cuda.device(target):
         far, far_mapping = _table(sources, targets, target), _upload(mapping, target)
-    for first, count, first_run, num_runs in _parts(len(mapping), near, tuned("swap_blocks")["staging_bytes"]):
+    for first, count, first_run, num_runs in _parts(len(mapping), near, most):
         span = slice(first_run, first_run + num_runs)
         gathered = torch.empty((num_runs, count * near.length), dtype=torch.uint8, device=source)
         pairs = near_mapping[first : first + count]
-        _launch(near._replace(runs=near.runs[span]), pairs, tuned("copy_blocks"), gathered, gather=True)
+        _launch(near._replace(runs=near.runs[span]), pairs, gathering, gathered, gather=True)
         with torch.cuda.device(target):
             arrived = gathered.to(target, non_blocking=True)
             pairs = far_mapping[first : first + count]
-            _launch(far._replace(runs=far.runs[span]), pairs, tuned("copy_blocks"), arrived, scatter=True)
+            _launch(far._replace(runs=far.runs[span]), pairs, scattering, arrived, scatter=True)
 
 
 def _swap_pageable(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
     """Synchronous, with torch's own indexing at both ends, a part of the pairs at a time."""
+    device = sources[0].device if sources[0].device.type != "cpu" else targets[0].device
+    most = target_of(device).numbers["swap_blocks"]["staging_bytes"]
     for src, dst in zip(sources, targets, strict=True):
         src, dst = _bits(src), _bits(dst)
-        at_once = max(1, tuned("swap_blocks")["staging_bytes"] // (src[0].numel() * src.element_size()))
+        at_once = max(1, most // (src[0].numel() * src.element_size()))
         for part in mapping.split(at_once):
             from_blocks, to_blocks = part.to(src.device).unbind(1)[0], part.to(dst.device).unbind(1)[1]
             dst[to_blocks] = src[from_blocks].to(dst.device)
@@ -340,7 +354,7 @@ def _launch(
 @functools.cache
 def _launcher(gather: bool, scatter: bool, word: int, chunk: int, num_warps: int, device: torch.device) -> Launcher:
     constants = {"GATHER": gather, "SCATTER": scatter, "WORD": word, "CHUNK": chunk, "num_warps": num_warps}
-    return Launcher(copy_kernel, {**constants, **overlap()}, device)
+    return Launcher(copy_kernel, {**constants, **target_of(device).overlap()}, device)
 
 
 @triton.jit(do_not_specialize=["P", "chunks", "length"])

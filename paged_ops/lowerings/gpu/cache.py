@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.gpu.device import FUSED, fp8_is_fnuz, has_fp8_cvt, on_device, overlap, tuned
+from paged_ops.lowerings.gpu.device import FUSED, Target, on_device, target_of
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, decode_fp8, encode_fp8
 from paged_ops.lowerings.gpu.launch import Launcher
 
@@ -117,7 +117,8 @@ def _plan_write(
     num_slots = paged.num_blocks * paged.block_size
     if not (T and kv_cache.numel()):
         return Write(None, (0, 1, 1), (0, 0), False, num_slots)
-    FORMAT = _format(kv_cache, kv_cache_dtype)
+    target = target_of(key.device)
+    FORMAT = _format(kv_cache, kv_cache_dtype, target)
     numbers = slot_mapping.stride(0), T
     launcher, tokens = _write_launcher(
         _form(paged, kv_cache, value_cache, key, value),
@@ -125,7 +126,7 @@ def _plan_write(
         0 if k_scale is None else k_scale.shape[0],
         0 if v_scale is None else v_scale.shape[0],
         (numbers[0], key.dtype, kv_cache.dtype, slot_mapping.dtype),
-        key.device,
+        target,
     )
     return Write(launcher, (-(-T // tokens), 1, 1), numbers, FORMAT > 0, num_slots)
 
@@ -137,13 +138,13 @@ def _write_launcher(
     k_scales: int,
     v_scales: int,
     specialised: tuple[Any, ...],
-    device: torch.device,
+    target: Target,
 ) -> tuple[Launcher, int]:
     """The kernel of all calls that differ in how many tokens there are, and the tokens of a program."""
     by_head = max(k_scales, v_scales) > 1  # a scale is read and divided by once for a program's tokens
-    plan = _plan("reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
-    fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and has_fp8_cvt(), "K_SCALES": k_scales, "V_SCALES": v_scales}
-    return Launcher(write_kernel, {**plan, **fp8}, device), plan["BLOCK_T"]
+    plan = _plan(target, "reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
+    fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and target.has_fp8_cvt, "K_SCALES": k_scales, "V_SCALES": v_scales}
+    return Launcher(write_kernel, {**plan, **fp8}, target.device), plan["BLOCK_T"]
 
 
 def gather_kv(
@@ -174,13 +175,14 @@ def gather_kv(
     S = seq_lens.shape[0]
     if not (S and block_tables.shape[1] and kv_cache.numel()):
         return key.zero_(), value.zero_()
-    paged, FORMAT = paged_kv(kv_cache, value_cache), _format(kv_cache, kv_cache_dtype)
+    target = target_of(kv_cache.device)
+    paged, FORMAT = paged_kv(kv_cache, value_cache), _format(kv_cache, kv_cache_dtype, target)
     if checks.debug_checks():
         checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, paged.block_size)
     if not num_tokens:
         return key, value
-    with on_device(kv_cache):
-        plan = _plan("gather_kv", "elements", *_form(paged, kv_cache, value_cache, key, value))
+    with on_device(target.device):
+        plan = _plan(target, "gather_kv", "elements", *_form(paged, kv_cache, value_cache, key, value))
         if FORMAT:
             kv_cache = kv_cache.view(torch.uint8)
             value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
@@ -237,6 +239,7 @@ def _form(paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Ten
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
+    target: Target,
     op: str,
     size: str,
     key_shape: tuple[int, ...],
@@ -251,12 +254,12 @@ def _plan(
     B, K, Dv = value_shape
     KEY = _side(key_shape, key_stride, 0, dense_key)
     VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), value_start, dense_value)
-    elements, num_warps = tuned(op)[size], tuned(op)["num_warps"]
+    elements, num_warps = target.numbers[op][size], target.numbers[op]["num_warps"]
     tokens = 16 if KEY.across or VALUE.across else 1
     BLOCK_C = max(16, min(triton.next_power_of_2(max(KEY.C, VALUE.C)), elements // tokens))
     BLOCK_T = max(tokens, elements // BLOCK_C)
     tile = {"BLOCK_T": BLOCK_T, "BLOCK_C": BLOCK_C, "num_warps": num_warps}
-    return {"B": B, "KEY": KEY, "VALUE": VALUE, **tile, **overlap()}
+    return {"B": B, "KEY": KEY, "VALUE": VALUE, **tile, **target.overlap()}
 
 
 def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tuple[int, ...]) -> Side:
@@ -291,10 +294,10 @@ def _together(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.is_contiguous() else scale.contiguous()
 
 
-def _format(kv_cache: Tensor, kv_cache_dtype: str) -> int:
+def _format(kv_cache: Tensor, kv_cache_dtype: str, target: Target) -> int:
     """The format of a cache's elements, which kernels take as uint8; 0 where they are what they say."""
     FORMAT = FP8_FORMATS.get(element_dtype(kv_cache, kv_cache_dtype), 0)
-    return FORMAT + 2 if FORMAT and kv_cache.dtype == torch.uint8 and fp8_is_fnuz() else FORMAT
+    return FORMAT + 2 if FORMAT and kv_cache.dtype == torch.uint8 and target.fp8_is_fnuz else FORMAT
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -1,8 +1,9 @@
-"""What the cache ops must know of the device: the guard to launch under, and the numbers that were tuned for it."""
+"""What the lowerings know of a device: its :class:`Target`, made once per index, and the guard to launch under."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 CONFIGS = Path(__file__).parent / "configs"
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -19,85 +19,143 @@ TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
 # Launch with it: a product and a sum are one instruction. Triton did so by default; from 3.10 on it will not.
 FUSED = {"enable_fp_fusion": True}
+DEFAULT = "default"  # the device name whose tables serve devices without tables of their own
 
 
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A guard under which kernels launch on the tensor's device: Triton launches on the current one."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One device, by its index: all that plans and launches ask of it. :func:`target_of` makes it."""
+
+    device: torch.device
+    name: str
+    backend: str  # "cuda", "hip" or "interpreter": Triton's, which has no instructions of its own
+    arch: int | str  # of CUDA the compute capability (90), of ROCm the architecture ("gfx942"), else 0
+    processors: int  # multiprocessors (compute units): programs that persist are so many
+    shared_memory: int  # bytes that one program may have
+
+    @property
+    def has_fp8_cvt(self) -> bool:
+        """Whether one instruction rounds and saturates float32 to e4m3fn or e5m2: PTX ``cvt.rn.satfinite``, sm_89."""
+        return self._is_cuda_from(89)
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether a kernel may start while the one before it ends: programmatic dependent launch, from sm_90."""
+        return self._is_cuda_from(90)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is an sm_90."""
+        return self.backend == "cuda" and self.arch == 90
+
+    @property
+    def has_hopper_gluon(self) -> bool:
+        """Whether it is an sm_90 and Triton's Gluon one that gluon_names.py knows."""
+        return self.is_hopper and OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
+
+    @property
+    def fp8_is_fnuz(self) -> bool:
+        """Whether its fp8 is the flavour without negative zero and infinities: gfx94x of ROCm."""
+        return self.backend == "hip" and str(self.arch).startswith("gfx94")
+
+    def overlap(self) -> dict[str, bool]:
+        """The constants of a kernel that may start while the one before it ends, and then waits for it (PDL)."""
+        return {"PDL": True, "launch_pdl": True} if self.has_pdl else {"PDL": False}
+
+    @functools.cached_property
+    def tiles(self) -> dict[str, Any]:
+        """The tiles of the attention kernels: see :func:`read_tiles`. Tuning changes them in place."""
+        return read_tiles(self.name)
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers tuned for the cache ops, by op: see :func:`read_numbers`. Tuning changes them in place."""
+        return read_numbers(self.name)
+
+    def _is_cuda_from(self, capability: int) -> bool:
+        return self.backend == "cuda" and int(self.arch) >= capability
+
+
+@functools.cache
+def target_of(device: torch.device) -> Target:
+    """The target of a device that tensors are on: of one index, whatever the current device is."""
+    if device.type == "cpu":
+        return Target(device, DEFAULT, "interpreter", 0, 0, 0)
+    assert device.index is not None, "a tensor's device has an index"
+    properties = torch.cuda.get_device_properties(device.index)
+    backend: str = "cuda"
+    arch: int | str = properties.major * 10 + properties.minor
+    if triton.knobs.runtime.interpret:
+        backend, arch = "interpreter", 0
+    elif torch.version.hip is not None:
+        backend, arch = "hip", properties.gcnArchName.partition(":")[0]
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+    return Target(device, properties.name, backend, arch, properties.multi_processor_count, shared_memory)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A guard under which kernels launch on the device: Triton launches on the current one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
     return contextlib.nullcontext()
 
 
-def capturing(tensor: Tensor) -> bool:
-    """Whether the current stream of the tensor's device captures a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-@functools.cache
-def has_fp8_cvt() -> bool:
-    """Whether one instruction rounds and saturates float32 to e4m3fn or e5m2: PTX ``cvt.rn.satfinite`` from sm_89."""
-    if triton.knobs.runtime.interpret:
+def capturing(device: torch.device) -> bool:
+    """Whether the device's current stream captures a CUDA graph."""
+    if device.type != "cuda":
         return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 89
+    with on_device(device):  # torch answers for the current device alone
+        return torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
-def has_pdl() -> bool:
-    """Whether a kernel may start while the one before it ends: programmatic dependent launch, from sm_90."""
-    if triton.knobs.runtime.interpret:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+# Tuned numbers as data
 
 
-def overlap() -> dict[str, bool]:
-    """The constants of a kernel that may start while the one before it ends, and then waits for it (PDL)."""
-    return {"PDL": True, "launch_pdl": True} if has_pdl() else {"PDL": False}
+def config_path(folder: Path, kind: str, name: str) -> Path:
+    """The file of a device's name: ``attention_nvidia_h200.json``; ``kind`` is attention or cache."""
+    return folder / f"{kind}_{name.lower().replace(' ', '_')}.json"
 
 
-@functools.cache
-def has_hopper_gluon() -> bool:
-    """Whether the device is an sm_90 and Triton's Gluon one that gluon_names.py knows."""
-    if triton.knobs.runtime.interpret or not OLDEST_GLUON <= TRITON <= NEWEST_KNOWN:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch == 90
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors (compute units) of a device: programs that persist are so many."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 << 10)
-
-
-@functools.cache
-def fp8_is_fnuz() -> bool:
-    """Whether the device's fp8 is the flavour without negative zero and infinities: gfx94x of ROCm."""
-    if triton.knobs.runtime.interpret:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "hip" and target.arch.startswith("gfx94")
-
-
-@functools.cache
-def tuned(op: str) -> dict[str, Any]:
-    """The numbers tuned for an op: ``configs/cache_default.json``, overridden by ``configs/cache_<device name>.json``.
+def read_numbers(name: str) -> dict[str, Any]:
+    """The numbers of the cache ops: ``cache_default.json``, overridden op by op by the device's own file.
 
     Raises ValueError for a file that sets what the default does not know.
     """
-    numbers = json.loads((CONFIGS / "cache_default.json").read_text())[op]
-    if torch.cuda.is_available():
-        path = CONFIGS / f"cache_{torch.cuda.get_device_name().lower().replace(' ', '_')}.json"
-        own = json.loads(path.read_text()).get(op, {}) if path.exists() else {}
-        unknown = sorted(set(own) - set(numbers))
-        if unknown:
-            raise ValueError(f"{path.name}: expected {sorted(numbers)} for {op}, got {unknown}")
-        numbers = {**numbers, **own}
+    numbers: dict[str, Any] = json.loads(config_path(CONFIGS, "cache", DEFAULT).read_text())
+    path = config_path(CONFIGS, "cache", name)
+    own = json.loads(path.read_text()) if path.exists() else {}
+    for op, changes in own.items():
+        known = numbers.get(op, {})
+        unknown = sorted(set(changes) - set(known))
+        if unknown or op not in numbers:
+            raise ValueError(f"{path.name}: expected {sorted(known)} for {op}, got {unknown}")
+        numbers[op] = {**known, **changes}
     return numbers
+
+
+def read_tiles(name: str) -> dict[str, Any]:
+    """The tiles of a device; of one without a file the default's.
+
+    By kind of element and padded head size. ``split``: keys, warps, stages, programs per multiprocessor and, on CUDA, a
+    bound on registers; ``slices``: the same where tiles are sliced, which they are only with an entry; ``prefill``:
+    rows, keys, warps, stages. ``triton``: what is different from a Triton on, because kernels would spill registers
+    with it; what earlier ones say holds too.
+    """
+    path = config_path(CONFIGS, "attention", name)
+    numbers = json.loads((path if path.exists() else config_path(CONFIGS, "attention", DEFAULT)).read_text())
+    newer = later(numbers)
+    changes = numbers.pop("triton", {})
+    for version in sorted(changes.keys() - newer.keys(), key=_version):
+        for kernel, kinds in changes[version].items():
+            for kind, widths in kinds.items():
+                numbers[kernel][kind].update(widths)
+    return numbers
+
+
+def later(numbers: dict[str, Any]) -> dict[str, Any]:
+    """What a table says of Tritons that are newer than this one."""
+    return {name: change for name, change in numbers.get("triton", {}).items() if _version(name) > TRITON}
+
+
+def _version(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split(".")))

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.device import FUSED, num_processors
+from paged_ops.lowerings.gpu.device import FUSED, target_of
 from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows, reinterpret
 
 BLOCK_M = 128
@@ -68,7 +68,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, f: Features, scale: float)
     )
 
 
-def short_keys(rows: int, units: int, items: int, device: torch.device) -> int:
+def short_keys(rows: int, units: int, items: int, processors: int) -> int:
     """Sequences of at most so many keys are this kernel's even if their rows fit split_kernel's tiles; -1: none.
 
     Args:
@@ -76,11 +76,11 @@ def short_keys(rows: int, units: int, items: int, device: torch.device) -> int:
         units: key/value heads of all sequences. Too few would not keep the programs busy.
         items: tiles of query rows of all sequences that split_kernel cannot take. If there is much to compute, some
             programs read the keys of short sequences meanwhile; with little these would only be late.
+        processors: of the device, each with one program.
     """
-    programs = num_processors(device)
-    if rows >= MANY_ROWS and 3 * units >= programs:
+    if rows >= MANY_ROWS and 3 * units >= processors:
         return SHORT_OF_MANY_ROWS
-    return SHORT if items >= 3 * programs else -1
+    return SHORT if items >= 3 * processors else -1
 
 
 def prefill(
@@ -110,7 +110,7 @@ def prefill(
     if query.data_ptr() % 16 or query.stride(0) % 16 or query.stride(1) % 16:
         query = query.clone(memory_format=torch.contiguous_format)  # rows are copied 16 bytes at a time
     taken = query.new_zeros(3, dtype=torch.int32)
-    prefill_kernel[(min(num_tiles * K, num_processors(query.device)),)](
+    prefill_kernel[(min(num_tiles * K, target_of(query.device).processors),)](
         out,
         lse,
         query,

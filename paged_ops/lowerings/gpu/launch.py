@@ -26,18 +26,18 @@ class Launcher:
     are multiples of 16 bytes, is seen to here: each combination gets a kernel of its own.
 
     Triton launches the first call of each combination, and every call in its interpreter, on ROCm (which specialises on
-    the sizes of storages too), on a device that is not the current one, under a profiler's launch hooks, and if it is
-    newer than the newest known here. It is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
+    the sizes of storages too), under a profiler's launch hooks, and if it is newer than the newest known here. It is
+    the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
     """
 
-    __slots__ = ("_compiled", "_constants", "_index", "_kernel", "_stream", "_values")
+    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values")
 
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device) -> None:
         self._kernel = kernel
         self._constants = constants
         self._values: tuple[Any, ...] = ()  # of the constants that are parameters, in the kernel's order
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment
-        self._index = device.index
+        self._device, self._index = device, device.index
         self._stream: Any = None
 
     def __call__(
@@ -47,10 +47,9 @@ class Launcher:
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
         if self.at(grid, addresses, numbers):
             return
-        first = next(each for each in tensors if each is not None)
-        with on_device(first):
+        with on_device(self._device):
             compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **FUSED)
-            if compiled is None or torch.version.hip is not None or not first.is_cuda or TRITON > NEWEST_KNOWN:
+            if compiled is None or torch.version.hip is not None or TRITON > NEWEST_KNOWN:
                 return
             parameters = self._kernel.arg_names[len(tensors) + len(numbers) :]
             self._values = tuple(self._constants[name] for name in parameters)
@@ -64,10 +63,15 @@ class Launcher:
         """
         known = self._compiled.get(_alignment(addresses))
         hook = triton.knobs.runtime.launch_enter_hook
-        if known is None or getattr(hook, "calls", hook) or torch.cuda.current_device() != self._index:
+        if known is None or getattr(hook, "calls", hook):
             return False
         launch, kernel = known
-        launch(*grid, self._stream(self._index), *kernel, *addresses, *numbers, *self._values)
+        arguments = (*grid, self._stream(self._index), *kernel, *addresses, *numbers, *self._values)
+        if torch.cuda.current_device() == self._index:
+            launch(*arguments)
+        else:
+            with torch.cuda.device(self._index):
+                launch(*arguments)
         return True
 
 

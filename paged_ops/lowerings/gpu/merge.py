@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import fake
-from paged_ops.lowerings.gpu.device import overlap, tuned
+from paged_ops.lowerings.gpu.device import target_of
 from paged_ops.lowerings.gpu.launch import Launcher
 
 
@@ -39,7 +39,8 @@ def _launcher(
     device: torch.device,
 ) -> tuple[Launcher, int]:
     """The kernel for strides and a dtype, and the rows of a program."""
-    numbers = tuned("merge_attention_states")
+    target = target_of(device)
+    numbers = target.numbers["merge_attention_states"]
     BLOCK_D = triton.next_power_of_2(max(Dv, 1))
     ROWS = max(1, numbers["elements"] // BLOCK_D)
     constants = {
@@ -52,7 +53,7 @@ def _launcher(
         "OUT_B": out_b,
         "LSE_B": lse_b,
         "num_warps": numbers["num_warps"],
-        **overlap(),
+        **target.overlap(),
     }
     return Launcher(merge_kernel, constants, device), ROWS
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
-from paged_ops.lowerings.gpu.device import CONFIGS, TRITON, num_processors, shared_memory
+from paged_ops.lowerings.gpu.device import Target
 
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
@@ -76,7 +75,7 @@ def plan(
     G: int,
     D: int,
     Dv: int,
-    device: torch.device,
+    target: Target,
     sparse: bool = False,
     sliceable: bool = False,
 ) -> Plan:
@@ -92,8 +91,8 @@ def plan(
     if not same:  # one token each, unless there are more than sequences: then up to 16 rows are not left to prefill
         rows = group if T <= S else max(16, group)
     kind, width = element_kind(dtype, stored), str(padded(max(D, Dv), stored.itemsize))
-    on_cpu = device.type == "cpu"
-    numbers = {} if on_cpu else table(torch.cuda.get_device_name())
+    on_cpu = target.device.type == "cpu"
+    numbers = {} if on_cpu else target.tiles
     sliced = sliceable and rows <= SLICED_ROWS and (on_cpu or width in numbers.get("slices", {}).get(kind, {}))
     split_m = max(SLICED_ROWS if sliced else 16, rows)
     all_split = same or T * G <= split_m
@@ -113,9 +112,9 @@ def plan(
             split_n = min(split_n, 32)
             stage, queries = (rows * int(width) * dtype.itemsize for rows in (2 * split_n, split_m))
             one_fits = split_m > 64 or int(width) > 128  # on a multiprocessor; else two programs share its memory
-            space = shared_memory(device) // (1 if one_fits else 2) - 3 * queries
+            space = target.shared_memory // (1 if one_fits else 2) - 3 * queries
             split = Tile(split_m, split_n, 8 if one_fits else 4, max(1, min(split_stages, space // stage)))
-        programs = per_sm * num_processors(device)
+        programs = per_sm * target.processors
     return Plan(split, split.block_n // SLICE if sliced else 0, prefill, programs, all_split)
 
 
@@ -126,32 +125,3 @@ def element_kind(dtype: torch.dtype, stored: torch.dtype) -> str:
     if stored == torch.uint8:
         return "bits"
     return "fp8" if stored.itemsize == 1 else "16bit"
-
-
-@functools.cache
-def table(device_name: str | None) -> dict[str, Any]:
-    """The tiles of a device; None, or a device without a file: the default's.
-
-    By kind of element and padded head size. ``split``: keys, warps, stages, programs a multiprocessor and, on CUDA, a
-    bound on registers; ``slices``: the same where tiles are sliced, which they are only with an entry; ``prefill``:
-    rows, keys, warps, stages. ``triton``: what is different from a Triton on, because kernels would spill registers
-    with it; what earlier ones say holds too.
-    """
-    own = CONFIGS / f"attention_{(device_name or 'default').lower().replace(' ', '_')}.json"
-    numbers = json.loads((own if own.exists() else CONFIGS / "attention_default.json").read_text())
-    newer = later(numbers)
-    changes = numbers.pop("triton", {})
-    for name in sorted(changes.keys() - newer.keys(), key=_version):
-        for kernel, kinds in changes[name].items():
-            for kind, widths in kinds.items():
-                numbers[kernel][kind].update(widths)
-    return numbers
-
-
-def later(numbers: dict[str, Any]) -> dict[str, Any]:
-    """What a table says of Tritons that are newer than this one."""
-    return {name: change for name, change in numbers.get("triton", {}).items() if _version(name) > TRITON}
-
-
-def _version(name: str) -> tuple[int, ...]:
-    return tuple(map(int, name.split(".")))

@@ -1,0 +1,341 @@
+"""Two GPUs of different kinds in one process, as far as that needs no GPU: what is planned, launched, recorded and kept
+for a device is its own, whatever the current device is. tests/test_two_gpus.py runs on two real ones."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+pytest.importorskip("triton")
+
+import triton
+
+import paged_ops
+from paged_ops import KVCache, Layout, layouts
+from paged_ops.benchmark import tune
+from paged_ops.hybrid import HybridCache
+from paged_ops.lowerings import gpu
+from paged_ops.lowerings.gpu import attention, blocks, device, launch
+from paged_ops.metadata import AttentionMetadataBuilder, Batch
+from paged_ops.states import StateCache, StateSpec
+
+PROPERTIES = [
+    SimpleNamespace(name="NVIDIA A100", major=8, minor=0, multi_processor_count=108,
+                    shared_memory_per_block_optin=163 << 10),
+    SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132,
+                    shared_memory_per_block_optin=227 << 10),
+]  # fmt: skip
+A100, H200 = (torch.device("cuda", index) for index in range(2))
+
+
+class OnA100(torch.Tensor):
+    """A CPU tensor that says it is on the first GPU; so do its views and what is made from it."""
+
+    device = property(lambda self: A100)
+    is_cuda = property(lambda self: True)
+
+    def get_device(self):
+        return self.device.index
+
+
+class OnH200(OnA100):
+    device = property(lambda self: H200)
+
+
+CLASSES = {A100: OnA100, H200: OnH200}
+
+
+def on(where, *shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype).as_subclass(CLASSES[where])
+
+
+class Machine:
+    """What torch and Triton say of this machine, and what was launched."""
+
+    def __init__(self):
+        self.current = 0
+        self.capturing = set()  # devices whose current stream captures
+        self.launches = []  # kernel's module and name, the device that was current, constants
+
+    @contextlib.contextmanager
+    def device(self, where):
+        before, self.current = self.current, torch.device(where).index if not isinstance(where, int) else where
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def stream(self, where=None):
+        index = self.current if where is None else torch.device(where).index
+        return SimpleNamespace(index=self.current if index is None else index, cuda_stream=index, wait_event=id)
+
+    def run(self, kernel, *args, grid, warmup, **constants):
+        """In Triton's place. As in the interpreter None comes back: there is nothing to launch again."""
+        self.launches.append((kernel.fn.__module__.rpartition(".")[2], self.current, constants))
+
+
+class Event:
+    """Notes on which device's stream it was recorded."""
+
+    def __init__(self):
+        self.recorded = []
+
+    def record(self, stream):
+        self.recorded.append(stream.index)
+
+    def wait(self, stream):
+        pass
+
+    synchronize = query = lambda self: True
+
+
+def forget():
+    tune.forget()
+    device.target_of.cache_clear()
+    for each in (attention._launchers, blocks._tables, blocks._captured):
+        each.clear()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    made = Machine()
+    monkeypatch.setattr(triton.JITFunction, "run", lambda kernel, *args, **rest: made.run(kernel, *args, **rest))
+    move = torch.Tensor.to
+
+    def to(tensor, *args, **kwargs):
+        if args and isinstance(args[0], torch.device) and args[0].type == "cuda":
+            return tensor.as_subclass(CLASSES[args[0]])
+        return move(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    for name, stand_in in {
+        "get_device_properties": PROPERTIES.__getitem__,
+        "current_device": lambda: made.current,
+        "device": made.device,
+        "current_stream": made.stream,
+        "is_current_stream_capturing": lambda: made.current in made.capturing,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    forget()
+    yield made
+    forget()
+
+
+CURRENT = pytest.mark.parametrize("current", [0, 1])
+
+
+def attend(where, tokens=200, S=3):
+    kv_cache = on(where, 64, 2, 16, 8, 128)
+    tables, lens = on(where, S, 16, dtype=torch.int32), on(where, S, dtype=torch.int32)
+    starts = on(where, S + 1, dtype=torch.int32)
+    gpu.paged_attention(on(where, tokens, 32, 128), kv_cache, tables, lens, starts, 0.1)
+
+
+@CURRENT
+def test_attention_of_each_device(machine, current):
+    """The kernels, their tiles and the guard that they are launched under."""
+    machine.current = current
+    for where in (A100, H200, A100, H200):
+        machine.launches.clear()
+        attend(where)
+        assert machine.current == current
+        by_module = {module: constants for module, _, constants in machine.launches}
+        assert [index for _, index, _ in machine.launches] == [where.index] * 3
+        is_hopper = where == H200
+        assert by_module.keys() == {"decode", "hopper" if is_hopper else "prefill"}
+        assert [each["PDL"] for module, _, each in machine.launches if module == "decode"] == [is_hopper] * 2
+        split = next(each for module, _, each in machine.launches if module == "decode")
+        keys, warps, stages, *_ = device.read_tiles(PROPERTIES[where.index].name)["split"]["16bit"]["128"]
+        assert (split["BLOCK_N"], split["num_warps"], split["num_stages"]) == (keys, warps, stages)
+
+
+def test_the_tables_of_both_differ():
+    """Or the tests here would show nothing."""
+    tables = [device.read_tiles(each.name)["split"]["16bit"]["128"] for each in PROPERTIES]
+    assert tables[0] != tables[1]
+    numbers = [device.read_numbers(each.name) for each in PROPERTIES]
+    for op in ("reshape_and_cache", "gather_kv", "merge_attention_states", "copy_blocks"):
+        assert numbers[0][op] != numbers[1][op]
+
+
+@CURRENT
+def test_cache_ops_of_each_device(machine, current):
+    machine.current = current
+    for where in (A100, H200, A100):
+        machine.launches.clear()
+        key, out, lse = on(where, 9, 8, 128), on(where, 9, 8, 128), on(where, 9, 8, dtype=torch.float32)
+        kv_cache = on(where, 64, 2, 16, 8, 128, dtype=torch.float8_e4m3fn)
+        gpu.reshape_and_cache(key, key, kv_cache, on(where, 9, dtype=torch.int64))
+        tables, lens = on(where, 3, 16, dtype=torch.int32), on(where, 3, dtype=torch.int32)
+        gpu.gather_kv(kv_cache, tables, lens, 100, dtype=torch.bfloat16)
+        gpu.merge_attention_states(out, lse, out, lse)
+        gpu.copy_blocks([kv_cache], on(where, 3, 2, dtype=torch.int64))
+        assert [index for _, index, _ in machine.launches] == [where.index] * 4
+        assert {each["PDL"] for *_, each in machine.launches} == {where == H200}
+        write, gather, merge, copy = (each for *_, each in machine.launches)
+        assert write["NATIVE"] is (where == H200)
+        numbers = device.read_numbers(PROPERTIES[where.index].name)
+        assert write["BLOCK_T"] * write["BLOCK_C"] == numbers["reshape_and_cache"]["elements"]
+        assert gather["BLOCK_T"] * gather["BLOCK_C"] == numbers["gather_kv"]["elements"]
+        assert merge["num_warps"] == numbers["merge_attention_states"]["num_warps"]
+        assert copy["num_warps"] == numbers["copy_blocks"]["num_warps"]
+
+
+@pytest.mark.parametrize(("arch", "flavour"), [("gfx942", 3), ("gfx950", 1)])
+def test_fp8_bits_of_each_device(machine, monkeypatch, arch, flavour):
+    """uint8 is fnuz on gfx94x alone, also beside another."""
+    rocm = {
+        H200: device.Target(H200, "AMD", "hip", arch, 304, 64 << 10),
+        A100: device.Target(A100, "AMD", "hip", "gfx90a", 104, 64 << 10),
+    }
+    monkeypatch.setattr(gpu.cache, "target_of", rocm.get)
+    for where, wanted in ((A100, 1), (H200, flavour), (A100, 1)):
+        key, kv_cache = on(where, 9, 8, 128), on(where, 64, 2, 16, 8, 128, dtype=torch.uint8)
+        gpu.reshape_and_cache(key, key, kv_cache, on(where, 9, dtype=torch.int64), kv_cache_dtype="fp8")
+        assert machine.launches[-1][2]["FORMAT"] == wanted
+
+
+@CURRENT
+def test_what_captures_is_asked_of_the_caches_device(machine, current):
+    machine.current = current
+    for where in (A100, H200):
+        mapping = on(where, 3, 2, dtype=torch.int64)
+        machine.capturing = {1 - where.index}
+        known = [on(where, 64, 16, 128)]
+        gpu.copy_blocks(known, mapping)
+        machine.capturing = {where.index}
+        gpu.copy_blocks(known, mapping)
+        with pytest.raises(ValueError, match="kv_caches: expected a call before the capture"):
+            gpu.copy_blocks([on(where, 64, 16, 129)], mapping)
+        with pytest.raises(ValueError, match="block_mapping: expected a call outside of a CUDA graph"):
+            gpu.swap_blocks(known, [torch.zeros(64, 16, 128, dtype=torch.bfloat16)], torch.tensor([[0, 1]]))
+
+
+def test_tables_are_bounded_but_for_those_of_graphs(machine, monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_TABLES", 4)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    captured, mapping = [on(A100, 64, 16)], on(A100, 3, 2, dtype=torch.int64)
+    gpu.copy_blocks(captured, mapping)
+    machine.capturing = {0}
+    gpu.copy_blocks(captured, mapping)
+    machine.capturing = set()
+    for n in range(9):
+        gpu.copy_blocks([on(A100, 64, 17 + n)], mapping)
+    assert len(blocks._tables) == 4
+    assert len(blocks._captured) == 1
+    machine.capturing = {0}
+    gpu.copy_blocks(captured, mapping)  # its table is still there
+
+
+def test_launchers_are_bounded(machine, monkeypatch):
+    monkeypatch.setattr(attention, "MOST_KINDS", 4)
+    for tokens in range(1, 9):
+        attend(A100, tokens, tokens)
+        attend(A100, 300, tokens)
+    assert len(attention._calls) <= 4
+    assert 0 < len(attention._launchers) <= 4
+
+
+@pytest.mark.skipif(device.TRITON > device.NEWEST_KNOWN, reason="launches by itself")
+def test_beside_the_current_device_triton_is_asked_once(machine, monkeypatch):
+    launched = []
+
+    class Kernel:
+        arg_names = ("x", "n", "SIZE")
+
+        def __getitem__(self, grid):
+            return lambda x, n, **constants: launched.append(("triton", machine.current)) or compiled
+
+    compiled = SimpleNamespace(
+        run=lambda x, y, z, stream, *rest: launched.append((stream, machine.current)),
+        function=1,
+        packed_metadata=(),
+    )
+    monkeypatch.setattr(launch, "_entry", lambda kernel: (kernel.run, (kernel.function,)))
+    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    launcher = launch.Launcher(Kernel(), {"SIZE": 8}, H200)
+    for current in (0, 1, 0):
+        machine.current = current
+        launcher((1, 1, 1), (on(H200, 8),), (8,))
+        assert machine.current == current
+    assert launched == [("triton", 1), ("stream of 1", 1), ("stream of 1", 1)]
+
+
+# What is kept names its GPU by the index
+
+
+class OnHost(TorchFunctionMode):
+    """Allocates in host memory what is asked for on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+@pytest.fixture
+def allocated_on_host():
+    with OnHost():
+        yield
+
+
+def test_caches_and_builders_stay_on_the_gpu_that_was_current(machine, allocated_on_host):
+    machine.current = 1
+    options = {"device": "cuda", "num_host_blocks": 4}
+    kv_cache = KVCache(1, 8, 16, 2, 32, **options)
+    states = StateCache([StateSpec((4,), torch.float32)], 3, device="cuda", num_host_slots=2)
+    hybrid = HybridCache.for_layers(2, 8, 16, 2, 32, sliding_window=[0, 32], states=states, **options)
+    builder = AttentionMetadataBuilder(16, 4, 64, 8, "cuda", num_blocks=8)
+    made = [kv_cache, states, hybrid, *hybrid.pools, builder]
+    machine.current = 0
+    assert {each.device for each in made} == {H200}
+
+    batch = Batch(query_lens=[3], num_computed_tokens=[0], block_ids=[[1]])
+    builder.build(0, batch)
+    kv_cache.admit("s", [1, 2, 3])
+    kv_cache.commit("s", 3)
+    kv_cache.swap_out("s")
+    states.admit("s")
+    states.swap_out("s")
+    events = [builder._staging[0].event, kv_cache._swapped_event, states._swapped_event]
+    assert [each.recorded for each in events] == [[1]] * 3
+
+
+def test_the_layout_of_one_gpu(machine):
+    paged_ops.set_default_layout("HND", "cuda:1")
+    try:
+        assert paged_ops.get_default_layout("cuda:1") is Layout.HND
+        for other in ("cuda:0", "cuda", "cpu"):
+            assert paged_ops.get_default_layout(other) is Layout.NHD
+        paged_ops.set_default_layout("X_PACKED", "cuda")  # all GPUs
+        assert {paged_ops.get_default_layout(each) for each in ("cuda:0", "cuda:1", "cuda")} == {Layout.X_PACKED}
+        paged_ops.set_default_layout("HND", "cuda:1")
+        paged_ops.set_default_layout(None, "cuda:1")
+        assert paged_ops.get_default_layout("cuda:1") is Layout.X_PACKED
+        paged_ops.set_default_layout("HND", "cuda:1")
+        paged_ops.set_default_layout("INTERLEAVED")
+        assert {paged_ops.get_default_layout(each) for each in ("cuda:1", "cuda:0", "cpu")} == {Layout.INTERLEAVED}
+        paged_ops.set_default_layout("HND", "cuda:0")
+        with pytest.raises(ValueError, match="layout: expected one of"):
+            paged_ops.set_default_layout("HDN", "cuda")
+        assert paged_ops.get_default_layout("cuda:0") is Layout.HND
+    finally:
+        paged_ops.set_default_layout(None)
+    assert not layouts._chosen
+
+
+def test_the_layout_of_a_cache_is_that_of_its_gpu(machine, allocated_on_host):
+    paged_ops.set_default_layout("HND", "cuda:1")
+    try:
+        found = {}
+        for machine.current in (0, 1):
+            found[machine.current] = KVCache(1, 8, 16, 2, 32, device="cuda").layout
+        assert found == {0: Layout.NHD, 1: Layout.HND}
+    finally:
+        paged_ops.set_default_layout(None)
