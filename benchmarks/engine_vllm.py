@@ -90,6 +90,8 @@ class Engine:
             enable_prefix_caching=False,
             gpu_memory_utilization=args.memory,
             disable_log_stats=True,
+            # Of other kernels than attention, and not without packages that FlashInfer's attention does not need.
+            enable_flashinfer_autotune=False,
             **({} if args.block_size is None else {"block_size": args.block_size}),
             **(
                 {"kv_cache_memory_bytes": 128 << 20, "enforce_eager": True}
@@ -103,6 +105,7 @@ class Engine:
         self.llm.apply_model(spread_weights)
         self.engine = self.llm.llm_engine
         self.next_id = 0
+        self.compiled = [] if on_cpu else count_compilations()
 
     def add(self, length: int, new_tokens: int, seed: int) -> str:
         """Queue a request with random token ids; greedy, no stop token."""
@@ -196,6 +199,21 @@ class Engine:
         return [{"kernel": key[:120], "ms_per_step": ms} for key, ms in rows[:16] if ms > 0]
 
 
+def count_compilations() -> list[str]:
+    """The names of Triton's kernels that are compiled from now on, or fetched from its cache on disk, as they come."""
+    from triton import knobs
+
+    names: list[str] = []
+    earlier = knobs.runtime.jit_post_compile_hook
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        names.append(getattr(kwargs.get("fn"), "name", str(kwargs.get("repr")))[:80])
+        return earlier(*args, **kwargs) if earlier else None
+
+    knobs.runtime.jit_post_compile_hook = hook
+    return names
+
+
 def spread_weights(model: Any) -> None:
     """Norms of one and matrices of the size that training starts from, instead of vLLM's ±0.001."""
     import torch
@@ -244,6 +262,13 @@ def measure(backend: str, args: argparse.Namespace) -> None:
         log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
         cases = {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE
         engine.decode([16] * 4, 16, 0)
+
+        def note_compiled(result: dict[str, Any]) -> None:
+            result["kernels_compiled"] = list(engine.compiled)
+            engine.compiled.clear()
+
+        record["compiled_at_first_request"] = list(engine.compiled)
+        engine.compiled.clear()
         for repeat in range(args.repeats):
             for case, lengths in cases.items():
                 if args.cases and case not in args.cases:
@@ -252,14 +277,19 @@ def measure(backend: str, args: argparse.Namespace) -> None:
                     log(f"{backend}: out of time before {case}, repeat {repeat}")
                     break
                 result = engine.decode(lengths, 16 if args.tiny else 68, 1)
+                note_compiled(result)
                 record["decode"].setdefault(case, []).append(result)
                 log(f"{backend}: {case}: {result['median_ms']:.3f} ms a step")
                 save()
             if time.monotonic() > deadline or args.cases:
                 continue
             result = engine.mixed(12, 200, 24, 7) if args.tiny else engine.mixed(192, 8192, 256, 7)
+            note_compiled(result)
             record["mixed"].setdefault("ragged", []).append(result)
-            log(f"{backend}: mixed: {result['seconds']:.2f} s, {result['output_tokens_per_second']:.0f} tokens/s")
+            log(
+                f"{backend}: mixed: {result['seconds']:.2f} s, {result['output_tokens_per_second']:.0f} tokens/s, "
+                f"{len(result['kernels_compiled'])} kernels compiled"
+            )
             save()
         if args.profile and not args.cpu:
             record["kernels"] = {}
