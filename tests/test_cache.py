@@ -7,6 +7,7 @@ import unittest.mock
 import pytest
 import torch
 from cache_walk import EVENTS, REFUSALS, Walk, admit_computed, check_invariants, state
+from gpu_under_test import GPU
 
 import paged_ops.cache
 from paged_ops import graphs
@@ -190,7 +191,7 @@ def test_a_prompt_longer_than_its_pool() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 @pytest.mark.parametrize("layout", list(Layout))
 def test_random_walk_on_gpu(layout: Layout) -> None:
-    cache = KVCache(2, 40, 4, 2, 16, device="cuda", dtype=torch.float32, layout=layout, num_host_blocks=12)
+    cache = KVCache(2, 40, 4, 2, 16, device=GPU, dtype=torch.float32, layout=layout, num_host_blocks=12)
     assert all(layer.is_pinned() for layer in cache.host_layers)
     Walk(cache, seed=3).run(500)
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0

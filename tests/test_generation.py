@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_under_test import GPU
 from torch import Tensor
 
 import paged_ops
@@ -884,17 +885,17 @@ def test_sampling_on_a_gpu() -> None:
     scores = torch.randn(16, 3000, generator=torch.Generator().manual_seed(2))
     keys = torch.tensor([random_key(seed, 0, 3) for seed in range(16)])
     temperature, top_p = torch.full((16,), 1.3), torch.full((16,), 0.9)
-    assert torch.allclose(exponentials(keys.cuda(), 3000).cpu(), exponentials(keys, 3000), rtol=1e-12)
+    assert torch.allclose(exponentials(keys.to(GPU), 3000).cpu(), exponentials(keys, 3000), rtol=1e-12)
     on_cpu = draw(scores, temperature, top_p, keys)
-    assert torch.equal(draw(scores.cuda(), temperature.cuda(), top_p.cuda(), keys.cuda()).cpu(), on_cpu)
+    assert torch.equal(draw(scores.to(GPU), temperature.to(GPU), top_p.to(GPU), keys.to(GPU)).cpu(), on_cpu)
 
-    logits = scores.cuda()
+    logits = scores.to(GPU)
 
     def step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: list[Tensor]) -> Tensor:
         return logits[: len(last_rows)]
 
     for params in (GREEDY, SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1)):
-        loop = GenerationLoop(step, KVCache(1, 64, B, K, D, device="cuda"))
+        loop = GenerationLoop(step, KVCache(1, 64, B, K, D, device=GPU))
         for prompt in PROMPTS[:4]:
             loop.submit(prompt, params)
         loop.step()

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from gpu_under_test import GPU
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
@@ -83,7 +84,7 @@ def test_leaves_what_tma_cannot_address_to_triton():
 
 LONG, SHORT = [(1500, 2500), (700, 700)], [(1, 4096), (2, 1), (1, 900), (3, 4000), (1, 6000), (0, 0)] * 4
 on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0),
+    not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability(GPU) != (9, 0),
     reason="needs an sm_90",
 )
 
@@ -97,9 +98,9 @@ def check_against_triton(sequences, H, K, short, monkeypatch):
         row[:count] = torch.tensor(list(itertools.islice(ids, count)), dtype=torch.int32)
     starts = torch.tensor([0, *itertools.accumulate(q for q, _ in sequences)], dtype=torch.int32)
     lens = torch.tensor([n for _, n in sequences], dtype=torch.int32)
-    kv_cache = torch.randn(sum(blocks), 2, 16, K, 128, dtype=torch.bfloat16, device="cuda")
-    query = torch.randn(int(starts[-1]), H, 128, dtype=torch.bfloat16, device="cuda")
-    call = (query, kv_cache, tables.cuda(), lens.cuda(), starts.cuda(), 0.1)
+    kv_cache = torch.randn(sum(blocks), 2, 16, K, 128, dtype=torch.bfloat16, device=GPU)
+    query = torch.randn(int(starts[-1]), H, 128, dtype=torch.bfloat16, device=GPU)
+    call = (query, kv_cache, tables.to(GPU), lens.to(GPU), starts.to(GPU), 0.1)
     bounds = []
     monkeypatch.setattr(
         hopper, "prefill", lambda *args, kernel=hopper.prefill: (bounds.append(args[-1]), kernel(*args))

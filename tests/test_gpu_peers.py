@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from gpu_under_test import GPU
 
 from paged_ops import BlockSparse, layouts, reference, testing
 from paged_ops.op import OPS
@@ -24,21 +25,21 @@ def cache_of(tables, lens, B, K, D, N, dtype, stored, form, generator):
     named = {}
     if form == "x_packed":
         x = 16 // stored.itemsize
-        kv_cache = torch.empty(N, K, D // x, B, x, dtype=stored, device="cuda")
-        named["value_cache"] = torch.empty(N, K, D, B, dtype=stored, device="cuda")
+        kv_cache = torch.empty(N, K, D // x, B, x, dtype=stored, device=GPU)
+        named["value_cache"] = torch.empty(N, K, D, B, dtype=stored, device=GPU)
     else:
-        kv_cache = torch.empty(N, 2, B, K, D, dtype=stored, device="cuda")
+        kv_cache = torch.empty(N, 2, B, K, D, dtype=stored, device=GPU)
     for tensor in (kv_cache, *named.values()):
         tensor.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
     if stored.itemsize == 1:
-        scale = torch.rand(1, device="cuda", generator=generator) * 0.02 + 0.01
+        scale = torch.rand(1, device=GPU, generator=generator) * 0.02 + 0.01
         named |= {"k_scale": scale, "v_scale": scale * 1.5}
-    j = torch.arange(max(lens), device="cuda")
+    j = torch.arange(max(lens), device=GPU)
     paged, largest = layouts.paged_kv(kv_cache, named.get("value_cache")), 0.0
     for s, n in enumerate(lens):
         block, offset = tables[s, j[:n] // B].long(), j[:n] % B
         for view, scale in ((paged.key, named.get("k_scale")), (paged.value, named.get("v_scale"))):
-            real = torch.randn(n, K, D, device="cuda", generator=generator)
+            real = torch.randn(n, K, D, device=GPU, generator=generator)
             largest = max(largest, float(real.abs().max()))
             cells = reference.quantise(real, scale, stored) if stored.itemsize == 1 else real.to(stored)
             cells = cells.view(torch.uint8) if stored.itemsize == 1 else cells
@@ -50,7 +51,7 @@ def cache_of(tables, lens, B, K, D, N, dtype, stored, form, generator):
 def compare(seqs, heads, D, *, B=16, N=2048, dtype=torch.bfloat16, stored=None, form="nhd", features=(), seed=0):
     """One batch of (q_len, seq_len) through paged_attention_with_lse.out, against the reference."""
     (H, K), rng = heads, random.Random(seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(GPU).manual_seed(seed)
     lens = [n for _, n in seqs]
     needed = [-(-n // B) for n in lens]
     N = max(N, sum(needed))
@@ -58,17 +59,17 @@ def compare(seqs, heads, D, *, B=16, N=2048, dtype=torch.bfloat16, stored=None, 
     tables = torch.full((len(seqs), max(needed) + 1), 2**30, dtype=torch.int32)
     for s, (blocks, mine) in enumerate(zip(needed, ids.split(needed), strict=True)):
         tables[s, :blocks] = mine
-    tables = tables.cuda()
+    tables = tables.to(GPU)
     kv_cache, named, largest = cache_of(tables, lens, B, K, D, N, dtype, stored or dtype, form, generator)
-    starts = torch.tensor([0, *(q for q, _ in seqs)], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    query = torch.randn(int(starts[-1]), H, D, device="cuda", generator=generator).to(dtype)
+    starts = torch.tensor([0, *(q for q, _ in seqs)], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(GPU)
+    query = torch.randn(int(starts[-1]), H, D, device=GPU, generator=generator).to(dtype)
     for name, value in features:
         if value is torch.randn:
-            value = torch.randn(H, device="cuda", generator=generator).abs().neg().exp()
+            value = torch.randn(H, device=GPU, generator=generator).abs().neg().exp()
         named[name] = value
-    args = (kv_cache, tables, torch.tensor(lens, dtype=torch.int32, device="cuda"), starts, D**-0.5)
-    out = torch.full((len(query), H, D), torch.nan, dtype=dtype, device="cuda")
-    lse = torch.full((len(query), H), torch.nan, device="cuda")
+    args = (kv_cache, tables, torch.tensor(lens, dtype=torch.int32, device=GPU), starts, D**-0.5)
+    out = torch.full((len(query), H, D), torch.nan, dtype=dtype, device=GPU)
+    lse = torch.full((len(query), H), torch.nan, device=GPU)
     torch.ops.paged_ops.paged_attention_with_lse.out(query, *args, **named, out=out, lse=lse)
     plain = reference.paged_attention_with_lse(query, *args, **named)
     truth = reference.paged_attention_with_lse(query.double(), *args, **named)
@@ -150,7 +151,7 @@ def test_cache_write(D, B, stored, scales, form, N):
     if N == 10000 and (D, B) != (64, 8):
         N = 64  # the large cache once a form
     spec = testing.CacheSpec(form, 8, D, None, B, torch.bfloat16, stored, scales=scales)
-    testing.check("reshape_and_cache", testing.WriteCase("peers", spec, tokens=42, num_blocks=N), "cuda")
+    testing.check("reshape_and_cache", testing.WriteCase("peers", spec, tokens=42, num_blocks=N), GPU)
 
 
 @pytest.mark.parametrize("direction", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
@@ -158,7 +159,7 @@ def test_cache_write(D, B, stored, scales, form, N):
 def test_swap_blocks(direction, D, B):
     def caches(device):
         made = torch.randn(512, 2, B, 8, D, dtype=torch.bfloat16)
-        return made.pin_memory() if device == "cpu" else made.to(device)
+        return made.pin_memory() if device == "cpu" else made.to(GPU)
 
     src, dst = ([caches(device) for _ in range(2)] for device in direction)
     want = [each.cpu().clone() for each in dst]
@@ -167,7 +168,7 @@ def test_swap_blocks(direction, D, B):
     for a, b in zip(src, want, strict=True):
         b[mapping[:, 1]] = a.cpu()[mapping[:, 0]]
     OPS["swap_blocks"](src, dst, mapping)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     for got, expected in zip(dst, want, strict=True):
         testing.assert_same_bytes("dst_caches", got, expected)
 
@@ -175,14 +176,14 @@ def test_swap_blocks(direction, D, B):
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(("D", "B"), [(64, 8), (80, 16), (256, 32)])
 def test_copy_blocks(D, B, on_device):
-    caches = [torch.randn(1024, B, 8, D, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    caches = [torch.randn(1024, B, 8, D, dtype=torch.bfloat16, device=GPU) for _ in range(4)]
     ids = random.Random(0).sample(range(1024), 768)
     pairs = [(src, dst) for n, src in enumerate(ids[:256]) for dst in (ids[256 + 2 * n], ids[257 + 2 * n])]
     mapping = torch.tensor(pairs)
     want = [cache.clone() for cache in caches]
     for each in want:
-        each[mapping[:, 1].cuda()] = each[mapping[:, 0].cuda()]
-    OPS["copy_blocks"](caches, mapping.cuda() if on_device else mapping)
+        each[mapping[:, 1].to(GPU)] = each[mapping[:, 0].to(GPU)]
+    OPS["copy_blocks"](caches, mapping.to(GPU) if on_device else mapping)
     for got, expected in zip(caches, want, strict=True):
         testing.assert_same_bytes("kv_caches", got, expected)
 
@@ -192,4 +193,4 @@ def test_copy_blocks(D, B, on_device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_merge(tokens, H, D, dtype):
     case = testing.MergeCase("peers", tokens, H, D, dtype, empty=0.33)  # both sides are empty in a ninth of the rows
-    testing.check("merge_attention_states", case, "cuda")
+    testing.check("merge_attention_states", case, GPU)

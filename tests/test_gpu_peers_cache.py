@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from gpu_under_test import GPU, captured_into
 
 import paged_ops
 from paged_ops import reference, testing
@@ -47,15 +48,15 @@ def equal_bits(got, want):
 @pytest.mark.parametrize("head_size", [64, 80, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=testing._short)
 def test_write_matrix(dtype, head_size, block_size, num_blocks, form, kv_cache_dtype):
-    memory = testing.Memory("cuda")
+    memory = testing.Memory(GPU)
     stored = None if kv_cache_dtype == "auto" else torch.uint8
     scales = None if kv_cache_dtype == "auto" else "tensor"
     spec = testing.CacheSpec(form, NUM_HEADS, head_size, None, block_size, dtype, stored, kv_cache_dtype, scales)
     kv_cache, value_cache = spec.allocate(memory, num_blocks)
     named = spec.scale_arguments(memory, torch.Generator().manual_seed(0))
-    qkv = torch.randn(NUM_TOKENS, 3, NUM_HEADS, head_size, device="cuda", dtype=dtype)
+    qkv = torch.randn(NUM_TOKENS, 3, NUM_HEADS, head_size, device=GPU, dtype=dtype)
     _, key, value = qkv.unbind(1)
-    slots = torch.randperm(num_blocks * block_size, device="cuda")[:NUM_TOKENS]
+    slots = torch.randperm(num_blocks * block_size, device=GPU)[:NUM_TOKENS]
     paged_ops.reshape_and_cache(key, value, kv_cache, slots, value_cache=value_cache, **named)
     memory.check()
 
@@ -76,12 +77,12 @@ def test_write_matrix(dtype, head_size, block_size, num_blocks, form, kv_cache_d
 def test_blocks_that_are_no_power_of_two(stored, form, block_size):
     spec = testing.CacheSpec(form, 2, 128, None, block_size, torch.bfloat16, stored, "auto", stored and "head")
     case = testing.WriteCase("odd", spec, tokens=2100, num_blocks=4, strided=True, extra=5)
-    testing.check("reshape_and_cache", case, "cuda")
+    testing.check("reshape_and_cache", case, GPU)
     seqs = ((1, 1300), (1, 0), (1, block_size), (1, 3))
     case = testing.GatherCase("odd", seqs, spec, out_dtype=torch.bfloat16)
-    testing.check("gather_kv", case, "cuda")
+    testing.check("gather_kv", case, GPU)
     pairs = ((0, 5), (0, 6), (3, 1), (7, 8))
-    testing.check("copy_blocks", testing.BlocksCase("odd", False, spec, pairs=pairs, mapping_on_host=False), "cuda")
+    testing.check("copy_blocks", testing.BlocksCase("odd", False, spec, pairs=pairs, mapping_on_host=False), GPU)
 
 
 @pytest.mark.parametrize("layers", [1, 5])
@@ -92,15 +93,15 @@ def test_blocks_that_are_no_power_of_two(stored, form, block_size):
 def test_copy_matrix(dtype, head_size, block_size, num_blocks, layers):
     """256 sources, two destinations each."""
     shape = (num_blocks, 2, block_size, NUM_HEADS, head_size)
-    caches = [torch.randint(0, 100, shape, device="cuda", dtype=torch.uint8).to(dtype) for _ in range(layers)]
+    caches = [torch.randint(0, 100, shape, device=GPU, dtype=torch.uint8).to(dtype) for _ in range(layers)]
     ids = torch.randperm(num_blocks)[: 3 * 256].view(3, 256)
     mapping = torch.stack([torch.cat([ids[0], ids[0]]), torch.cat([ids[1], ids[2]])], 1)
-    for where in ("cpu", "cuda"):
+    for where in ("cpu", GPU):
         got = [each.clone() for each in caches]
         paged_ops.copy_blocks(got, mapping.to(where))
         for each, before in zip(got, caches, strict=True):
             want = before.clone()
-            want[mapping[:, 1].cuda()] = before[mapping[:, 0].cuda()]
+            want[mapping[:, 1].to(GPU)] = before[mapping[:, 0].to(GPU)]
             assert torch.equal(each, want)
 
 
@@ -108,7 +109,7 @@ def place(where, shape, dtype):
     cache = torch.randint(0, 100, shape, dtype=torch.uint8).to(dtype)
     if where == "pinned":
         return cache.pin_memory()
-    return cache if where == "pageable" else cache.to(where)
+    return cache if where == "pageable" else cache.to(GPU)
 
 
 DIRECTIONS = [("cuda", "pinned"), ("pinned", "cuda"), ("cuda", "cuda"), ("cuda", "pageable"), ("pageable", "cuda")]
@@ -131,7 +132,7 @@ def test_swap_matrix(order, head_size, block_size, num_blocks, direction):
         mapping = mapping[torch.randperm(256)]
     before = [each.clone() for each in targets]
     paged_ops.swap_blocks(sources, targets, mapping)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     for src, dst, want in zip(sources, targets, before, strict=True):
         want[mapping[:, 1]] = src[mapping[:, 0]].to(want.device)
         assert torch.equal(dst, want)
@@ -144,7 +145,7 @@ def test_swap_matrix(order, head_size, block_size, num_blocks, direction):
 def test_swap_routes(form, route, direction, staging_bytes, monkeypatch):
     from paged_ops.lowerings.gpu import device
 
-    numbers = device.target_of(torch.device("cuda", 0)).numbers["swap_blocks"]
+    numbers = device.target_of(GPU).numbers["swap_blocks"]
     monkeypatch.setitem(numbers, "staging_bytes", staging_bytes)
     monkeypatch.setitem(numbers, "direct_bytes", 0 if route == "direct" else 1 << 40)
     monkeypatch.setitem(numbers, "staged_bytes", 0 if route == "staged" else 1 << 40)
@@ -158,7 +159,7 @@ def test_swap_routes(form, route, direction, staging_bytes, monkeypatch):
             storage = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, pin_memory=where == "pinned")
             storage.copy_(torch.randint(0, 100, view.shape))
             made.append(storage if where == "pinned" else torch.empty_strided(
-                view.shape, view.stride(), dtype=view.dtype, device="cuda").copy_(storage))  # fmt: skip
+                view.shape, view.stride(), dtype=view.dtype, device=GPU).copy_(storage))  # fmt: skip
         return made
 
     sources, targets = caches(direction[0], 80), caches(direction[1], 90)
@@ -168,7 +169,7 @@ def test_swap_routes(form, route, direction, staging_bytes, monkeypatch):
     mapping = torch.cat([together, apart])[torch.randperm(50)]
     reference.swap_blocks([each.cpu() for each in sources], want, mapping)
     paged_ops.swap_blocks(sources, targets, mapping)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     for got, expected in zip(targets, want, strict=True):
         assert torch.equal(got.cpu(), expected)
 
@@ -176,15 +177,15 @@ def test_swap_routes(form, route, direction, staging_bytes, monkeypatch):
 def test_swaps_are_in_order_of_the_stream():
     """Out, the device blocks overwritten, and in again, without a wait in between: nothing overtakes."""
     shape = (256, 2, 16, 8, 128)
-    cache, host = torch.randn(shape, device="cuda"), torch.zeros(shape).pin_memory()
+    cache, host = torch.randn(shape, device=GPU), torch.zeros(shape).pin_memory()
     want = cache.clone()
     for pairs in (torch.randperm(256).view(-1, 2), torch.arange(256).view(2, 128).T.contiguous()):
         back = pairs.flip(1)
         for _ in range(5):
             paged_ops.swap_blocks([cache], [host], pairs)
-            cache[pairs[:, 0].cuda()] = torch.nan
+            cache[pairs[:, 0].to(GPU)] = torch.nan
             paged_ops.swap_blocks([host], [cache], back)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(GPU)
         assert torch.equal(cache, want)
 
 
@@ -214,10 +215,10 @@ def test_ops_run_where_their_tensors_are():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=testing._short)
 def test_merge_matrix(dtype, tokens, num_heads, head_size):
     """A tenth of either side infinite, of both signs; some rows empty on both."""
-    outs = [torch.randn(tokens, num_heads, head_size, device="cuda").to(dtype) for _ in range(2)]
-    lses = [torch.randn(tokens, num_heads, device="cuda") for _ in range(2)]
+    outs = [torch.randn(tokens, num_heads, head_size, device=GPU).to(dtype) for _ in range(2)]
+    lses = [torch.randn(tokens, num_heads, device=GPU) for _ in range(2)]
     for n, infinity in itertools.product(range(2), (torch.inf, -torch.inf)):
-        gone = torch.rand(tokens, num_heads, device="cuda") < 0.05
+        gone = torch.rand(tokens, num_heads, device=GPU) < 0.05
         gone[:3] |= infinity < 0
         lses[n][gone], outs[n][gone] = infinity, torch.nan
     got, got_lse = paged_ops.merge_attention_states(outs[0], lses[0], outs[1], lses[1])
@@ -247,12 +248,12 @@ def test_every_rounding_of_the_instructions(scale, dtype):
     real = torch.cat([every, near, drawn.float()])
     real = torch.cat([real, real.new_zeros(-len(real) % 256)]).view(-1, 2, 128)
     T = len(real)
-    cache = torch.full((-(-T // 16), 2, 16, 2, 128), 0x55, dtype=torch.uint8, device="cuda")
+    cache = torch.full((-(-T // 16), 2, 16, 2, 128), 0x55, dtype=torch.uint8, device=GPU)
     named = {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale, scale])}
-    moved = {name: value.cuda() for name, value in named.items()}
+    moved = {name: value.to(GPU) for name, value in named.items()}
     name = next(name for name, each in FP8.items() if each == dtype)
-    slots = torch.arange(T, device="cuda")
-    paged_ops.reshape_and_cache(real.cuda(), real.cuda(), cache, slots, kv_cache_dtype=name, **moved)
+    slots = torch.arange(T, device=GPU)
+    paged_ops.reshape_and_cache(real.to(GPU), real.to(GPU), cache, slots, kv_cache_dtype=name, **moved)
     want = reference.quantise(real, named.get("k_scale"), dtype)
     for plane in range(2):
         got = cache[:, plane].reshape(-1, 2, 128)[:T].cpu()
@@ -265,11 +266,11 @@ def test_every_rounding_of_the_instructions(scale, dtype):
 def test_graphs_serve_any_slots_and_pairs():
     """One graph of a write, a copy and a gather, replayed with other slots, padding and blocks."""
     N, B, K, D, T = 32, 16, 2, 64, 40
-    caches = [torch.zeros(N, 2, B, K, D, device="cuda") for _ in range(3)]
-    key, value = torch.zeros(2, T, K, D, device="cuda").unbind(0)
-    slots = torch.full((T,), -1, device="cuda")
-    pairs = torch.tensor([[0, 1], [2, 3]], device="cuda")
-    tables, lens = torch.zeros(2, 4, dtype=torch.int32, device="cuda"), torch.zeros(2, dtype=torch.int32, device="cuda")
+    caches = [torch.zeros(N, 2, B, K, D, device=GPU) for _ in range(3)]
+    key, value = torch.zeros(2, T, K, D, device=GPU).unbind(0)
+    slots = torch.full((T,), -1, device=GPU)
+    pairs = torch.tensor([[0, 1], [2, 3]], device=GPU)
+    tables, lens = torch.zeros(2, 4, dtype=torch.int32, device=GPU), torch.zeros(2, dtype=torch.int32, device=GPU)
 
     def step():
         paged_ops.reshape_and_cache(key, value, caches[0], slots)
@@ -277,9 +278,9 @@ def test_graphs_serve_any_slots_and_pairs():
         return paged_ops.gather_kv(caches[0], tables, lens, 100)
 
     step()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_into(graph):
         out = step()
     for _ in range(4):
         for cache in caches:
@@ -296,18 +297,18 @@ def test_graphs_serve_any_slots_and_pairs():
         reference.copy_blocks(want, pairs.cpu())
         gathered = reference.gather_kv(want[0], tables.cpu(), lens.cpu(), 100)
         graph.replay()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(GPU)
         for got, expected in zip((*caches, *out), (*want, *gathered), strict=True):
             assert torch.equal(got.cpu(), expected)
 
 
 def test_graphs_refuse_what_a_replay_could_not_read():
-    cache, host = torch.zeros(4, 1234, device="cuda"), torch.zeros(4, 1234).pin_memory()
-    known = torch.zeros(4, 555, device="cuda")
-    mapping = torch.tensor([[0, 1]], device="cuda")
+    cache, host = torch.zeros(4, 1234, device=GPU), torch.zeros(4, 1234).pin_memory()
+    known = torch.zeros(4, 555, device=GPU)
+    mapping = torch.tensor([[0, 1]], device=GPU)
     paged_ops.copy_blocks([known], mapping)
-    torch.cuda.synchronize()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(GPU)
+    stream, graph = torch.cuda.Stream(GPU), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         graph.capture_begin()
         try:
@@ -326,16 +327,16 @@ def test_graphs_refuse_what_a_replay_could_not_read():
 
 
 def test_a_table_made_on_one_stream_is_ready_on_another():
-    caches = [torch.randn(64, 1024, device="cuda") for _ in range(8)]
+    caches = [torch.randn(64, 1024, device=GPU) for _ in range(8)]
     want = [each.clone() for each in caches]
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU)
+    torch.cuda.synchronize(GPU)
     with torch.cuda.stream(first):
         torch.cuda._sleep(10_000_000)
         paged_ops.copy_blocks(caches, torch.tensor([[0, 1]]))
     with torch.cuda.stream(second):
         paged_ops.copy_blocks(caches, torch.tensor([[2, 3]]))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     reference.copy_blocks(want, torch.tensor([[0, 1], [2, 3]]))
     for got, expected in zip(caches, want, strict=True):
         assert torch.equal(got, expected)
@@ -343,14 +344,14 @@ def test_a_table_made_on_one_stream_is_ready_on_another():
 
 def test_caches_over_2_to_31_elements():
     N, B, K, D = 70_000, 16, 8, 128
-    cache = torch.zeros(N, 2, B, K, D, dtype=torch.bfloat16, device="cuda")
+    cache = torch.zeros(N, 2, B, K, D, dtype=torch.bfloat16, device=GPU)
     assert cache.numel() > 2**31
-    key, value = torch.randn(2, 64, K, D, dtype=torch.bfloat16, device="cuda").unbind(0)
-    slots = torch.cat([torch.arange(32), torch.arange(N * B - 32, N * B)]).cuda()
+    key, value = torch.randn(2, 64, K, D, dtype=torch.bfloat16, device=GPU).unbind(0)
+    slots = torch.cat([torch.arange(32), torch.arange(N * B - 32, N * B)]).to(GPU)
     paged_ops.reshape_and_cache(key, value, cache, slots)
     paged_ops.copy_blocks([cache], torch.tensor([[N - 1, 1000], [N - 2, N - 9]]))
-    tables = torch.tensor([[0, 1], [N - 2, N - 1], [N - 9, 1000]], dtype=torch.int32, device="cuda")
-    lens = torch.full((3,), 32, dtype=torch.int32, device="cuda")
+    tables = torch.tensor([[0, 1], [N - 2, N - 1], [N - 9, 1000]], dtype=torch.int32, device=GPU)
+    lens = torch.full((3,), 32, dtype=torch.int32, device=GPU)
     got_key, got_value = paged_ops.gather_kv(cache, tables, lens, 100)
     for got, real in ((got_key, key), (got_value, value)):
         assert torch.equal(got[:64], real)
@@ -358,19 +359,19 @@ def test_caches_over_2_to_31_elements():
         assert not got[96:].any()
     host = torch.zeros(4, 2, B, K, D, dtype=torch.bfloat16).pin_memory()
     paged_ops.swap_blocks([cache], [host], torch.tensor([[N - 1, 0], [0, 2]]))
-    torch.cuda.synchronize()
-    assert torch.equal(host[0].cuda(), cache[N - 1])
-    assert torch.equal(host[2].cuda(), cache[0])
+    torch.cuda.synchronize(GPU)
+    assert torch.equal(host[0].to(GPU), cache[N - 1])
+    assert torch.equal(host[2].to(GPU), cache[0])
 
 
 def test_no_sync_and_deterministic():
     T = 300
-    key, value = torch.randn(2, T, 8, 128, device="cuda", dtype=torch.bfloat16).unbind(0)
-    cache = torch.zeros(64, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
-    slots, pairs = torch.randperm(1024, device="cuda")[:T], torch.randperm(64, device="cuda").view(-1, 2)
-    out, lse = torch.randn(T, 8, 128, device="cuda"), torch.randn(T, 8, device="cuda")
-    tables = torch.arange(64, dtype=torch.int32, device="cuda").view(4, 16)
-    lens = torch.full((4,), 200, dtype=torch.int32, device="cuda")
+    key, value = torch.randn(2, T, 8, 128, device=GPU, dtype=torch.bfloat16).unbind(0)
+    cache = torch.zeros(64, 2, 16, 8, 128, device=GPU, dtype=torch.bfloat16)
+    slots, pairs = torch.randperm(1024, device=GPU)[:T], torch.randperm(64, device=GPU).view(-1, 2)
+    out, lse = torch.randn(T, 8, 128, device=GPU), torch.randn(T, 8, device=GPU)
+    tables = torch.arange(64, dtype=torch.int32, device=GPU).view(4, 16)
+    lens = torch.full((4,), 200, dtype=torch.int32, device=GPU)
     host = torch.zeros_like(cache, device="cpu").pin_memory()
 
     start = torch.randn_like(cache)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_under_test import GPU
 from graph_walk import LAYERS, B, D, K, Plain, Toy, V, Walk, poisoned_cache
 from torch._dynamo.utils import counters
 
@@ -66,12 +67,12 @@ def walk_and_compare(run, model, kv_cache, steps, every=1, seed=0, sync_is_error
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
 def test_replays_tell_the_truth(mode, compiled):
-    model, kv_cache = Toy("cuda"), poisoned_cache(48, "cuda", num_host_blocks=24)
+    model, kv_cache = Toy(GPU), poisoned_cache(48, GPU, num_host_blocks=24)
     run = runner(torch.compile(model, fullgraph=True) if compiled else model, kv_cache, mode=mode)
     with CompileReport(kv_cache.layers) as compilation:
-        before = torch.cuda.memory_reserved()
+        before = torch.cuda.memory_reserved(GPU)
         report = run.capture()
-        reserved = torch.cuda.memory_reserved() - before
+        reserved = torch.cuda.memory_reserved(GPU) - before
         walk_and_compare(run.replay, model, kv_cache, 300)
     assert report.graphs == len(run.captured) == len(run.plan())
     assert report.num_bytes > 0 and reserved < 512 << 20  # other processes may share the device that is reported of
@@ -83,7 +84,7 @@ def test_replays_tell_the_truth(mode, compiled):
 
 @pytest.mark.slow
 def test_a_hundred_thousand_replays(record_property):
-    model, kv_cache = Toy("cuda"), poisoned_cache(64, "cuda", num_host_blocks=32)
+    model, kv_cache = Toy(GPU), poisoned_cache(64, GPU, num_host_blocks=32)
     run = runner(model, kv_cache, mode="FULL")
     run.capture()
     walk, compared = walk_and_compare(run.replay, model, kv_cache, 100_000, every=40, seed=5, sync_is_error=False)
@@ -116,7 +117,7 @@ SPARSE = paged_ops.BlockSparse(8, 1, 2)
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "uncaptured"])
 def test_next_steps_on_the_device(captured, features):
     lengths, steps = (7, 3, 19), 10
-    model, kv_cache = Toy("cuda", **features), poisoned_cache(64, "cuda")
+    model, kv_cache = Toy(GPU, **features), poisoned_cache(64, GPU)
     run = runner(model, kv_cache, mode="FULL_DECODE_ONLY" if captured else "NONE", sample=greedy)
     run.capture()
     prefill(kv_cache, model, lengths)
@@ -137,7 +138,7 @@ def test_next_steps_on_the_device(captured, features):
 
 
 def test_cascade():
-    model, kv_cache = Toy("cuda"), poisoned_cache(64, "cuda")
+    model, kv_cache = Toy(GPU), poisoned_cache(64, GPU)
     run = runner(model, kv_cache, mode="FULL_DECODE_ONLY", cascade=True, sample=greedy)
     run.capture()
     shared = [0, 1, 2, 3]
@@ -154,7 +155,7 @@ def test_cascade():
 
 
 def test_padding_is_poisoned():
-    model, kv_cache = Toy("cuda"), poisoned_cache(128, "cuda")
+    model, kv_cache = Toy(GPU), poisoned_cache(128, GPU)
     run = runner(model, kv_cache, mode="FULL_DECODE_ONLY", seq_sizes=[12])
     run.capture()
     prefill(kv_cache, model, [6] * 12)
@@ -171,10 +172,10 @@ def test_padding_is_poisoned():
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "layer by layer"])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_pieces(mode, by_layer):
-    model, kv_cache = Toy("cuda"), poisoned_cache(48, "cuda", num_host_blocks=24)
+    model, kv_cache = Toy(GPU), poisoned_cache(48, GPU, num_host_blocks=24)
     step = compile_pieces(model)
     if by_layer:
-        step = Toy("cuda")
+        step = Toy(GPU)
         step.layer = compile_pieces(step.layer)
     run = runner(step, kv_cache, mode=mode, token_sizes=[4, 16, 40])
     report = run.capture()
@@ -189,11 +190,11 @@ def test_pieces(mode, by_layer):
 
 def test_pieces_that_are_none():
     with pytest.raises(ValueError, match=r"step: expected one from compile_pieces .* got one without pieces"):
-        runner(Toy("cuda"), poisoned_cache(48, "cuda"), mode="PIECEWISE").capture()
+        runner(Toy(GPU), poisoned_cache(48, GPU), mode="PIECEWISE").capture()
 
 
 def test_a_host_sync_is_refused():
-    model, kv_cache = Toy("cuda"), poisoned_cache(48, "cuda")
+    model, kv_cache = Toy(GPU), poisoned_cache(48, GPU)
 
     def step(input_ids, *rest):
         if int(input_ids.max()) < 0:
@@ -208,7 +209,7 @@ def test_a_host_sync_is_refused():
 
 
 def test_an_unpinned_swap_is_refused():
-    model, kv_cache = Toy("cuda"), poisoned_cache(48, "cuda")
+    model, kv_cache = Toy(GPU), poisoned_cache(48, GPU)
     host = [torch.zeros(layer.shape) for layer in kv_cache.layers]
 
     def step(input_ids, metadata, last_rows, kv_caches):
@@ -220,7 +221,7 @@ def test_an_unpinned_swap_is_refused():
 
 
 def test_a_moved_cache_is_refused():
-    model, kv_cache = Toy("cuda"), poisoned_cache(48, "cuda")
+    model, kv_cache = Toy(GPU), poisoned_cache(48, GPU)
     run = runner(model, kv_cache, mode="FULL_DECODE_ONLY")
     run.capture()
     kv_cache.layers[1] = kv_cache.layers[1].clone()
@@ -231,12 +232,12 @@ def test_a_moved_cache_is_refused():
 def test_two_runners_on_two_streams():
     sides = []
     for seed in range(2):
-        model, kv_cache = Toy("cuda", seed=seed), poisoned_cache(64, "cuda")
+        model, kv_cache = Toy(GPU, seed=seed), poisoned_cache(64, GPU)
         run = runner(model, kv_cache, mode="FULL_DECODE_ONLY", sample=greedy)
         run.capture()
         prefill(kv_cache, model, (9, 2, 5, 7))
-        sides.append((run, model, kv_cache, torch.cuda.Stream(), []))
-    torch.cuda.synchronize()
+        sides.append((run, model, kv_cache, torch.cuda.Stream(GPU), []))
+    torch.cuda.synchronize(GPU)
     steps = 20
     for step in range(steps + 1):  # interleaved, without waiting
         for run, _, _, stream, logits in sides:
@@ -246,7 +247,7 @@ def test_two_runners_on_two_streams():
                 else:
                     got = run.replay_next()
                 logits.append(got.clone())
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     for _, model, kv_cache, _, logits in sides:
         ids = torch.tensor([1, 2, 3, 4])
         plain = Plain(model, kv_cache, SEQS, TOKENS, LONGEST)
@@ -258,7 +259,7 @@ def test_two_runners_on_two_streams():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_compile_modes(mode):
     """One graph, nothing skipped, copied or compiled again, over 200 steps of changing batches in one bucket."""
-    model, kv_cache = Toy("cuda"), poisoned_cache(48, "cuda", num_host_blocks=24)
+    model, kv_cache = Toy(GPU), poisoned_cache(48, GPU, num_host_blocks=24)
     compiled = torch.compile(model, fullgraph=True, mode=mode)
     inputs = InputBuffers(kv_cache, SEQS, TOKENS, LONGEST)
 
@@ -277,9 +278,9 @@ def test_compile_modes(mode):
 
 
 def test_one_compilation_serves_all_layers():
-    kv_cache = KVCache(LAYERS, 48, B, K, D, device="cuda")
-    model = Toy("cuda")
-    reference = Toy("cuda")
+    kv_cache = KVCache(LAYERS, 48, B, K, D, device=GPU)
+    model = Toy(GPU)
+    reference = Toy(GPU)
     model.layer = torch.compile(model.layer, fullgraph=True)
     batch, ids = Batch([5, 2], [0, 0], [[0, 1], [2]]), torch.arange(7)
     with CompileReport(kv_cache.layers) as report:

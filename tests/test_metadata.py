@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from gpu_under_test import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from paged_ops.metadata import (
     use_cascade_attention,
 )
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+DEVICES = ["cpu", str(GPU)] if torch.cuda.is_available() else ["cpu"]
 TENSORS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
 POISON = -77
 
@@ -124,7 +125,7 @@ def test_builder_equals_loops(device, num_staging_buffers, sequence, as_tensor, 
         metadata = builder.build(0, batch, num_reqs=S, num_tokens=T)
         assert_is_step(metadata, query_lens, computed, blocks, S, T)
         tensors = [getattr(metadata, name) for name in TENSORS]
-        assert all(tensor.device.type == device for tensor in tensors)
+        assert all(tensor.device == torch.device(device) for tensor in tensors)
         # A tensor without elements has no address.
         assert all(tensor.data_ptr() == at for tensor, at in zip(tensors, where, strict=True) if tensor.numel() and at)
         assert_is_step(builder.build(0, batch), query_lens, computed, blocks, len(query_lens), sum(query_lens))
@@ -717,7 +718,7 @@ def test_virtual_batches_equal_attention_chunk(device, data, n, block_size, bloc
     lens = torch.tensor(seq_lens + [99] * padding, dtype=torch.int64)
     virtual = make_local_attention_virtual_batches(chunk, query_lens, lens, tables.to(device), block_size)
     assert virtual.block_tables.shape == (len(virtual.seq_lens), blocks_per_chunk)
-    assert (virtual.block_tables.dtype, virtual.block_tables.device.type) == (torch.int32, device)
+    assert (virtual.block_tables.dtype, virtual.block_tables.device) == (torch.int32, torch.device(device))
     assert all(0 < q <= length <= chunk for q, length in zip(virtual.query_lens, virtual.seq_lens, strict=True))
     got = reference.paged_attention(
         query, cache, virtual.block_tables.cpu(), virtual.seq_lens, starts(virtual.query_lens.tolist()), 0.5
@@ -846,7 +847,7 @@ def test_common_layer_hyperparameters():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="waits only exist between a host and a device")
 def test_builder_never_waits_for_the_device():
-    builder = builder_of(device="cuda")
+    builder = builder_of(device=GPU)
     batch = batch_of([3, 1], [9, 20])
     builder.build(0, batch)
     torch.cuda.set_sync_debug_mode("error")

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from gpu_under_test import GPU
 from torch import nn
 
 from paged_ops.inspection import CompileReport
@@ -152,12 +153,12 @@ def test_products_that_stay(change):
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (256, 64), (4096, 28672)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_overlapping_products_on_a_gpu(rows, inputs, outputs, dtype):
-    weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) * inputs**-0.5
-    layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=dtype, device="cuda"))
+    weight = torch.randn(outputs, inputs, device=GPU, dtype=dtype) * inputs**-0.5
+    layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=GPU))
     layer[0].weight.copy_(weight)
     assert use_overlapping_products(layer) == 1
     for _ in range(3):
-        x = torch.randn(2, rows, 2 * inputs, device="cuda", dtype=dtype)[0, :, :inputs]
+        x = torch.randn(2, rows, 2 * inputs, device=GPU, dtype=dtype)[0, :, :inputs]
         want = (x.double() @ weight.double().T).to(dtype)
         torch.testing.assert_close(layer(x), want, rtol=2**-7, atol=2**-9)
 

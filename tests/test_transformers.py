@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_under_test import GPU
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
@@ -205,7 +206,7 @@ def test_layers_that_are_none() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_equal_generate_in_cuda_graphs(name: str) -> None:
     torch.set_float32_matmul_precision("highest")
-    model = make_model(name).to("cuda")
+    model = make_model(name).to(GPU)
     on_gpu = generate_by_transformers(model)
     paged = PagedCausalLM(model)
     if name == "gpt_oss":  # its experts wait for the device by default, in float32

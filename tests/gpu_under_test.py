@@ -1,0 +1,14 @@
+"""The GPU that tests of a GPU put their tensors on: ``pytest --device cuda:1`` names another than the current one."""
+
+import contextlib
+
+import torch
+
+GPU = torch.device("cuda", 0)  # tests/conftest.py sets it, before tests are imported
+
+
+@contextlib.contextmanager
+def captured_into(graph):
+    """Captures what it holds into a CUDA graph of that GPU."""
+    with torch.cuda.device(GPU), torch.cuda.graph(graph, stream=torch.cuda.Stream(GPU)):
+        yield
