@@ -21,12 +21,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from paged_ops.bidirectional import Ranges, ranges_of_requests, ranges_of_step
 from paged_ops.checks import expect, with_index
 from paged_ops.layouts import paged_kv
 from paged_ops.states import PADDING_ROW
 
 Ints = Sequence[int] | Tensor  # numpy arrays too
 _NO_ROWS = torch.zeros(0, dtype=torch.int32, device="cpu")
+_NO_RANGES = torch.zeros(0, 1, 2, dtype=torch.int32, device="cpu")
 
 
 @dataclass
@@ -78,6 +80,7 @@ class AttentionMetadata:
         positions: int64 ``[T]``: where each token stands in its sequence, as rotary embeddings need it.
         state_slots: int32 ``[S]`` or None: the row of :class:`paged_ops.states.StateCache` that holds each sequence's
             state; the step writes the next one to row ``state_slots ^ 1``. 0 for padding.
+        bidirectional_ranges: int32 ``[S, R, 2]`` or None: as :func:`paged_attention` takes them.
         cascade: present when the step was built with a common prefix (and without ``fast_build``). It tells of the
             first pool alone.
         other_pools: of a cache with several pools, what ``block_tables`` and ``slot_mapping`` are in the second and
@@ -100,6 +103,7 @@ class AttentionMetadata:
     state_slots: Tensor | None = None
     cascade: CascadeMetadata | None = None
     other_pools: tuple[PoolMetadata, ...] | None = None
+    bidirectional_ranges: Tensor | None = None
 
     @property
     def begins_any(self) -> bool:
@@ -143,6 +147,9 @@ class Batch:
             whose entries past a request's need may hold anything. The tensor is faster: keep one, append to its rows.
         other_block_ids: the same for each further pool of the cache.
         state_slots: ``[num_reqs]`` the row of each request's state, as ``StateCache.rows`` gives it; None without.
+        bidirectional_ranges: for each request pairs (start, end) of positions, as many as it has: tokens of one range
+            see each other (an image's, a prefix's). Lists, or an integer tensor ``[num_reqs, W, 2]``, in which pairs
+            with ``start < 0`` or ``end <= start`` are padding; None without.
 
     Raises:
         ValueError: an argument is not on the CPU or not integer, or they disagree about the number of requests.
@@ -156,20 +163,25 @@ class Batch:
         *,
         other_block_ids: Sequence[Sequence[Sequence[int]] | Tensor] = (),
         state_slots: Ints | None = None,
+        bidirectional_ranges: Ranges | None = None,
     ):
         self.query_lens = _integers("query_lens", query_lens, rank=1)
         self.num_computed_tokens = _integers("num_computed_tokens", num_computed_tokens, rank=1)
         self.block_ids = _block_ids(block_ids)
         self.other_block_ids = [_block_ids(each) for each in other_block_ids]
         self.state_slots = None if state_slots is None else _integers("state_slots", state_slots, rank=1)
+        given = bidirectional_ranges
+        self.bidirectional_ranges = None if given is None else ranges_of_requests(given)
         n = self.num_reqs
-        for argument, rows in (("num_computed_tokens", self.num_computed_tokens), ("block_ids", self.block_ids)):
-            expect(len(rows) == n, argument, f"one for each of the {n} requests", len(rows))
-        for rows in self.other_block_ids:
-            expect(len(rows) == n, "other_block_ids", f"one for each of the {n} requests", len(rows))
-        if self.state_slots is not None:
-            rows = self.state_slots
-            expect(len(rows) == n, "state_slots", f"one for each of the {n} requests", len(rows))
+        for argument, rows in (
+            ("num_computed_tokens", self.num_computed_tokens),
+            ("block_ids", self.block_ids),
+            *(("other_block_ids", each) for each in self.other_block_ids),
+            ("state_slots", self.state_slots),
+            ("bidirectional_ranges", self.bidirectional_ranges),
+        ):
+            if rows is not None:
+                expect(len(rows) == n, argument, f"one for each of the {n} requests", len(rows))
 
     @property
     def num_reqs(self) -> int:
@@ -186,7 +198,7 @@ class Batch:
             self.num_computed_tokens,
             self.block_ids,
             *self.other_block_ids,
-            *([] if self.state_slots is None else [self.state_slots]),
+            *(each for each in (self.state_slots, self.bidirectional_ranges) if each is not None),
         ):
             rows[[i, j]] = rows[[j, i]]
 
@@ -215,6 +227,8 @@ class AttentionMetadataBuilder:
         unused_block_id: what to write into block-table entries that no length needs: None (the fastest) leaves there
             what happens to be there; tests poison them.
         num_state_rows: R of the tensors of a ``StateCache``; 0 without one.
+        max_bidirectional_ranges: most bidirectional ranges in which tokens of one step of a request lie; 0 is none.
+            Unless it is 0 every step has so many, as a captured graph reads them; kernels are compiled for the number.
         num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
             that the host fills one while the device still reads the other.
 
@@ -234,6 +248,7 @@ class AttentionMetadataBuilder:
         graph_support: GraphSupport = GraphSupport.ALWAYS,
         unused_block_id: int | None = None,
         num_state_rows: int = 0,
+        max_bidirectional_ranges: int = 0,
         num_staging_buffers: int | None = None,
     ):
         self.device = with_index(device)
@@ -251,6 +266,7 @@ class AttentionMetadataBuilder:
         for number in of_pools:
             expect(0 <= number < 2**31, "num_blocks", "0 or more, and less than 2**31", number)
         expect(0 <= num_state_rows < 2**31, "num_state_rows", "0 or more, and less than 2**31", num_state_rows)
+        expect(max_bidirectional_ranges >= 0, "max_bidirectional_ranges", "0 or more", max_bidirectional_ranges)
         if num_staging_buffers is None:
             num_staging_buffers = 2 if on_gpu else 0
         least = int(on_gpu)
@@ -264,10 +280,11 @@ class AttentionMetadataBuilder:
         self.graph_support = graph_support
         self.unused_block_id = unused_block_id
         self.num_state_rows = num_state_rows
+        self.max_bidirectional_ranges = max_bidirectional_ranges
 
         def buffers(where: torch.device | str, pinned: bool = False) -> _Buffers:
             sizes = (max_num_seqs, max_num_tokens, max_blocks_per_seq, len(of_pools), num_state_rows > 0)
-            return _Buffers.allocate(*sizes, where, pinned)
+            return _Buffers.allocate(*sizes, max_bidirectional_ranges, where, pinned)
 
         self._buffers = buffers(self.device)
         self._staging = [_Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
@@ -306,7 +323,8 @@ class AttentionMetadataBuilder:
 
         Raises:
             ValueError: a capacity is exceeded, a length is negative, a request has too few blocks, a needed block id is
-                outside [0, N), or the common prefix is not common. Nothing has been written then.
+                outside [0, N), the common prefix is not common, or a bidirectional range goes on after the step.
+                Nothing has been written then.
         """
         B, n = self.block_size, batch.num_reqs
         query_lens, computed = batch.query_lens, batch.num_computed_tokens
@@ -331,6 +349,7 @@ class AttentionMetadataBuilder:
                 blocks.append(self._needed_blocks("other_block_ids", block_ids, num_blocks, reach, longest))
         has_none = batch.state_slots is None and not self.num_state_rows
         state_slots = _NO_ROWS if has_none else self._state_slots(batch)
+        ranges = self._bidirectional_ranges(batch, seq_lens)
         self._check_common_prefix(common_prefix_len, computed, blocks[0])
 
         # Pinned to the CPU by name, because the user may have set another default device.
@@ -351,7 +370,7 @@ class AttentionMetadataBuilder:
         offsets = positions - columns * B
         slots = [each[request, columns].to(torch.int64) * B + offsets for each in blocks]
 
-        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots)
+        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots, ranges)
         metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
         if common_prefix_len and not fast_build:
             metadata.cascade = self._build_cascade(common_prefix_len, metadata)
@@ -380,7 +399,7 @@ class AttentionMetadataBuilder:
         seq_lens, computed = torch.zeros((2, num_reqs), dtype=torch.int32, device="cpu")
         nothing = computed[:0]
         slots, blocks = ([each] * len(self.num_blocks) for each in (nothing, nothing.view(0, 0)))
-        self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing)
+        self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing, _NO_RANGES)
         max_seq_len = self.max_blocks_per_seq * self.block_size
         metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
         if cascade:
@@ -438,6 +457,13 @@ class AttentionMetadataBuilder:
         expect(len(slots.unique()) == len(slots), "state_slots", "a slot for each request alone", rows.tolist())
         return rows
 
+    def _bidirectional_ranges(self, batch: Batch, seq_lens: Tensor) -> Tensor:
+        """The ranges that the step needs, checked: ``[num_reqs, R, 2]``, or none at all."""
+        given = batch.bidirectional_ranges
+        if given is None:
+            return _NO_RANGES
+        return ranges_of_step(given, batch.num_computed_tokens, seq_lens, self.max_bidirectional_ranges)
+
     def _is_needed(self, seq_lens: Tensor, width: int) -> Tensor:
         """bool ``[len(seq_lens), width]``: whether an entry of a block table lies within its sequence."""
         return torch.arange(0, width * self.block_size, self.block_size, device="cpu") < seq_lens[:, None]
@@ -465,6 +491,7 @@ class AttentionMetadataBuilder:
         blocks: Sequence[Tensor],
         reach: Tensor,
         state_slots: Tensor,
+        ranges: Tensor,
     ) -> None:
         """Fill the buffers with values that have been checked, slots and blocks of each pool; ``reach`` are lengths
         that need their blocks."""
@@ -482,6 +509,9 @@ class AttentionMetadataBuilder:
         if into.state_slots is not None:
             into.state_slots[: len(state_slots)] = state_slots
             into.state_slots[len(state_slots) : S] = PADDING_ROW
+        if into.bidirectional_ranges is not None:
+            into.bidirectional_ranges[: len(ranges)] = ranges
+            into.bidirectional_ranges[len(ranges) : S] = 0
         rows, compact = n, False
         if self.unused_block_id is None:
             compact = staging is not None and _prefers_compact(n, width, self.max_blocks_per_seq)
@@ -537,6 +567,7 @@ class AttentionMetadataBuilder:
             positions=on_device.positions,
             other_pools=on_device.other_pools or None,
             state_slots=on_device.state_slots,
+            bidirectional_ranges=on_device.bidirectional_ranges,
         )
 
     def _build_cascade(self, common_prefix_len: int, metadata: AttentionMetadata) -> CascadeMetadata:
@@ -565,6 +596,7 @@ class _Buffers:
     query_start_loc: Tensor
     seq_lens: Tensor
     state_slots: Tensor | None
+    bidirectional_ranges: Tensor | None
     slot_mappings: tuple[Tensor, ...]  # of each pool
     all_block_tables: tuple[Tensor, ...]  # of each pool
 
@@ -576,6 +608,7 @@ class _Buffers:
         max_blocks: int,
         num_pools: int,
         with_states: bool,
+        num_ranges: int,
         device: torch.device | str,
         pinned: bool,
     ) -> _Buffers:
@@ -586,6 +619,7 @@ class _Buffers:
             (torch.int32, (max_num_seqs + 1,)),
             (torch.int32, (max_num_seqs,)),
             *[(torch.int32, (max_num_seqs,))] * with_states,
+            *[(torch.int32, (max_num_seqs, num_ranges, 2))] * (num_ranges > 0),
             *[(torch.int32, (max_num_seqs, max_blocks))] * num_pools,
         ]
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
@@ -602,7 +636,9 @@ class _Buffers:
             own = parts if pinned else [torch.from_dlpack(part) for part in parts]
         slot_mappings, (positions, query_start_loc, seq_lens, *rest) = own[:num_pools], own[num_pools:]
         state_slots = rest.pop(0) if with_states else None
-        return cls(storage, positions, query_start_loc, seq_lens, state_slots, tuple(slot_mappings), tuple(rest))
+        ranges = rest.pop(0) if num_ranges else None
+        of_seqs = query_start_loc, seq_lens, state_slots, ranges
+        return cls(storage, positions, *of_seqs, tuple(slot_mappings), tuple(rest))
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -623,6 +659,7 @@ class _Buffers:
             self.query_start_loc[: S + 1],
             self.seq_lens[:S],
             None if self.state_slots is None else self.state_slots[:S],
+            None if self.bidirectional_ranges is None else self.bidirectional_ranges[:S],
             tuple(slot_mapping[:T] for slot_mapping in self.slot_mappings),
             tuple(block_tables[:S] for block_tables in self.all_block_tables),
         )
@@ -632,8 +669,7 @@ class _Buffers:
         are closed."""
         counts = [(tensor, T) for tensor in (*self.slot_mappings, self.positions)]
         counts += [(self.query_start_loc, S + 1), (self.seq_lens, S)]
-        if self.state_slots is not None:
-            counts.append((self.state_slots, S))
+        counts += [(each, S) for each in (self.state_slots, self.bidirectional_ranges) if each is not None]
         counts += [(block_tables, table_rows) for block_tables in self.all_block_tables]
         ranges: list[tuple[int, int]] = []
         for tensor, count in counts:
