@@ -88,6 +88,15 @@ def test_rows_of_one_slot_do_not_mix():
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_negative_scale_hides_no_less(dtype):
+    query, *rest, scale = prompt(100, dtype)
+    mirrored = paged_ops.paged_attention_with_lse(-query, *rest, scale)
+    for got, want in zip(paged_ops.paged_attention_with_lse(query, *rest, -scale), mirrored, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rows", [1, 80])
 def test_query_of_any_strides(rows):
     query, *rest = prompt(80)

@@ -391,6 +391,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     """A tile through PyTorch's flash kernel (D = Dv, no cap, no bias): rows from position i, keys from position j."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     (rows, K, G, _), n = q.shape, k.shape[1]
+    if scale < 0:  # the kernel masks before it scales: a key that is hidden would get the logit +inf
+        q, scale = -q, -scale
     if _all_seen(rows, n, i, j, f):  # the query heads of a group are rows of one product
         folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
         out, lse = flash(folded, k[None], v[None], scale=scale)

@@ -377,13 +377,18 @@ class World:
         clean, sees = self.unreached(rows, C, T, S)
         self.compare(f"{name}: out", _stack(outs), exact[0], plain[0], exact[2], clean)
         saturates = s.fp8_output and self.poison == self.poison
-        if sees is not None and "value" in self.poison_in and not self.on.get("block_sparse") and not saturates:
+        weighed = "value" in self.poison_in and (self.poison_in == "value" or self.poison != self.poison)
+        if sees is not None and weighed and not self.on.get("block_sparse") and not saturates:
             finite = (_stack(outs).view(E4M3 if s.fp8_output else s.dtype).float().isfinite()).flatten(2).any(2)
             self.checks.append((f"{name}: wrong, finite where NaN is seen", (finite & sees).sum().double()))
         if s.with_lse:  # float32 whatever the dtype of the query
             if s.dtype != torch.float32:
                 plain = self.expected(self.features, torch.stack(queries), rows, torch.float32)
-            self.compare_lse(f"{name}: lse", torch.stack(lses), exact[1], plain[1], exact[2], clean)
+            slack = exact[2]
+            if self.case.options.device == "cpu" and s.dtype == torch.bfloat16:
+                # PyTorch's kernel there takes keys times their scale in bfloat16.
+                slack = slack * (torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps / ULPS)
+            self.compare_lse(f"{name}: lse", torch.stack(lses), exact[1], plain[1], slack, clean)
 
     def attend(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         function = paged_ops.paged_attention_with_lse if self.setting.with_lse else paged_ops.paged_attention
@@ -427,16 +432,20 @@ class World:
 
     def unreached(self, rows: tuple[Tensor, ...], C: int, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
         """Which rows ``[C, T]`` poison may not reach, and which see it themselves. On the CPU a row is reached by what
-        it sees; elsewhere the rows of a sequence may share a tile."""
+        it sees; elsewhere the rows of a sequence may share a tile, which a block-sparse pattern does not cut."""
         if not self.poison_in:
             return None, None
         at, i, n, group = rows
-        seen = truth.seen(self.features, i, n, self.L, self.setting.H, self.setting.form.K)
-        sees = (seen & self.bad[:, None, None, None, :]).flatten(3).any(3).any(1)  # [W, R]
-        reached = sees
+
+        def meet_poison(f: Features) -> Tensor:
+            seen = truth.seen(f, i, n, self.L, self.setting.H, self.setting.form.K)
+            return (seen & self.bad[:, None, None, None, :]).flatten(3).any(3).any(1)  # [W, R]
+
+        sees = reached = meet_poison(self.features)
         if self.case.options.device != "cpu":
+            near = meet_poison(self.features._replace(sparse=None))
             groups = torch.zeros(C * S + 1, dtype=torch.int64, device=self.device)
-            reached = groups.index_add_(0, group.flatten(), sees.flatten().long())[group] > 0
+            reached = groups.index_add_(0, group.flatten(), near.flatten().long())[group] > 0
         result = []
         for flags in (reached, sees):
             by_row = torch.zeros(C * T + 1, dtype=torch.bool, device=self.device)

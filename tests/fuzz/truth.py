@@ -64,6 +64,8 @@ def attend(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     rows = q.view(W, R, K, G, D).transpose(1, 2).reshape(W * K, R * G, D)
     logits = (rows @ k.permute(0, 2, 3, 1).reshape(W * K, D, L)).view(W, K, R, G, L) * f.scale
+    # By the lengths of the two vectors: a product errs by its terms, however small their sum.
+    terms = torch.stack([each.norm(dim=-1).amax() for each in (rows, k)]).prod() * abs(f.scale)
     if f.cap:
         logits = f.cap * torch.tanh(logits / f.cap)
     if f.slopes is not None:
@@ -71,6 +73,7 @@ def attend(
         logits = logits + f.slopes.to(dtype).view(1, K, 1, G, 1) * away.to(dtype)[:, None, :, None, :]
     visible = seen(f, i, n, L, H, K)
     peak = logits.masked_fill(~visible, 0.0).abs().amax().clamp(min=max(f.cap, 1.0))
+    peak = torch.maximum(peak, terms)
     logits = logits.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(logits, -1)  # [W, K, R, G]
     if f.sinks is not None:
