@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the e
 
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers import modeling_flash_attention_utils as flash  # noqa: E402
-from transformers.generation.continuous_batching import PagedAttentionCache  # noqa: E402
+from transformers.generation.continuous_batching import PagedAttentionCache, initialization  # noqa: E402
 
 from paged_ops.integrations import continuous_batching  # noqa: E402
 from paged_ops.integrations.continuous_batching import attention, use_paged_attention  # noqa: E402
@@ -65,6 +65,7 @@ def batch(model, tokens=256):
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_tokens_are_those_of_generate(name, tokens):
     model = make(name)
+    model.set_attn_implementation("eager")  # sdpa leaves out Gemma-2's soft cap in 5.17
     expected = [
         model.generate(torch.tensor([ids]), generation_config=GREEDY)[0, len(ids) :].tolist() for ids in PROMPTS
     ]
@@ -136,6 +137,16 @@ def test_decode_by_block_tables_writes_and_attends(version):
         weights = torch.softmax(torch.einsum("hd,jhd->hj", query[0, :, s], keys) * 0.3, dim=-1)
         torch.testing.assert_close(out[0, s], torch.einsum("hj,jhd->hd", weights, values), atol=1e-5, rtol=1e-5)
     assert (out[0, 2] == 0).all()
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_gpu_decodes_by_block_tables(name, monkeypatch):
+    """transformers asks its flash-attention module whether it can: that must not look for a kernel on the hub."""
+    model = use_paged_attention(make(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = ContinuousBatchingConfig(max_blocks_per_request=8)
+    initialization.ensure_decode_fast_path_is_available(model.config, config, True)
+    assert config.max_blocks_per_request == (8 if name == "llama" else 0)  # not where a layer has a window
 
 
 def test_other_calls_are_refused_clearly():

@@ -62,27 +62,35 @@ def use_paged_attention(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: this version of transformers takes no function that it does not know.
     """
-    if hasattr(modeling_flash_attention_utils, "lazy_import_paged_flash_attention"):
-        model.set_attn_implementation(_PAGED_NAME)
-        return model
+    until_5_17 = hasattr(modeling_flash_attention_utils, "lazy_import_paged_flash_attention")
     missing = [name for name in sorted(_LOADED) if not hasattr(modeling_flash_attention_utils, name)]
     if missing:
         raise ValueError(
             "transformers: expected a version whose continuous batching takes other attention functions (5.17, or 5.19"
             f" to 5.23), got one whose modeling_flash_attention_utils lacks {missing}; use PagedCausalLM instead"
         )
+    name = _PAGED_NAME if until_5_17 else NAME
     loaded: Any = modeling_flash_attention_utils
     loaded._flash_fn = loaded._flash_varlen_fn = loaded._flash_with_kvcache_fn = _not_called
+    if until_5_17 and _has_windows(model.config.get_text_config()):
+        loaded._flash_with_kvcache_fn = None  # that version has no block tables for layers with a window, and fails
     loaded._process_flash_kwargs_fn = loaded._process_with_kvcache_kwargs_fn = dict
     loaded._pad_fn = loaded._unpad_fn = _not_called
-    loaded._loaded_implementation = NAME
+    loaded._loaded_implementation = name
     for part in model.modules():
         # gpt-oss lists the functions that know sinks.
         listed = getattr(part, "_compatible_flash_implementations", None)
         if listed and NAME not in listed:
             part._compatible_flash_implementations = [*listed, NAME]
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
     return model
+
+
+def _has_windows(config: Any) -> bool:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return "sliding_attention" in layer_types
+    return getattr(config, "sliding_window", None) is not None
 
 
 # The cache is one tensor of bytes under overlapping views, which a compiler would copy for each layer.
