@@ -3,8 +3,9 @@ how fast is it beside transformers' own paged attention functions?
 
     python benchmarks/generate_batch.py --out generate_batch.json [--seconds 220] [--only tokens|speed] [--tiny]
 
-Tokens: tiny random models in float32 with eager attention (Llama; Gemma-2 with windows and a soft cap; gpt-oss with windows and sinks), with
-CUDA graphs off, on, and as transformers chooses, whole and chunked prompts. The script fails if one differs.
+Tokens: tiny random models in float32 with eager attention (Llama; Gemma-2 with windows and a soft cap; gpt-oss with
+windows and sinks), with CUDA graphs off, on, and as transformers chooses, whole and chunked prompts. The script fails
+if one differs.
 
 Speed: the shape of Llama-3-8B, random bfloat16 weights, greedy. Milliseconds a decode step are medians of the times
 between tokens while every request decodes; seconds are those of the whole call, prompts included, the second time.
