@@ -94,7 +94,7 @@ class Table(NamedTuple):
 # A table is determined by its key, so an address that is used again for another tensor cannot make it wrong. The latest
 # tables are remembered; those that a captured graph reads are kept for good, as nobody knows how long it lives.
 _tables: dict[tuple[object, ...], Table] = {}
-_captured: dict[tuple[object, ...], Table] = {}
+_captured: set[tuple[object, ...]] = set()  # the keys of these
 MOST_TABLES = 1024
 
 
@@ -102,14 +102,15 @@ def _table(
     sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device, in_capture: bool = False
 ) -> Table:
     key = (device, *((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*sources, *targets)))
-    table = _captured.get(key) or _tables.get(key)
+    table = _tables.get(key)
     if table is None:
         expect(not in_capture, "kv_caches", "a call before the capture of a CUDA graph", "caches that are new to it")
-        if len(_tables) >= MOST_TABLES:
-            _tables.pop(next(iter(_tables)), None)
+        if len(_tables) - len(_captured) >= MOST_TABLES:
+            oldest = next(each for each in list(_tables) if each not in _captured)
+            _tables.pop(oldest, None)
         table = _tables[key] = _new_table(sources, targets, device)
     elif in_capture:  # which begins with all earlier work done, and may not wait for an event from outside
-        _captured[key] = table
+        _captured.add(key)
     elif table.ready is not None:
         stream = torch.cuda.current_stream(device)
         if stream.cuda_stream != table.stream:

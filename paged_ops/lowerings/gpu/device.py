@@ -93,19 +93,26 @@ def target_of(device: torch.device) -> Target:
     return Target(device, properties.name, backend, arch, properties.multi_processor_count, shared_memory)
 
 
+_NO_GUARD = contextlib.nullcontext()
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A guard under which kernels launch on the device: Triton launches on the current one."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
+    return _NO_GUARD if _is_current(device) else torch.cuda.device(device)
 
 
 def capturing(device: torch.device) -> bool:
     """Whether the device's current stream captures a CUDA graph."""
     if device.type != "cuda":
         return False
-    with on_device(device):  # torch answers for the current device alone
+    if _is_current(device):
         return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):  # torch answers for the current one alone
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 # Tuned numbers as data
