@@ -4,9 +4,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TORCH := $(shell sed -n '/^dev = /,$$ s/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 PYTEST := $(BIN)/python -m pytest -q
-# One thread a process: two workers on two cores would otherwise fight. Inductor's caches do not key on an op's
-# schema or kernels, so tests never read them.
-TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# One thread per process: two workers on two cores would otherwise fight. Inductor's caches of graphs do not key on an
+# op's schema or kernels, so tests never read them; tests/conftest.py keeps what is compiled from C++ for one run.
+TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FX_GRAPH_CACHE=0 TORCHINDUCTOR_AUTOGRAD_CACHE=0 \
+  TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 INTERPRETER_TESTS := $(wildcard tests/test_gpu_*interpreter.py)
 AOT_TESTS := $(wildcard tests/test_gpu_*aot.py)
 

@@ -1,8 +1,14 @@
-"""Markers are declared in pyproject.toml; here is what selects by them."""
+"""Markers are declared in pyproject.toml; here is what selects by them, and where a run keeps what it compiles."""
+
+import os
+import shutil
+import tempfile
 
 import gpu_under_test
 import pytest
 import torch
+
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,6 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--device")
     if name.startswith("cuda:"):
         gpu_under_test.GPU = torch.device(name)
+    # Precompiled headers are half the time of a compilation: the processes of a run share them, and no two runs do.
+    if COMPILED not in os.environ:
+        os.environ[COMPILED] = tempfile.mkdtemp(prefix="paged_ops_compiled_")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(COMPILED), ignore_errors=True))
 
 
 @pytest.fixture(scope="session")
