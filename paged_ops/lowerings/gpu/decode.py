@@ -99,7 +99,9 @@ def split_kernel(
     TOKENS: tl.constexpr = BLOCK_M // G
     r = tl.arange(0, BLOCK_M)
     group_head = tl.arange(0, triton.next_power_of_2(G)) % G
-    spans = (window, chunk, ranges_at(bidirectional_ranges, RANGES))
+    spans = (window, chunk, None)
+    if RANGES:
+        spans = (window, chunk, ranges_at(bidirectional_ranges, RANGES))
 
     start, end, _, _ = shares(
         p, P, S, seq_lens, query_start_loc, spans, K, WINDOW, CHUNK, G, BLOCK_S, CHUNKS_OF_S, SHORT, BLOCK_M,
@@ -390,7 +392,9 @@ def merge_kernel(
     """
     TOKENS: tl.constexpr = BLOCK_M // G
     H: tl.constexpr = K * G
-    spans = (window, chunk, ranges_at(bidirectional_ranges, RANGES))
+    spans = (window, chunk, None)
+    if RANGES:
+        spans = (window, chunk, ranges_at(bidirectional_ranges, RANGES))
     p = tl.program_id(0)
     one = tl.arange(0, 1)
     d = tl.arange(0, DV_PAD)

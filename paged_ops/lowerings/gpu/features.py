@@ -501,12 +501,12 @@ def oldest_key(first_i, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit
 def ranges_at(bidirectional_ranges, RANGES: tl.constexpr):
-    """What :func:`reach_of_ranges` takes: where the ranges of the first sequence are, and how many a sequence has."""
-    ranges = None
-    if RANGES > 0:
-        n = tl.arange(0, triton.next_power_of_2(RANGES))
-        ranges = (bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2, RANGES)
-    return ranges
+    """What :func:`reach_of_ranges` takes: where the ranges of the first sequence are, and how many a sequence has.
+
+    Called where there are some: with triton 3.6 a function cannot return None.
+    """
+    n = tl.arange(0, triton.next_power_of_2(RANGES))
+    return bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2, RANGES
 
 
 @triton.jit
