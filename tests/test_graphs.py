@@ -383,6 +383,25 @@ def test_pieces(imitated):
         graphs.Graph, graphs._on_gpu = before, on_gpu
 
 
+def test_room_for_inputs_of_pieces_is_by_device(imitated, monkeypatch):
+    """Two inputs that differ in nothing else, on two GPUs (here the CPU and nowhere)."""
+    monkeypatch.setattr(graphs, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
+    pieces, seen = Pieces(ImitatedSession("cpu")), []
+
+    def piece(args):
+        (given,) = args
+        args.clear()
+        seen.append(given.device.type)
+        return torch.zeros(2)
+
+    for mode in (pieces.observing, pieces.capturing):
+        seen.clear()
+        with mode():
+            for where in ("cpu", "meta"):
+                pieces(piece, [torch.empty(3, device=where)])
+    assert seen == ["cpu", "cpu", "meta", "meta"]  # captured and replayed
+
+
 def test_compile_pieces_outside_a_runner():
     torch._dynamo.reset()
     model, kv_cache = Toy(), KVCache(LAYERS, 48, B, K, D)
