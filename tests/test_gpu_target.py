@@ -2,6 +2,7 @@
 for a device is its own, whatever the current device is. tests/test_two_gpus.py runs on two real ones."""
 
 import contextlib
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from paged_ops import KVCache, Layout, layouts
 from paged_ops.benchmark import tune
 from paged_ops.hybrid import HybridCache
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import attention, blocks, device, launch
+from paged_ops.lowerings.gpu import attention, blocks, device, launch, tiles
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.states import StateCache, StateSpec
 
@@ -339,3 +340,54 @@ def test_the_layout_of_a_cache_is_that_of_its_gpu(machine, allocated_on_host):
         assert found == {0: Layout.NHD, 1: Layout.HND}
     finally:
         paged_ops.set_default_layout(None)
+
+
+def compiled_for(value, parameter):
+    """What Triton compiles a kernel for, of an argument."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int" if parameter.do_not_specialize else (value == 1, value % 16 == 0)
+    return type(value)
+
+
+@pytest.fixture
+def variants(machine, monkeypatch):
+    """The kernels that would be compiled, each with all that it is compiled for."""
+    found = set()
+
+    def run(kernel, *args, grid, warmup, **constants):
+        given = zip(args, kernel.params, strict=False)
+        found.add((kernel.fn.__qualname__, *(compiled_for(*each) for each in given), *sorted(constants.items())))
+
+    monkeypatch.setattr(machine, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("where", [A100, H200], ids=["a100", "h200"])
+@pytest.mark.parametrize(
+    ("heads", "most"), [((32, 8), (8192, 256)), ((32, 8), (2048, 1024)), ((8, 1), (512, 8)), ((64, 1), (8192, 300))]
+)
+def test_no_batch_waits_for_a_compiler_after_the_covering_ones(variants, where, heads, most):
+    """Of any tokens and sequences within the bounds, with any row length of the block tables."""
+    H, K = heads
+    query, kv_cache = on(where, most[0], H, 128), on(where, 64, 2, 16, K, 128)
+    tables, starts = on(where, most[1], 32, dtype=torch.int32), on(where, most[1] + 1, dtype=torch.int32)
+
+    def attend(T, S, columns):
+        gpu.paged_attention(query[:T], kv_cache, tables[:S, :columns], starts[:S], starts[: S + 1], 0.1)
+
+    batches = tiles.covering_batches(*most)
+    for T, S in batches:
+        attend(T, S, 1)
+    covered = set(variants)
+    assert 2 <= len(covered) <= 90
+    assert len(batches) <= 400
+    draw = random.Random(0)
+    for _ in range(250):
+        S = draw.choice((draw.randint(1, most[1]), draw.randint(1, 8), 16 * draw.randint(1, max(most[1] // 16, 1))))
+        S = min(S, most[1])
+        T = draw.choice((S * draw.randint(1, 20), draw.randint(1, most[0]), S + draw.randint(0, 64), S - 1))
+        tables = on(where, most[1], draw.randint(1, 40), dtype=torch.int32)
+        attend(min(max(T, 1), most[0]), S, None)
+        assert variants == covered, (T, S, variants - covered)

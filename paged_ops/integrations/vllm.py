@@ -276,6 +276,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._stored_as = kv_cache_dtype if kv_cache_dtype in _FP8 else "auto"
         self._cache: Tensor | None = None
+        self._warm: Tensor | None = None  # the cache that warm_up was called with
+        self._largest_batch = vllm_plugin.largest_batch()
         self._sinks: Tensor | None = None
         self._slopes: Tensor | None = None
 
@@ -306,8 +308,22 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         """
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: expected none, as output has one scale, got a tensor")
+        if kv_cache is not self._warm and self._can_warm_up(query, kv_cache):
+            self.warm_up(layer, query, kv_cache, output, output_scale)
         if attn_metadata is None:
             return output.fill_(0)
+        self._attend(layer, query, kv_cache, attn_metadata, output, output_scale)
+        return output
+
+    def _attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedOpsMetadata,
+        output: Tensor,
+        output_scale: Tensor | None,
+    ) -> None:
         T = attn_metadata.num_actual_tokens
         rows, out = (query, output) if query.shape[0] == T else (query[:T], output[:T])
         key_cache, value_cache = self._views(kv_cache)
@@ -330,7 +346,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
                 kv_cache_dtype=self._stored_as,
                 out=out,
             )
-            return output
+            return
         _attend(
             rows,
             key_cache,
@@ -350,7 +366,32 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             kv_cache_dtype=self._stored_as,
             out=out,
         )
-        return output
+
+    def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
+        """On a GPU, with a cache, outside a capture, and with rows whose stride shows."""
+        is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
+        return bool(is_ready) and not torch.cuda.is_current_stream_capturing()
+
+    def warm_up(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
+    ) -> None:
+        """Compile the kernels of every step within the engine's limits, by steps of padding alone.
+
+        The engine runs the model with its cache before it takes requests, in whichever mode: :meth:`forward` calls this
+        then, so that no request waits for a compiler. Triton keeps what it compiled for later starts.
+        """
+        from paged_ops.lowerings.gpu.tiles import covering_batches
+
+        assert self._largest_batch is not None
+        most_tokens, most_sequences = self._largest_batch
+        rows = query.new_empty_strided((most_tokens, *query.shape[1:]), query.stride())
+        out = output.new_empty_strided((most_tokens, *output.shape[1:]), output.stride())
+        nothing = torch.zeros(most_sequences + 1, dtype=torch.int32, device=query.device)
+        no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
+        for T, S in covering_batches(most_tokens, most_sequences):
+            step = PagedOpsMetadata(T, nothing[: S + 1], nothing[:S], nothing[:S, None], no_slots)
+            self._attend(layer, rows[:T], kv_cache, step, out[:T], output_scale)
+        self._warm = kv_cache
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

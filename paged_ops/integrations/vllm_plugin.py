@@ -35,6 +35,16 @@ def name() -> str:
     return NAME if NAME in members.__members__ else members.CUSTOM.name
 
 
+def largest_batch() -> tuple[int, int] | None:
+    """The most tokens and the most sequences of a step, of the engine that is being made; None outside of one."""
+    from vllm.config import vllm as config
+
+    current = config.get_current_vllm_config_or_none()
+    if current is None or current.scheduler_config is None:
+        return None
+    return current.scheduler_config.max_num_batched_tokens, current.scheduler_config.max_num_seqs
+
+
 def heads_first() -> bool:
     """Whether vLLM wants the heads of a block before its tokens in memory; asked for before 0.29 only."""
     from vllm.v1.attention.backends import utils

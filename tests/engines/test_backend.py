@@ -403,3 +403,56 @@ def test_the_cache_of_versions_that_ask_for_its_shape(order: str, monkeypatch: p
 def test_the_package_imports_no_engine() -> None:
     code = "import sys, paged_ops, paged_ops.integrations; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_steps_of_padding_compile_what_later_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches are those of covering_batches, which test_gpu_target.py shows to cover all; the cache stays."""
+    pytest.importorskip("triton")
+    from paged_ops.lowerings.gpu.tiles import covering_batches
+
+    monkeypatch.setattr(vllm_plugin, "largest_batch", lambda: (64, 8))
+    step, (impl, layer) = Step(), make(sinks=FEATURES["sinks"]["sinks"])
+    step.write(impl, layer)
+    before = step.kv_cache.clone()
+    fused = torch.randn(5, (H + 2 * K) * D)
+    query = fused[:, : H * D].view(5, H, D)
+    seen = []
+    attend_to = vllm._attend
+
+    def record(query: Tensor, cache: Tensor, tables: Tensor, lens: Tensor, *args: Any, **features: Any) -> Any:
+        seen.append((query.shape[0], lens.shape[0]))
+        assert query.stride() == (fused.shape[1], D, 1)
+        assert features["sinks"] is not None
+        return attend_to(query, cache, tables, lens, *args, **features)
+
+    monkeypatch.setattr(vllm, "_attend", record)
+    impl.warm_up(layer, query, step.kv_cache, torch.empty(5, H, D))
+    assert seen == covering_batches(64, 8)
+    torch.testing.assert_close(step.kv_cache, before, atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_new_cache_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, (impl, layer) = Step(), make()
+    calls = []
+    monkeypatch.setattr(PagedOpsImpl, "_can_warm_up", lambda self, query, kv_cache: bool(kv_cache.numel()))
+
+    def warm_up(self: PagedOpsImpl, layer: Any, query: Tensor, kv_cache: Tensor, *args: Any) -> None:
+        calls.append(kv_cache)
+        self._warm = kv_cache
+
+    monkeypatch.setattr(PagedOpsImpl, "warm_up", warm_up)
+    output = torch.zeros(5, H, D)
+    impl.forward(layer, step.query[:5], None, None, torch.tensor([]), None, output)  # profiling: no cache yet
+    assert not calls
+    for cache in (step.kv_cache, step.kv_cache, Step("BLNHC").kv_cache):
+        impl.forward(layer, step.query[:5], None, None, cache, None, output)
+    assert len(calls) == 2
+
+
+def test_the_engine_says_how_large_a_step_can_be() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    assert vllm_plugin.largest_batch() is None
+    with set_current_vllm_config(VllmConfig()):
+        config = VllmConfig().scheduler_config
+        assert vllm_plugin.largest_batch() == (config.max_num_batched_tokens, config.max_num_seqs)

@@ -654,7 +654,7 @@ def second_consumer(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride_s", "short", "S", "tiles"])  # they vary from step to step
 def prefill_kernel(
     out, lse, query, k_desc, v_desc, block_tables, seq_lens, query_start_loc, sinks, taken,
     q_stride_t, q_stride_h, rows_n, rows_head, columns_head, table_stride_s, table_stride_m, scale, soft_cap,

@@ -15,6 +15,8 @@ LARGEST_HEAD = 256
 INTERPRETER_PROGRAMS = 5
 # Keys of a slice: so many as a matrix instruction takes rows.
 SLICE = 16
+# Packed query rows of a sequence up to which equal lengths have tiles of their own.
+SAME_LENGTH = 64
 # Tiles of so many rows are multiplied by warpgroups on sm_90 (wgmma).
 WARPGROUP_ROWS = 64
 # So many packed query rows are served by slices; more fill the registers of a warp with its sums of values.
@@ -87,7 +89,7 @@ def plan(
     # Decode and speculative widths: tiles of as many rows as a sequence has if all have the same, which only the device
     # knows. So longer ones are split_kernel's too, rather than a launch of prefill_kernel's that mostly finds nothing.
     rows = triton.next_power_of_2(-(-T // S) * group)
-    same = T % S == 0 and rows <= max(64, group)
+    same = T % S == 0 and rows <= max(SAME_LENGTH, group)
     if not same:  # one token each, unless there are more than sequences: then up to 16 rows are not left to prefill
         rows = group if T <= S else max(16, group)
     kind, width = element_kind(dtype, stored), str(padded(max(D, Dv), stored.itemsize))
@@ -116,6 +118,24 @@ def plan(
             split = Tile(split_m, split_n, 8 if one_fits else 4, max(1, min(split_stages, space // stage)))
         programs = per_sm * target.processors
     return Plan(split, split.block_n // SLICE if sliced else 0, prefill, programs, all_split)
+
+
+def covering_batches(most_tokens: int, most_sequences: int) -> list[tuple[int, int]]:
+    """Batches (T, S) such that what any batch of at most so many tokens and sequences launches, one of them does.
+
+    What :func:`plan`, hopper.py's short_keys and the count of sequences distinguish: S by powers of two from 64 on, and
+    between a few and many; T by equal lengths of up to 64, by fewer rows than sequences, and by unequal lengths with
+    few and with many tiles of query rows. Once they ran, no later batch waits for a compiler.
+    """
+    edges = [1, 2, 3, *(64 << n for n in range(max(most_sequences, 64).bit_length()))]
+    counts = {S for edge in edges for S in (edge, edge + 1) if S < most_sequences} | {most_sequences}
+    # The shortest of each number of packed rows, which are powers of two.
+    lengths = (1, *((1 << n) + 1 for n in range(SAME_LENGTH.bit_length() - 1)))
+    batches = set()
+    for S in counts:
+        unequal = (S + 1, 3 * S + 1, 1 << (most_tokens.bit_length() - 1), most_tokens - 1, most_tokens)
+        batches |= {(T, S) for T in (S - 1, *(S * length for length in lengths), *unequal) if 0 < T <= most_tokens}
+    return sorted(batches, reverse=True)
 
 
 def element_kind(dtype: torch.dtype, stored: torch.dtype) -> str:
