@@ -430,12 +430,12 @@ class BlockAllocator:
         return self.host_pool.fits(self._swap_plan(self._live(seq_id)))
 
     def can_swap_in(self, seq_id: Hashable, *, num_tokens: int = 0, spare_blocks: int = 0) -> bool:
-        """Whether ``swap_in`` would find the blocks it needs now, an ``append`` of ``num_tokens`` those that it needs
-        then, and ``spare_blocks`` were left."""
+        """Whether ``swap_in`` would find the blocks it needs now, the next ``num_tokens`` tokens that are not computed
+        theirs then (``reserve`` of those that wait, ``append`` of others), and ``spare_blocks`` were left."""
         seq = self._swapped(seq_id)
         plan = self._swap_plan(seq)
-        longest = len(seq.tokens) + num_tokens if num_tokens else seq.num_reserved
-        more = self._num_blocks(longest) - self._num_blocks(seq.num_reserved) + spare_blocks
+        stop = max(seq.num_reserved, seq.num_computed + num_tokens)
+        more = self._num_blocks(stop) - self._num_blocks(seq.num_reserved) + spare_blocks
         return self.pool.fits(plan + [None] * more)
 
     def pending_copies(self) -> list[tuple[int, int]]:

@@ -253,10 +253,9 @@ class Scheduler:
                 budget -= 1
                 continue
             chunk = min(budget, num_tokens - start, cache.num_reservable(request))
-            if chunk:
-                cache.reserve(request, chunk)
-                prefills.append((request, start, chunk))
-                budget -= chunk
+            cache.reserve(request, chunk)
+            prefills.append((request, start, chunk))
+            budget -= chunk
         return budget
 
     def _admit(self, budget: int, prefills: list[Scheduled]) -> int:

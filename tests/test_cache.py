@@ -187,6 +187,24 @@ def test_a_prompt_longer_than_its_pool() -> None:
     check_invariants(cache)
 
 
+def test_a_prompt_longer_than_its_pool_comes_back_half_computed() -> None:
+    cache = BlockAllocator(4, 4, num_host_blocks=4, sliding_window=6)
+    cache.admit("a", list(range(100)), first_chunk=8)
+    cache.commit("a", 8)
+    cache.swap_out("a")
+    assert cache.can_swap_in("a", num_tokens=4, spare_blocks=1), "its two blocks and a new one"
+    assert not cache.can_swap_in("a", num_tokens=4, spare_blocks=2)
+    assert not cache.can_swap_in("a", num_tokens=9)
+    cache.swap_in("a")
+    assert cache.num_reservable("a") == 8
+    full = BlockAllocator(2, 4, num_host_blocks=2)
+    full.admit("a", list(range(8)))
+    full.commit("a", 7)
+    full.swap_out("a")
+    assert full.can_swap_in("a", num_tokens=1), "it has the slot"
+    assert not full.can_swap_in("a", num_tokens=2), "it would append"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 @pytest.mark.parametrize("layout", list(Layout))

@@ -845,38 +845,52 @@ def test_the_loop_asks_of_the_cache_only_what_a_cache_of_several_pools_has() -> 
     assert used <= allowed, used - allowed
 
 
+def step_on(kv_cache: Any, *windows: int) -> Any:
+    """A model whose layers see so far (0: everything), for a cache with pools."""
+
+    def step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, layers: list[Tensor]) -> Tensor:
+        hidden = EMBED[input_ids] + POSITION[metadata.positions]
+        for layer, pool, window in zip(layers, kv_cache.pool_of_layer, windows, strict=True):
+            own = metadata.pool(pool)
+            key, value = (hidden @ TO_KEY).view(-1, K, D), (hidden @ TO_VALUE).view(-1, K, D)
+            paged_ops.reshape_and_cache(key, value, layer, own.slot_mapping)
+            batch = (own.block_tables, metadata.seq_lens, metadata.query_start_loc)
+            out = paged_ops.paged_attention(hidden.view(-1, H, D), layer, *batch, D**-0.5, sliding_window=window)
+            hidden = hidden + out.reshape(-1, H * D)
+        return hidden[last_rows] @ TO_LOGITS
+
+    return step
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_a_cache_of_several_pools(num_host_blocks: int) -> None:
     window = 6
-
-    def step_on(kv_cache: Any) -> Any:
-        def step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, layers: list[Tensor]) -> Tensor:
-            hidden = EMBED[input_ids] + POSITION[metadata.positions]
-            for layer, pool, reach in zip(layers, kv_cache.pool_of_layer, (0, window), strict=True):
-                own = metadata.pool(pool)
-                key, value = (hidden @ TO_KEY).view(-1, K, D), (hidden @ TO_VALUE).view(-1, K, D)
-                paged_ops.reshape_and_cache(key, value, layer, own.slot_mapping)
-                batch = (own.block_tables, metadata.seq_lens, metadata.query_start_loc)
-                out = paged_ops.paged_attention(hidden.view(-1, H, D), layer, *batch, D**-0.5, sliding_window=reach)
-                hidden = hidden + out.reshape(-1, H * D)
-            return hidden[last_rows] @ TO_LOGITS
-
-        return step
-
     plain = KVCache(2, 128, B, K, D)
-    expected = GenerationLoop(step_on(plain), plain).generate(PROMPTS, GREEDY)
+    expected = GenerationLoop(step_on(plain, 0, window), plain).generate(PROMPTS, GREEDY)
     assert expected != EXPECTED
     sizes = {"sliding_window": [0, window], "num_window_blocks": 12, "num_host_blocks": num_host_blocks}
     kv_cache: Any = paged_ops.HybridCache.for_layers(2, 18, B, K, D, **sizes)
-    loop = GenerationLoop(step_on(kv_cache), kv_cache, max_num_seqs=6, max_num_tokens=24)
+    loop = GenerationLoop(step_on(kv_cache, 0, window), kv_cache, max_num_seqs=6, max_num_tokens=24)
     assert loop.generate(PROMPTS, GREEDY) == expected
     assert loop.stats.preemptions
     samples = SamplingParams(max_new_tokens=12, n=3)
     assert loop.generate([PROMPTS[6]], samples) == [expected[6]] * 3
     small: Any = paged_ops.HybridCache.for_layers(2, 40, B, K, D, sliding_window=[0, window], num_window_blocks=6)
-    loop = GenerationLoop(step_on(small), small, max_num_seqs=2, max_num_tokens=16)
+    loop = GenerationLoop(step_on(small, 0, window), small, max_num_seqs=2, max_num_tokens=16)
     assert loop.generate(PROMPTS[-2:], GREEDY) == expected[-2:], "prompts longer than the window's pool"
     assert (kv_cache.num_used_blocks, small.num_used_blocks) == (0, 0)
+
+
+def test_a_prompt_longer_than_its_pool_comes_back_after_a_preemption() -> None:
+    """Its tokens get their slots in parts, and so a few blocks are enough to go on with it."""
+    window, prompts = 12, prompts_of(1, 29)
+    plain: Any = paged_ops.HybridCache.for_layers(1, 128, B, K, D, sliding_window=window)
+    expected = GenerationLoop(step_on(plain, window), plain).generate(prompts, SamplingParams(max_new_tokens=4))
+    tight: Any = paged_ops.HybridCache.for_layers(1, 4, B, K, D, sliding_window=window, num_host_blocks=20)
+    loop = GenerationLoop(step_on(tight, window), tight, max_num_tokens=32, max_model_len=40)
+    assert loop.generate(prompts, SamplingParams(max_new_tokens=4)) == expected
+    assert loop.stats.swapped_out
+    assert_empty(loop)
 
 
 @pytest.mark.gpu
