@@ -234,6 +234,7 @@ class Scheduler:
                     break
                 self._preempt(self.running[-1])
                 preempted = True
+        decodes[:] = [each for each in decodes if each[0].row >= 0]  # a prompt may be older, and have taken its place
         return preempted
 
     def _resume(self, budget: int, decodes: list[Scheduled], prefills: list[Scheduled]) -> int:

@@ -893,6 +893,22 @@ def test_a_prompt_longer_than_its_pool_comes_back_after_a_preemption() -> None:
     assert_empty(loop)
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 6])
+def test_a_prompt_preempts_a_younger_request_that_decodes(num_host_blocks: int) -> None:
+    """The second prompt waits a step for the prefix of the first, so the third decodes already when it begins; then it
+    needs the blocks for its next part, and takes those of a request whose next token had its slot."""
+    window, (prompt,), (young,) = 12, prompts_of(13), prompts_of(9)
+    prompts, params = [prompt[:5], prompt, young[::-1]], [SamplingParams(max_new_tokens=n) for n in (1, 1, 3)]
+    plain: Any = paged_ops.HybridCache.for_layers(1, 128, B, K, D, sliding_window=window)
+    expected = GenerationLoop(step_on(plain, window), plain).generate(prompts, params)
+    sizes = {"sliding_window": window, "num_host_blocks": num_host_blocks}
+    tight: Any = paged_ops.HybridCache.for_layers(1, 6, B, K, D, **sizes)
+    loop = GenerationLoop(step_on(tight, window), tight, max_num_seqs=3, max_num_tokens=13)
+    assert loop.generate(prompts, params) == expected
+    assert (loop.stats.swapped_out, loop.stats.recomputed) == ((1, 0) if num_host_blocks else (0, 1))
+    assert_empty(loop)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 def test_sampling_on_a_gpu() -> None:
