@@ -50,11 +50,12 @@ def by_transformers(model: Any) -> list[list[int]]:
     return tokens
 
 
-def check(family: str, compiled: bool = False) -> dict[str, Any]:
+def check(family: str, compiled: bool = False, **options: Any) -> dict[str, Any]:
     """The row of a family: ``served`` says whether it is; ``equal`` whether its tokens are those of ``generate``;
     ``reason`` why it is not served, ``keeps`` what its layers keep.
 
-    Small chunks of prompts, blocks of 4, shared prefixes. With ``compiled`` by layers that are compiled.
+    Small chunks of prompts, blocks of 4, shared prefixes. With ``compiled`` by layers that are compiled, with these
+    options of ``torch.compile``.
     """
     if family in UNBUILT:
         return dict(served=False, reason=UNBUILT[family])
@@ -64,7 +65,7 @@ def check(family: str, compiled: bool = False) -> dict[str, Any]:
     except ValueError as error:
         return dict(served=False, reason=_reason(str(error)))
     if compiled:
-        paged.compile_layers()
+        paged.compile_layers(**options)
     kv_cache = paged.allocate_kv_cache(128, BLOCK_SIZE)
     torch._dynamo.utils.counters.clear()
     loop = GenerationLoop(paged, kv_cache, max_num_seqs=8, max_num_tokens=24, max_model_len=64)
