@@ -101,6 +101,11 @@ class PagedOpsBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Tokens of an image that see each other (Gemma-3, PaliGemma): yes, if no window bounds what they see."""
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """An fp8 cache with a scale for each key/value head: yes."""
         return True
@@ -137,6 +142,8 @@ class PagedOpsMetadata(AttentionMetadata):
         slot_mapping: ``[T]``.
         causal: False where tokens of a step see later ones.
         prefix: what the requests share, where vLLM says so and reading it once pays.
+        mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
+            Gemma-4 sets it to None for layers that have none, by this name.
     """
 
     num_actual_tokens: int
@@ -146,6 +153,7 @@ class PagedOpsMetadata(AttentionMetadata):
     slot_mapping: Tensor
     causal: bool = True
     prefix: SharedPrefix | None = None
+    mm_prefix_range_tensor: Tensor | None = None
 
 
 class SharedPrefix(NamedTuple):
@@ -189,7 +197,15 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             prefix=self._shared(common_prefix_len, common) if common_prefix_len > 0 else None,
+            mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and common.causal else None,
         )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Every step; of models with ranges, which prompts alone have, and each its own number of, decodes."""
+        if vllm_config is not None and vllm_config.model_config.is_mm_prefix_lm:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return cls._cudagraph_support
 
     def use_cascade_attention(
         self,
@@ -311,6 +327,11 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         if kv_cache is not self._warm and self._can_warm_up(query, kv_cache):
             self.warm_up(layer, query, kv_cache, output, output_scale)
         if attn_metadata is None:
+            if self.sliding_window and getattr(layer, "mm_prefix_clamp_sliding_window", False):
+                raise NotImplementedError(
+                    "mm_prefix_clamp_sliding_window: expected ranges that windows do not bound, got a layer whose"
+                    " window does (Gemma-4): choose another attention backend, as TRITON_ATTN"
+                )
             return output.fill_(0)
         self._attend(layer, query, kv_cache, attn_metadata, output, output_scale)
         return output
@@ -330,7 +351,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         k_scale, v_scale = self._scales(layer)
         scale_of_output = None if output_scale is None else output_scale.reshape(1)
         # A group may hold layers with a window beside those without: they see it in full tables.
-        if attn_metadata.prefix is not None and not self.sliding_window and self._slopes is None:
+        ranges = attn_metadata.mm_prefix_range_tensor
+        if attn_metadata.prefix is not None and not self.sliding_window and self._slopes is None and ranges is None:
             _attend_by_cascade(
                 rows,
                 key_cache,
@@ -364,6 +386,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             v_scale=v_scale,
             output_scale=scale_of_output,
             kv_cache_dtype=self._stored_as,
+            bidirectional_ranges=ranges,
             out=out,
         )
 
@@ -425,6 +448,32 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         if self._stored_as == "auto":
             return None, None
         return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
+
+
+def _ranges(common: CommonAttentionMetadata) -> Tensor | None:
+    """The ranges that hold tokens of the step, ``[S, R, 2]`` padded with 0: vLLM gives first and last token of each.
+
+    R is a power of two and at least 4, as kernels are compiled for it. Of a range that goes on after the step, the keys
+    that are there are seen, as by vLLM's own backends.
+    """
+    num_rows = common.seq_lens.shape[0]
+    rows = [[(first, last + 1) for first, last in common.mm_req_doc_ranges.get(s, ())] for s in range(num_rows)]
+    if common.seq_lens_cpu_upper_bound is not None:
+        # Exact for prompts, and no range is behind them.
+        ends = common.seq_lens_cpu_upper_bound.tolist()
+        lens = common.query_start_loc_cpu.diff().tolist()
+        rows = [
+            [pair for pair in pairs if pair[0] < end and end - length < pair[1]]
+            for pairs, end, length in zip(rows, ends, lens, strict=True)
+        ]
+    most = max(map(len, rows), default=0)
+    if not most:
+        return None
+    R = max(4, 1 << (most - 1).bit_length())
+    device = common.seq_lens.device
+    padded = [pairs + [(0, 0)] * (R - len(pairs)) for pairs in rows]
+    table = torch.tensor(padded, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
 
 
 def _device() -> str:

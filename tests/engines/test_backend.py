@@ -107,10 +107,11 @@ class Step:
         logits_soft_cap: float | None = None,
         alibi_slopes: list[float] | None = None,
         sinks: Tensor | None = None,
+        ranges: dict[int, list[tuple[int, int]]] | None = None,
     ) -> Tensor:
-        """Dense attention in float64."""
+        """Dense attention in float64; ranges as vLLM gives them, first and last token."""
         rows, start = [], 0
-        for keys, values, q, n in zip(self.keys, self.values, QUERY_LENS, SEQ_LENS, strict=True):
+        for s, (keys, values, q, n) in enumerate(zip(self.keys, self.values, QUERY_LENS, SEQ_LENS, strict=True)):
             query = self.query[start : start + q].double()
             start += q
             k, v = (x.double().repeat_interleave(H // K, dim=1) for x in (keys, values))
@@ -123,6 +124,8 @@ class Step:
             seen = (j <= i) if causal else torch.ones(q, n, dtype=torch.bool)
             if sliding_window is not None:
                 seen = seen & (i - j < sliding_window)
+            for first, last in (ranges or {}).get(s, ()):
+                seen = seen | ((first <= i) & (i <= last) & (first <= j) & (j <= last))
             logits = logits.masked_fill(~seen, -torch.inf)
             if sinks is not None:
                 logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, q, 1)], dim=-1)
@@ -338,6 +341,8 @@ def reasons(**changed: Any) -> list[str]:
         {"dtype": torch.float32},
         {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
+        {"use_mm_prefix": True},
+        {"use_mm_prefix": True, "has_sliding_window": True},
     ],
 )
 def test_what_is_served(served: dict[str, Any]) -> None:
@@ -350,7 +355,6 @@ def test_what_is_served(served: dict[str, Any]) -> None:
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),
         ({"attn_type": "encoder_only"}, "attention type"),
-        ({"use_mm_prefix": True}, "multimodal"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "float16 cache"),
         ({"use_non_causal": True, "has_sliding_window": True}, "window"),
@@ -456,3 +460,52 @@ def test_the_engine_says_how_large_a_step_can_be() -> None:
     with set_current_vllm_config(VllmConfig()):
         config = VllmConfig().scheduler_config
         assert vllm_plugin.largest_batch() == (config.max_num_batched_tokens, config.max_num_seqs)
+
+
+RANGES = {0: [(2, 9)], 1: [(1, 3)], 2: [], 3: [(3, 20), (30, 36), (38, 39)]}
+
+
+@pytest.mark.parametrize("host_lens", [False, True], ids=["all", "of the step"])
+@pytest.mark.parametrize("features", list(FEATURES))
+def test_tokens_of_an_image_see_each_other(features: str, host_lens: bool) -> None:
+    step, (impl, layer) = Step(), make(**FEATURES[features])
+    step.write(impl, layer)
+    step.common.mm_req_doc_ranges = RANGES
+    if host_lens:
+        step.common.seq_lens_cpu_upper_bound = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    metadata = build(step.common)
+    assert metadata.mm_prefix_range_tensor.shape == (4, 4, 2)
+    # Of sequence 3 the step has tokens 29 to 40; sequence 0's image is behind it.
+    assert metadata.mm_prefix_range_tensor[0, 0].tolist() == ([0, 0] if host_lens else [2, 10])
+    assert metadata.mm_prefix_range_tensor[3, 0].tolist() == ([30, 37] if host_lens else [3, 21])
+    expected = step.expected(**FEATURES[features], ranges=RANGES)
+    assert not torch.allclose(expected, step.expected(**FEATURES[features]), atol=1e-3)
+    output = torch.zeros(sum(QUERY_LENS), H, D)
+    impl.forward(layer, step.query[: len(output)], None, None, step.kv_cache, metadata, output)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_steps_without_images_have_no_ranges() -> None:
+    step = Step()
+    for ranges in (None, {}, {0: [], 1: []}):
+        step.common.mm_req_doc_ranges = ranges
+        assert build(step.common).mm_prefix_range_tensor is None
+    step.common.mm_req_doc_ranges = {0: [(2, 9)]}
+    step.common.seq_lens_cpu_upper_bound = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    assert build(step.common).mm_prefix_range_tensor is None  # a decode, long after the image
+    step.common.mm_req_doc_ranges, step.common.causal = RANGES, False
+    assert build(step.common).mm_prefix_range_tensor is None  # all see all
+
+
+def test_models_with_images_have_whole_graphs_of_decodes_alone() -> None:
+    for has_ranges, level in ((True, AttentionCGSupport.UNIFORM_BATCH), (False, AttentionCGSupport.ALWAYS)):
+        config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=has_ranges))
+        assert PagedOpsMetadataBuilder.get_cudagraph_support(config, None) == level
+
+
+def test_ranges_within_windows_are_refused_before_requests_come() -> None:
+    impl, layer = make(sliding_window=8)
+    layer.mm_prefix_clamp_sliding_window = True
+    states = torch.zeros(2, H, D)
+    with pytest.raises(NotImplementedError, match="mm_prefix_clamp_sliding_window"):
+        impl.forward(layer, states, states, states, torch.tensor([]), None, states)
