@@ -51,9 +51,9 @@ def main() -> int:
     args, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         report, served = Path(folder) / "report.xml", Path(folder) / "served"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", f"--basetemp={served}", "tests/engines"]
+        where = [f"--junitxml={report}", f"--basetemp={served}", "tests/engines"]
         start = time.monotonic()
-        status = subprocess.run([*command, *rest], cwd=ROOT).returncode
+        status = subprocess.run([sys.executable, "-m", "pytest", "-q", *where, *rest], cwd=ROOT).returncode
         seconds = time.monotonic() - start
         # dict[str, Any]: the type of JSON.
         record: dict[str, Any] = {
