@@ -10,6 +10,7 @@ Letters: K key/value heads, D head size, Dv value head size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from paged_ops import masks
 from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
@@ -172,17 +174,44 @@ class Probe:
         return request.reach
 
 
+def _seen(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
+    """What a function of transformers' masks, ``(batch, head, query position, key position) -> seen``, says."""
+    zero = torch.zeros((), dtype=torch.int64, device=queries.device)
+    result = mask_function(zero, zero, queries, keys)
+    return torch.as_tensor(result, device=queries.device).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+
+
+def ranges_of(
+    mask_function: Callable[..., Tensor], reach: tuple[int, int], length: int, device: torch.device | str = "cpu"
+) -> list[tuple[int, int]] | None:
+    """The bidirectional ranges of a mask of a text of ``length`` tokens that has the window and the chunk ``reach``
+    outside of them; None if it is another mask than that of :func:`paged_ops.paged_attention` with these ranges."""
+    positions = torch.arange(length, device=device)
+    # tokens of one range see the next one; nobody else does
+    linked = _seen(mask_function, positions[:-1], positions[1:]).tolist()
+    ranges, start = [], None
+    for i, sees_next in enumerate([*linked, False]):
+        if sees_next and start is None:
+            start = i
+        elif not sees_next and start is not None:
+            ranges.append((start, i + 1))
+            start = None
+    edges = [0, length, *(edge for pair in ranges for edge in pair)]
+    edges += [edge + distance for edge in edges for distance in reach if distance]
+    around = torch.tensor(edges, device=device)[:, None] + torch.arange(-2, 3, device=device)
+    chosen = around.flatten().clamp(0, length - 1).unique()
+    window, chunk = reach
+    kept = masks.keep(chosen, chosen, 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges)[0]
+    return ranges if torch.equal(_seen(mask_function, chosen[:, None], chosen[None]), kept) else None
+
+
 def reach_of(
     mask_function: Callable[..., Tensor], length: int, device: torch.device | str = "cpu"
 ) -> tuple[int, int] | None:
-    """The window and the chunk (0 is off) of a function of transformers' masks, ``(batch, head, query position, key
-    position) -> seen``, for positions below ``length``; None if it is another mask."""
+    """The window and the chunk (0 is off) of a function of transformers' masks for positions below ``length``; None if
+    it is another mask."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
-
-    def seen(queries: Tensor, keys: Tensor) -> Tensor:
-        result = mask_function(zero, zero, queries, keys)
-        return torch.as_tensor(result, device=device).expand(torch.broadcast_shapes(queries.shape, keys.shape))
-
+    seen = functools.partial(_seen, mask_function)
     positions = torch.arange(length, device=device)
     try:
         from_start = seen(positions, zero)  # the first position that no longer sees position 0 is window or chunk

@@ -31,7 +31,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged_ops.cache import KVCache
 from paged_ops.hybrid import HybridCache, pools_by_reach
-from paged_ops.integrations.probe import CacheSpec, Probe, largest_difference, request_mask, run_dense, run_probe
+from paged_ops.integrations.probe import (
+    CacheSpec,
+    Probe,
+    largest_difference,
+    ranges_of,
+    reach_of,
+    request_mask,
+    run_dense,
+    run_probe,
+)
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.wrapping import NAME, UNDO, CompiledLayer, LayerCaches, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, split_joined_cache, split_kv_cache
@@ -90,13 +99,12 @@ def attention(
             "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
             f" PagedCausalLM, or {UNDO}"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refused = {
         "attention_mask": attention_mask is not None and not isinstance(kv_caches, Probe),
         "dropout": bool(dropout),
         "output_attentions": bool(output_attentions),
         "position_bias": position_bias is not None,
-        "is_causal=False": not causal,
+        "is_causal=False": is_causal is False,  # what a module says of itself its mask knows better (PaliGemma)
     }
     for name, given in refused.items():
         if given:
@@ -134,6 +142,7 @@ def attention(
         attention_chunk=noted.chunk,
         soft_cap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
+        bidirectional_ranges=attention_metadata.bidirectional_ranges,
     )
     return out[None], None
 
@@ -227,6 +236,7 @@ class PagedCausalLM:
         for module, call in probe.calls.items():
             attending = probe.attending(call)
             self._wrapping.note(module, dataclasses.replace(attending, pool=self.pool_of_layer[attending.cache]))
+        self._wrapping.leave_others()
         self._wrapping.arm()
         self.layers: tuple[CacheSpec, ...] = tuple(
             spec._replace(window=window, chunk=chunk)
@@ -408,19 +418,85 @@ class PagedCausalLM:
                     self._wrapping.compile(part, **options)
         return self
 
+    def bidirectional_ranges(self, token_type_ids: Sequence[int] | Tensor) -> list[tuple[int, int]]:
+        """Which tokens of a prompt see each other: the ranges for its request in :class:`paged_ops.Batch`.
+
+        The model is asked for its masks of such a prompt: the image tokens of Gemma-3, the prefix of PaliGemma.
+
+        Args:
+            token_type_ids: ``[n]``, as the model's processor gives them, of the whole prompt.
+
+        Raises:
+            ValueError: the model's masks do not depend on them, or are others than paged attention has (an image longer
+                than the window that Gemma-3 keeps in it).
+        """
+        name = type(self.model).__name__
+        make_masks = getattr(self.model, "create_masks_for_generate", None)
+        if make_masks is None or "token_type_ids" not in inspect.signature(make_masks).parameters:
+            raise ValueError(f"model: expected one whose masks depend on token_type_ids, got {name}")
+        types = torch.as_tensor(token_type_ids, dtype=torch.int64, device="cpu")
+        if types.dim() != 1 or not len(types):
+            raise ValueError(f"token_type_ids: expected those of one prompt, [n], got shape {list(types.shape)}")
+        config = copy.deepcopy(self.model.config)
+        for each in (config, config.get_text_config(decoder=True)):
+            each._attn_implementation_internal = PROBE
+        n = len(types)
+        prompt = {
+            "inputs_embeds": torch.zeros(1, n, 1, dtype=torch.float32, device="cpu"),
+            "attention_mask": torch.ones(1, n, dtype=torch.bool, device="cpu"),
+            "position_ids": torch.arange(n, device="cpu")[None],
+            "past_key_values": None,
+        }
+        plain, typed = (
+            make_masks(config=config, token_type_ids=each, is_first_iteration=True, **prompt)
+            for each in (None, types[None])
+        )
+        found: set[tuple[tuple[int, int], ...]] = set()
+        for kind in typed if isinstance(typed, dict) else (None,):
+            causal, overlaid = (each if kind is None else each[kind] for each in (plain, typed))
+            reach = reach_of(causal.request.mask_function, n)
+            ranges = None if reach is None else ranges_of(overlaid.request.mask_function, reach, n)
+            if ranges is None:
+                raise ValueError(
+                    "token_type_ids: expected masks that are causal, with or without a window or chunks, and open"
+                    f" within ranges of tokens, got another one from {name}" + (f" in its {kind}" if kind else "")
+                )
+            found.add(tuple(ranges))
+        if len(found) != 1:
+            raise ValueError(f"token_type_ids: expected the same ranges in all layers, got {sorted(found)} from {name}")
+        return list(found.pop())
+
     def __call__(
-        self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]
+        self,
+        input_ids: Tensor,
+        metadata: AttentionMetadata,
+        last_rows: Tensor,
+        kv_caches: Sequence[Tensor],
+        **inputs: Any,
     ) -> Tensor:
         """Logits ``[S, V]``: see :class:`paged_ops.generation.ModelStep`.
 
+        Args:
+            inputs: more that the model's forward takes of the batch, such as ``pixel_values`` of the images whose
+                tokens are in ``input_ids``, in that order. Which tokens see each other is in the metadata.
+
         Raises:
-            ValueError: the model's attention was changed since it was wrapped.
+            ValueError: the model's attention was changed since it was wrapped, or a mask is given.
         """
         self._wrapping.check()
-        return self._step(input_ids, metadata, last_rows, kv_caches)
+        for name in ("attention_mask", "token_type_ids"):
+            if inputs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: expected none, as the metadata says which tokens see each other"
+                    " (PagedCausalLM.bidirectional_ranges), and got it; leave it out"
+                )
+        return self._step(input_ids, metadata, last_rows, kv_caches, **inputs)
 
-    def _step(self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any) -> Tensor:
+    def _step(
+        self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any, **inputs: Any
+    ) -> Tensor:
         arguments: dict[str, Any] = {"logits_to_keep": last_rows} if self._takes_rows else {}
+        arguments.update(inputs)
         if self._takes_positions:
             arguments["position_ids"] = metadata.positions[None]
         if self.states is None:

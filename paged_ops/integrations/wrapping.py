@@ -42,6 +42,16 @@ class Wrapping:
         for config, _ in self._implementations:
             config._attn_implementation_internal = name
 
+    def leave_others(self) -> None:
+        """Let modules attend as before that are no part of the decoder's, such as those of a vision tower."""
+        names = {module: name for name, module in self.model.named_modules()}
+        paths = [names[module] for module in self.attending]
+        within = [m for m, name in names.items() if any(f"{path}.".startswith(f"{name}.") for path in paths)]
+        used = {id(module.config) for module in (self.model, *within) if hasattr(module, "config")}
+        for config, implementation in self._implementations:
+            if id(config) not in used:
+                config._attn_implementation_internal = implementation
+
     def replace(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         self._replaced.append((parent, name, getattr(parent, name)))
         setattr(parent, name, module)

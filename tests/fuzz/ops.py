@@ -101,7 +101,8 @@ class World:
         """The keyword arguments of attention, and the features of the truth."""
         s, on = self.setting, dict(self.on)
         H = s.H
-        named: dict[str, Any] = {k: v for k, v in on.items() if k not in ("alibi_slopes", "sinks")}
+        tensors = ("alibi_slopes", "sinks", "bidirectional_ranges")
+        named: dict[str, Any] = {k: v for k, v in on.items() if k not in tensors}
         self.sinks = self.slopes = None
         if "sinks" in on:
             self.sinks = named["sinks"] = self.numbers(H) * on["sinks"]
@@ -316,6 +317,20 @@ class World:
         tables = np.where(needed, self.blocks[which], tables)
         return which, n, q, tables
 
+    def draw_ranges(self, n: np.ndarray, q: np.ndarray) -> np.ndarray | None:
+        """Ranges ``[C, S, Q, 2]`` about the rows of C batches, some of them padding; None where there are none."""
+        if "bidirectional_ranges" not in self.on:
+            return None
+        shape = *n.shape, self.on["bidirectional_ranges"]
+        first, last = (np.broadcast_to(each[:, :, None], shape) for each in (np.maximum(n - 2 * q - 9, 0), n + 3))
+        start = self.np.integers(first, last)
+        end = np.where(
+            self.np.random(shape) < 0.5, self.np.integers(first, last), start + self.np.integers(0, 40, shape)
+        )
+        start = np.where(self.np.random(shape) < 0.1, self.np.choice([-1, -7, -(2**31), 2**31 - 1], shape), start)
+        end = np.where(self.np.random(shape) < 0.1, self.np.choice([-1, 0, -(2**31), 2**31 - 1], shape), end)
+        return np.stack([start, end], -1)
+
     def hostile_tables(self, shape: tuple[int, ...]) -> np.ndarray:
         hostile = np.array([2**30, -1, -(2**31), 2**31 - 1, self.store.N, 0])
         return hostile[self.np.integers(0, len(hostile), shape)]
@@ -346,9 +361,13 @@ class World:
         into_out, into_lse = self.room(C, shape, out_dtype), self.room(C, shape[:2], torch.float32)
         outs, lses = [], []
         kinds = torch.ops.paged_ops
+        ranges = self.draw_ranges(n, q)
+        ranges_ = None if ranges is None else self.batch_of(ranges, torch.int32, step)
         for c in range(C):
             arguments = (queries[c], self.store.kv_cache, tables_[c], lens_[c], starts_[c], s.scale)
             named = self.arguments
+            if ranges_ is not None:
+                named = {**named, "bidirectional_ranges": ranges_[c]}
             if s.schedule and c % 2:
                 named = {**named, "schedule": self.schedule(lens_[c], starts_[c], n[c], q[c])}
             given = self.rng.random() < 0.3
@@ -372,9 +391,13 @@ class World:
             lses.append(lse)
         self.count("attention", C)
         rows = self.rows_of(which, n, q, T)
-        exact, plain = (self.expected(self.features, torch.stack(queries), rows, dtype) for dtype in self.dtypes())
+        f = self.features
+        if ranges is not None:
+            of_nowhere = np.zeros((1, *ranges.shape[2:]), dtype=np.int64)
+            f = f._replace(ranges=self.put(np.concatenate([ranges.reshape(C * S, -1, 2), of_nowhere]))[rows[3]])
+        exact, plain = (self.expected(f, torch.stack(queries), rows, dtype) for dtype in self.dtypes())
         name = f"attention {T, S}"
-        clean, sees = self.unreached(rows, C, T, S)
+        clean, sees = self.unreached(f, rows, C, T, S)
         self.compare(f"{name}: out", _stack(outs), exact[0], plain[0], exact[2], clean)
         saturates = s.fp8_output and self.poison == self.poison
         weighed = "value" in self.poison_in and (self.poison_in == "value" or self.poison != self.poison)
@@ -383,7 +406,7 @@ class World:
             self.checks.append((f"{name}: wrong, finite where NaN is seen", (finite & sees).sum().double()))
         if s.with_lse:  # float32 whatever the dtype of the query
             if s.dtype != torch.float32:
-                plain = self.expected(self.features, torch.stack(queries), rows, torch.float32)
+                plain = self.expected(f, torch.stack(queries), rows, torch.float32)
             slack = exact[2]
             if self.case.options.device == "cpu" and s.dtype == torch.bfloat16:
                 # PyTorch's kernel there takes keys times their scale in bfloat16.
@@ -430,7 +453,9 @@ class World:
         table[:, w[order], column] = np.stack([at, i, keys, c * S + s])[:, order]
         return self.put(table).unbind(0)
 
-    def unreached(self, rows: tuple[Tensor, ...], C: int, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
+    def unreached(
+        self, f: Features, rows: tuple[Tensor, ...], C: int, T: int, S: int
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Which rows ``[C, T]`` poison may not reach, and which see it themselves. On the CPU a row is reached by what
         it sees; elsewhere the rows of a sequence may share a tile, which a block-sparse pattern does not cut."""
         if not self.poison_in:
@@ -441,9 +466,9 @@ class World:
             seen = truth.seen(f, i, n, self.L, self.setting.H, self.setting.form.K)
             return (seen & self.bad[:, None, None, None, :]).flatten(3).any(3).any(1)  # [W, R]
 
-        sees = reached = meet_poison(self.features)
+        sees = reached = meet_poison(f)
         if self.case.options.device != "cpu":
-            near = meet_poison(self.features._replace(sparse=None))
+            near = meet_poison(f._replace(sparse=None))
             groups = torch.zeros(C * S + 1, dtype=torch.int64, device=self.device)
             reached = groups.index_add_(0, group.flatten(), near.flatten().long())[group] > 0
         result = []

@@ -152,4 +152,6 @@ def _features(rng: random.Random, B: int, longest: int) -> tuple[tuple[str, Any]
             on["alibi_slopes"] = rng.choice((1.0, 0.1, -0.5))  # the largest of them
     if rng.random() < 0.25:
         on["sinks"] = rng.choice((1.0, 5.0))  # their standard deviation
+    if "causal" not in on and "block_sparse" not in on and rng.random() < 0.3:
+        on["bidirectional_ranges"] = rng.choice((0, 1, 1, 2, 3, 4, 8, 17))  # how many a sequence
     return tuple(on.items())

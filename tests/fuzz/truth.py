@@ -26,6 +26,7 @@ class Features(NamedTuple):
     slopes: Tensor | None = None  # [H]
     sinks: Tensor | None = None  # [H]
     sparse: list[int] | None = None
+    ranges: Tensor | None = None  # [W, R, Q, 2]: of each row's sequence
 
 
 def seen(f: Features, i: Tensor, n: Tensor, L: int, H: int, K: int) -> Tensor:
@@ -51,6 +52,9 @@ def seen(f: Features, i: Tensor, n: Tensor, L: int, H: int, K: int) -> Tensor:
         offset = offset.to(i.device).view(1, K, 1, H // K, 1)
         qb, kb = torch.div(i, size, rounding_mode="floor"), torch.div(j, size, rounding_mode="floor")
         keep = keep & ((qb - kb < local) | ((kb + offset) % stride == 0))
+    for q in range(0 if f.ranges is None else f.ranges.shape[2]):
+        start, end = f.ranges[:, None, :, None, None, q].unbind(-1)
+        keep = keep | ((start >= 0) & (start <= i) & (i < end) & (start <= j) & (j < end) & (j < n))
     return keep
 
 
