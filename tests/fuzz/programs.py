@@ -3,8 +3,8 @@
 A case is one program: layers that write and attend in many orders, reads and writes once more, views, copies between
 blocks, a branch or a loop of the graph, arithmetic in between. It runs on several batches, each time on caches of its
 own. Results and caches must be equal, but for rounding: the eager program also runs on inputs that differ by an ulp,
-and what that changes is how well the result is determined. In a chained program each op depends on the result of the one
-before, as in a model: there no cache may be copied, by the lint of ``paged_ops.inspection``.
+and what that changes is how well the result is determined. In a chained program each op depends on the result of the
+one before, as in a model: there no cache may be copied, by the lint of ``paged_ops.inspection``.
 """
 
 from __future__ import annotations
