@@ -87,11 +87,12 @@ class Engine:
             max_model_len=512 if self.tiny else 16384,
             max_num_seqs=8 if self.tiny else 256,
             max_num_batched_tokens=args.chunk,
-            enable_prefix_caching=False,
+            enable_prefix_caching=bool(args.sharing),
             gpu_memory_utilization=args.memory,
             disable_log_stats=True,
             # Of other kernels than attention, and not without packages that FlashInfer's attention does not need.
             enable_flashinfer_autotune=False,
+            **({"additional_config": {"paged_ops_cascade": True}} if args.cascade else {}),
             **({} if args.block_size is None else {"block_size": args.block_size}),
             **(
                 {"kv_cache_memory_bytes": 128 << 20, "enforce_eager": True}
@@ -105,13 +106,15 @@ class Engine:
         self.llm.apply_model(spread_weights)
         self.engine = self.llm.llm_engine
         self.next_id = 0
+        self.shared = random.Random(0).choices(range(10, self.vocabulary), k=args.sharing)
         self.compiled = [] if on_cpu else count_compilations()
 
     def add(self, length: int, new_tokens: int, seed: int) -> str:
-        """Queue a request with random token ids; greedy, no stop token."""
+        """Queue a request with random token ids, after those that are shared if it is longer; greedy, no stop token."""
         from vllm import SamplingParams
 
-        ids = random.Random(seed).choices(range(10, self.vocabulary), k=length)
+        shared = self.shared if length > len(self.shared) else []
+        ids = shared + random.Random(seed).choices(range(10, self.vocabulary), k=length - len(shared))
         name = str(self.next_id)
         self.next_id += 1
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -261,6 +264,11 @@ def measure(backend: str, args: argparse.Namespace) -> None:
         record["graphs"] = str(config.compilation_config.cudagraph_mode)
         log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
         cases = {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE
+        if args.sharing:
+            lengths = [args.sharing + 256 + i for i in range(64)]
+            cases = {f"64 sharing {args.sharing}, 256 own": lengths, "64x1024": [1024] * 64}
+            args.cases = list(cases)
+            engine.decode(lengths[:1], 4, 1)  # the prefix is in the cache from now on
         engine.decode([16] * 4, 16, 0)
 
         def note_compiled(result: dict[str, Any]) -> None:
@@ -353,6 +361,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
+    parser.add_argument("--sharing", type=int, default=0, help="only cases whose requests share so many tokens")
+    parser.add_argument("--cascade", action="store_true", help="our backend looks for what requests share")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU platform, where CPU_ATTN is its own backend")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from vllm.v1.attention.backend import (
 )
 
 from paged_ops.integrations import vllm_plugin
+from paged_ops.integrations.shared_prefix import PrefixFinder, SharedPrefix
 from paged_ops.metadata import use_cascade_attention
 from paged_ops.op import supports
 from paged_ops.ops import reshape_and_cache
@@ -141,7 +142,7 @@ class PagedOpsMetadata(AttentionMetadata):
         block_table: int32 ``[S, M]``.
         slot_mapping: ``[T]``.
         causal: False where tokens of a step see later ones.
-        prefix: what the requests share, where vLLM says so and reading it once pays.
+        prefix: what the requests share, if the engine was told to look for it.
         mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
             Gemma-4 sets it to None for layers that have none, by this name.
     """
@@ -156,15 +157,6 @@ class PagedOpsMetadata(AttentionMetadata):
     mm_prefix_range_tensor: Tensor | None = None
 
 
-class SharedPrefix(NamedTuple):
-    """The tokens that all requests of a step begin with, and what remains of each."""
-
-    block_table: Tensor  # int32 [1, P], the prefix's blocks
-    length: Tensor  # int32 [1]
-    suffix_block_table: Tensor  # int32 [S, M - P]
-    suffix_lens: Tensor  # int32 [S]
-
-
 class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
     """Hands the engine's tensors on. Nothing depends on their values, so every step can be a CUDA graph."""
 
@@ -174,14 +166,21 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._finder: PrefixFinder | None = None
+        has_window = getattr(kv_cache_spec, "sliding_window", None) is not None
+        if vllm_config is not None and vllm_plugin.wants_cascade(vllm_config) and not has_window:
+            self._finder = PrefixFinder(kv_cache_spec.block_size, vllm_config.scheduler_config.max_num_seqs)
+            self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+            self._longest = vllm_config.model_config.max_model_len
+            is_gpu = device.type == "cuda"
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedOpsMetadata:
         """The metadata of one step for the layers of one group.
 
-        ``common_prefix_len`` is 0. Versions that look for shared prefixes (0.26, with ``disable_cascade_attn`` off)
-        give the tokens of one, in whole blocks, where :meth:`use_cascade_attention` agreed; no whole graph holds it.
+        ``common_prefix_len`` is 0: see :meth:`use_cascade_attention`.
 
         Raises:
             ValueError: causality is given by request.
@@ -196,7 +195,7 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=common.causal,
-            prefix=self._shared(common_prefix_len, common) if common_prefix_len > 0 else None,
+            prefix=self._shared(common),
             mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and common.causal else None,
         )
 
@@ -207,34 +206,22 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             return AttentionCGSupport.UNIFORM_BATCH
         return cls._cudagraph_support
 
-    def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: Any,
-        num_query_heads: int,
-        num_kv_heads: int,
-        use_alibi: bool,
-        use_sliding_window: bool,
-        use_local_attention: bool,
-        num_sms: int,
-        dcp_world_size: int,
-    ) -> bool:
-        """Whether reading a shared prefix once for all requests pays: asked by versions that look for one."""
-        uses_window = use_sliding_window or use_local_attention or dcp_world_size > 1
-        query_lens = torch.as_tensor(query_lens, device="cpu")
-        return use_cascade_attention(
-            int(common_prefix_len), query_lens, num_query_heads, num_kv_heads, use_alibi, uses_window, num_sms
-        )
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the engine should tell what requests share (0.26 asks): no, it would then replay no whole graph."""
+        return False
 
-    def _shared(self, length: int, common: CommonAttentionMetadata) -> SharedPrefix:
-        num_blocks = length // self.kv_cache_spec.block_size
-        tables = common.block_table_tensor
-        return SharedPrefix(
-            tables[:1, :num_blocks],
-            torch.full((1,), length, dtype=torch.int32, device=tables.device),
-            tables[:, num_blocks:],
-            (common.seq_lens - length).clamp(min=0),
-        )
+    def _shared(self, common: CommonAttentionMetadata) -> SharedPrefix | None:
+        """What the requests of a step share; None where no prefix, however long, would be worth it.
+
+        Looked for in either case: a graph that was captured with a prefix serves steps of fewer requests too.
+        """
+        S = common.seq_lens.shape[0]
+        if self._finder is None or not common.causal or S < self._finder.least_sequences:
+            return None
+        prefix = self._finder.find(common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        query_lens, K = common.query_start_loc_cpu[: S + 1].diff(), self.kv_cache_spec.num_kv_heads
+        is_worth_it = use_cascade_attention(self._longest, query_lens, self._heads, K, False, False, self._processors)
+        return prefix if is_worth_it else None
 
     def update_block_table(
         self, metadata: PagedOpsMetadata, blk_table: Tensor, slot_mapping: Tensor
@@ -245,7 +232,9 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         return updated
 
     def update_draft_decode_metadata(self, metadata: PagedOpsMetadata) -> None:
-        """Nothing is derived from the engine's tensors, so nothing is to be renewed."""
+        """Of what is derived from the engine's tensors, the lengths behind a shared prefix."""
+        if metadata.prefix is not None:
+            PrefixFinder.renew(metadata.prefix, metadata.seq_lens)
 
 
 class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):

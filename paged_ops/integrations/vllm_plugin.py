@@ -5,6 +5,8 @@ Importing this module imports nothing of vLLM but its table of backends: every p
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.attention.backends import registry
 
 NAME = "PAGED_OPS"
@@ -43,6 +45,12 @@ def largest_batch() -> tuple[int, int] | None:
     if current is None or current.scheduler_config is None:
         return None
     return current.scheduler_config.max_num_batched_tokens, current.scheduler_config.max_num_seqs
+
+
+def wants_cascade(vllm_config: Any) -> bool:
+    """Whether steps look for a shared prefix: ``--additional-config '{"paged_ops_cascade": true}'``; off without it."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and bool(additional.get("paged_ops_cascade", False))
 
 
 def heads_first() -> bool:

@@ -19,6 +19,9 @@ def prompt(length: int, seed: int) -> list[int]:
 RAGGED = [prompt(length, i) for i, length in enumerate((3, 40, 90, 17, 1, 64, 130, 33))]
 PREFIX = prompt(100, 99)
 SHARING = [PREFIX + prompt(length, i) for i, length in enumerate((5, 20, 41))]
+# Long enough to be read once for all: 320 tokens, ten requests.
+LONG_PREFIX = prompt(320, 98)
+SHARING_LONG = [LONG_PREFIX + prompt(4 + 5 * i, i) for i in range(10)]
 LOOPS = [prompt(500, i)[:150] for i in range(3)]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
@@ -57,6 +60,16 @@ CASES = {
     "head_size_24": Case("llama_24", {"block_size": 16}, only_ours=True),
     "blocks_of_48": Case(engine={"block_size": 48}, only_ours=True),
     "prefix_caching": Case(engine={"enable_prefix_caching": True}, rounds=(SHARING[:1], SHARING, SHARING[::-1])),
+    "shared_prefix": Case(
+        engine={
+            "enable_prefix_caching": True,
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "additional_config": {"paged_ops_cascade": True},
+        },
+        rounds=(SHARING_LONG[:1], SHARING_LONG),
+        only_ours=True,
+    ),
     "preemption": Case(engine={"num_gpu_blocks_override": 13}, new_tokens=48),
     # Prompts in one piece: the engine cannot take back a random number for a request with a seed on the CPU.
     "samples": Case(engine={"max_num_batched_tokens": 2048}, sampling=seeded),

@@ -38,6 +38,7 @@ def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
         "seed": 0,
     }
     llm = LLM(model=str(folder / case.model), **(options | case.engine))
+    prefixes = llm.collective_rpc(note_prefixes)[0] if case.engine.get("additional_config") else []
     started = time.monotonic()
     tokens, cached = [], []
     for round_of_prompts in case.rounds:
@@ -56,6 +57,7 @@ def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
         "tokens": tokens,
         "cached": cached,
         "preemptions": counters.get("vllm:num_preemptions", 0),
+        "prefixes": sorted({int(length) for length in prefixes}),
         "drafted": counters.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": counters.get("vllm:spec_decode_num_accepted_tokens", 0),
         "backends": sorted({name for names in llm.collective_rpc(implementations) for name in names}),
@@ -68,6 +70,21 @@ def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
 
         cleanup_dist_env_and_memory()
     return result
+
+
+def note_prefixes(worker: Any) -> list[int]:
+    """The tokens of each shared prefix that a layer of this process attends to from now on, as they come."""
+    from paged_ops.integrations import vllm
+
+    lengths: list[int] = []
+    by_cascade = vllm._attend_by_cascade
+
+    def attend(query: Any, cache: Any, table: Any, length: Any, *args: Any, **features: Any) -> Any:
+        lengths.append(int(length))
+        return by_cascade(query, cache, table, length, *args, **features)
+
+    vllm._attend_by_cascade = attend
+    return lengths
 
 
 def implementations(worker: Any) -> list[str]:

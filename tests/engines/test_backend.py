@@ -235,57 +235,90 @@ def test_groups_with_other_blocks_share_a_step() -> None:
     assert other.seq_lens is metadata.seq_lens is step.common.seq_lens
 
 
-@pytest.mark.parametrize("features", ["plain", "sinks", "soft_cap", "window", "alibi"])
-def test_a_shared_prefix_is_attended_to_once(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 tokens, where the version of vLLM tells; layers with a window or ALiBi attend to all in one."""
-    step = Step()
-    for s in (0, 2, 3):  # sequence 1 is too short to share
-        step.block_table[s, :2] = step.block_table[0, :2]
-        step.keys[s][:16], step.values[s][:16] = step.keys[0][:16], step.values[0][:16]
-    keep = [0, 3]
-    step.keys, step.values = [step.keys[s] for s in keep], [step.values[s] for s in keep]
-    step.slots = [
-        torch.tensor([int(step.block_table[s, j // B]) * B + j % B for j in range(SEQ_LENS[s])]) for s in keep
-    ]
-    lens = [QUERY_LENS[s] for s in keep], [SEQ_LENS[s] for s in keep]
-    monkeypatch.setitem(globals(), "QUERY_LENS", lens[0])
-    monkeypatch.setitem(globals(), "SEQ_LENS", lens[1])
-    starts = torch.tensor([0, 1, 13], dtype=torch.int32)
-    common = step.common.replace(
-        query_start_loc=starts,
-        seq_lens=torch.tensor(lens[1], dtype=torch.int32),
-        num_reqs=2,
-        num_actual_tokens=13,
-        block_table_tensor=step.block_table[keep],
+def builder_with_cascade(switch: bool = True, sliding_window: int | None = None) -> PagedOpsMetadataBuilder:
+    """A builder of an engine of which cascade attention is asked, or not; prefixes of 16 tokens are long enough."""
+    config = SimpleNamespace(
+        additional_config={"paged_ops_cascade": switch},
+        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        model_config=SimpleNamespace(get_num_attention_heads=lambda parallel: H, max_model_len=4096),
+        parallel_config=None,
     )
+    spec = SimpleNamespace(block_size=B, num_kv_heads=K, sliding_window=sliding_window)
+    builder = PagedOpsMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+    if builder._finder is not None:
+        builder._finder._least_tokens = 16
+    return builder
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> Step:
+    """Ten sequences of which all begin with the same 24 tokens, but for two of 24 that read no more than 16 of them."""
+    query_lens, seq_lens = [1, 5, 3, 12, 1, 1, 8, 1, 1, 1], [30, 45, 27, 41, 33, 25, 24, 44, 39, 26]
+    monkeypatch.setitem(globals(), "QUERY_LENS", query_lens)
+    monkeypatch.setitem(globals(), "SEQ_LENS", seq_lens)
+    step = Step()
+    for s, n in enumerate(seq_lens):
+        step.block_table[s, :3] = step.block_table[0, :3]
+        step.keys[s][:24], step.values[s][:24] = step.keys[0][:24], step.values[0][:24]
+        step.slots[s] = torch.tensor([int(step.block_table[s, j // B]) * B + j % B for j in range(n)])
+    step.common.slot_mapping = torch.cat(
+        [slots[n - q :] for slots, q, n in zip(step.slots, query_lens, seq_lens, strict=True)]
+    )
+    return step
+
+
+@pytest.mark.parametrize("features", list(FEATURES))
+def test_a_shared_prefix_is_attended_to_once(features: str, sharing: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a window or ALiBi attend to all in one."""
     impl, layer = make(**FEATURES[features])
-    step.write(impl, layer)
-    builder = PagedOpsMetadataBuilder(SimpleNamespace(block_size=B), ["layer"], None, torch.device("cpu"))
-    metadata = builder.build(common_prefix_len=16, common_attn_metadata=common)
-    assert metadata.prefix is not None
+    sharing.write(impl, layer)
+    metadata = builder_with_cascade().build(0, sharing.common)
+    assert metadata.prefix.length.tolist() == [16]
     calls = []
     by_cascade = vllm._attend_by_cascade
     monkeypatch.setattr(vllm, "_attend_by_cascade", lambda *args, **kw: (calls.append(1), by_cascade(*args, **kw)))
-    output = torch.zeros(13, H, D)
-    impl.forward(layer, step.query[:13], None, None, step.kv_cache, metadata, output)
-    assert bool(calls) == (features not in ("window", "alibi"))
-    torch.testing.assert_close(output.double(), step.expected(**FEATURES[features]), atol=1e-5, rtol=1e-5)
+    output = torch.zeros(sum(QUERY_LENS), H, D)
+    impl.forward(layer, sharing.query[: len(output)], None, None, sharing.kv_cache, metadata, output)
+    assert bool(calls) == (features not in ("window", "alibi", "all"))
+    torch.testing.assert_close(output.double(), sharing.expected(**FEATURES[features]), atol=1e-5, rtol=1e-5)
 
 
-def test_a_shared_prefix_is_used_where_it_pays() -> None:
-    builder = PagedOpsMetadataBuilder(SimpleNamespace(block_size=B), ["layer"], None, torch.device("cpu"))
+def test_a_graph_with_a_prefix_serves_steps_that_share_nothing(sharing: Step) -> None:
+    """What it reads lies where it lay, and is made anew in each step, though no prefix would pay in that one."""
+    impl, layer = make()
+    sharing.write(impl, layer)
+    builder = builder_with_cascade()
+    captured = builder.build_for_cudagraph_capture(sharing.common)
+    assert captured.prefix is not None
+    block_table = sharing.block_table.clone()
+    sharing.block_table[4, 0] = N  # no request begins so: nothing is shared any more
+    fewer = sharing.common.query_start_loc_cpu.clone()
+    fewer[5:] = fewer[5]
+    later = builder.build(0, sharing.common.replace(query_start_loc_cpu=fewer))
+    sharing.block_table.copy_(block_table)
+    assert later.prefix is None  # five requests, and padding
+    assert captured.prefix.length.tolist() == [0]
+    output = torch.zeros(sum(QUERY_LENS), H, D)
+    captured.prefix.suffix_block_tables.copy_(block_table)
+    impl.forward(layer, sharing.query[: len(output)], None, None, sharing.kv_cache, captured, output)
+    torch.testing.assert_close(output.double(), sharing.expected(), atol=1e-5, rtol=1e-5)
 
-    def pays(prefix: int, requests: int, **changed: Any) -> bool:
-        usual = {"use_alibi": False, "use_sliding_window": False, "use_local_attention": False, "dcp_world_size": 1}
-        one_each = torch.ones(requests, dtype=torch.int32).numpy()
-        return builder.use_cascade_attention(prefix, one_each, 32, 8, num_sms=132, **(usual | changed))
 
-    assert pays(8192, 64)
-    assert not pays(128, 64)
-    assert not pays(8192, 4)
-    for refused in ("use_alibi", "use_sliding_window", "use_local_attention"):
-        assert not pays(8192, 64, **{refused: True})
-    assert not pays(8192, 64, dcp_world_size=2)
+def test_prefixes_are_looked_for_only_where_asked(sharing: Step) -> None:
+    assert builder_with_cascade(switch=False).build(0, sharing.common).prefix is None
+    assert builder_with_cascade(sliding_window=8).build(0, sharing.common).prefix is None
+    assert builder_with_cascade().build(0, Step().common.unpadded(4, 4)).prefix is None  # four requests
+    sharing.common.causal = False
+    assert builder_with_cascade().build(0, sharing.common).prefix is None
+    assert not builder_with_cascade().use_cascade_attention(8192, [1] * 64)
+
+
+def test_drafted_steps_renew_what_is_behind_the_prefix(sharing: Step) -> None:
+    builder = builder_with_cascade()
+    metadata = builder.build(0, sharing.common)
+    sharing.common.seq_lens.add_(1)
+    builder.update_draft_decode_metadata(metadata)
+    assert metadata.prefix.suffix_lens.tolist() == [n + 1 - 16 for n in SEQ_LENS]
 
 
 def test_every_step_can_be_a_cuda_graph() -> None:

@@ -137,6 +137,11 @@ def test_prefixes_are_found_in_the_cache(served: dict[str, dict[str, Any]]) -> N
     assert sum(cached >= 96 for cached in result(served, "ours", "prefix_caching")["cached"]) >= 5
 
 
+def test_a_shared_prefix_is_read_once(served: dict[str, dict[str, Any]]) -> None:
+    """All of ten requests find its 320 tokens in the cache, and decode together."""
+    assert 320 in result(served, "ours", "shared_prefix")["prefixes"]
+
+
 def test_requests_are_preempted(served: dict[str, dict[str, Any]]) -> None:
     assert result(served, "ours", "preemption")["preemptions"] > 0
 
