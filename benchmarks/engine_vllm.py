@@ -265,10 +265,11 @@ def measure(backend: str, args: argparse.Namespace) -> None:
         log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
         cases = {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE
         if args.sharing:
-            lengths = [args.sharing + 256 + i for i in range(64)]
-            cases = {f"64 sharing {args.sharing}, 256 own": lengths, "64x1024": [1024] * 64}
+            requests, own, other = (8, 16, 32) if args.tiny else (64, 256, 1024)
+            lengths = [args.sharing + own + i for i in range(requests)]
+            cases = {f"{requests} sharing {args.sharing}": lengths, f"{requests}x{other}": [other] * requests}
             args.cases = list(cases)
-            engine.decode(lengths[:1], 4, 1)  # the prefix is in the cache from now on
+            engine.decode(lengths[:1], 16, 1)  # the prefix is in the cache from now on
         engine.decode([16] * 4, 16, 0)
 
         def note_compiled(result: dict[str, Any]) -> None:
