@@ -7,14 +7,18 @@ from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 
 EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
+# With ranges at D 256 this kernel spills 8 bytes, and split_kernel's whole tiles beside it up to 40.
+SM_90 = ("cuda:90",)
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
-def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, **features):
+def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, **features):
     def call():
         kv_cache = layouts.kv_cache_view(layout, gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=dtype))
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
         given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
+        if ranges:
+            given["bidirectional_ranges"] = gpu(S, ranges, 2, dtype=torch.int32)
         query = gpu(T, H, D, dtype=dtype)
         lowering.paged_attention_with_lse(query, kv_cache, tables, lens, starts, D**-0.5, **given, **features)
 
@@ -35,5 +39,15 @@ VARIANTS = [
         prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0),
         EXPECT,
         spills={(3, 8): 8, (3, 9): 24},
+    ),
+    Variant("hopper-prefill-nhd-d256-g2-ranges", prefill("NHD", 256, 8, 4, ranges=8), EXPECT, may_spill=SM_90),
+    Variant(
+        "hopper-prefill-nhd-d256-g2-ranges-window",
+        prefill("NHD", 256, 8, 4, ranges=8, sliding_window=1024),
+        EXPECT,
+        may_spill=SM_90,
+    ),
+    Variant(
+        "hopper-prefill-nhd-d128-g4-ranges-window", prefill("NHD", 128, 32, 8, ranges=3, sliding_window=512), EXPECT
     ),
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from gpu_under_test import GPU
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 import paged_ops
-from paged_ops import layouts
+from paged_ops import layouts, masks
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import attention, device, hopper
 
@@ -58,6 +59,7 @@ def test_copies_read_the_blocks(layout, B, K, D):
         {"attention_chunk": 64},
         {"soft_cap": 30.0},
         {"sinks": torch.zeros(H)},
+        {"bidirectional_ranges": torch.zeros(4, 1, 2, dtype=torch.int32)},
     ],
     ids=str,
 )
@@ -82,6 +84,94 @@ def test_leaves_what_tma_cannot_address_to_triton():
     assert not takes(key.float(), value.float())
 
 
+class Pointer:
+    """An address into a tensor."""
+
+    def __init__(self, tensor, at=0):
+        self.tensor, self.at = tensor.flatten(), at
+
+    def __add__(self, distance):
+        return Pointer(self.tensor, self.at + distance)
+
+
+def as_torch(monkeypatch):
+    """The kernel's own code for positions, on tensors: Gluon has no interpreter."""
+
+    def tensors(function):
+        return lambda *each: function(*(torch.as_tensor(one) for one in each))
+
+    def load(pointer, mask=True, other=0):
+        at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(mask))
+        return torch.where(mask, pointer.tensor[torch.where(mask, at, 0).long()], other).int()
+
+    language = SimpleNamespace(
+        load=load,
+        arange=lambda first, end, layout=None: torch.arange(first, end, dtype=torch.int32),
+        where=tensors(torch.where),
+        minimum=tensors(torch.minimum),
+        maximum=tensors(torch.maximum),
+        max=lambda values, axis: values.amax(axis),
+        sum=lambda values, axis: values.sum(axis),
+        exp2=torch.exp2,
+        cdiv=lambda a, b: -(-a // b),
+        BlockedLayout=lambda *sizes: None,
+        constexpr=object,
+        int32=torch.int32,
+        int64=torch.int64,
+    )
+    monkeypatch.setattr(hopper, "gl", language)
+    for name in ("lowest_key", "reach_of_ranges", "keys_of_rows", "work_item", "softmax_tile"):
+        monkeypatch.setattr(hopper, name, getattr(hopper, name).fn)
+
+
+@pytest.mark.parametrize("reach", [(0, 0), (50, 0), (0, 96), (70, 64)], ids=str)
+@pytest.mark.parametrize("R", [0, 1, 5])
+def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
+    """Of each tile of query rows, by the code of the kernel: which key tiles it visits, which of them without a mask,
+    and what the mask keeps."""
+    as_torch(monkeypatch)
+    monkeypatch.setattr(hopper, "BLOCK_M", 32)
+    window, chunk = reach
+    G, K, BLOCK_N, TOKENS = 4, 2, 16, 8
+    sequences = [(1, 40), (100, 260), (64, 64), (0, 9), (7, 100), (150, 150), (20, 5)]
+    generator = torch.Generator().manual_seed(R)
+    starts = torch.tensor([0, *itertools.accumulate(q for q, _ in sequences)], dtype=torch.int32)
+    lens = torch.tensor([n for _, n in sequences], dtype=torch.int32)
+    ranges = torch.randint(-30, 270, (len(sequences), R, 2), generator=generator, dtype=torch.int32)
+    num_tiles = int(starts[-1]) // TOKENS + len(sequences)
+    done = torch.zeros(int(starts[-1]), dtype=torch.bool)
+    constants = True, window > 0, chunk > 0, R, G, 0, 64, 32, BLOCK_N, 4
+    for item in range(num_tiles * K):
+        kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end = (
+            int(each)
+            for each in hopper.work_item(
+                item, num_tiles, K, Pointer(lens), Pointer(starts), len(sequences), -1, window, chunk, Pointer(ranges),
+                *constants,
+            )
+        )  # fmt: skip
+        if count == 0 or kh:
+            continue
+        tokens = torch.arange(first_token, min(first_token + TOKENS, q_len))
+        i = (n - q_len + tokens).int()
+        want = masks.keep(
+            i, torch.arange(n), 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges[s].tolist()
+        )[0]
+        got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
+        low, last = hopper.keys_of_rows(i, torch.tensor(s), window, chunk, Pointer(ranges), window > 0, chunk > 0, R)
+        for tile in range(end_tile - count, end_tile):
+            j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
+            bounded = bool(window or chunk)
+            masked = tile == end_tile - 1 or tile >= full_end or (bounded and tile < full_start)
+            nothing = torch.full((len(i),), -torch.inf)
+            qk = torch.zeros(len(i), BLOCK_N)
+            p, *_ = hopper.softmax_tile(qk, nothing, 1.0, (0, 0), last, low, j, n, masked, True, bounded, False)
+            got[:, j] = p > 0
+        assert torch.equal(got[:, :n], want[:, : got.shape[1]]) and not want[:, got.shape[1] :].any()
+        assert not got[:, n:].any()
+        done[row_start + tokens] = True
+    assert done.all()
+
+
 LONG, SHORT = [(1500, 2500), (700, 700)], [(1, 4096), (2, 1), (1, 900), (3, 4000), (1, 6000), (0, 0)] * 4
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability(GPU) != (9, 0),
@@ -89,7 +179,7 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-def check_against_triton(sequences, H, K, short, monkeypatch):
+def check_against_triton(sequences, H, K, short, monkeypatch, D=128, **features):
     """Pairs (q_len, seq_len): the Hopper kernel has those of at most ``short`` keys; and what Triton's kernels say."""
     blocks = [-(-n // 16) for _, n in sequences]
     tables = torch.zeros(len(sequences), max(blocks), dtype=torch.int32)
@@ -98,19 +188,19 @@ def check_against_triton(sequences, H, K, short, monkeypatch):
         row[:count] = torch.tensor(list(itertools.islice(ids, count)), dtype=torch.int32)
     starts = torch.tensor([0, *itertools.accumulate(q for q, _ in sequences)], dtype=torch.int32)
     lens = torch.tensor([n for _, n in sequences], dtype=torch.int32)
-    kv_cache = torch.randn(sum(blocks), 2, 16, K, 128, dtype=torch.bfloat16, device=GPU)
-    query = torch.randn(int(starts[-1]), H, 128, dtype=torch.bfloat16, device=GPU)
+    kv_cache = torch.randn(sum(blocks), 2, 16, K, D, dtype=torch.bfloat16, device=GPU)
+    query = torch.randn(int(starts[-1]), H, D, dtype=torch.bfloat16, device=GPU)
     call = (query, kv_cache, tables.to(GPU), lens.to(GPU), starts.to(GPU), 0.1)
     bounds = []
     monkeypatch.setattr(
         hopper, "prefill", lambda *args, kernel=hopper.prefill: (bounds.append(args[-1]), kernel(*args))
     )
-    got, got_lse = paged_ops.paged_attention_with_lse(*call)
+    got, got_lse = paged_ops.paged_attention_with_lse(*call, **features)
     assert bounds == [short]
     other = dataclasses.replace(device.target_of(query.device), arch=89)  # which has no such kernel
     monkeypatch.setattr(attention, "target_of", lambda _: other)
     attention.forget()
-    want, want_lse = paged_ops.paged_attention_with_lse(*call)
+    want, want_lse = paged_ops.paged_attention_with_lse(*call, **features)
     attention.forget()
     assert len(bounds) == 1
     assert (got.double() - want.double()).norm() <= 5e-3 * want.double().norm()
@@ -148,6 +238,24 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 def test_about_one_item_a_program(lens, monkeypatch):
     """Who takes the last items: each is taken once."""
     check_against_triton([lens], 32, 8, -1 if lens[0] < 4096 else hopper.SHORT, monkeypatch)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize(
+    ("D", "heads", "short"), [(64, (8, 8), -1), (128, (32, 8), hopper.SHORT), (256, (8, 4), -1)], ids=str
+)
+def test_ranges(D, heads, short, window, monkeypatch):
+    """Images in long prompts, padding that would open more, sequences without any."""
+    sequences = [(900, 2500), (700, 700), (1, 900), (300, 300), (64, 3000)]
+    ranges = torch.zeros(len(sequences), 3, 2, dtype=torch.int32)
+    ranges[0] = torch.tensor([(1700, 1956), (2200, 2456), (0, 1602)])
+    ranges[1] = torch.tensor([(0, 700), (-1, 700), (300, 299)])
+    ranges[2] = torch.tensor([(100, 900), (899, 2000), (0, 0)])
+    ranges[4] = torch.tensor([(2000, 2960), (2990, 2999), (2950, 2970)])
+    options = {"sliding_window": window, "bidirectional_ranges": ranges.to(GPU)}
+    check_against_triton(sequences, *heads, short, monkeypatch, D, **options)
 
 
 def test_which_sequences_are_short():

@@ -10,9 +10,9 @@ Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D hea
 BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_N keys. Tiles are kept as groups of 8
 rows by 64 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one copy brings them whole.
 
-Serves causal or not, sliding windows, attention chunks, soft cap, sinks and lse, float16 and bfloat16, D of 64, 128 or
-256, caches with rows that TMA can address; all else takes the Triton kernel, which has the same numbers. Ideas:
-FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
+bfloat16, D of 64, 128 or 256, caches with rows that TMA can address; all else takes the Triton kernel, which has the
+same numbers. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def serves(query: Tensor, key: Tensor, value: Tensor, f: Features, scale: float)
     return (
         f.alibi_slopes is None
         and f.block_sparse is None
-        and f.bidirectional_ranges is None
         and all(each is None for each in scales)
         and scale > 0  # the maximum is taken before the scale
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -130,12 +129,14 @@ def prefill(
         short,
         f.sliding_window,
         f.attention_chunk,
+        f.bidirectional_ranges,
         S,
         K,
         num_tiles,
         CAUSAL=bool(f.causal),
         WINDOW=f.sliding_window > 0,
         CHUNK=f.attention_chunk > 0,
+        RANGES=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
         SOFT_CAP=f.soft_cap > 0,
         G=H // K,
         B=B,
@@ -237,10 +238,36 @@ def lowest_key(i, window, chunk, WINDOW: gl.constexpr, CHUNK: gl.constexpr):
 
 
 @gluon.jit
+def reach_of_ranges(ranges, s, first_i, last_i, low, end, RANGES: gl.constexpr):
+    """Widen the keys ``low : end`` of queries first_i to last_i of sequence s by the bidirectional ranges that hold one
+    of them. All these hold the query's own key: what it sees stays one interval."""
+    for n in range(RANGES):
+        at = ranges + (s.to(gl.int64) * RANGES + n) * 2
+        start = gl.load(at)
+        stop = gl.load(at + 1)
+        holds = (start >= 0) & (start < stop) & (start <= last_i) & (stop > first_i)
+        low = gl.where(holds, gl.minimum(low, start), low)
+        end = gl.where(holds, gl.maximum(end, stop), end)
+    return low, end
+
+
+@gluon.jit
+def keys_of_rows(i, s, window, chunk, ranges, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr):
+    """The first and, if causal, the last key that each row at positions i sees."""
+    low = i
+    if WINDOW or CHUNK:
+        low = lowest_key(gl.maximum(i, 0), window, chunk, WINDOW, CHUNK)
+    if RANGES:
+        low, end = reach_of_ranges(ranges, s, i, i, low, i + 1, RANGES)
+        i = end - 1
+    return low, i
+
+
+@gluon.jit
 def work_item(
-    item, tiles, K, seq_lens, query_start_loc, S, short, window, chunk,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, G: gl.constexpr, SPLIT_M: gl.constexpr,
-    BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    item, tiles, K, seq_lens, query_start_loc, S, short, window, chunk, ranges,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, G: gl.constexpr,
+    SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Of the item-th tile of query rows: key/value head, sequence, its first row, rows and keys, the tile's first
     token, and its key tiles: their number (0 if this is no tile of a long sequence) and end, and the first and the end
@@ -265,11 +292,17 @@ def work_item(
     if CAUSAL:
         newest = gl.minimum(seq_len, last_i + 1)
         full_end = gl.minimum(gl.maximum(first_i + 1, 0) // BLOCK_N, full_end)
+    opened = seq_len
+    if RANGES:
+        opened, newest = reach_of_ranges(ranges, s, first_i, last_i, opened, newest, RANGES)
+        newest = gl.minimum(newest, seq_len)
     end_tile = gl.maximum(gl.cdiv(newest, BLOCK_N), 1)  # one masked tile where nothing is seen
     count = end_tile
     full_start = 0
     if WINDOW or CHUNK:
         oldest = lowest_key(gl.maximum(first_i, 0), window, chunk, WINDOW, CHUNK)
+        if RANGES:
+            oldest = gl.minimum(oldest, opened)
         count = gl.maximum(end_tile - oldest // BLOCK_N, 1)
         full_start = gl.cdiv(lowest_key(gl.maximum(last_i, 0), window, chunk, WINDOW, CHUNK), BLOCK_N)
     mine = (first_token < q_len) & ((q_len * G > SPLIT_M) | (seq_len <= short))
@@ -326,10 +359,11 @@ def take(taken, reverse, start, programs, last):
 
 @gluon.jit
 def scheduler(
-    query, seq_lens, query_start_loc, taken, q_stride_t, q_stride_h, short, window, chunk, S, K, tiles,
+    query, seq_lens, query_start_loc, taken, q_stride_t, q_stride_h, short, window, chunk, ranges, S, K, tiles,
     items, q_groups, item_full, item_empty,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
-    SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, G: gl.constexpr,
+    D: gl.constexpr, SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Takes items, longest first, and brings their query rows, packed (token, head of the group).
 
@@ -355,8 +389,8 @@ def scheduler(
     while ticket <= last:
         item = gl.where(reverse, last - item, item)
         kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end = work_item(
-            item, tiles, K, seq_lens, query_start_loc, S, short, window, chunk,
-            CAUSAL, WINDOW, CHUNK, G, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, 4,
+            item, tiles, K, seq_lens, query_start_loc, S, short, window, chunk, ranges,
+            CAUSAL, WINDOW, CHUNK, RANGES, G, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, 4,
         )  # fmt: skip
         # The last items are for whoever is free first: they are not taken ahead.
         ends = ticket + 2 * programs > last
@@ -503,10 +537,11 @@ def step(
 @gluon.jit
 def consumer(
     which: gl.constexpr,
-    out, lse, sinks, K, scale, soft_cap, window, chunk,
+    out, lse, sinks, K, scale, soft_cap, window, chunk, ranges,
     items, item_full, item_empty, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, SOFT_CAP: gl.constexpr, G: gl.constexpr,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = BLOCK_M // 2
     TOKENS: gl.constexpr = BLOCK_M // G
@@ -551,9 +586,10 @@ def consumer(
         else:
             q_tile = q_tiles.index(slot * 2 + which)
             i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
-            low = i
-            if BOUNDED:
-                low = lowest_key(gl.maximum(i, 0), window, chunk, WINDOW, CHUNK)
+            s_of = 0
+            if RANGES:
+                s_of = get(items, slot, SEQUENCE, 4)
+            low, i = keys_of_rows(i, s_of, window, chunk, ranges, WINDOW, CHUNK, RANGES)
             m = gl.full([M], float("-inf"), gl.float32, s_rows)
             sink = m
             if sinks is not None:
@@ -628,29 +664,31 @@ def consumer(
 
 @gluon.jit
 def first_consumer(
-    out, lse, sinks, K, scale, soft_cap, window, chunk,
+    out, lse, sinks, K, scale, soft_cap, window, chunk, ranges,
     items, item_full, item_empty, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, SOFT_CAP: gl.constexpr, G: gl.constexpr,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     consumer(
-        0, out, lse, sinks, K, scale, soft_cap, window, chunk,
+        0, out, lse, sinks, K, scale, soft_cap, window, chunk, ranges,
         items, item_full, item_empty, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-        CAUSAL, WINDOW, CHUNK, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
+        CAUSAL, WINDOW, CHUNK, RANGES, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
     )  # fmt: skip
 
 
 @gluon.jit
 def second_consumer(
-    out, lse, sinks, K, scale, soft_cap, window, chunk,
+    out, lse, sinks, K, scale, soft_cap, window, chunk, ranges,
     items, item_full, item_empty, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, SOFT_CAP: gl.constexpr, G: gl.constexpr,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     consumer(
-        1, out, lse, sinks, K, scale, soft_cap, window, chunk,
+        1, out, lse, sinks, K, scale, soft_cap, window, chunk, ranges,
         items, item_full, item_empty, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-        CAUSAL, WINDOW, CHUNK, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
+        CAUSAL, WINDOW, CHUNK, RANGES, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
     )  # fmt: skip
 
 
@@ -658,10 +696,10 @@ def second_consumer(
 def prefill_kernel(
     out, lse, query, k_desc, v_desc, block_tables, seq_lens, query_start_loc, sinks, taken,
     q_stride_t, q_stride_h, rows_n, rows_head, columns_head, table_stride_s, table_stride_m, scale, soft_cap,
-    short, window, chunk, S, K, tiles,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, SOFT_CAP: gl.constexpr, G: gl.constexpr,
-    B: gl.constexpr, D: gl.constexpr, SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    short, window, chunk, ranges, S, K, tiles,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    G: gl.constexpr, B: gl.constexpr, D: gl.constexpr, SPLIT_M: gl.constexpr, BLOCK_S: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     CONSUMER: gl.constexpr = 216 if SOFT_CAP else 208
@@ -698,19 +736,19 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (scheduler, (
-                query, seq_lens, query_start_loc, taken, q_stride_t, q_stride_h, short, window, chunk, S, K, tiles,
-                items, q_groups, item_full, item_empty,
-                CAUSAL, WINDOW, CHUNK, G, D, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, SLOTS,
+                query, seq_lens, query_start_loc, taken, q_stride_t, q_stride_h, short, window, chunk, ranges, S, K,
+                tiles, items, q_groups, item_full, item_empty,
+                CAUSAL, WINDOW, CHUNK, RANGES, G, D, SPLIT_M, BLOCK_S, BLOCK_M, BLOCK_N, SLOTS,
             )),
             (first_consumer, (
-                out, lse, sinks, K, scale, soft_cap, window, chunk,
+                out, lse, sinks, K, scale, soft_cap, window, chunk, ranges,
                 items, item_full, item_empty, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-                CAUSAL, WINDOW, CHUNK, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
+                CAUSAL, WINDOW, CHUNK, RANGES, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
             )),
             (second_consumer, (
-                out, lse, sinks, K, scale, soft_cap, window, chunk,
+                out, lse, sinks, K, scale, soft_cap, window, chunk, ranges,
                 items, item_full, item_empty, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, v_clean,
-                CAUSAL, WINDOW, CHUNK, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
+                CAUSAL, WINDOW, CHUNK, RANGES, SOFT_CAP, G, D, BLOCK_M, BLOCK_N, STAGES, SLOTS,
             )),
             (producer, (
                 k_desc, v_desc, block_tables, table_stride_s, table_stride_m, rows_n, rows_head, columns_head,
