@@ -21,11 +21,12 @@ FILES = {module.__file__ for module in (allocator, cache, generation, request, s
 
 
 class Alarm:
-    """Raises KeyboardInterrupt before the n-th bytecode that the loop's own code runs; counts them when n is 0."""
+    """Raises KeyboardInterrupt before the n-th bytecode that the code of the loop runs; notes the lines when n is 0."""
 
     def __init__(self, at: int = 0) -> None:
         self.at = at
         self.count = 0
+        self.lines: list[tuple[CodeType, int]] = []
         self.where = ""
         self._returns: dict[CodeType, set[int]] = {}
 
@@ -45,7 +46,9 @@ class Alarm:
             frame.f_trace_lines = False
         elif event == "opcode" and not self._is_delivery(frame):
             self.count += 1
-            if self.count == self.at:
+            if not self.at:
+                self.lines.append((frame.f_code, frame.f_lineno))
+            elif self.count == self.at:
                 sys.settrace(None)
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
@@ -85,14 +88,18 @@ def drain(loop: GenerationLoop, alarm: Alarm) -> tuple[list[list[NewToken]], lis
     return steps, interrupted
 
 
-def check_interrupt(at: int, expected: dict[int, list[NewToken]], stats: dict[str, Any]) -> None:
+def check_interrupt(
+    at: int, expected: dict[int, list[NewToken]], stats: dict[str, Any], *, whole_steps: int = 0
+) -> None:
+    """An interrupt before the bytecode ``at`` of those that come behind so many whole steps."""
     loop, alarm = make_loop(), Alarm(at)
+    before = [loop.step() for _ in range(whole_steps)]
     steps, interrupted = drain(loop, alarm)
-    assert interrupted, at
-    assert torch.is_grad_enabled(), (at, alarm.where)
-    assert tokens_by_request(steps) == expected, (at, alarm.where)
+    assert interrupted, (whole_steps, at)
+    assert torch.is_grad_enabled(), (whole_steps, at, alarm.where)
+    assert tokens_by_request(before + steps) == expected, (whole_steps, at, alarm.where)
     for name, value in stats.items():
-        assert vars(loop.stats)[name] == value, (at, alarm.where, name)
+        assert vars(loop.stats)[name] == value, (whole_steps, at, alarm.where, name)
     assert_empty(loop)
 
 
@@ -231,11 +238,24 @@ def test_anything_at_any_time(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_every_place() -> None:
-    """About ten minutes: every place that the random ones above are drawn from, with a stride."""
-    count, expected, stats = baseline()
-    for at in range(1, count + 1, 37):
-        check_interrupt(at, expected, stats)
+def test_an_interrupt_at_every_line() -> None:
+    """15 s: every line that runs, before a bytecode drawn from all times that it does."""
+    _, expected, stats = baseline()
+    times: dict[tuple[CodeType, int], list[tuple[int, int]]] = {}
+    loop, whole_steps = make_loop(), 0
+    while loop.has_work:
+        alarm = Alarm()
+        with alarm.armed():
+            if loop.has_work:
+                loop.step()
+        for at, line in enumerate(alarm.lines, 1):
+            times.setdefault(line, []).append((whole_steps, at))
+        whole_steps += 1
+    assert len(times) > 500
+    generator = random.Random(3)
+    for each in times.values():
+        whole_steps, at = generator.choice(each)
+        check_interrupt(at, expected, stats, whole_steps=whole_steps)
 
 
 def test_garbage_after_an_interrupt_gives_its_blocks_back() -> None:
