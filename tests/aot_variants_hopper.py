@@ -35,6 +35,12 @@ VARIANTS = [
     ),
     Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 6): 8, (3, 9): 152}),
     Variant(
+        "hopper-prefill-nhd-d256-g1-window",
+        prefill("NHD", 256, 8, 8, sliding_window=100),
+        EXPECT,
+        spills={(3, 7): 8, (3, 8): 8, (3, 9): 176},
+    ),
+    Variant(
         "hopper-prefill-nhd-d128-g8-window-cap",
         prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0),
         EXPECT,

@@ -233,6 +233,36 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("masks", [{"sliding_window": 1}, {"sliding_window": 100}, {"attention_chunk": 90}], ids=str)
+@pytest.mark.parametrize(("D", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)], ids=str)
+def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks):
+    """Blocks that a sequence gave back, say, which others fill with what they like."""
+    sequences, B = [(200, 200), (64, 500), (130, 131), (1, 300), (3, 9), (90, 180)] * 9, 16
+    tables, starts, free = torch.zeros(len(sequences), 32, dtype=torch.int32), [0], 0
+    hidden = []
+    for row, (q, n) in zip(tables, sequences, strict=True):
+        count = -(-n // B)
+        row[:count] = torch.arange(free, free + count, dtype=torch.int32)
+        first, chunk = n - q, masks.get("attention_chunk", 0)
+        oldest = first // chunk * chunk if chunk else max(0, first - masks["sliding_window"] + 1)
+        hidden.append(torch.arange(free * B, free * B + oldest))
+        free += count
+        starts.append(starts[-1] + q)
+    kv_cache = torch.randn(free, B, 2, 2, D).to(dtype)
+    lens = torch.tensor([n for _, n in sequences], dtype=torch.int32)
+    query = torch.randn(starts[-1], 8, D).to(dtype)
+    results = []
+    for filling in (0.0, torch.nan, torch.inf):
+        kv_cache.flatten(0, 1)[torch.cat(hidden)] = filling
+        call = (query, kv_cache.transpose(1, 2), tables, lens, torch.tensor(starts, dtype=torch.int32))
+        result = paged_ops.paged_attention_with_lse(*(each.to(GPU) for each in call), D**-0.5, **masks)
+        results.append([each.cpu() for each in result])
+    for other in results[1:]:
+        assert torch.equal(results[0][0].view(torch.int16), other[0].view(torch.int16))
+        assert torch.equal(results[0][1], other[1])
+
+
+@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("lens", [(512, 16384), (130, 3000), (4096, 4096)], ids=str)
 def test_about_one_item_a_program(lens, monkeypatch):

@@ -494,6 +494,19 @@ def weigh(p16, v_tile, acc0, acc1, D: gl.constexpr):
 
 
 @gluon.jit
+def forget_values(v_tile, first, oldest, BLOCK_N: gl.constexpr):
+    """Zero the values of keys before ``oldest`` in the tile that begins at ``first``: no row sees them, their weights
+    are 0, and 0 times what may be NaN would not be. 16 rows at a time, as registers are full of sums."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for part in gl.static_range(BLOCK_N // 16):
+        if first + part * 16 < oldest:
+            rows = first + part * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+            values = v_tile.slice(part * 16, 16, dim=0)
+            values.store(gl.where((rows >= oldest)[:, None], values.load(layout), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
 def step(
     q_tile, at, tile, full_start, full_end, acc0, acc1, p16, m, l, factor, cap, i, low, j0, seq_len, zero,
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
@@ -625,8 +638,19 @@ def consumer(
                     i, low, j0, seq_len, zero, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                     CAUSAL, BOUNDED, SOFT_CAP, D, BLOCK_N, STAGES, p_layout, o_rows,
                 )  # fmt: skip
-            mbarrier.arrive(item_empty.index(slot), count=1)
             stage = (total + count - 1) % STAGES
+            if BOUNDED:  # the last tile begins before what the rows see
+                first = (end_tile - count) * BLOCK_N
+                oldest = lowest_key(gl.maximum(seq_len - q_len + first_token, 0), window, chunk, WINDOW, CHUNK)
+                if first < oldest:
+                    mbarrier.wait(v_full.index(stage), ((total + count - 1) // STAGES) & 1)
+                    if which == 0:
+                        forget_values(v_tiles.index(stage), first, oldest, BLOCK_N)
+                if which == 0:
+                    mbarrier.arrive(v_clean.index(SLOTS + slot), count=1)
+                if first < oldest:
+                    mbarrier.wait(v_clean.index(SLOTS + slot), (n // SLOTS) & 1)
+            mbarrier.arrive(item_empty.index(slot), count=1)
             mbarrier.wait(v_full.index(stage), ((total + count - 1) // STAGES) & 1)
             acc0, acc1 = weigh(p16, v_tiles.index(stage), acc0, acc1, D)
             if D == 256:
@@ -722,11 +746,14 @@ def prefill_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_clean = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    # of an item's end and, where masks hide what is old, of its beginning
+    CLEAN: gl.constexpr = SLOTS * (2 if WINDOW or CHUNK else 1)
+    v_clean = gl.allocate_shared_memory(gl.int64, [CLEAN, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(item_full.index(slot), count=1)
         mbarrier.init(item_empty.index(slot), count=3)
-        mbarrier.init(v_clean.index(slot), count=1)
+    for part in gl.static_range(CLEAN):
+        mbarrier.init(v_clean.index(part), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
