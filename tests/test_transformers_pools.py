@@ -149,7 +149,7 @@ def test_a_cache_that_does_not_fit_the_model_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "phimoe", "deepseek_v3", "minicpm3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "qwen3_moe", "deepseek_v3", "minicpm3"])
 def test_cuda_graphs_over_every_kind_of_cache(family: str) -> None:
     """Pools, heads that differ by layer, values of another size: prompts and decodes are replayed."""
     torch.set_float32_matmul_precision("highest")

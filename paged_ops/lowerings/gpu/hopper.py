@@ -641,7 +641,11 @@ def consumer(
             stage = (total + count - 1) % STAGES
             if BOUNDED:  # the last tile begins before what the rows see
                 first = (end_tile - count) * BLOCK_N
-                oldest = lowest_key(gl.maximum(seq_len - q_len + first_token, 0), window, chunk, WINDOW, CHUNK)
+                first_i = seq_len - q_len + first_token
+                oldest = lowest_key(gl.maximum(first_i, 0), window, chunk, WINDOW, CHUNK)
+                if RANGES:
+                    last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
+                    oldest, _end = reach_of_ranges(ranges, s_of, first_i, last_i, oldest, last_i, RANGES)
                 if first < oldest:
                     mbarrier.wait(v_full.index(stage), ((total + count - 1) // STAGES) & 1)
                     if which == 0:
