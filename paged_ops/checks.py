@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,11 @@ def with_index(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def as_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a GPU the current one for what asks for it: exports by DLPack, launches of other packages."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def present(argument: str, value: Any) -> None:

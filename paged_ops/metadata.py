@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from paged_ops.bidirectional import Ranges, ranges_of_requests, ranges_of_step
-from paged_ops.checks import expect, with_index
+from paged_ops.checks import as_current, expect, with_index
 from paged_ops.layouts import paged_kv
 from paged_ops.states import PADDING_ROW
 
@@ -633,7 +633,10 @@ class _Buffers:
                 for start, size, (dtype, shape) in zip(starts, sizes, shapes, strict=False)
             ]
             # To saving, exporting and the compiler's alias analysis each part is a tensor of its own.
-            own = parts if pinned else [torch.from_dlpack(part) for part in parts]
+            own = parts
+            if not pinned:
+                with as_current(torch.device(device)):  # tensors are exported from no other
+                    own = [torch.from_dlpack(part) for part in parts]
         slot_mappings, (positions, query_start_loc, seq_lens, *rest) = own[:num_pools], own[num_pools:]
         state_slots = rest.pop(0) if with_states else None
         ranges = rest.pop(0) if num_ranges else None

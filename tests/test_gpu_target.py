@@ -308,6 +308,16 @@ def test_caches_and_builders_stay_on_the_gpu_that_was_current(machine, allocated
     assert [each.recorded for each in events] == [[1]] * 3
 
 
+@pytest.mark.parametrize("named", ["cuda:1", H200])
+def test_tensors_are_exported_from_their_gpu(machine, allocated_on_host, monkeypatch, named):
+    """As DLPack wants it: it refuses those of another GPU than the current one."""
+    export, current = torch.from_dlpack, []
+    monkeypatch.setattr(torch, "from_dlpack", lambda tensor: current.append(machine.current) or export(tensor))
+    AttentionMetadataBuilder(16, 4, 64, 8, named, num_blocks=8)
+    assert set(current) == {1}
+    assert machine.current == 0
+
+
 def test_the_layout_of_one_gpu(machine):
     paged_ops.set_default_layout("HND", "cuda:1")
     try:

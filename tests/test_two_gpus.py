@@ -122,11 +122,11 @@ def test_caches_of_the_gpu_that_was_current():
     kv_cache.admit("s", list(range(100)))
     kv_cache.commit("s", 100)
     states.admit("s")
+    for layer in (*kv_cache.layers, *states.tensors):
+        layer.normal_()
+    want = [layer[kv_cache.block_ids("s")].clone() for layer in kv_cache.layers]
+    want_state = states.tensors[0][states.row("s")].clone()
     for is_busy in (False, True):  # once to compile
-        for layer in (*kv_cache.layers, *states.tensors):
-            layer.normal_()
-        want = [layer[kv_cache.block_ids("s")].clone() for layer in kv_cache.layers]
-        want_state = states.tensors[0][states.row("s")].clone()
         if is_busy:
             keep_busy(THERE)
         kv_cache.swap_out("s")
@@ -135,8 +135,10 @@ def test_caches_of_the_gpu_that_was_current():
         kv_cache.synchronize()
         states.synchronize()
         assert torch.equal(states.host_tensors[0][0], want_state.cpu())
+        kv_cache.admit("of all blocks", range(1000, 1000 + 32 * 16))  # or blocks would be found where they still are
         for layer in (*kv_cache.layers, *states.tensors):
             layer.fill_(torch.nan)
+        kv_cache.free("of all blocks")
         kv_cache.swap_in("s")
         states.swap_in("s")
         assert torch.equal(states.tensors[0][states.row("s")], want_state)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from paged_ops.benchmark import cases, measure, report, run, tune
 from paged_ops.benchmark.providers import PROVIDERS
-from paged_ops.checks import expect
+from paged_ops.checks import as_current, expect
 
 Lines = list[dict[str, Any]]
 
@@ -72,7 +72,7 @@ def bench(
         for case in chosen:
             for each in asked:
                 if not each.reasons_against(case, target):
-                    with measure.current(target):
+                    with as_current(target):
                         run.run_once(case, each, target)
         return
 
@@ -92,7 +92,7 @@ def bench(
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=console, transient=True)
-    with progress, torch.no_grad(), measure.current(target):
+    with progress, torch.no_grad(), as_current(target):
         task = progress.add_task("ceilings", total=1 + len(chosen) + sum(each in wanted for each in beside))
         ceilings = measure.measure_ceilings(target)
         for record in run.ceiling_records(ceilings):

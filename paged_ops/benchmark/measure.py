@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.benchmark.cases import Case, Inputs, make_inputs
+from paged_ops.checks import as_current
 
 Call = Callable[[], Tensor]
 CPU_CACHE_BYTES = 64 << 20
@@ -54,11 +55,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes a GPU the current one, for what others launch; what is here names its device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def cache_bytes(device: torch.device) -> int:
     """The size of the last cache."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE_BYTES
@@ -81,7 +77,7 @@ class Replay:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            with current(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
+            with as_current(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
                 self.results = [call() for call in calls]
             self._other = torch.zeros(4 * cache_bytes(device) // 4, dtype=torch.float32, device=device)
 
