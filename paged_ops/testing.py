@@ -211,13 +211,23 @@ class AttentionCase:
         return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
 
     def _ranges(self, memory: Memory, generator: torch.Generator) -> Tensor:
-        """Two ranges per sequence about its rows, which may overlap and end past it; padding that would show more."""
+        """Two ranges per sequence, the first of which holds a row; they may overlap and end past it. And padding that
+        would show more."""
+
+        def number(low: int, high: int) -> int:
+            return int(torch.randint(low, high, (), generator=generator))
+
         ranges = torch.full((len(self.seqs) + self.padding[0], 5, 2), 2**31 - 1, dtype=torch.int32)
         ranges[:, :, 0] = 0  # of sequences without rows
         for s, (q_len, n) in enumerate(self.seqs):
-            ends = torch.randint(max(0, n - 2 * q_len - 20), n + 3, (2, 2), generator=generator).sort(1).values
-            padding = torch.tensor([[-1, n], [n, 0], [5, 5]])
-            ranges[s] = torch.cat([ends, padding])[torch.randperm(5, generator=generator)]
+            low = max(0, n - 2 * q_len - 60)
+            start = number(low, max(n, 1))
+            pairs = [
+                (start, number(max(start, n - q_len) + 1, n + 4)),
+                sorted((number(low, n + 3), number(low, n + 3))),
+            ]
+            order = torch.randperm(5, generator=generator)
+            ranges[s] = torch.tensor([*pairs, (-1, n), (n, 0), (5, 5)])[order]
         return memory.put(ranges)
 
     def _query(self, memory: Memory, generator: torch.Generator, T: int) -> Tensor:

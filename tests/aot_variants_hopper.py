@@ -7,7 +7,8 @@ from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 
 EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
-# With ranges at D 256 this kernel spills 8 bytes, and split_kernel's whole tiles beside it up to 40.
+# At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
+# split_kernel's whole tiles beside it.
 SM_90 = ("cuda:90",)
 N, B, T, S, M = 64, 16, 512, 4, 16
 
@@ -54,6 +55,9 @@ VARIANTS = [
         may_spill=SM_90,
     ),
     Variant(
-        "hopper-prefill-nhd-d128-g4-ranges-window", prefill("NHD", 128, 32, 8, ranges=3, sliding_window=512), EXPECT
+        "hopper-prefill-nhd-d128-g4-ranges-window",
+        prefill("NHD", 128, 32, 8, ranges=3, sliding_window=512),
+        EXPECT,
+        spills={(3, 9): 48},
     ),
 ]
