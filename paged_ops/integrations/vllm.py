@@ -15,8 +15,6 @@ B tokens a block.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,17 +23,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Static
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
     AttentionType,
-    CommonAttentionMetadata,
 )
 
-from paged_ops.integrations import vllm_plugin
-from paged_ops.integrations.shared_prefix import PrefixFinder, SharedPrefix
-from paged_ops.metadata import use_cascade_attention
+from paged_ops.integrations import context_parallel, vllm_plugin
+from paged_ops.integrations.vllm_metadata import PagedOpsMetadata, PagedOpsMetadataBuilder
 from paged_ops.op import supports
 from paged_ops.ops import reshape_and_cache
 
@@ -122,6 +115,8 @@ class PagedOpsBackend(AttentionBackend):
         reasons = super().validate_configuration(**configuration)
         if configuration.get("use_non_causal") and configuration.get("has_sliding_window"):
             reasons.append("non-causal attention with a sliding window not supported")
+        if configuration.get("use_dcp") and configuration.get("has_sliding_window"):
+            reasons.append("DCP with a sliding window not supported")
         dtype, kv_cache_dtype = configuration["dtype"], configuration.get("kv_cache_dtype")
         if kv_cache_dtype in _MODEL_DTYPES and _MODEL_DTYPES[kv_cache_dtype] != dtype:
             reasons.append(f"a {kv_cache_dtype} cache with a model in {dtype} not supported")
@@ -129,112 +124,6 @@ class PagedOpsBackend(AttentionBackend):
         if kv_cache_dtype in _FP8 and current_platform.is_cuda() and capability is not None and capability < (8, 9):
             reasons.append("an fp8 cache before compute capability 8.9 not supported")
         return reasons
-
-
-@dataclass
-class PagedOpsMetadata(AttentionMetadata):
-    """A step, as the ops take it. All tensors are the engine's own.
-
-    Attributes:
-        num_actual_tokens: T; rows past it are padding that no one reads.
-        query_start_loc: int32 ``[S + 1]``.
-        seq_lens: int32 ``[S]``.
-        block_table: int32 ``[S, M]``.
-        slot_mapping: ``[T]``.
-        causal: False where tokens of a step see later ones.
-        prefix: what the requests share, if the engine was told to look for it.
-        mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
-            Gemma-4 sets it to None for layers that have none, by this name.
-    """
-
-    num_actual_tokens: int
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
-    causal: bool = True
-    prefix: SharedPrefix | None = None
-    mm_prefix_range_tensor: Tensor | None = None
-
-
-class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
-    """Hands the engine's tensors on. Nothing depends on their values, so every step can be a CUDA graph."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    supports_update_block_table: bool = True
-    supports_draft_decode_metadata_update: bool = True
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._finder: PrefixFinder | None = None
-        has_window = getattr(kv_cache_spec, "sliding_window", None) is not None
-        if vllm_config is not None and vllm_plugin.wants_cascade(vllm_config) and not has_window:
-            self._finder = PrefixFinder(kv_cache_spec.block_size, vllm_config.scheduler_config.max_num_seqs)
-            self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-            self._longest = vllm_config.model_config.max_model_len
-            is_gpu = device.type == "cuda"
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedOpsMetadata:
-        """The metadata of one step for the layers of one group.
-
-        ``common_prefix_len`` is 0: see :meth:`use_cascade_attention`.
-
-        Raises:
-            ValueError: causality is given by request.
-        """
-        common = common_attn_metadata
-        if isinstance(common.causal, Tensor):
-            raise ValueError("causal: expected True or False for all requests of a step, got one value a request")
-        return PagedOpsMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            causal=common.causal,
-            prefix=self._shared(common),
-            mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and common.causal else None,
-        )
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Every step; of models with ranges, which prompts alone have, and each its own number of, decodes."""
-        if vllm_config is not None and vllm_config.model_config.is_mm_prefix_lm:
-            return AttentionCGSupport.UNIFORM_BATCH
-        return cls._cudagraph_support
-
-    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the engine should tell what requests share (0.26 asks): no, it would then replay no whole graph."""
-        return False
-
-    def _shared(self, common: CommonAttentionMetadata) -> SharedPrefix | None:
-        """What the requests of a step share; None where no prefix, however long, would be worth it.
-
-        Looked for in either case: a graph that was captured with a prefix serves steps of fewer requests too.
-        """
-        S = common.seq_lens.shape[0]
-        if self._finder is None or not common.causal or S < self._finder.least_sequences:
-            return None
-        prefix = self._finder.find(common.block_table_tensor, common.seq_lens, common.query_start_loc)
-        query_lens, K = common.query_start_loc_cpu[: S + 1].diff(), self.kv_cache_spec.num_kv_heads
-        is_worth_it = use_cascade_attention(self._longest, query_lens, self._heads, K, False, False, self._processors)
-        return prefix if is_worth_it else None
-
-    def update_block_table(
-        self, metadata: PagedOpsMetadata, blk_table: Tensor, slot_mapping: Tensor
-    ) -> PagedOpsMetadata:
-        """The same step for a group of layers with other blocks."""
-        updated = copy.copy(metadata)
-        updated.block_table, updated.slot_mapping, updated.prefix = blk_table, slot_mapping, None
-        return updated
-
-    def update_draft_decode_metadata(self, metadata: PagedOpsMetadata) -> None:
-        """Of what is derived from the engine's tensors, the lengths behind a shared prefix."""
-        if metadata.prefix is not None:
-            PrefixFinder.renew(metadata.prefix, metadata.seq_lens)
 
 
 class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
@@ -254,7 +143,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         NotImplementedError: for another kind of attention.
     """
 
-    can_return_lse_for_decode: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
 
     def __init__(
         self,
@@ -272,6 +162,11 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     ) -> None:
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type: expected {AttentionType.DECODER.value!r}, got {attn_type!r}")
+        if self.dcp_world_size > 1 and (sliding_window or alibi_slopes is not None):
+            raise NotImplementedError(
+                "decode_context_parallel_size: expected 1 for layers with a window or ALiBi, which count distances in"
+                f" the whole context, got {self.dcp_world_size}"
+            )
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.scale = float(scale)
         self.sliding_window = sliding_window or 0
@@ -291,8 +186,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         self._sinks = None if self.sinks is None else self.sinks.detach().to(torch.float32)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Output in float8_e4m3fn by one scale can be fused."""
-        return quant_key == kFp8StaticTensorSym
+        """Output in float8_e4m3fn by one scale can be fused, but not before ranks add up what they have."""
+        return self.dcp_world_size == 1 and quant_key == kFp8StaticTensorSym
 
     def forward(
         self,
@@ -322,13 +217,15 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
                     " window does (Gemma-4): choose another attention backend, as TRITON_ATTN"
                 )
             return output.fill_(0)
-        self._attend(layer, query, kv_cache, attn_metadata, output, output_scale)
+        self._attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         return output
 
     def _attend(
         self,
         layer: Any,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         kv_cache: Tensor,
         attn_metadata: PagedOpsMetadata,
         output: Tensor,
@@ -339,6 +236,28 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         key_cache, value_cache = self._views(kv_cache)
         k_scale, v_scale = self._scales(layer)
         scale_of_output = None if output_scale is None else output_scale.reshape(1)
+        if attn_metadata.history_lens is not None:
+            context_parallel.attend(
+                rows,
+                key[:T],
+                value[:T],
+                key_cache,
+                value_cache,
+                attn_metadata.block_table,
+                attn_metadata.history_lens,
+                attn_metadata.query_start_loc,
+                attn_metadata.max_query_len,
+                self.scale,
+                vllm_plugin.context_group(),
+                out,
+                causal=attn_metadata.causal,
+                sinks=self._sinks,
+                soft_cap=self.logits_soft_cap,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                kv_cache_dtype=self._stored_as,
+            )
+            return
         # A group may hold layers with a window beside those without: they see it in full tables.
         ranges = attn_metadata.mm_prefix_range_tensor
         if attn_metadata.prefix is not None and not self.sliding_window and self._slopes is None and ranges is None:
@@ -382,7 +301,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
         """On a GPU, with a cache, outside a capture, and with rows whose stride shows."""
         is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
-        return bool(is_ready) and not torch.cuda.is_current_stream_capturing()
+        return bool(is_ready) and self.dcp_world_size == 1 and not torch.cuda.is_current_stream_capturing()
 
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
@@ -402,7 +321,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
         for T, S in covering_batches(most_tokens, most_sequences):
             step = PagedOpsMetadata(T, nothing[: S + 1], nothing[:S], nothing[:S, None], no_slots)
-            self._attend(layer, rows[:T], kv_cache, step, out[:T], output_scale)
+            self._attend(layer, rows[:T], rows[:0], rows[:0], kv_cache, step, out[:T], output_scale)
         self._warm = kv_cache
 
     def do_kv_cache_update(
@@ -437,32 +356,6 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         if self._stored_as == "auto":
             return None, None
         return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
-
-
-def _ranges(common: CommonAttentionMetadata) -> Tensor | None:
-    """The ranges that hold tokens of the step, ``[S, R, 2]`` padded with 0: vLLM gives first and last token of each.
-
-    R is a power of two and at least 4, as kernels are compiled for it. Of a range that goes on after the step, the keys
-    that are there are seen, as by vLLM's own backends.
-    """
-    num_rows = common.seq_lens.shape[0]
-    rows = [[(first, last + 1) for first, last in common.mm_req_doc_ranges.get(s, ())] for s in range(num_rows)]
-    if common.seq_lens_cpu_upper_bound is not None:
-        # Exact for prompts, and no range is behind them.
-        ends = common.seq_lens_cpu_upper_bound.tolist()
-        lens = common.query_start_loc_cpu.diff().tolist()
-        rows = [
-            [pair for pair in pairs if pair[0] < end and end - length < pair[1]]
-            for pairs, end, length in zip(rows, ends, lens, strict=True)
-        ]
-    most = max(map(len, rows), default=0)
-    if not most:
-        return None
-    R = max(4, 1 << (most - 1).bit_length())
-    device = common.seq_lens.device
-    padded = [pairs + [(0, 0)] * (R - len(pairs)) for pairs in rows]
-    table = torch.tensor(padded, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True)
 
 
 def _device() -> str:

@@ -53,6 +53,17 @@ def wants_cascade(vllm_config: Any) -> bool:
     return isinstance(additional, dict) and bool(additional.get("paged_ops_cascade", False))
 
 
+def context_group() -> Any:
+    """The ranks over which the cache's tokens are spread (``--decode-context-parallel-size``); None without any."""
+    from vllm.distributed import parallel_state
+
+    try:
+        group = parallel_state.get_dcp_group()
+    except AssertionError:  # none was made: outside of an engine
+        return None
+    return group if group.world_size > 1 else None
+
+
 def heads_first() -> bool:
     """Whether vLLM wants the heads of a block before its tokens in memory; asked for before 0.29 only."""
     from vllm.v1.attention.backends import utils

@@ -76,6 +76,11 @@ CASES = {
     "fp8_cache": Case(engine={"kv_cache_dtype": "fp8"}, only_ours=True),
     "compiled": Case(engine={"enforce_eager": False}, only_ours=True),
     "tensor_parallel": Case(engine={"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, only_ours=True),
+    "context_parallel": Case(
+        "llama_mqa",
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "distributed_executor_backend": "mp"},
+        only_ours=True,
+    ),
     # Last: an engine cannot start after numba is loaded.
     "speculation": Case(engine={"speculative_config": NGRAM}, rounds=(LOOPS,), new_tokens=60),
 }
@@ -104,6 +109,7 @@ def save_models(folder: Path) -> None:
     configs = {
         "llama": transformers.LlamaConfig(**shape),
         "llama_16": transformers.LlamaConfig(**shape | {"head_dim": 16}),
+        "llama_mqa": transformers.LlamaConfig(**shape | {"num_key_value_heads": 1}),
         "llama_24": transformers.LlamaConfig(**shape | {"head_dim": 24}),
         "qwen3": transformers.Qwen3Config(**shape),
         "mistral": transformers.MistralConfig(**shape, sliding_window=24),

@@ -397,11 +397,14 @@ def reasons(**changed: Any) -> list[str]:
         {"dtype": torch.float32},
         {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
+        {"use_dcp": True},
         {"use_mm_prefix": True},
         {"use_mm_prefix": True, "has_sliding_window": True},
     ],
 )
 def test_what_is_served(served: dict[str, Any]) -> None:
+    if not served.keys() <= inspect.signature(AttentionBackend.validate_configuration).parameters.keys():
+        pytest.skip(f"this version of vLLM does not ask for {list(served)}")
     assert reasons(**served) == []
 
 
@@ -415,7 +418,7 @@ def test_what_is_served(served: dict[str, Any]) -> None:
         ({"kv_cache_dtype": "float16"}, "float16 cache"),
         ({"use_non_causal": True, "has_sliding_window": True}, "window"),
         ({"use_batch_invariant": True}, "batch invariance"),
-        ({"use_dcp": True}, "DCP"),
+        ({"use_dcp": True, "has_sliding_window": True}, "DCP"),
     ],
 )
 def test_what_is_refused_when_vllm_asks(refused: dict[str, Any], reason: str) -> None:
@@ -568,3 +571,13 @@ def test_ranges_within_windows_are_refused_before_requests_come() -> None:
     states = torch.zeros(2, H, D)
     with pytest.raises(NotImplementedError, match="mm_prefix_clamp_sliding_window"):
         impl.forward(layer, states, states, states, torch.tensor([]), None, states)
+
+
+def test_context_parallelism_is_for_layers_that_see_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PagedOpsImpl.can_return_lse_for_decode
+    monkeypatch.setattr(PagedOpsImpl, "dcp_world_size", 2, raising=False)
+    monkeypatch.setattr(PagedOpsImpl, "__new__", lambda cls, *args, **kwargs: object.__new__(cls))
+    assert not PagedOpsImpl(H, D, 1.0, 1).fused_output_quant_supported(vllm.kFp8StaticTensorSym)
+    for features in ({"sliding_window": 8}, {"alibi_slopes": [1.0] * H}):
+        with pytest.raises(NotImplementedError, match="decode_context_parallel_size: expected 1"):
+            PagedOpsImpl(H, D, 1.0, 1, **features)

@@ -57,12 +57,10 @@ def served(folder: Path) -> dict[str, dict[str, Any]]:
     installed = folder / "plugin" / "paged_ops_on_cpu-0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: paged-ops-on-cpu\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\npaged_ops_on_cpu = paged_ops.integrations.vllm_plugin:replace_cpu_backend\n"
-    )
+    (installed / "entry_points.txt").write_text("[vllm.general_plugins]\npaged_ops_on_cpu = cpu_plugin:register\n")
     processes = []
     for backend, names in lists.items():
-        paths = [str(HERE.parents[1]), *([str(installed.parent)] if backend == "ours" else [])]
+        paths = [str(HERE.parents[1]), str(HERE), *([str(installed.parent)] if backend == "ours" else [])]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"inductor_{backend}")
         command = [sys.executable, str(HERE / "serve.py"), backend, str(folder), *names]

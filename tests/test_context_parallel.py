@@ -1,0 +1,99 @@
+"""Attention over a cache that is spread over ranks: each rank gives what attention over the whole cache would."""
+
+import threading
+
+import pytest
+import torch
+
+import paged_ops
+from paged_ops.integrations.context_parallel import attend
+
+W, H, K, D, B = 3, 4, 1, 16, 4
+QUERY_LENS, SEQ_LENS = [1, 1, 5, 3, 0], [17, 2, 5, 30, 0]
+
+
+class Rank:
+    """A rank among threads."""
+
+    def __init__(self, rank, meeting):
+        self.world_size, self.rank_in_group, self.meeting = W, rank, meeting
+
+    def exchange(self, tensor):
+        self.meeting.tensors[self.rank_in_group] = tensor
+        self.meeting.barrier.wait()
+        tensors = list(self.meeting.tensors)
+        self.meeting.barrier.wait()
+        return tensors
+
+    def all_gather(self, input_, dim=-1):
+        return torch.cat(self.exchange(input_), dim)
+
+    def all_reduce(self, input_):
+        return torch.stack(self.exchange(input_)).sum(0)
+
+
+class Meeting:
+    def __init__(self):
+        self.tensors, self.barrier = [None] * W, threading.Barrier(W, timeout=60)
+
+
+@pytest.mark.parametrize("features", [{}, {"soft_cap": 3.0}, {"sinks": True}, {"causal": False}], ids=str)
+def test_each_rank_has_what_the_whole_cache_gives(features):
+    torch.manual_seed(0)
+    T, S = sum(QUERY_LENS), len(SEQ_LENS)
+    query = torch.randn(T + 2, W * H, D)  # two rows of padding
+    keys, values = ([torch.randn(n, K, D) for n in SEQ_LENS] for _ in range(2))
+    starts = torch.tensor([0, *QUERY_LENS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    sinks = torch.randn(W * H) if features.get("sinks") else None
+    options = {**features, "sinks": sinks}
+
+    whole = paged_ops.allocate_kv_cache("NHD", 40, B, K, D, torch.float32)
+    tables = torch.arange(S * 8, dtype=torch.int32).view(S, 8)
+    for s, n in enumerate(SEQ_LENS):
+        slots = torch.tensor([int(tables[s, j // B]) * B + j % B for j in range(n)], dtype=torch.int64)
+        paged_ops.reshape_and_cache(keys[s], values[s], whole, slots)
+    lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
+
+    def expected(heads):
+        given = {**options, "sinks": None if sinks is None else sinks[heads]}
+        return paged_ops.paged_attention(query[:, heads], whole, tables, lens, starts, D**-0.5, **given)
+
+    new = [torch.cat([x[n - q :] for x, q, n in zip(xs, QUERY_LENS, SEQ_LENS, strict=True)]) for xs in (keys, values)]
+    new = [torch.cat([x, torch.full((2, K, D), torch.nan)]) for x in new]
+    results, meeting = [None] * W, Meeting()
+
+    def run(rank):
+        """Token j of a sequence is at rank j % W."""
+        caches = [torch.full((40, B, K, D), torch.nan) for _ in range(2)]
+        history = []
+        for s, (q, n) in enumerate(zip(QUERY_LENS, SEQ_LENS, strict=True)):
+            mine = [j for j in range(n - q) if j % W == rank]
+            history.append(len(mine))
+            for place, j in enumerate(mine):
+                for cache, states in zip(caches, (keys, values), strict=True):
+                    cache[int(tables[s, place // B]), place % B] = states[s][j]
+        heads = slice(rank * H, (rank + 1) * H)
+        out = torch.full((T + 2, H, D), torch.nan)
+        results[rank] = attend(
+            query[:, heads],
+            *new,
+            *caches,
+            tables,
+            torch.tensor(history, dtype=torch.int32),
+            starts,
+            max(QUERY_LENS),
+            D**-0.5,
+            Rank(rank, meeting),
+            out,
+            **{**options, "sinks": None if sinks is None else sinks[heads]},
+        )
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(W)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, result in enumerate(results):
+        wanted = expected(slice(rank * H, (rank + 1) * H))
+        torch.testing.assert_close(result[:T], wanted[:T], atol=1e-5, rtol=1e-5)
+        assert not result[T:].isnan().any()
