@@ -105,7 +105,9 @@ def generate(
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens of prompts that are one step together, then of decodes; and the logits of the first step."""
     cache = paged.allocate_kv_cache(64, B, keep_all=True)
-    builder = AttentionMetadataBuilder(B, 4, 64, 16, num_blocks=64, max_bidirectional_ranges=2)
+    room = 0 if ranges == "no room" else 2
+    ranges = ranges if room else None
+    builder = AttentionMetadataBuilder(B, 4, 64, 16, num_blocks=64, max_bidirectional_ranges=room)
     blocks = [[16 * s + b for b in range(16)] for s in range(len(prompts))]
     computed, ids = [0] * len(prompts), [list(prompt) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -174,6 +176,14 @@ def test_what_no_range_says_is_refused() -> None:
     llama = transformers.LlamaConfig(**{k: v for k, v in TEXT.items() if k != "head_dim"})
     with pytest.raises(ValueError, match="expected one whose masks depend on token_type_ids, got LlamaForCausalLM"):
         PagedCausalLM(transformers.LlamaForCausalLM(llama).eval()).bidirectional_ranges([0, 1])
+
+
+def test_images_without_ranges_are_refused() -> None:
+    model, prompt, _, _, images = made("gemma3")
+    with pytest.raises(
+        ValueError, match="metadata: expected bidirectional_ranges beside pixel_values, as tokens of Gemma3"
+    ):
+        generate(PagedCausalLM(model), [prompt], "no room", pixel_values=images)
 
 
 @pytest.mark.parametrize("name", ["token_type_ids", "attention_mask"])

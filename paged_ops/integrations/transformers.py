@@ -275,6 +275,12 @@ class PagedCausalLM:
         given = getattr(self.model.generation_config, "pad_token_id", None)
         return None if given is None or given in self.stop_token_ids else int(given)
 
+    @property
+    def _masks_by_type(self) -> bool:
+        """Whether some tokens of a prompt may see later ones, as its ``token_type_ids`` say."""
+        make_masks = getattr(self.model, "create_masks_for_generate", None)
+        return make_masks is not None and "token_type_ids" in inspect.signature(make_masks).parameters
+
     def unwrap(self) -> PreTrainedModel:
         """Give the model back as it was: its attention, its layers uncompiled, its position embeddings.
 
@@ -431,8 +437,7 @@ class PagedCausalLM:
                 than the window that Gemma-3 keeps in it).
         """
         name = type(self.model).__name__
-        make_masks = getattr(self.model, "create_masks_for_generate", None)
-        if make_masks is None or "token_type_ids" not in inspect.signature(make_masks).parameters:
+        if not self._masks_by_type:
             raise ValueError(f"model: expected one whose masks depend on token_type_ids, got {name}")
         types = torch.as_tensor(token_type_ids, dtype=torch.int64, device="cpu")
         if types.dim() != 1 or not len(types):
@@ -448,7 +453,7 @@ class PagedCausalLM:
             "past_key_values": None,
         }
         plain, typed = (
-            make_masks(config=config, token_type_ids=each, is_first_iteration=True, **prompt)
+            self.model.create_masks_for_generate(config=config, token_type_ids=each, is_first_iteration=True, **prompt)
             for each in (None, types[None])
         )
         found: set[tuple[tuple[int, int], ...]] = set()
@@ -481,9 +486,16 @@ class PagedCausalLM:
                 tokens are in ``input_ids``, in that order. Which tokens see each other is in the metadata.
 
         Raises:
-            ValueError: the model's attention was changed since it was wrapped, or a mask is given.
+            ValueError: the model's attention was changed since it was wrapped, a mask is given, or images whose tokens
+                see each other come without ranges.
         """
         self._wrapping.check()
+        if inputs and metadata.bidirectional_ranges is None and self._masks_by_type:
+            raise ValueError(
+                f"metadata: expected bidirectional_ranges beside {', '.join(inputs)}, as tokens of"
+                f" {type(self.model).__name__} see later ones; give them to the Batch, and room for them to its builder"
+                " (max_bidirectional_ranges)"
+            )
         for name in ("attention_mask", "token_type_ids"):
             if inputs.get(name) is not None:
                 raise ValueError(

@@ -107,6 +107,7 @@ LACKING = {
     "alibi": ({"alibi_slopes": True}, "no alibi_slopes"),
     "sinks": ({"sinks": True}, "no sinks"),
     "block-sparse": ({"block_sparse": paged_ops.BlockSparse(16, 2, 3)}, "no block_sparse"),
+    "ranges": ({"bidirectional_ranges": True}, "no bidirectional_ranges"),
     "float16": ({"dtype": torch.float16}, "run the model in bfloat16"),
     "head size": ({"head_size": 64}, "head size 128 only: pad"),
     "layout": ({"layout": "NHD"}, "INTERLEAVED layout only"),
