@@ -49,6 +49,12 @@ VARIANTS = [
     ),
     Variant("hopper-prefill-nhd-d256-g2-ranges", prefill("NHD", 256, 8, 4, ranges=8), EXPECT, may_spill=SM_90),
     Variant(
+        "hopper-prefill-nhd-d128-g4-endless-chunk",
+        prefill("NHD", 128, 32, 8, attention_chunk=1 << 33),
+        EXPECT,
+        spills={(3, 9): 48},
+    ),
+    Variant(
         "hopper-prefill-nhd-d256-g2-ranges-window",
         prefill("NHD", 256, 8, 4, ranges=8, sliding_window=1024),
         EXPECT,

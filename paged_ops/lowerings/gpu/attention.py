@@ -66,8 +66,6 @@ KNOWS = frozenset(
 SCHEDULE_TILE = tl.constexpr(_SCHEDULE_TILE)
 # Tensors among the keyword arguments that the kernels read, in the order that they take them.
 POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "bidirectional_ranges", "output_scale")
-# Positions are int32s in kernels: longer windows and chunks are as good as this one.
-LARGEST_SPAN = 2**31 - 1
 # The constants of the kernels that merge_kernel has too.
 MERGING = ("WINDOW", "CHUNK", "RANGES", "K", "G", "Dv", "DV_PAD", "BLOCK_S", "CHUNKS_OF_S")
 # So many kinds of calls are remembered; then all are planned anew.
@@ -117,8 +115,7 @@ def attention_schedule(
             query_start_loc.contiguous(),
             S,
             num_heads // num_kv_heads,
-            min(sliding_window, LARGEST_SPAN),
-            min(attention_chunk, LARGEST_SPAN),
+            *tiles.spans(sliding_window, attention_chunk),
             WINDOW=sliding_window > 0,
             CHUNK=attention_chunk > 0,
             BLOCK_S=tiles.sequences_at_once(S),
@@ -365,7 +362,7 @@ def _plan(
     hopper = hopper and not all_split
     split_from = None if all_split else short
     to_lse = P * 2 * split.block_m * Dv
-    spans = (min(f.sliding_window, LARGEST_SPAN), min(f.attention_chunk, LARGEST_SPAN))
+    spans = tiles.spans(f.sliding_window, f.attention_chunk)
     merging = {name: constants[name] for name in MERGING} | target.overlap() | {"SHORT": split_from}
     splitting = constants | {"SHORT": split_from, "PAIRED": paired, "SLICES": plan.slices}
     return call._replace(

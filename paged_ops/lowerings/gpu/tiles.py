@@ -63,6 +63,11 @@ def padded_values(D: int, Dv: int, itemsize: int) -> int:
     return max(padded(Dv, itemsize), min(padded(D, itemsize), 128 // itemsize))
 
 
+def spans(sliding_window: int, attention_chunk: int) -> tuple[int, int]:
+    """A window and a chunk as kernels take them: positions are int32s there, and longer ones are as good."""
+    return min(sliding_window, 2**31 - 1), min(attention_chunk, 2**31 - 1)
+
+
 def sequences_at_once(S: int) -> int:
     """How many sequences a program counts in one vector."""
     return min(max(64, triton.next_power_of_2(S)), 1024)
