@@ -35,6 +35,7 @@ class Builds:
         self.S, self.T = rng.randint(1, 12), rng.randint(1, 60)
         self.M = rng.randint(1, max(2, 200 // self.B))
         self.N = rng.choice((1, 5, 300, 2**31 - 1))
+        self.R = rng.choice((0, 0, 1, 2, 4))  # bidirectional ranges of a request in a step
         self.builder = AttentionMetadataBuilder(
             self.B,
             self.S,
@@ -44,6 +45,7 @@ class Builds:
             num_blocks=self.N,
             graph_support=rng.choice(list(GraphSupport)),
             unused_block_id=rng.choice((None, None, POISON)),
+            max_bidirectional_ranges=self.R,
             num_staging_buffers=rng.choice((None, 1, 3)),
         )
 
@@ -67,15 +69,32 @@ class Builds:
             blocks.append([rng.randrange(self.N) for _ in range(-(-length // self.B))])
         return q, c, blocks
 
-    def batch(self, q: list[int], c: list[int], blocks: list[list[int]]) -> Batch:
+    def draw_ranges(self, q: list[int], c: list[int]) -> list[list[tuple[int, int]]] | None:
+        """Ranges of each request: before the step, in it and after it, and padding; none is cut by its end."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            return None
+        result = []
+        for rows, first in zip(q, c, strict=True):
+            last = first + rows
+            pairs = [(rng.randint(-3, last), rng.choice((rng.randint(-3, last), last))) for _ in range(self.R)]
+            pairs += [(last, last + rng.randint(0, 9)), (-1, last), (last, first), (rng.randint(0, first), first)]
+            result.append(rng.sample(pairs, len(pairs)))
+        return result
+
+    def batch(
+        self, q: list[int], c: list[int], blocks: list[list[int]], ranges: list[list[tuple[int, int]]] | None = None
+    ) -> Batch:
         """Lists, or tensors whose unneeded entries are hostile."""
         if self.rng.random() < 0.5:
-            return Batch(q, c, blocks)
+            return Batch(q, c, blocks, bidirectional_ranges=ranges)
         width = max(map(len, blocks), default=0) + self.rng.randint(0, 3)
         hostile = (-1, 2**31 - 1, -(2**31), self.N if self.N < 2**31 else 0)
         table = [[*row, *(self.rng.choice(hostile) for _ in range(width - len(row)))] for row in blocks]
         dtype = self.rng.choice((torch.int32, torch.int64))
-        return Batch(torch.tensor(q, dtype=dtype), torch.tensor(c, dtype=dtype), _table(table, width, dtype))
+        given = None if ranges is None else torch.tensor(ranges, dtype=dtype).view(len(ranges), -1 if ranges else 0, 2)
+        arguments = torch.tensor(q, dtype=dtype), torch.tensor(c, dtype=dtype), _table(table, width, dtype)
+        return Batch(*arguments, bidirectional_ranges=given)
 
     def build(self) -> None:
         rng, B = self.rng, self.B
@@ -99,8 +118,11 @@ class Builds:
         if self.rng.random() < 0.3:
             self.builder._buffers.block_tables.fill_(POISON)
         fast = rng.random() < 0.3
-        got = self.builder.build(prefix, self.batch(q, c, blocks), fast, num_reqs=S, num_tokens=T, lookahead=ahead)
+        ranges = self.draw_ranges(q, c)
+        batch = self.batch(q, c, blocks, ranges)
+        got = self.builder.build(prefix, batch, fast, num_reqs=S, num_tokens=T, lookahead=ahead)
         self.compare(got, q, c, blocks, n if S is None else S, t if T is None else T)
+        self.compare_ranges(got, q, c, ranges or [[]] * n)
         self.compare_cascade(got, 0 if fast else prefix, q, c, blocks)
         if n and set(q) == {1} and ahead and got.seq_lens.shape[0] == got.slot_mapping.shape[0]:
             for step in range(1, min(ahead, 5) + 1):
@@ -146,6 +168,22 @@ class Builds:
             )
         return starts, lens
 
+    def compare_ranges(
+        self, got: AttentionMetadata, q: list[int], c: list[int], ranges: list[list[tuple[int, int]]]
+    ) -> None:
+        if not self.R:
+            assert got.bidirectional_ranges is None
+            return
+        assert got.bidirectional_ranges is not None
+        want = []
+        for rows, first, pairs in zip(q, c, ranges, strict=True):
+            tokens = range(first, first + rows)
+            held = [[a, b] for a, b in pairs if a >= 0 and any(a <= token < b for token in tokens)]
+            want.append(held + [[0, 0]] * (self.R - len(held)))
+        want += [[[0, 0]] * self.R] * (len(got.seq_lens) - len(q))
+        assert got.bidirectional_ranges.dtype == torch.int32
+        assert got.bidirectional_ranges.tolist() == want, f"{got.bidirectional_ranges.tolist()}, not {want}"
+
     def compare_cascade(
         self, got: AttentionMetadata, prefix: int, q: list[int], c: list[int], blocks: list[list[int]]
     ) -> None:
@@ -167,6 +205,7 @@ class Builds:
         """One number that is wrong: ValueError, and the buffers are as they were."""
         q, c, blocks = list(q), list(c), [list(row) for row in blocks]
         n, rng, options = len(q), self.rng, {}
+        ranges: list[list[tuple[int, int]]] = [[] for _ in q]
         wrong: list[Callable[[], Any]] = [
             lambda: options.update(num_reqs=self.S + 1),
             lambda: options.update(num_tokens=self.T + 1),
@@ -179,6 +218,10 @@ class Builds:
             wrong += [lambda: c.__setitem__(s, self.M * self.B + 1)]
             if sum(q):
                 wrong.append(lambda: options.update(num_tokens=sum(q) - 1))
+            if q[s]:
+                first, last = c[s], c[s] + q[s]
+                wrong.append(lambda: ranges[s].append((rng.randint(0, last - 1), last + 1)))
+                wrong.append(lambda: ranges[s].extend([(rng.randint(0, first), last)] * (self.R + 1)))
             if blocks[s] and q[s] + c[s]:
                 at, bad = rng.randrange(-(-(q[s] + c[s]) // self.B)), rng.choice((-1, -(2**31), self.N))
                 wrong.append(lambda: blocks[s].__setitem__(at, bad))
@@ -186,7 +229,8 @@ class Builds:
         storage = self.builder._buffers.storage
         before = storage.clone()
         try:
-            self.builder.build(0, Batch(q, c, blocks), **options)
+            given = ranges if any(ranges) else None
+            self.builder.build(0, Batch(q, c, blocks, bidirectional_ranges=given), **options)
         except ValueError:
             assert torch.equal(storage, before), "a refused batch was written"
             self.case.counts["refused"] += 1
