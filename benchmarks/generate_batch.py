@@ -5,7 +5,7 @@ how fast is it beside transformers' own paged attention functions?
 
 Tokens: tiny random models in float32 with eager attention (Llama; Gemma-2 with windows and a soft cap; gpt-oss with
 windows and sinks), with CUDA graphs off, on, and as transformers chooses, whole and chunked prompts. The script fails
-if one differs.
+if one differs; gpt-oss in graphs is noted as not served, where transformers' experts cannot be captured.
 
 Speed: the shape of Llama-3-8B, random bfloat16 weights, greedy. Milliseconds a decode step are medians of the times
 between tokens while every request decodes; seconds are those of the whole call, prompts included, the second time.
@@ -132,6 +132,10 @@ def check_tokens(device: str) -> list[dict[str, Any]]:
                 )
                 got = [output.generated_tokens for output in outputs.values()]
                 result = {"model": name, "graphs": graphs, "max_batch_tokens": tokens, "equal": got == expected}
+                # transformers' experts copy from the host, which no graph captures: no request of gpt-oss is served.
+                failed = [str(output.error) for output in outputs.values() if output.error]
+                if failed and name == "gpt_oss" and graphs != "off":
+                    result |= {"equal": None, "error": failed[0][:200]}
                 results.append(result | counts)
                 log(json.dumps(results[-1]))
     return results
@@ -257,7 +261,7 @@ def main() -> int:
         results = speed(device, args.tiny, deadline, save)
         agreement(results)
         save(results)
-    different = [result for result in record.get("tokens", []) if not result["equal"]]
+    different = [result for result in record.get("tokens", []) if result["equal"] is False]
     log(f"{len(different)} of {len(record.get('tokens', []))} with other tokens than generate()")
     return 1 if different else 0
 

@@ -401,3 +401,25 @@ def test_no_batch_waits_for_a_compiler_after_the_covering_ones(variants, where, 
         tables = on(where, most[1], draw.randint(1, 40), dtype=torch.int32)
         attend(min(max(T, 1), most[0]), S, None)
         assert variants == covered, (T, S, variants - covered)
+
+
+@pytest.mark.parametrize("where", [A100, H200], ids=["a100", "h200"])
+def test_half_of_the_kernels_serve_decodes_and_unequal_prompts(variants, where):
+    most = 8192, 256
+    query, kv_cache = on(where, most[0], 32, 128), on(where, 64, 2, 16, 8, 128)
+    tables, starts = on(where, most[1], 32, dtype=torch.int32), on(where, most[1] + 1, dtype=torch.int32)
+
+    def attend(T, S):
+        gpu.paged_attention(query[:T], kv_cache, tables[:S], starts[:S], starts[: S + 1], 0.1)
+
+    for T, S in tiles.covering_batches(*most, equal_lengths=False):
+        attend(T, S)
+    covered = set(variants)
+    assert len(covered) <= 24
+    draw = random.Random(0)
+    for _ in range(200):
+        S = draw.choice((draw.randint(1, most[1]), draw.randint(1, 8)))
+        T = draw.choice((S, draw.randint(S, most[0]), S + draw.randint(1, 600)))
+        if T == S or T % S or T > 64 * S:
+            attend(T, S)
+            assert variants == covered, (T, S, variants - covered)

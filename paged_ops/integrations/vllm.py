@@ -306,10 +306,11 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
     ) -> None:
-        """Compile the kernels of every step within the engine's limits, by steps of padding alone.
+        """Compile the kernels of the engine's steps, by steps of padding alone: of decodes and of prompts among them.
 
         The engine runs the model with its cache before it takes requests, in whichever mode: :meth:`forward` calls this
-        then, so that no request waits for a compiler. Triton keeps what it compiled for later starts.
+        then, so that no request waits for a compiler. Triton keeps what it compiled for later starts. Left out is what
+        only requests of equal lengths need: drafts have them, in graphs that are captured before requests come.
         """
         from paged_ops.lowerings.gpu.tiles import covering_batches
 
@@ -319,7 +320,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         out = output.new_empty_strided((most_tokens, *output.shape[1:]), output.stride())
         nothing = torch.zeros(most_sequences + 1, dtype=torch.int32, device=query.device)
         no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
-        for T, S in covering_batches(most_tokens, most_sequences):
+        for T, S in covering_batches(most_tokens, most_sequences, equal_lengths=False):
             step = PagedOpsMetadata(T, nothing[: S + 1], nothing[:S], nothing[:S, None], no_slots)
             self._attend(layer, rows[:T], rows[:0], rows[:0], kv_cache, step, out[:T], output_scale)
         self._warm = kv_cache

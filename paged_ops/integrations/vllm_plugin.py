@@ -38,19 +38,26 @@ def name() -> str:
 
 
 def largest_batch() -> tuple[int, int] | None:
-    """The most tokens and the most sequences of a step, of the engine that is being made; None outside of one."""
+    """The most tokens and the most sequences of a step, of the engine that is being made; None outside of one.
+
+    None too where it shall not compile ahead: ``--additional-config '{"paged_ops_warm_up": false}'``.
+    """
     from vllm.config import vllm as config
 
     current = config.get_current_vllm_config_or_none()
-    if current is None or current.scheduler_config is None:
+    if current is None or current.scheduler_config is None or not _option(current, "paged_ops_warm_up", True):
         return None
     return current.scheduler_config.max_num_batched_tokens, current.scheduler_config.max_num_seqs
 
 
 def wants_cascade(vllm_config: Any) -> bool:
     """Whether steps look for a shared prefix: ``--additional-config '{"paged_ops_cascade": true}'``; off without it."""
+    return _option(vllm_config, "paged_ops_cascade", False)
+
+
+def _option(vllm_config: Any, name: str, default: bool) -> bool:
     additional = vllm_config.additional_config
-    return isinstance(additional, dict) and bool(additional.get("paged_ops_cascade", False))
+    return bool(additional.get(name, default)) if isinstance(additional, dict) else default
 
 
 def context_group() -> Any:

@@ -125,21 +125,28 @@ def plan(
     return Plan(split, split.block_n // SLICE if sliced else 0, prefill, programs, all_split)
 
 
-def covering_batches(most_tokens: int, most_sequences: int) -> list[tuple[int, int]]:
+def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool = True) -> list[tuple[int, int]]:
     """Batches (T, S) such that what any batch of at most so many tokens and sequences launches, one of them does.
 
     What :func:`plan`, hopper.py's short_keys and the count of sequences distinguish: S by powers of two from 64 on, and
-    between a few and many; T by equal lengths of up to 64, by fewer rows than sequences, and by unequal lengths with
-    few and with many tiles of query rows. Once they ran, no later batch waits for a compiler.
+    between a few and many; T by equal lengths, by fewer rows than sequences, and by unequal lengths with few and with
+    many tiles of query rows. Once they ran, no later batch waits for a compiler.
+
+    ``equal_lengths`` False leaves out batches of more tokens than sequences that may have as many for each, and those
+    of fewer rows than sequences: they are seldom met where nobody planned them, and half of all kernels are for these.
     """
     edges = [1, 2, 3, *(64 << n for n in range(max(most_sequences, 64).bit_length()))]
     counts = {S for edge in edges for S in (edge, edge + 1) if S < most_sequences} | {most_sequences}
     # The shortest of each number of packed rows, which are powers of two.
-    lengths = (1, *((1 << n) + 1 for n in range(SAME_LENGTH.bit_length() - 1)))
+    lengths = [(1 << n) + 1 for n in range(SAME_LENGTH.bit_length() - 1)]
     batches = set()
     for S in counts:
-        unequal = (S + 1, 3 * S + 1, 1 << (most_tokens.bit_length() - 1), most_tokens - 1, most_tokens)
-        batches |= {(T, S) for T in (S - 1, *(S * length for length in lengths), *unequal) if 0 < T <= most_tokens}
+        unequal = [S + 1, 3 * S + 1, 1 << (most_tokens.bit_length() - 1), most_tokens - 1, most_tokens]
+        if equal_lengths:
+            chosen = [S, S - 1, *(S * length for length in lengths), *unequal]
+        else:
+            chosen = [S, *(T for T in unequal if T % S or T > SAME_LENGTH * S)]
+        batches |= {(T, S) for T in chosen if 0 < T <= most_tokens}
     return sorted(batches, reverse=True)
 
 
