@@ -60,7 +60,7 @@ def attend(
         history_lens: int32 ``[S]``, the tokens before the step's that this rank holds.
         query_start_loc: int32 ``[S + 1]``.
         max_query_len: the most tokens of a sequence in this step.
-        group: the ranks; its ``all_gather`` and ``all_reduce`` are called once each, and once for the lse.
+        group: the ranks. Queries and lse are gathered, weighed outputs summed: three collectives.
         causal, sinks, soft_cap: of this rank's heads, as in :func:`paged_ops.paged_attention`.
         cache: how keys and values are stored (``k_scale``, ``v_scale``, ``kv_cache_dtype``).
 
@@ -85,8 +85,8 @@ def attend(
     )
     lses = group.all_gather(lse[None], dim=0)  # [W, T, W·H]
     total = torch.logsumexp(lses, 0)
+    # Where no rank has a key, both are -inf.
     share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
-    # Zeroed where this rank has nothing: a rank without keys gives zeros already, and no NaN can come of total.
     weighed = group.all_reduce(part.float() * share[:, :, None])
     history = weighed[:, mine * H : (mine + 1) * H].to(query.dtype).contiguous()
     # The step's own tokens, as pages of one.
