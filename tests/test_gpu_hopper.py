@@ -233,6 +233,7 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("masks", [{"sliding_window": 1}, {"sliding_window": 100}, {"attention_chunk": 90}], ids=str)
 @pytest.mark.parametrize(("D", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)], ids=str)
 def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks):
