@@ -366,8 +366,16 @@ class GenerationLoop:
 
         The cache is not touched. ``on_capture`` is called with (sizes captured, sizes in all).
         """
-        # eager first: the model's own errors, not wrapped by the compiler's
-        DecodeGraphs(self._eager_step, self.kv_cache, max_num_seqs=1, mode=GraphMode.NONE).capture()
+        # eager first: the model's own errors, not wrapped by the compiler's. In the loop's sizes: layers that are
+        # compiled would be once more for another width of the block tables.
+        first = DecodeGraphs(
+            self._eager_step,
+            self.kv_cache,
+            max_num_seqs=1,
+            max_model_len=self.max_model_len,
+            mode=GraphMode.NONE,
+        )
+        first.capture()
         self._runner.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
         self._is_warm = True
 

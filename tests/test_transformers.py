@@ -152,8 +152,9 @@ def test_greedy_tokens_equal_generate_in_eager(name: str) -> None:
     assert loop.stats.preemptions == 0
 
 
+# What is new in the others, a norm of queries and keys, sinks and experts, is compiled layer by layer below.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_greedy_tokens_equal_generate_compiled(name: str) -> None:
     paged = PagedCausalLM(make_model(name))
     # few blocks and a small budget: chunks of prompts, mixtures, swaps and shared prefixes in one graph
@@ -172,16 +173,26 @@ def test_greedy_tokens_equal_generate_compiled(name: str) -> None:
     assert report.code[0].count("paged_ops.paged_attention.default(") == 2
     assert loop.stats.swapped_out > 0
     assert loop.stats.cached_tokens > 0
+    paged.model.set_attn_implementation("eager")
+    with pytest.raises(Exception, match=r'attends through "paged_ops"'):
+        loop.generate(prompts(), GREEDY)
 
 
 # Kinds of layers, and the parts around them: the rotary embedding, of some once for each kind, and the last norm.
-COMPILATIONS = {"llama": 1 + 2, "qwen3": 1 + 2, "gpt_oss": 2 + 2, "gemma3n_shared_kv": 4 + 3}
+COMPILATIONS = {"qwen3": 1 + 2, "gpt_oss": 2 + 2, "gemma3n_shared_kv": 2 + 2}
+# More layers of one kind; fewer large ones: one that writes, and one that attends to what it wrote.
+LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3": dict(num_hidden_layers=5, layer_types=["full_attention"] * 5),
+    "gemma3n_shared_kv": dict(
+        num_hidden_layers=2, num_kv_shared_layers=1, layer_types=["sliding_attention"] * 2, altup_num_inputs=2
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILATIONS)
 def test_one_compilation_for_all_layers_of_a_kind(name: str) -> None:
-    model = make_model(name, **({"num_hidden_layers": 5} if name == "llama" else {}))
+    model = make_model(name, **LAYERS.get(name, {}))
     want = generate_by_transformers(model)
     fuse_projections(model)
     paged = PagedCausalLM(model).compile_layers()
@@ -589,16 +600,6 @@ def test_a_model_whose_attention_was_changed_is_an_error(compiled: bool) -> None
         assert run_step(paged) == expected("llama")
     paged.model.set_attn_implementation("sdpa")
     assert generate_by_transformers(paged.unwrap()) == expected("llama")
-
-
-@pytest.mark.slow
-def test_a_compiled_step_whose_attention_was_changed_is_an_error() -> None:
-    paged = PagedCausalLM(make_model("llama"))
-    loop = GenerationLoop(paged, paged.allocate_kv_cache(256, B), max_num_seqs=16, compile=True)
-    assert loop.generate(prompts(), GREEDY) == expected("llama")
-    paged.model.set_attn_implementation("sdpa")
-    with pytest.raises(Exception, match=r'attends through "paged_ops"'):
-        loop.generate(prompts(), GREEDY)
 
 
 def test_layers_reused_and_layers_unknown_are_errors() -> None:
