@@ -11,6 +11,7 @@ Letters: K key/value heads, D head size, Dv value head size.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -95,6 +96,7 @@ class Probe:
         num_blocks, block_size: of each cache.
         layout: of the caches.
         states: the tensors of layers that keep state.
+        masks_by_type: whether the model's masks say which tokens see later ones, whatever its layers say.
     """
 
     names: dict[nn.Module, str]
@@ -103,6 +105,7 @@ class Probe:
     block_size: int
     layout: Layout
     states: list[Tensor] = field(default_factory=list)
+    masks_by_type: bool = False
     caches: list[Tensor] = field(default_factory=list)
     specs: list[CacheSpec] = field(default_factory=list)
     calls: dict[nn.Module, _Call] = field(default_factory=dict)
@@ -268,6 +271,12 @@ def run_dense(model: Any) -> list[Tensor]:
         raise ValueError(f"model: {type(model).__name__} fails on a few tokens by itself: {error}") from error
 
 
+def masks_by_type(model: Any) -> bool:
+    """Whether some tokens of a prompt may see later ones, as its ``token_type_ids`` say."""
+    make_masks = getattr(model, "create_masks_for_generate", None)
+    return make_masks is not None and "token_type_ids" in inspect.signature(make_masks).parameters
+
+
 @torch.no_grad()
 def run_probe(
     model: Any,
@@ -287,7 +296,8 @@ def run_probe(
     name = type(model).__name__
     names = {module: of for of, module in model.named_modules()}
     length = max(max_model_len or 0, 2**20)
-    probe = Probe(names, length, len(_LENGTHS), _BLOCK_SIZE, get_default_layout(model.device))
+    layout = get_default_layout(model.device)
+    probe = Probe(names, length, len(_LENGTHS), _BLOCK_SIZE, layout, masks_by_type=masks_by_type(model))
     cache = None if states is None else StateCache(states.specs, len(_LENGTHS), device=model.device)
     if cache is not None:
         probe.states = cache.tensors

@@ -35,6 +35,7 @@ from paged_ops.integrations.probe import (
     CacheSpec,
     Probe,
     largest_difference,
+    masks_by_type,
     ranges_of,
     reach_of,
     request_mask,
@@ -99,12 +100,15 @@ def attention(
             "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
             f" PagedCausalLM, or {UNDO}"
         )
+    if is_causal is None:  # PaliGemma's masks know better than its layers, and a wrapped model was asked
+        knows_better = not isinstance(kv_caches, Probe) or kv_caches.masks_by_type
+        is_causal = knows_better or getattr(module, "is_causal", True)
     refused = {
         "attention_mask": attention_mask is not None and not isinstance(kv_caches, Probe),
         "dropout": bool(dropout),
         "output_attentions": bool(output_attentions),
         "position_bias": position_bias is not None,
-        "is_causal=False": is_causal is False,  # what a module says of itself its mask knows better (PaliGemma)
+        "is_causal=False": not is_causal,
     }
     for name, given in refused.items():
         if given:
@@ -275,12 +279,6 @@ class PagedCausalLM:
         given = getattr(self.model.generation_config, "pad_token_id", None)
         return None if given is None or given in self.stop_token_ids else int(given)
 
-    @property
-    def _masks_by_type(self) -> bool:
-        """Whether some tokens of a prompt may see later ones, as its ``token_type_ids`` say."""
-        make_masks = getattr(self.model, "create_masks_for_generate", None)
-        return make_masks is not None and "token_type_ids" in inspect.signature(make_masks).parameters
-
     def unwrap(self) -> PreTrainedModel:
         """Give the model back as it was: its attention, its layers uncompiled, its position embeddings.
 
@@ -437,7 +435,7 @@ class PagedCausalLM:
                 than the window that Gemma-3 keeps in it).
         """
         name = type(self.model).__name__
-        if not self._masks_by_type:
+        if not masks_by_type(self.model):
             raise ValueError(f"model: expected one whose masks depend on token_type_ids, got {name}")
         types = torch.as_tensor(token_type_ids, dtype=torch.int64, device="cpu")
         if types.dim() != 1 or not len(types):
@@ -490,7 +488,7 @@ class PagedCausalLM:
                 see each other come without ranges.
         """
         self._wrapping.check()
-        if inputs and metadata.bidirectional_ranges is None and self._masks_by_type:
+        if inputs and metadata.bidirectional_ranges is None and masks_by_type(self.model):
             raise ValueError(
                 f"metadata: expected bidirectional_ranges beside {', '.join(inputs)}, as tokens of"
                 f" {type(self.model).__name__} see later ones; give them to the Batch, and room for them to its builder"
