@@ -46,6 +46,7 @@ class Variant:
         may_spill: prefixes of targets where a kernel of the call may spill registers, with the reason in a comment.
         spills: Triton -> the most bytes that a kernel of the call may spill on cuda:90 with it. Those of Tritons newer
             than the one that kernels were measured with (3.6) are what they spill, until they are measured there.
+        targets: that compile it; all, if none is named. For more of what another variant compiles for all.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Variant:
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     may_spill: tuple[str, ...] = ()
     spills: Mapping[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
+    targets: tuple[str, ...] = ()
 
 
 class OnGPU(torch.Tensor):
@@ -230,7 +232,8 @@ def variants(target: str | None) -> list[Variant]:
 
     has_gluon = device.OLDEST_GLUON <= device.TRITON <= device.NEWEST_KNOWN
     hopper = aot_variants_hopper.VARIANTS if target is None or (target == "cuda:90" and has_gluon) else []
-    return [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *hopper]
+    listed = [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *hopper]
+    return [variant for variant in listed if target is None or target in (variant.targets or (target,))]
 
 
 if __name__ == "__main__":

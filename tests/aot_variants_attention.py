@@ -102,22 +102,33 @@ VARIANTS = [
         {**SPLIT, "cuda:90": (*SPLIT["cuda"], r"ldmatrix\.sync[^;]*\.trans")},
         may_spill=RDNA,
     ),
-    Variant("attention-ranges", call("prefill", ranges=8), PREFILL, may_spill=RDNA, spills={(3, 9): 32}),
+    # The two ends of what each row sees stay in registers: 16 to 24 bytes too many where no tile was measured.
+    Variant(
+        "attention-ranges",
+        call("prefill", ranges=8),
+        PREFILL,
+        may_spill=(*RDNA, "cuda:80", "cuda:100"),
+        spills={(3, 9): 32},
+    ),
     # The whole tiles of split_kernel, beside prefill, spill 8 to 40 bytes at D 256.
     Variant(
-        "attention-ranges-d256-window", call("prefill", D=256, heads=(8, 4), ranges=3, **MASKS), PREFILL, may_spill=H200
+        "attention-ranges-d256-window",
+        call("prefill", D=256, heads=(8, 4), ranges=3, **MASKS),
+        PREFILL,
+        may_spill=H200,
+        targets=("cuda:90",),
     ),
     Variant(
         "attention-ranges-decode-window",
         call("decode", D=256, heads=(8, 4), ranges=8, **MASKS),
-        may_spill=RDNA,
         spills={(3, 8): 8, (3, 9): 64},
+        targets=("cuda:90",),
     ),
     Variant(
         "attention-ranges-speculative-fp8",
         call("speculative", stored=E4M3, ranges=1, sliding_window=512),
-        may_spill=RDNA,
         spills={(3, 9): 56},
+        targets=("cuda:90",),
     ),
     Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL, may_spill=RDNA),
     Variant(
