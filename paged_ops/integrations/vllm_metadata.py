@@ -94,7 +94,7 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         """
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
-            raise ValueError("causal: expected True or False for all requests of a step, got one value a request")
+            raise ValueError("causal: expected True or False for all requests of a step, got one value per request")
         return PagedOpsMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,

@@ -24,7 +24,7 @@ from .runner import Case
 H, K, D = 4, 2, 16
 WIDTH = H * D
 KINDS = ("layer",) * 5 + ("read again", "write again", "gather", "lse", "cascade", "cond", "while", "merge", "norm")
-# Which took loops over what they capture for aliases; keys and values of x_packed are.
+# torch refuses a loop that captures aliases: before 2.13 whatever it captures, since then keys and values of x_packed.
 NO_LOOPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 CLOSE = 1e-4
 ULPS = 8  # by which the two forms may differ inside

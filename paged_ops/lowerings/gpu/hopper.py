@@ -638,7 +638,7 @@ def consumer(
                     CAUSAL, BOUNDED, SOFT_CAP, D, BLOCK_N, STAGES, p_layout, o_rows,
                 )  # fmt: skip
             stage = (total + count - 1) % STAGES
-            if BOUNDED:  # the last tile begins before what the rows see
+            if BOUNDED:  # the oldest tile, which comes last, may begin before what the rows see
                 first = (end_tile - count) * BLOCK_N
                 first_i = seq_len - q_len + first_token
                 oldest = lowest_key(gl.maximum(first_i, 0), window, chunk, WINDOW, CHUNK)
@@ -749,7 +749,7 @@ def prefill_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # of an item's end and, where masks hide what is old, of its beginning
+    # One for each item's newest tile of values, and with a window or chunk one for its oldest.
     CLEAN: gl.constexpr = SLOTS * (2 if WINDOW or CHUNK else 1)
     v_clean = gl.allocate_shared_memory(gl.int64, [CLEAN, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
