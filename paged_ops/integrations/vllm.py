@@ -301,7 +301,11 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
         """On a GPU, with a cache, outside a capture, and with rows whose stride shows."""
         is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
-        return bool(is_ready) and self.dcp_world_size == 1 and not torch.cuda.is_current_stream_capturing()
+        if not is_ready or self.dcp_world_size > 1:
+            return False
+        from paged_ops.lowerings.gpu.device import capturing
+
+        return not capturing(query.device)
 
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
