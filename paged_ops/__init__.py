@@ -32,7 +32,6 @@ from paged_ops.metadata import (
 )
 from paged_ops.op import supports
 from paged_ops.ops import (
-    attention_schedule,
     cascade_attention,
     copy_blocks,
     gather_kv,
@@ -57,7 +56,6 @@ __all__ = [
     "Layout",
     "OutOfBlocks",
     "allocate_kv_cache",
-    "attention_schedule",
     "block_ids_from_addresses",
     "blocks_within_reach",
     "cascade_attention",

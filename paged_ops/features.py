@@ -10,9 +10,6 @@ from torch import Tensor
 
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES
 
-# attention_schedule counts tiles of this many packed query rows and this many keys.
-SCHEDULE_TILE = 128
-
 
 class Features(NamedTuple):
     """The keyword arguments of :func:`paged_ops.paged_attention`, for fakes and lowerings: ``Features(**kwargs)``."""
@@ -29,7 +26,6 @@ class Features(NamedTuple):
     v_scale: Tensor | None = None
     output_scale: Tensor | None = None
     kv_cache_dtype: str = "auto"
-    schedule: Tensor | None = None
     bidirectional_ranges: Tensor | None = None
 
 

@@ -85,7 +85,6 @@ def paged_attention(
     v_scale: Tensor | None = None,
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
-    schedule: Tensor | None = None,
     bidirectional_ranges: Tensor | None = None,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
@@ -120,7 +119,6 @@ def paged_attention(
         k_scale, v_scale: float32 ``[1]`` or ``[K]`` of an fp8 cache.
         output_scale: float32 ``[1]``: return ``clamp(out / output_scale)`` as float8_e4m3fn.
         kv_cache_dtype: what uint8 storage holds.
-        schedule: :func:`attention_schedule` of this step; only makes it faster.
         bidirectional_ranges: int32 ``[S, R, 2]``: R half-open ranges (start, end) of positions for each sequence. A
             query and a key in one range see each other, whatever their order, window and chunk (image tokens, the
             prefix of a prefix-LM); outside of it the other masks hold. A pair with ``start < 0`` or ``end <= start`` is
@@ -157,40 +155,12 @@ def paged_attention_with_lse(
     v_scale: Tensor | None = None,
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
-    schedule: Tensor | None = None,
     bidirectional_ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
 
     Rows of padding have lse -inf, sinks or not. Two calls over disjoint keys combine exactly by
     :func:`merge_attention_states`.
-    """
-
-
-@op(out=("schedule",))
-def attention_schedule(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    causal: bool = True,
-    sliding_window: int = 0,
-    attention_chunk: int = 0,
-) -> Tensor:
-    """How the work of a step lies over its sequences: on the device, once a step for all layers, without a sync.
-
-    The running total of tiles (128 packed query rows by 128 keys that some row may see) up to each sequence, by which a
-    kernel's programs can take equal shares however ragged the batch. Pass it as ``schedule``; treat it as opaque.
-
-    Args:
-        seq_lens, query_start_loc: as in :func:`paged_attention`; negative lengths are an error.
-        num_heads, num_kv_heads, head_size: H, K, D of the layers that will use it.
-        causal, sliding_window, attention_chunk: as these layers have them.
-
-    Returns:
-        int32 ``[S + 1]``, starting at 0. Idea: stream-K matrix products (Osama et al. 2023, arXiv:2301.03598).
     """
 
 

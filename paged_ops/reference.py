@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from paged_ops import masks
-from paged_ops.features import SCHEDULE_TILE
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 
 
@@ -63,7 +62,6 @@ def paged_attention_with_lse(
     v_scale: Tensor | None = None,
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
-    schedule: Tensor | None = None,
     bidirectional_ranges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype, (T, H, _) = query.dtype, query.shape
@@ -103,33 +101,6 @@ def paged_attention_with_lse(
     if output_scale is not None:
         out = quantise(out, output_scale, torch.float8_e4m3fn)
     return out, lse
-
-
-def attention_schedule(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    causal: bool = True,
-    sliding_window: int = 0,
-    attention_chunk: int = 0,
-) -> Tensor:
-    schedule = [0]
-    starts = query_start_loc.tolist()
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        q_len = starts[s + 1] - starts[s]
-        first = max(seq_len - q_len, 0)  # the first query's position decides how far back keys are seen
-        oldest = 0
-        if sliding_window:
-            oldest = max(oldest, first - sliding_window + 1)
-        if attention_chunk:
-            oldest = max(oldest, first // attention_chunk * attention_chunk)
-        query_tiles = -(-q_len * (num_heads // num_kv_heads) // SCHEDULE_TILE)
-        key_tiles = -(-(seq_len - oldest) // SCHEDULE_TILE)
-        schedule.append(schedule[-1] + query_tiles * max(key_tiles, 0))
-    return torch.tensor(schedule, dtype=torch.int32, device=seq_lens.device)
 
 
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,6 @@ class AttentionCase:
     fp8_output: bool = False
     strided_query: bool = False
     strided_vectors: bool = False  # those of a number a head or a sequence
-    schedule: bool = False
     padding: tuple[int, int] = (2, 3)  # sequences, tokens
     seed: int = 0
 
@@ -201,12 +200,6 @@ class AttentionCase:
         if self.fp8_output:
             named["output_scale"] = memory.put(torch.tensor([0.01]))
             largest = min(largest / 0.01, 448.0)
-        if self.schedule:
-            allowed = ("causal", "sliding_window", "attention_chunk")
-            masks_on = {name: value for name, value in named.items() if name in allowed}
-            K, D = self.cache.num_kv_heads, self.cache.head_size
-            on_host = reference.attention_schedule(lens, starts, self.num_heads, K, D, **masks_on)
-            named["schedule"] = memory.put(on_host)
         scale = self.cache.head_size**-0.5
         return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
 
@@ -238,17 +231,6 @@ class AttentionCase:
         fused = memory.nan((T, H + 2 * self.cache.num_kv_heads, D), self.cache.dtype)  # a fused qkv
         fused[:, :H] = values
         return fused[:, :H]
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleCase(AttentionCase):
-    """attention_schedule of a batch."""
-
-    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        memory = Memory(device)
-        _, _, _, lens, starts = self.batch(memory, torch.Generator().manual_seed(self.seed))
-        args = (lens, starts, self.num_heads, self.cache.num_kv_heads, self.cache.head_size)
-        return Inputs(args, dict(self.features), memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,9 +468,6 @@ def _attention_cases() -> Iterator[AttentionCase]:
     vectors: dict[str, Any] = {"strided_vectors": True, "features": (FEATURES["alibi"], FEATURES["sinks"])}
     yield case("strided-vectors-fp16", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", **vectors)
     yield case("strided-vectors-decode-bf16", "decode", dtype=torch.bfloat16, **vectors)
-    yield case("scheduled", schedule=True)
-    yield case("scheduled-window", schedule=True, features=(FEATURES["window"],))
-    yield case("scheduled-decode-bf16", "decode", schedule=True, dtype=torch.bfloat16)
     yield case("no-padding", "decode", padding=(0, 0))
     for name, feature in FEATURES.items():
         yield case(f"uneven-{name}", "uneven", padding=(0, 0), features=(feature,))
@@ -524,7 +503,6 @@ def _random_cases(count: int) -> Iterator[AttentionCase]:
             features=tuple(FEATURES[name] for name in names),
             fp8_output=rng.random() < 0.1,
             strided_query=rng.random() < 0.3,
-            schedule=rng.random() < 0.2,
             padding=(rng.randint(0, 3), rng.randint(0, 5)),
             seed=n,
         )
@@ -603,22 +581,12 @@ def _cascade_cases() -> Iterator[CascadeCase]:
     yield CascadeCase("fp8", suffixes["mixed"], fp8, fp8_output=True)
 
 
-def _schedule_cases() -> Iterator[ScheduleCase]:
-    for batch, seqs in BATCHES.items():
-        yield ScheduleCase(batch, seqs)
-        yield ScheduleCase(f"{batch}-noncausal", seqs, features=(FEATURES["noncausal"],), num_heads=2)
-        for names in (("window",), ("chunk",), ("window", "chunk")):
-            yield ScheduleCase(f"{batch}-{'-'.join(names)}", seqs, features=tuple(FEATURES[name] for name in names))
-    yield ScheduleCase("many", tuple((1 + n % 3, 5 + 37 * n) for n in range(300)), num_heads=64)
-
-
 Case = AttentionCase | WriteCase | BlocksCase | MergeCase
 
 CASES: dict[str, list[Case]] = {
     "reshape_and_cache": list(_write_cases()),
     "paged_attention": list(_attention_cases()),
     "paged_attention_with_lse": list(_attention_cases()),
-    "attention_schedule": list(_schedule_cases()),
     "merge_attention_states": list(_merge_cases()),
     "cascade_attention": list(_cascade_cases()),
     "copy_blocks": list(_blocks_cases(swap=False)),
@@ -641,12 +609,10 @@ COMPILED: dict[str, tuple[str, ...]] = {
     "paged_attention": ("decode-fp32", "mixed-bf16", "prefill-fp16", "holes-fp32", "padding_only-fp32", "window-cap",
                         "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse",
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
-                        "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "scheduled-window",
-                        "window-ranges",
+                        "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
                         "d192-dv128", "d13"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
                                  "x_packed-all-features", "h71-k1", "b544-decode"),
-    "attention_schedule": ("mixed", "holes-window-chunk"),
     "merge_attention_states": ("fp32-d32-h1", "bf16-d128-h4", "all-empty"),
     "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8"),
     "copy_blocks": ("nhd-fp32", "x_packed-bf16", "device-mapping", "no-caches"),
@@ -728,7 +694,7 @@ def assert_result(op: str, inputs: Inputs, before: Inputs, results: Any) -> None
                 assert_same_bytes(name, a, b)
         return
     outs = [r.name for r in getattr(torch.ops.paged_ops, op).out._schema.arguments if r.alias_info is not None]
-    if op in ("attention_schedule", "gather_kv"):
+    if op == "gather_kv":
         for name, got, want in zip(outs, _tensors(results), _tensors(plain), strict=True):
             assert_same_bytes(name, got, want)
         return

@@ -137,10 +137,4 @@ VARIANTS = [
         SPLIT,
         may_spill=RDNA,
     ),
-    Variant(
-        "attention-schedule",
-        lambda: lowering.attention_schedule(
-            gpu(64, dtype=torch.int32), gpu(65, dtype=torch.int32), 32, 8, 128, sliding_window=128, attention_chunk=512
-        ),
-    ),
 ]

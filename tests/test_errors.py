@@ -22,7 +22,6 @@ FP8_WRITE = ("reshape_and_cache", "nhd-e4m3-head-bf16")
 UINT8 = ("reshape_and_cache", "uint8-fp8")
 MERGE = ("merge_attention_states", "fp32-d32-h1")
 CASCADE = ("cascade_attention", "mixed-prefix75")
-SCHEDULE = ("attention_schedule", "mixed")
 COPY = ("copy_blocks", "nhd-fp32")
 SWAP = ("swap_blocks", "nhd-fp32")
 GATHER = ("gather_kv", "nhd-fp32")
@@ -99,7 +98,6 @@ STATIC = [
     (ATTEND, "scale", 1e39, r"scale: expected a finite float32, got 1e\+39"),
     (CASCADE, "soft_cap", math.inf, r"soft_cap: expected 0 \(off\) or a bound in the range of float32, got inf"),
     (CASCADE, "scale", math.inf, r"scale: expected a finite float32, got inf"),
-    (ATTEND, "schedule", ones(3, dtype=i32), r"schedule: expected 8 in dimension 0 of \[S \+ 1\], got .*\[3\]"),
     (ATTEND, "bidirectional_ranges", ones(7, 2, dtype=i32), r"bidirectional_ranges: expected 3 dimensions \[S, R, 2\], got .*\[7, 2\]"),
     (ATTEND, "bidirectional_ranges", ones(6, 1, 2, dtype=i32), r"bidirectional_ranges: expected 7 in dimension 0 of \[S, R, 2\], got .*\[6, 1, 2\]"),
     (ATTEND, "bidirectional_ranges", ones(7, 1, 3, dtype=i32), r"bidirectional_ranges: expected 2 in dimension 2 of \[S, R, 2\], got .*\[7, 1, 3\]"),
@@ -136,9 +134,6 @@ STATIC = [
     (CASCADE, "prefix_block_table", lambda t: t.expand(2, -1), r"prefix_block_table: expected 1 in dimension 0 of \[1, Mp\], got"),
     (CASCADE, "suffix_lens", lambda t: t.long(), r"suffix_lens: expected int32, got a int64 tensor"),
     (CASCADE, "suffix_block_tables", lambda t: t[:1], r"suffix_block_tables: expected 3 in dimension 0 of \[S, M\], got"),
-    (SCHEDULE, "num_heads", 7, r"num_heads: expected a multiple of the 2 key/value heads, got 7"),
-    (SCHEDULE, "num_kv_heads", 0, r"num_kv_heads: expected a positive number, got 0"),
-    (SCHEDULE, "query_start_loc", lambda t: t[1:], r"query_start_loc: expected 8 in dimension 0 of \[S \+ 1\], got .*\[7\]"),
     (COPY, "block_mapping", lambda t: t.int(), r"block_mapping: expected int64, got a int32 tensor"),
     (COPY, "block_mapping", lambda t: t[:, :1], r"block_mapping: expected 2 in dimension 1 of \[P, 2\], got .*\[4, 1\]"),
     (WRITE, "kv_cache", lambda t: t[:1].expand(4, -1, -1, -1, -1), r"kv_cache: expected a tensor whose elements lie apart .*, got strides \(0,"),
@@ -259,9 +254,6 @@ VALUES = [
     (CASCADE, "suffix_lens", lambda t: t * 100, r"^suffix_lens: expected lengths that \d+ blocks of 16 tokens can hold"),
     (CASCADE, "suffix_block_tables", lambda t: -t - 1, r"^suffix_block_tables: expected ids .*, got -"),
     (CASCADE, "query_start_loc", lambda t: t * 2, r"^query_start_loc: expected rows of query in"),
-    (SCHEDULE, "seq_lens", lambda t: -t, r"^seq_lens: expected lengths in \[0, 2147483648\), got -40 at \[0\]"),
-    (SCHEDULE, "query_start_loc", lambda t: t.flip(0), r"^query_start_loc: expected values that do not fall"),
-    (SCHEDULE, "query_start_loc", lambda t: t + 1, r"^query_start_loc: expected 0 first, got 1"),
     (COPY, "block_mapping", torch.tensor([[0, 9]]), r"block_mapping\[:, 1\]: expected destination blocks in \[0, 9\), got 9 at \[0\]"),
     (COPY, "block_mapping", torch.tensor([[-1, 0]]), r"block_mapping\[:, 0\]: expected source blocks in \[0, 9\), got -1"),
     (COPY, "block_mapping", torch.tensor([[0, 4], [1, 4]]), r"block_mapping: expected each destination once, got \[4\] twice"),
@@ -351,10 +343,6 @@ HOST = {
     "a flat cache of another shape": (
         lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 100), 2, 8),
         r"kv_cache: expected a multiple of K\*D = 16",
-    ),
-    "more tiles than int32": (
-        lambda: paged_ops.attention_schedule(torch.tensor([2**31 - 1]).int(), torch.tensor([0, 2**31 - 1]).int(), 8, 2, 64),
-        "seq_lens: expected lengths whose tiles, up to each sequence, lie in .*, got",
     ),
     "an unknown op": (lambda: paged_ops.supports("attend", "cpu"), "op: expected one of .*, got 'attend'"),
     "an unknown device": (lambda: paged_ops.supports("copy_blocks", "abacus"), "device: expected one of .*, got 'abacus'"),

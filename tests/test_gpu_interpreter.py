@@ -31,7 +31,6 @@ REPEATED = {
         r"|long-d128-b64-.*|(?!sinks-sparse|noncausal-cap)[a-z]+-[a-z]+-(long|prefill|query_past_keys)|(nhd|x_packed)-uint8-.*"
         r"|(chunk|alibi|noncausal|sinks)-(long|holes)|sparse-(rank|local_blocks)-long|h(4|6|16).*"
     ),
-    "attention_schedule": r".*-(window|chunk)",
 }
 
 

@@ -115,13 +115,6 @@ def test_schemas():
     assert_expected_inline(
         "\n\n".join(textwrap.fill(schema, 110) for schema in schemas),
         """\
-paged_ops::attention_schedule(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt num_kv_heads,
-SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0) -> Tensor
-
-paged_ops::attention_schedule.out(Tensor seq_lens, Tensor query_start_loc, SymInt num_heads, SymInt
-num_kv_heads, SymInt head_size, *, bool causal=True, SymInt sliding_window=0, SymInt attention_chunk=0,
-Tensor(out0!) schedule) -> ()
-
 paged_ops::cascade_attention(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len,
 Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor?
 value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor?
@@ -151,26 +144,25 @@ paged_ops::paged_attention(Tensor query, Tensor kv_cache, Tensor block_tables, T
 query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
 attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? schedule=None, Tensor? bidirectional_ranges=None) -> Tensor
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None) -> Tensor
 
 paged_ops::paged_attention.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor
 query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
 attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? schedule=None, Tensor? bidirectional_ranges=None, Tensor(out0!) out) -> ()
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, Tensor(out0!) out) -> ()
 
 paged_ops::paged_attention_with_lse(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
 Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
 SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? schedule=None, Tensor? bidirectional_ranges=None) -> (Tensor, Tensor)
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None) -> (Tensor, Tensor)
 
 paged_ops::paged_attention_with_lse.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
 Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
 SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? schedule=None, Tensor? bidirectional_ranges=None, Tensor(out0!) out,
-Tensor(out1!) lse) -> ()
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, Tensor(out0!) out, Tensor(out1!) lse) -> ()
 
 paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *,
 Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()

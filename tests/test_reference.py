@@ -329,12 +329,3 @@ def test_gather_kv():
     assert value.flatten().tolist() == [10, 11, 2, 6, 0, 0]
     key, _ = reference.gather_kv(kv_cache, tables, lens, 2)
     assert key.flatten().tolist() == [8, 9]
-
-
-def test_attention_schedule_counts_tiles():
-    # G = 4. One row of 4 over 300 keys: 1 x 3 tiles. 40 rows, 160 packed: 2 x 1 over 100 keys. Padding: none.
-    lens, starts = ints(300, 100, 0), ints(0, 1, 41, 41)
-    assert reference.attention_schedule(lens, starts, 8, 2, 64).tolist() == [0, 3, 5, 5]
-    # A window of 100: key 200 is the oldest that position 299 sees. Chunks of 256: key 256 is.
-    assert reference.attention_schedule(lens, starts, 8, 2, 64, sliding_window=100).tolist() == [0, 1, 3, 3]
-    assert reference.attention_schedule(lens, starts, 8, 2, 64, attention_chunk=256).tolist() == [0, 1, 3, 3]

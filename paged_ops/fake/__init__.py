@@ -5,7 +5,6 @@ dtypes and strides agree by construction. They read no values and specialise not
 """
 
 from paged_ops.fake.attention import (
-    attention_schedule,
     cascade_attention,
     merge_attention_states,
     paged_attention,
@@ -14,7 +13,6 @@ from paged_ops.fake.attention import (
 from paged_ops.fake.cache import copy_blocks, gather_kv, reshape_and_cache, swap_blocks
 
 __all__ = [
-    "attention_schedule",
     "cascade_attention",
     "copy_blocks",
     "gather_kv",

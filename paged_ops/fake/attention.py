@@ -32,8 +32,6 @@ def paged_attention(
     paged = _check_query_and_cache(query, kv_cache, f)
     _check_batch(block_tables, seq_lens, query_start_loc, query.device)
     _check_features(query, paged, scale, f)
-    if f.schedule is not None:
-        checks.tensor("schedule", f.schedule, (seq_lens.shape[0] + 1,), torch.int32, query.device, "[S + 1]")
     if f.bidirectional_ranges is not None:
         shape = (seq_lens.shape[0], None, 2)
         checks.tensor("bidirectional_ranges", f.bidirectional_ranges, shape, torch.int32, query.device, "[S, R, 2]")
@@ -46,28 +44,6 @@ def paged_attention_with_lse(
     given_out, given_lse = out or (None, None)
     output = paged_attention(query, *args, out=given_out, **kwargs)
     return output, result("lse", given_lse, query, query.shape[:2], torch.float32)
-
-
-def attention_schedule(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    causal: bool = True,
-    sliding_window: int = 0,
-    attention_chunk: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    checks.tensor("seq_lens", seq_lens, (None,), torch.int32, names="[S]")
-    S = seq_lens.shape[0]
-    checks.tensor("query_start_loc", query_start_loc, (S + 1,), torch.int32, seq_lens.device, "[S + 1]")
-    for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_size", head_size)):
-        expect(number > 0, name, "a positive number", number)
-    expect(num_heads % num_kv_heads == 0, "num_heads", f"a multiple of the {num_kv_heads} key/value heads", num_heads)
-    _check_masks(Features(causal=causal, sliding_window=sliding_window, attention_chunk=attention_chunk))
-    return result("schedule", out, seq_lens, (S + 1,), torch.int32)
 
 
 def merge_attention_states(
@@ -135,7 +111,8 @@ def _check_features(query: Tensor, paged: PagedKV, scale: float, f: Features) ->
     H = query.shape[1]
     if type(scale) is float:
         expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
-    _check_masks(f)
+    expect(f.sliding_window >= 0, "sliding_window", "0 (off) or a number of tokens", f.sliding_window)
+    expect(f.attention_chunk >= 0, "attention_chunk", "0 (off) or a number of tokens", f.attention_chunk)
     expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
     if type(f.soft_cap) is float and f.soft_cap != 0:  # kernels hold it as float32
         expect(SMALLEST <= f.soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", f.soft_cap)
@@ -148,11 +125,6 @@ def _check_features(query: Tensor, paged: PagedKV, scale: float, f: Features) ->
         masks.check_block_sparse(f.block_sparse, paged.block_size)
     for reason in conflicts(f._asdict()):
         raise ValueError(reason)
-
-
-def _check_masks(f: Features) -> None:
-    expect(f.sliding_window >= 0, "sliding_window", "0 (off) or a number of tokens", f.sliding_window)
-    expect(f.attention_chunk >= 0, "attention_chunk", "0 (off) or a number of tokens", f.attention_chunk)
 
 
 def _output_shape(query: Tensor, paged: PagedKV) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import SCHEDULE_TILE, Features
+from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings import cpu_fused
 from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
@@ -37,7 +37,6 @@ KNOWS = frozenset(
         "v_scale",
         "output_scale",
         "kv_cache_dtype",
-        "schedule",
         "bidirectional_ranges",
     }
 )
@@ -88,37 +87,6 @@ def paged_attention_with_lse(
     output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
     _attend(Features(**features), output, lse, query, *args)
     return output, lse
-
-
-def attention_schedule(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    out: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    arguments = (seq_lens, query_start_loc, num_heads, num_kv_heads, head_size)
-    schedule, f = fake.attention_schedule(*arguments, out=out, **options), Features(**options)
-    seq_lens, query_start_loc = seq_lens.long(), query_start_loc.long()
-    checks.in_range("seq_lens", seq_lens, 0, 1 << 31, "lengths")
-    checks.query_ranges(query_start_loc, (1 << 31) - 1)
-    q_lens = query_start_loc.diff()
-    first = (seq_lens - q_lens).clamp(min=0)  # the first row's position decides how far back keys are seen
-    oldest = torch.zeros_like(first)
-    if f.sliding_window:
-        oldest = oldest.maximum(first - f.sliding_window + 1)
-    if f.attention_chunk:
-        oldest = oldest.maximum(first // f.attention_chunk * f.attention_chunk)
-    query_tiles = (q_lens * (num_heads // num_kv_heads) + SCHEDULE_TILE - 1) // SCHEDULE_TILE
-    key_tiles = (seq_lens - oldest + SCHEDULE_TILE - 1) // SCHEDULE_TILE
-    totals = (query_tiles * key_tiles).cumsum(0)
-    checks.in_range("seq_lens", totals, 0, 1 << 31, "lengths whose tiles, up to each sequence, lie")
-    schedule[0] = 0
-    schedule[1:] = totals
-    return schedule
 
 
 def merge_attention_states(

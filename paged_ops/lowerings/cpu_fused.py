@@ -49,7 +49,6 @@ KNOWS = frozenset(
         "v_scale",
         "output_scale",
         "kv_cache_dtype",
-        "schedule",
         "bidirectional_ranges",
     }
 )

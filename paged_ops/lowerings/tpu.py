@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import SCHEDULE_TILE, Features
+from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, Layout, element_dtype, paged_kv
 from paged_ops.lowerings import functional, tpu_write
 from paged_ops.lowerings.cascade import cascade_attention as _cascade
@@ -253,41 +253,6 @@ def cascade_attention(*args: Any, **features: Any) -> Tensor:
 
 
 @functionalized
-def attention_schedule(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    causal: bool = True,
-    sliding_window: int = 0,
-    attention_chunk: int = 0,
-) -> Tensor:
-    fake.attention_schedule(
-        seq_lens,
-        query_start_loc,
-        num_heads,
-        num_kv_heads,
-        head_size,
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk=attention_chunk,
-    )
-    q_lens = query_start_loc[1:] - query_start_loc[:-1]
-    first = (seq_lens - q_lens).clamp(min=0)  # the first row's position decides how far back keys are seen
-    oldest = torch.zeros_like(first)
-    if sliding_window:
-        oldest = oldest.maximum(first - sliding_window + 1)
-    if attention_chunk:
-        oldest = oldest.maximum(first // attention_chunk * attention_chunk)
-    query_tiles = (q_lens * (num_heads // num_kv_heads) + SCHEDULE_TILE - 1) // SCHEDULE_TILE
-    key_tiles = (seq_lens - oldest + SCHEDULE_TILE - 1) // SCHEDULE_TILE
-    totals = (query_tiles * key_tiles).cumsum(0).to(torch.int32)
-    return torch.cat([totals.new_zeros(1), totals])
-
-
-@functionalized
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     fake.merge_attention_states(out_a, lse_a, out_b, lse_b)
     lse_a, lse_b = (torch.where(side == torch.inf, -torch.inf, side) for side in (lse_a, lse_b))
@@ -505,7 +470,6 @@ KNOWS = frozenset(
         "v_scale",
         "output_scale",
         "kv_cache_dtype",
-        "schedule",
         "bidirectional_ranges",
     }
 )

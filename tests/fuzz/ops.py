@@ -1,7 +1,7 @@
 """Campaign: every op against :mod:`.truth`, on any device.
 
 A case writes random sequences into a poisoned cache, then asks many batches of the ops about them: attention with and
-without lse, into fresh memory and into ``out``, schedules, gathers, cascades, merges; at last it copies and swaps
+without lse, into fresh memory and into ``out``, gathers, cascades, merges; at last it copies and swaps
 blocks, and compares every bit of the memory. All that an op must not read is hostile. What the checks of a case find is
 read from the device once, at its end.
 """
@@ -368,8 +368,6 @@ class World:
             named = self.arguments
             if ranges_ is not None:
                 named = {**named, "bidirectional_ranges": ranges_[c]}
-            if s.schedule and c % 2:
-                named = {**named, "schedule": self.schedule(lens_[c], starts_[c], n[c], q[c])}
             given = self.rng.random() < 0.3
             if given and s.with_lse:
                 kinds.paged_attention_with_lse.out(*arguments, **named, out=into_out[c], lse=into_lse[c])
@@ -416,16 +414,6 @@ class World:
     def attend(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         function = paged_ops.paged_attention_with_lse if self.setting.with_lse else paged_ops.paged_attention
         return function(*arguments, **named)
-
-    def schedule(self, lens: Tensor, starts: Tensor, n: np.ndarray, q: np.ndarray) -> Tensor:
-        s, on = self.setting, self.on
-        masks = {k: on[k] for k in ("causal", "sliding_window", "attention_chunk") if k in on}
-        got = paged_ops.attention_schedule(lens, starts, s.H, s.form.K, s.form.D, **masks)
-        window, chunk = masks.get("sliding_window", 0), masks.get("attention_chunk", 0)
-        want = truth.schedule(n.tolist(), q.tolist(), s.H // s.form.K, window, chunk)
-        self.checks.append(("attention_schedule: wrong entries", (got != self.put(want)).sum().double()))
-        self.count("attention_schedule")
-        return got
 
     def num_calls(self, T: int) -> int:
         budget = LOGITS["cuda" if self.device.type == "cuda" else "cpu"]

@@ -45,7 +45,6 @@ class Setting:
     misaligned: bool
     with_lse: bool
     cascade: bool
-    schedule: bool
     loud: float  # standard deviation of the queries
 
     @property
@@ -124,7 +123,6 @@ def _draw(rng: random.Random, device: str) -> Setting:
         misaligned=rng.random() < 0.2,
         with_lse=rng.random() < 0.5,
         cascade=cascades and rng.random() < 0.6,
-        schedule=rng.random() < 0.2,
         loud=rng.choice((1.0, 1.0, 1.0, 0.1, 5.0)),
     )
 

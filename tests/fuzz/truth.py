@@ -119,18 +119,3 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def by_head(scale: Tensor | None) -> Any:
     """A scale ``[1]`` or ``[K]`` as a factor of ``[..., K, D]``."""
     return 1.0 if scale is None else scale[:, None]
-
-
-def schedule(
-    lens: list[int], q_lens: list[int], G: int, window: int, chunk: int, rows: int = 128, keys: int = 128
-) -> list[int]:
-    """The running total of tiles of query rows by keys, from the oldest key that a sequence's first row may see."""
-    total = [0]
-    for n, q in zip(lens, q_lens, strict=True):
-        first, oldest = max(n - q, 0), 0
-        if window:
-            oldest = max(oldest, first - window + 1)
-        if chunk:
-            oldest = max(oldest, first // chunk * chunk)
-        total.append(total[-1] + -(-q * G // rows) * max(0, -(-(n - oldest) // keys)))
-    return total

@@ -27,18 +27,14 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import SCHEDULE_TILE as _SCHEDULE_TILE
 from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu import tiles
 from paged_ops.lowerings.gpu.decode import merge_kernel, split_kernel
-from paged_ops.lowerings.gpu.device import FUSED, Target, on_device, target_of
-from paged_ops.lowerings.gpu.features import oldest_key
+from paged_ops.lowerings.gpu.device import Target, on_device, target_of
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS
 from paged_ops.lowerings.gpu.launch import Launcher
 from paged_ops.lowerings.gpu.prefill import prefill_kernel
@@ -58,12 +54,10 @@ KNOWS = frozenset(
         "v_scale",
         "output_scale",
         "kv_cache_dtype",
-        "schedule",
         "bidirectional_ranges",
     }
 )
 
-SCHEDULE_TILE = tl.constexpr(_SCHEDULE_TILE)
 # Tensors among the keyword arguments that the kernels read, in the order that they take them.
 POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "bidirectional_ranges", "output_scale")
 # The constants of the kernels that merge_kernel has too.
@@ -82,47 +76,6 @@ def paged_attention_with_lse(
     out_, lse = _attend(True, out or (None, None), features, query, *args)
     assert lse is not None
     return out_, lse
-
-
-def attention_schedule(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    causal: bool = True,
-    sliding_window: int = 0,
-    attention_chunk: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    schedule = fake.attention_schedule(
-        seq_lens,
-        query_start_loc,
-        num_heads,
-        num_kv_heads,
-        head_size,
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk=attention_chunk,
-        out=out,
-    )
-    S = seq_lens.shape[0]
-    with on_device(seq_lens.device):
-        schedule_kernel[(1,)](
-            schedule,
-            seq_lens.contiguous(),
-            query_start_loc.contiguous(),
-            S,
-            num_heads // num_kv_heads,
-            *tiles.spans(sliding_window, attention_chunk),
-            WINDOW=sliding_window > 0,
-            CHUNK=attention_chunk > 0,
-            BLOCK_S=tiles.sequences_at_once(S),
-            num_warps=4,
-            **FUSED,
-        )
-    return schedule
 
 
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
@@ -464,29 +417,3 @@ def _sparse_offsets(sparse: masks.SparsePattern | None, H: int, K: int) -> tuple
     heads = K if sparse.homo_head_group else H
     step = max(1, int(sparse.vert_stride / (sparse.world_size * heads)))
     return sparse.rank * heads * step + 1, step, H // heads
-
-
-@triton.jit
-def schedule_kernel(
-    schedule,
-    seq_lens,
-    query_start_loc,
-    S,
-    G,
-    window,
-    chunk,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    total = 0
-    tl.store(schedule, total)
-    for chunk_of_s in range(0, S, BLOCK_S):
-        s = chunk_of_s + tl.arange(0, BLOCK_S)
-        live = s < S
-        q_len = tl.load(query_start_loc + s + 1, mask=live, other=0) - tl.load(query_start_loc + s, mask=live, other=0)
-        seq_len = tl.load(seq_lens + s, mask=live, other=0)
-        oldest = oldest_key(seq_len - q_len, window, chunk, WINDOW, CHUNK)
-        tiles = tl.cdiv(q_len * G, SCHEDULE_TILE) * tl.cdiv(tl.maximum(seq_len - oldest, 0), SCHEDULE_TILE)
-        tl.store(schedule + 1 + s, total + tl.cumsum(tiles, 0), mask=live)
-        total += tl.sum(tiles)
