@@ -11,6 +11,9 @@ TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FX_GRAPH_CACHE=0 TORCHINDUCTOR_AUTOG
 INTERPRETER_TESTS := $(wildcard tests/test_gpu_*interpreter.py)
 AOT_TESTS := $(wildcard tests/test_gpu_*aot.py)
 
+# The Triton of torch 2.10 and 2.11, with which the GPU kernels were tuned; the environment has a newer one.
+OLDER_TRITON := 3.6.0
+
 # What `make fuzz` runs, each for so many seconds: on a machine with a GPU, make fuzz DEVICE=cuda SECONDS=480 PROCESSES=8
 CAMPAIGNS ?= ops allocator metadata loop graphs programs threads
 SECONDS ?= 60
@@ -18,7 +21,7 @@ DEVICE ?= cpu
 SEED ?= 0
 PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-vllm lint format bench compiler
+.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-aot-versions test-wheel test-vllm docs lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
@@ -59,6 +62,16 @@ test-vllm: compiler .venv-vllm/.installed
 test-versions: compiler
 	$(PYTHON) scripts/test_versions.py $(VERSIONS)
 
+# The sdist and the wheel, built, installed in an environment of their own and used there: half a minute.
+test-wheel: compiler $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/test_wheel.py
+
+# The kernels for sm_90 compile with an older Triton as well: 2 minutes. test-versions has all Tritons, each with its torch.
+test-aot-versions: compiler $(INSTALLED) .venv-versions/triton-$(OLDER_TRITON)
+	export PYTHONPATH=$(CURDIR)/.venv-versions/triton-$(OLDER_TRITON) && \
+	  $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDER_TRITON)", triton' && \
+	  $(TEST_ENV) $(PYTEST) -n 2 -m aot -k "cuda:90" $(AOT_TESTS)
+
 lint: compiler $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -84,6 +97,11 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e ".[hf,dev]"
 	touch $@
+
+.venv-versions/triton-%: | $(INSTALLED)
+	rm -rf $@.new
+	$(BIN)/python -m pip install -q --no-deps --target $@.new triton==$*
+	mv $@.new $@
 
 .venv-xla/.installed: pyproject.toml
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla

@@ -1,0 +1,17 @@
+"""``paged-ops`` and ``python -m paged_ops``: the command line, or which extra it needs."""
+
+import sys
+
+
+def main() -> None:
+    try:
+        from paged_ops.cli import main as command
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"paged-ops: {error.name} is not installed: it comes with the extra cli, pip install 'paged-ops[cli]'")
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Build the sdist and the wheel, install the wheel in an environment of its own, and use it there.
+
+``make test-wheel`` calls it: about half a minute. The environment sees torch and what torch requires, lent by the
+Python that runs this script, and nothing else, until the command line is tried: then what the extra cli requires.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+BESIDE_THE_PACKAGE = ("LICENSE", "README.md", "pyproject.toml")
+USE = """
+import importlib.metadata, torch, paged_ops
+from pathlib import Path
+assert Path(paged_ops.__file__).is_relative_to({site!r}), paged_ops.__file__
+assert importlib.metadata.version("paged-ops") == paged_ops.__version__ == {version!r}
+cache = paged_ops.allocate_kv_cache("NHD", 8, 16, 2, 64, torch.float32)
+query, key, value = (torch.randn(3, heads, 64) for heads in (8, 2, 2))
+batch = [torch.tensor(each, dtype=torch.int32) for each in ([[5]], [3], [0, 3])]
+paged_ops.reshape_and_cache(key, value, cache, torch.arange(80, 83))
+output = paged_ops.paged_attention(query, cache, *batch, scale=0.125)
+dense = (each.transpose(0, 1)[None] for each in (query, key, value))
+expected = torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, scale=0.125, enable_gqa=True)
+torch.testing.assert_close(output, expected[0].transpose(0, 1))
+"""
+
+
+def run(*command: str | Path, expect: int = 0) -> str:
+    """A command's output; another exit code than expected ends this script with it."""
+    # Outside of the checkout, and without paths to it: what is imported is what was installed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(each) for each in command],
+        cwd=tempfile.gettempdir(),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != expect:
+        raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def requirements(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
+    """The distributions of these names and, again and again, of what they require."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    while names:
+        name = names.pop().lower().replace("_", "-")
+        if name in found:
+            continue
+        found[name] = importlib.metadata.distribution(name)
+        required = [Requirement(each) for each in found[name].requires or []]
+        names += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def lend(names: list[str], site: Path) -> None:
+    """Link distributions of this Python, and what they require, into the folder of another."""
+    for distribution in requirements(names).values():
+        for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] != ".."} - {"__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+
+
+def extra(wheel: Path, name: str) -> list[str]:
+    """What the wheel requires with that extra alone, by name."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        text = archive.read(metadata).decode()
+    listed = [Requirement(each) for each in re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)]
+    alone = [each for each in listed if each.marker is None or each.marker.evaluate({"extra": name})]
+    return [each.name for each in alone]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        # From the tracked files alone, not from what lies beside them: build/ and egg-info of earlier builds.
+        tracked = subprocess.run(
+            ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("\0")
+        present = sorted(name for name in tracked if name and (ROOT / name).is_file())
+        for name in present:
+            (place / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / "source" / name).write_bytes((ROOT / name).read_bytes())
+        run(sys.executable, "-m", "build", "--outdir", place / "dist", place / "source")  # the wheel from the sdist
+        (wheel,), (sdist,) = (place / "dist").glob("*.whl"), (place / "dist").glob("*.tar.gz")
+        version = wheel.name.split("-")[1]
+
+        package = {name for name in present if name.startswith("paged_ops/")}
+        with zipfile.ZipFile(wheel) as archive:
+            inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        if inside != package:
+            raise SystemExit(f"the wheel differs from the package's files: {sorted(inside ^ package)}")
+        with tarfile.open(sdist) as archive:
+            inside = {name.partition("/")[2] for name in archive.getnames()}
+        if missing := (package | set(BESIDE_THE_PACKAGE)) - inside:
+            raise SystemExit(f"the sdist lacks {sorted(missing)}")
+
+        run(sys.executable, "-m", "venv", "--without-pip", place / "venv")
+        python, command = place / "venv/bin/python", place / "venv/bin/paged-ops"
+        (site,) = (place / "venv").glob("lib/python*/site-packages")
+        lend(extra(wheel, ""), site)
+        run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel)
+        run(python, "-c", USE.format(site=str(site), version=version))
+        print(f"{wheel.name}: {len(package)} files; imported, written to and attended with torch alone", flush=True)
+        said = run(command, expect=1)
+        if "Traceback" in said or "pip install 'paged-ops[cli]'" not in said:
+            raise SystemExit(f"paged-ops without the extra cli: expected to be told of it, got\n{said}")
+
+        lend(extra(wheel, "cli"), site)
+        if "paged_attention" not in (said := run(command, "support")):
+            raise SystemExit(f"paged-ops support: expected the table of ops, got\n{said}")
+        print("paged-ops support: runs with the extra cli", flush=True)
+
+
+if __name__ == "__main__":
+    main()
