@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, modeling_flash_attention_utils
 from transformers.masking_utils import AttentionMaskInterface
 
-from paged_ops.integrations.transformers import no_mask
+from paged_ops.integrations.attention_function import no_mask
 from paged_ops.ops import paged_attention, reshape_and_cache
 
 # Decode by block tables and CUDA graphs are for names that hold "flash" and a 2 or 3.

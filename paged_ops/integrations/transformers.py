@@ -8,11 +8,12 @@
     outputs = loop.generate([tokenizer(prompt).input_ids for prompt in prompts])
     paged.unwrap()  # the model is as it was
 
-Importing this module registers the attention implementation ``"paged_ops"``: a model that uses it takes the whole batch
-as one row of T tokens, writes its keys and values into the caches, and attends to them by the block tables. Caches and
-metadata come as keyword arguments of ``forward``, so that everything is an input of the compiled graph.
+Importing this module registers the attention implementation ``"paged_ops"`` (``attention_function.py``): a model that
+uses it takes the whole batch as one row of T tokens, writes its keys and values into the caches, and attends to them by
+the block tables. Caches and metadata come as keyword arguments of ``forward``, so that everything is an input of the
+compiled graph.
 
-Letters: T tokens of the batch, S sequences, H query heads, K key/value heads, D head size.
+Letters: T tokens of the batch, S sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import PreTrainedModel
 
 from paged_ops.cache import KVCache
 from paged_ops.hybrid import HybridCache, pools_by_reach
+from paged_ops.integrations.attention_function import PROBE, attention, no_mask
 from paged_ops.integrations.probe import (
     CacheSpec,
     Probe,
@@ -38,135 +38,25 @@ from paged_ops.integrations.probe import (
     masks_by_type,
     ranges_of,
     reach_of,
-    request_mask,
     run_dense,
     run_probe,
 )
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
-from paged_ops.integrations.wrapping import NAME, UNDO, CompiledLayer, LayerCaches, Wrapping, copy_of, run_layer
-from paged_ops.layouts import Layout, split_joined_cache, split_kv_cache
+from paged_ops.integrations.refusals import (
+    expect_arguments_of_attention,
+    expect_windows_of_cache,
+    refuse,
+    refuse_layers,
+)
+from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretch
+from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
+from paged_ops.layouts import Layout
 from paged_ops.metadata import AttentionMetadata
-from paged_ops.ops import paged_attention, reshape_and_cache
 from paged_ops.states import StateCache
 
-PROBE = "paged_ops_probe"  # while a model is wrapped: masks are asked for by what they are
+__all__ = ["PagedCausalLM", "attention", "no_mask"]
+
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
-_OTHER_ATTENTION = ("indexed_attention", "compressed_attention", "heavily_compressed_attention")
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-
-
-def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    kv_caches: Sequence[Tensor] | LayerCaches | Probe | None = None,
-    attention_metadata: AttentionMetadata | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    output_attentions: bool | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention of one layer, as transformers calls it: write the new keys and values, then attend.
-
-    Args:
-        module: the layer; :class:`PagedCausalLM` has noted on it which cache is its own, and its window or chunk.
-        query: ``[1, H, T, D]``.
-        key: ``[1, K, T, D]``.
-        value: ``[1, K, T, Dv]``.
-        kv_caches: one tensor a layer, as ``KVCache.layers``.
-        attention_metadata: the step.
-        scaling: by default ``D ** -0.5``.
-        sliding_window: not read: what the model's mask says holds, and that was noted.
-        softcap, s_aux: bound of the logits, sinks ``[H]``; None is off.
-
-    Returns:
-        ``[1, T, H, Dv]`` and no attention weights.
-
-    Raises:
-        ValueError: for what a paged cache cannot serve: masks, dropout, weights, attention to later tokens.
-    """
-    if kv_caches is None or attention_metadata is None:
-        if _implementation(module) == PROBE:
-            raise ValueError("its layers hand no keyword arguments on to attention, so that no cache reaches it")
-        raise ValueError(
-            "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
-            f" PagedCausalLM, or {UNDO}"
-        )
-    if is_causal is None:  # PaliGemma's masks know better than its layers, and a wrapped model was asked
-        knows_better = not isinstance(kv_caches, Probe) or kv_caches.masks_by_type
-        is_causal = knows_better or getattr(module, "is_causal", True)
-    refused = {
-        "attention_mask": attention_mask is not None and not isinstance(kv_caches, Probe),
-        "dropout": bool(dropout),
-        "output_attentions": bool(output_attentions),
-        "position_bias": position_bias is not None,
-        "is_causal=False": not is_causal,
-    }
-    for name, given in refused.items():
-        if given:
-            raise ValueError(f"{name}: expected none with paged attention, which is causal, and got it; leave it out")
-    if query.shape[0] != 1:
-        raise ValueError(f"query: expected the batch as one row [1, H, T, D], got {list(query.shape)}")
-    if isinstance(kv_caches, Probe):
-        noted, kv_cache = kv_caches.attend(module, key, value, attention_mask)
-    else:
-        if not hasattr(module, "paged_attending"):
-            raise ValueError(
-                f"model: expected a layer that attended when the model was wrapped, got {type(module).__name__}; wrap"
-                " the model by PagedCausalLM again"
-            )
-        noted = module.paged_attending
-        kv_cache = kv_caches.caches[noted.place] if isinstance(kv_caches, LayerCaches) else kv_caches[noted.cache]
-    pool = attention_metadata.pool(noted.pool if attention_metadata.other_pools else 0)
-    rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
-    value_cache = None
-    if key.shape[3] != value.shape[3]:
-        kv_cache, value_cache = split_joined_cache(kv_cache, key.shape[3])
-    elif kv_cache.dim() == 3:
-        kv_cache, value_cache = split_kv_cache(kv_cache, key.shape[1], key.shape[3])
-    if noted.writes:
-        reshape_and_cache(rows_of_key, rows_of_value, kv_cache, pool.slot_mapping, value_cache=value_cache)
-    out = paged_attention(
-        _at_temperature(module, rows_of_query, attention_metadata),
-        kv_cache,
-        pool.block_tables,
-        attention_metadata.seq_lens,
-        attention_metadata.query_start_loc,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        value_cache=value_cache,
-        sliding_window=noted.window,
-        attention_chunk=noted.chunk,
-        soft_cap=softcap or 0.0,
-        sinks=None if s_aux is None else s_aux.float(),
-        bidirectional_ranges=attention_metadata.bidirectional_ranges,
-    )
-    return out[None], None
-
-
-def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> None:
-    """What transformers asks for a mask: there is none, the op masks by positions.
-
-    Raises:
-        ValueError: the model wants attention to later tokens.
-    """
-    if allow_is_bidirectional_skip:
-        raise ValueError(
-            "attention_mask: expected causal, windowed or chunked attention, got a model that attends to later tokens,"
-            " which paged attention does not do"
-        )
-
-
-for _name, _mask in ((NAME, no_mask), (PROBE, request_mask)):
-    AttentionInterface.register(_name, attention)
-    AttentionMaskInterface.register(_name, _mask)
 
 
 class PagedCausalLM:
@@ -196,10 +86,10 @@ class PagedCausalLM:
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
-        _refuse(model)
+        refuse(model)
         limit = _position_limit(model)
-        freezes = list(_length_dependent(model))
-        most = None if limit is None else int(limit * max((_stretch(rotary) for *_, rotary in freezes), default=1.0))
+        freezes = list(length_dependent(model))
+        most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
         if max_model_len is not None and (max_model_len < 1 or (most is not None and max_model_len > most)):
             raise ValueError(f"max_model_len: expected 1 to {most}, the model's positions, got {max_model_len}")
         self.model = model
@@ -219,15 +109,15 @@ class PagedCausalLM:
             self._wrapping.set_implementation("eager")
             dense = run_dense(model)
             self.states = StateLayers.find(model)
-            _refuse_layers(model, self.states)
+            refuse_layers(model, self.states)
             if self.states is not None:
                 self._wrapping.keep_states(self.states)
             self._wrapping.set_implementation(PROBE)
             noise = self._noise(dense) if self.states is None else None
             probe = run_probe(model, self._step, dense, self.max_model_len, self.states, noise)
             if probe.calls:
-                _expect_arguments_of_attention(model)
-            _expect_windows_of_cache(model, probe, self.max_model_len)
+                expect_arguments_of_attention(model)
+            expect_windows_of_cache(model, probe, self.max_model_len)
             self._wrapping.set_implementation(NAME)
         except BaseException as error:
             self._wrapping.undo()
@@ -521,140 +411,11 @@ class PagedCausalLM:
         return logits if self._takes_rows else logits[last_rows]
 
 
-class FrozenRotary(nn.Module):
-    """A rotary embedding whose frequencies depend on a text's length, with those of one length.
-
-    Raises when called by a model that does not attend through paged_ops: its texts want frequencies of their own.
-    """
-
-    def __init__(self, rotary: nn.Module, config: Any, length: int | None) -> None:
-        super().__init__()
-        frozen: Any = copy.copy(rotary)
-        frozen._buffers = dict(rotary._buffers)
-        rope_types = frozen.rope_type
-        each = rope_types if isinstance(rope_types, dict) else {None: rope_types}
-        for kind, rope_type in each.items():
-            if rope_type not in _LENGTH_DEPENDENT:
-                continue
-            prefix = "" if kind is None else f"{kind}_"
-            options = {} if kind is None else {"layer_type": kind}
-            device = frozen._buffers[f"{prefix}inv_freq"].device
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](frozen.config, device, seq_len=length, **options)
-            frozen._buffers[f"{prefix}inv_freq"] = inv_freq
-            setattr(frozen, f"{prefix}attention_scaling", scaling)
-        # by another name, forward computes nothing anew
-        frozen.rope_type = dict.fromkeys(each, "frozen") if isinstance(rope_types, dict) else "frozen"
-        self.rotary, self.config, self.armed = frozen, config, False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.armed and self.config._attn_implementation != NAME:
-            raise ValueError(f"model: its position embeddings are those of one length; {UNDO}")
-        return self.rotary(*args, **kwargs)
-
-
-# What is refused, and what a model needs
-
-
-def _refuse(model: Any) -> None:
-    """What shows before anything is run."""
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"model: expected a decoder, got {name}, an encoder-decoder")
-    if not model._can_set_attn_implementation():
-        raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
-    if not model.can_generate():
-        raise ValueError(
-            f"model: expected a causal language model, got {name}, which gives no logits of tokens; load it by"
-            " AutoModelForCausalLM"
-        )
-    if model.training:
-        raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        raise ValueError(
-            f"model: expected the weights on one device, got {name} on {', '.join(devices)}, as a device_map may put"
-            " them; load it whole, by device_map={'': 'cuda:0'} for one"
-        )
-
-
-def _refuse_layers(model: Any, states: StateLayers | None) -> None:
-    """Layers that are neither attention nor keep state in transformers' cache."""
-    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    for layer_type in layer_types:
-        served = layer_type in _LAYER_TYPES or (states is not None and layer_type not in _OTHER_ATTENTION)
-        if not served:
-            raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
-
-
-def _expect_arguments_of_attention(model: Any) -> None:
-    name = type(model).__name__
-    forward = inspect.signature(model.forward).parameters
-    if "position_ids" not in forward:
-        raise ValueError(f"model: expected one whose forward takes position_ids, got {name}")
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in forward.values()):
-        raise ValueError(f"model: expected one that hands keyword arguments on to its attention, got {name}")
-
-
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-
-
-def _length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """The rotary embeddings whose frequencies change with the length of a text: parent, name, module."""
-    for parent in model.modules():
-        for name, module in parent.named_children():
-            rope_type = getattr(module, "rope_type", None)
-            each = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
-            if any(kind in _LENGTH_DEPENDENT for kind in each):
-                yield parent, name, module
-
-
-def _stretch(rotary: Any) -> float:
-    """By how much longer texts may be than the model's positions."""
-    parameters = rotary.config.rope_parameters
-    each = parameters.values() if isinstance(rotary.rope_type, dict) else (parameters,)
-    return max(one.get("factor", 1.0) if one.get("rope_type") == "dynamic" else 1.0 for one in each)
-
-
 def _position_limit(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     return int(limit) if limit else None
 
 
-def _implementation(module: Any) -> str | None:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
-def _at_temperature(module: Any, query: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Queries ``[T, H, D]``, scaled by their positions where a model scaled them by their rows (Llama-4)."""
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return query
-
-    def scale(positions: Tensor) -> Tensor:
-        steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
-        return torch.log1p(steps) * module.attn_scale + 1.0
-
-    rows = torch.arange(query.shape[0], device=query.device)
-    return (query * (scale(metadata.positions) / scale(rows))[:, None, None]).to(query.dtype)
-
-
 def _common(sizes: tuple[int, ...]) -> Any:
     return sizes[0] if len(set(sizes)) == 1 else sizes
-
-
-def _expect_windows_of_cache(model: Any, probe: Probe, length: int | None) -> None:
-    """Refuses a model whose mask shows what its own cache of transformers forgets: its text depends on the chunks."""
-    cached = DynamicCache(config=model.config).layers
-    for module, call in probe.calls.items():
-        index = getattr(module, "layer_idx", None)
-        if index is None or index >= len(cached) or call.reach != (0, 0):
-            continue
-        window = getattr(cached[index], "sliding_window", None) if getattr(cached[index], "is_sliding", False) else None
-        if window is not None and (length is None or window < length):
-            raise ValueError(
-                f"model: expected one window in masks and cache, got {type(model).__name__}, where the cache of"
-                f" transformers keeps {window} tokens of {call.name}, and its mask shows all; set sliding_window of its"
-                f" config to None, or max_model_len to at most {window}"
-            )

@@ -1,0 +1,72 @@
+"""What is refused when a model is wrapped, with the reason and the remedy."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedModel
+
+from paged_ops.integrations.probe import Probe
+from paged_ops.integrations.recurrent import StateLayers
+
+_OTHER_ATTENTION = ("indexed_attention", "compressed_attention", "heavily_compressed_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def refuse(model: Any) -> None:
+    """What shows before anything is run."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model: expected a decoder, got {name}, an encoder-decoder")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
+    if not model.can_generate():
+        raise ValueError(
+            f"model: expected a causal language model, got {name}, which gives no logits of tokens; load it by"
+            " AutoModelForCausalLM"
+        )
+    if model.training:
+        raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"model: expected the weights on one device, got {name} on {', '.join(devices)}, as a device_map may put"
+            " them; load it whole, by device_map={'': 'cuda:0'} for one"
+        )
+
+
+def refuse_layers(model: Any, states: StateLayers | None) -> None:
+    """Layers that are neither attention nor keep state in transformers' cache."""
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    for layer_type in layer_types:
+        served = layer_type in _LAYER_TYPES or (states is not None and layer_type not in _OTHER_ATTENTION)
+        if not served:
+            raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
+
+
+def expect_arguments_of_attention(model: Any) -> None:
+    name = type(model).__name__
+    forward = inspect.signature(model.forward).parameters
+    if "position_ids" not in forward:
+        raise ValueError(f"model: expected one whose forward takes position_ids, got {name}")
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in forward.values()):
+        raise ValueError(f"model: expected one that hands keyword arguments on to its attention, got {name}")
+
+
+def expect_windows_of_cache(model: Any, probe: Probe, length: int | None) -> None:
+    """Refuses a model whose mask shows what its own cache of transformers forgets: its text depends on the chunks."""
+    cached = DynamicCache(config=model.config).layers
+    for module, call in probe.calls.items():
+        index = getattr(module, "layer_idx", None)
+        if index is None or index >= len(cached) or call.reach != (0, 0):
+            continue
+        window = getattr(cached[index], "sliding_window", None) if getattr(cached[index], "is_sliding", False) else None
+        if window is not None and (length is None or window < length):
+            raise ValueError(
+                f"model: expected one window in masks and cache, got {type(model).__name__}, where the cache of"
+                f" transformers keeps {window} tokens of {call.name}, and its mask shows all; set sliding_window of its"
+                f" config to None, or max_model_len to at most {window}"
+            )
