@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 import paged_ops
 from paged_ops import reference
-from paged_ops.lowerings import cpu_fused
+from paged_ops.lowerings.cpu import fused
 
 DATA = Path(__file__).parent / "data" / "cpu_decode.jsonl"
 H, K, D, B, CACHES = 32, 8, 128, 16, 4
@@ -62,7 +62,7 @@ def measure(case: str, dtype: torch.dtype, repeat: int) -> dict[str, object]:
         return paged_ops.paged_attention(query, caches[turn % CACHES], *rest)
 
     def torch_ops(turn: int) -> torch.Tensor:
-        with mock.patch.object(cpu_fused, "compiled", return_value=None):
+        with mock.patch.object(fused, "compiled", return_value=None):
             return op(turn)
 
     def floor(turn: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def main() -> None:
     where = {
         "device": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "compiled": cpu_fused.compiled() is not None,
+        "compiled": fused.compiled() is not None,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": commit,

@@ -31,8 +31,8 @@ import torch
 import triton
 
 from paged_ops import paged_attention
-from paged_ops.benchmark import measure
-from paged_ops.benchmark.cases import Case, host_case
+from paged_ops.bench import measure
+from paged_ops.bench.cases import Case, host_case
 
 DEVICE = torch.device("cuda")
 HOPPER = Path(__file__).parents[1] / "paged_ops/lowerings/gpu/hopper.py"

@@ -30,7 +30,6 @@ from paged_ops.metadata import (
     split_decodes_and_prefills,
     use_cascade_attention,
 )
-from paged_ops.op import supports
 from paged_ops.ops import (
     cascade_attention,
     copy_blocks,
@@ -41,6 +40,7 @@ from paged_ops.ops import (
     reshape_and_cache,
     swap_blocks,
 )
+from paged_ops.registry import supports
 
 __version__ = "0.1.0"
 

@@ -26,11 +26,11 @@ from rich.text import Text
 
 import paged_ops
 from paged_ops import features
-from paged_ops.benchmark.commands import bench, tune_tiles
+from paged_ops.bench.commands import bench, tune_tiles
 from paged_ops.checks import with_index
 from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
 from paged_ops.graphs import GraphMode
-from paged_ops.op import DISPATCH_KEYS, OPS, supports
+from paged_ops.registry import DISPATCH_KEYS, OPS, supports
 
 if TYPE_CHECKING:  # transformers is an extra
     from paged_ops.integrations.transformers import PagedCausalLM

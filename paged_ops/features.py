@@ -79,7 +79,7 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
 
 def check_names(op: str, features: Mapping[str, Any]) -> None:
     """Raise ValueError for a feature that is neither an argument of the op nor a property of its tensors."""
-    from paged_ops.op import OPS
+    from paged_ops.registry import OPS
 
     known = {*inspect.signature(OPS[op]).parameters, *PROPERTIES}
     for name in features:

@@ -1,4 +1,4 @@
-"""Every op, declared once: signature, what it mutates, and its meaning. :mod:`paged_ops.op` finds the rest by name.
+"""Every op, declared once: signature, what it mutates, and its meaning. :mod:`paged_ops.registry` finds the rest.
 
 Letters, one legend for the whole project: T tokens of the batch (padded), S sequences (padded), H query heads,
 K key/value heads, D head size, Dv value head size (= D unless said), N blocks in the cache, B tokens a block,
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paged_ops.op import op
+from paged_ops.registry import op
 
 
 @op(mutates=("kv_cache", "value_cache"))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paged_ops import layouts, masks, reference
 from paged_ops.features import EXCLUSIVE
-from paged_ops.op import OPS
+from paged_ops.registry import OPS
 
 F8_E4M3, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GUARD_BYTE, GUARD_BYTES = 0xA5, 1024

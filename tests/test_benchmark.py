@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import paged_ops
 from paged_ops import cli, reference
-from paged_ops.benchmark import cases, commands, measure, report, run, tune
-from paged_ops.benchmark.cases import Case
-from paged_ops.benchmark.providers import PROVIDERS, DenseSDPA, FlashInfer, Flex, PagedOps
+from paged_ops.bench import cases, commands, measure, report, run, tune
+from paged_ops.bench.cases import Case
+from paged_ops.bench.providers import PROVIDERS, DenseSDPA, FlashInfer, Flex, PagedOps
 
 CPU = torch.device("cpu")
 CEILINGS = measure.Ceilings(read=1e9, copy=1e9, matmul=1e11)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import paged_ops
 from paged_ops import cli
-from paged_ops.op import DISPATCH_KEYS, OPS
+from paged_ops.registry import DISPATCH_KEYS, OPS
 
 pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 

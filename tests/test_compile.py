@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 import paged_ops
 from paged_ops import layouts, testing
 from paged_ops.inspection import CompileReport
-from paged_ops.op import OPS
+from paged_ops.registry import OPS
 
 COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
 T, H, K, D, B, N = 4, 8, 2, 32, 16, 64

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paged_ops
 from paged_ops import BlockSparse, testing
-from paged_ops.lowerings import cpu, cpu_fused
+from paged_ops.lowerings.cpu import attention as cpu
+from paged_ops.lowerings.cpu import fused
 
 OP = "paged_attention_with_lse"
 FEATURES = {
@@ -26,7 +27,7 @@ FEATURES = {
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Torch ops for all; three blocks of 16 tokens, two heads and 64 numbers a chunk; a few rows a tile."""
-    monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+    monkeypatch.setattr(fused, "compiled", lambda: None)
     monkeypatch.setattr(cpu, "SCRATCH_BYTES", 3 * 16 * 2 * 64 * 4)
     monkeypatch.setattr(cpu, "PREFILL_BYTES", 3 * 16 * 2 * 64 * 4)
     monkeypatch.setattr(cpu, "TILE_ELEMENTS", 8 * 48 * 5)
@@ -43,7 +44,7 @@ def test_chunks_and_tiles_merge(case):
 def way(request, monkeypatch):
     """Attention through the C++ function, and through torch ops."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+        monkeypatch.setattr(fused, "compiled", lambda: None)
 
 
 class Largest(TorchDispatchMode):

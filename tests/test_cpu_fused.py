@@ -15,23 +15,24 @@ import paged_ops
 from paged_ops import testing
 from paged_ops.features import Features
 from paged_ops.layouts import paged_kv
-from paged_ops.lowerings import cpu, cpu_fused
+from paged_ops.lowerings.cpu import attention as cpu
+from paged_ops.lowerings.cpu import fused
 
 OP = "paged_attention_with_lse"
 DENSE = [case for case in testing.CASES[OP] if "block_sparse" not in dict(case.features)]
-WIDTHS = {"DEFAULT": (), "AVX2": cpu_fused.FLAGS["AVX2"], "AVX512": cpu_fused.FLAGS["AVX512"]}
+WIDTHS = {"DEFAULT": (), "AVX2": fused.FLAGS["AVX2"], "AVX512": fused.FLAGS["AVX512"]}
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 @pytest.fixture(autouse=True)
 def compiler():
-    assert cpu_fused.compiled() is not None, "no C++ compiler"
+    assert fused.compiled() is not None, "no C++ compiler"
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory):
     folder = tmp_path_factory.mktemp("libraries")
-    return lambda flags: cpu_fused.load([cpp_extension.get_cxx_compiler()], flags, folder)
+    return lambda flags: fused.load([cpp_extension.get_cxx_compiler()], flags, folder)
 
 
 @pytest.mark.parametrize("case", DENSE[::2], ids=lambda case: case.name)
@@ -43,8 +44,8 @@ def test_long_rows_go_where_a_matrix_unit_is_used(monkeypatch, case):
 
 def test_only_bfloat16_flash_uses_a_matrix_unit(monkeypatch):
     served = []
-    attend = cpu_fused.attend
-    monkeypatch.setattr(cpu_fused, "attend", lambda *args: (served.append(list(args[6])), attend(*args)))
+    attend = fused.attend
+    monkeypatch.setattr(fused, "attend", lambda *args: (served.append(list(args[6])), attend(*args)))
     monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
     for dtype, features in ((torch.bfloat16, ()), (torch.bfloat16, ("cap",)), (torch.float32, ())):
         inputs = call(((1, 40), (40, 40)), features, dtype).inputs()
@@ -54,7 +55,7 @@ def test_only_bfloat16_flash_uses_a_matrix_unit(monkeypatch):
 
 @pytest.mark.parametrize("case", testing.CASES[OP], ids=lambda case: case.name)
 def test_torch_ops_serve_everything_without_a_compiler(monkeypatch, case):
-    monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+    monkeypatch.setattr(fused, "compiled", lambda: None)
     testing.check(OP, case)
 
 
@@ -64,7 +65,7 @@ def test_vectors_of_each_width(monkeypatch, libraries, width):
     if list(WIDTHS).index(width) > list(WIDTHS).index(CAPABILITY):
         pytest.skip("not on this processor")
     function = libraries(WIDTHS[width])
-    monkeypatch.setattr(cpu_fused, "compiled", lambda: function)
+    monkeypatch.setattr(fused, "compiled", lambda: function)
     for case in DENSE[::3]:
         testing.check(OP, case)
 
@@ -102,7 +103,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
         testing.assert_same_bytes("lse", lse, results[0][1])
 
 
-@pytest.mark.parametrize("dtype", cpu_fused.CELLS, ids=str)
+@pytest.mark.parametrize("dtype", fused.CELLS, ids=str)
 def test_each_code_of_a_format_is_read_right(dtype):
     """Attention to one token is its value."""
     K, D = 2, 64
@@ -117,7 +118,7 @@ def test_each_code_of_a_format_is_read_right(dtype):
     out, lse = torch.empty(S, K, D), torch.empty(S, K)
     table, query = torch.arange(S, dtype=torch.int32)[:, None], torch.zeros(S, K, D, dtype=torch.float32)
     batch = table, [1] * S, range(S + 1), range(S)
-    cpu_fused.attend(query, paged_kv(cache), dtype, *batch, 1.0, Features(), out, lse)
+    fused.attend(query, paged_kv(cache), dtype, *batch, 1.0, Features(), out, lse)
     torch.testing.assert_close(out.flatten(), values.float(), rtol=0, atol=0, equal_nan=True)
     assert not lse.any()
 
@@ -134,18 +135,18 @@ def test_nan_reaches_the_rows_that_see_it():
 
 
 def test_which_calls_it_serves(monkeypatch):
-    assert cpu_fused.serves(torch.bfloat16, Features(sliding_window=3, soft_cap=1.0))
-    assert not cpu_fused.serves(torch.float8_e4m3fnuz, Features())
-    assert not cpu_fused.serves(torch.float32, Features(block_sparse=[*paged_ops.BlockSparse(16, 1, 1)]))
-    monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
-    assert not cpu_fused.serves(torch.float32, Features())
+    assert fused.serves(torch.bfloat16, Features(sliding_window=3, soft_cap=1.0))
+    assert not fused.serves(torch.float8_e4m3fnuz, Features())
+    assert not fused.serves(torch.float32, Features(block_sparse=[*paged_ops.BlockSparse(16, 1, 1)]))
+    monkeypatch.setattr(fused, "compiled", lambda: None)
+    assert not fused.serves(torch.float32, Features())
 
 
 def test_a_feature_that_it_does_not_know_turns_it_off(monkeypatch):
-    monkeypatch.setattr(cpu_fused, "KNOWS", cpu_fused.KNOWS - {"soft_cap", "sinks"})
-    assert cpu_fused.serves(torch.float32, Features(soft_cap=float("0"), sinks=None))
-    assert not cpu_fused.serves(torch.float32, Features(soft_cap=2.0))
-    assert not cpu_fused.serves(torch.float32, Features(sinks=torch.zeros(2)))
+    monkeypatch.setattr(fused, "KNOWS", fused.KNOWS - {"soft_cap", "sinks"})
+    assert fused.serves(torch.float32, Features(soft_cap=float("0"), sinks=None))
+    assert not fused.serves(torch.float32, Features(soft_cap=2.0))
+    assert not fused.serves(torch.float32, Features(sinks=torch.zeros(2)))
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +166,7 @@ def quick_compiler(library, tmp_path):
 
 
 def compile_in(folder: Path):
-    return cpu_fused.load([cpp_extension.get_cxx_compiler()], (), folder)
+    return fused.load([cpp_extension.get_cxx_compiler()], (), folder)
 
 
 def test_compiled_once(tmp_path, monkeypatch):
@@ -184,9 +185,9 @@ def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compile
         import _ctypes
         from pathlib import Path
         from paged_ops import testing
-        from paged_ops.lowerings import cpu_fused
+        from paged_ops.lowerings.cpu import fused
         folder = Path({str(folder)!r})
-        load = lambda: cpu_fused.load([{quick_compiler!r}], (), folder)
+        load = lambda: fused.load([{quick_compiler!r}], (), folder)
         load()
         (library,) = folder.iterdir()
         whole = library.read_bytes()
@@ -196,7 +197,7 @@ def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compile
             library.write_bytes(damaged)
             function = load()
             assert [path.read_bytes() for path in folder.iterdir()] == [whole]
-            cpu_fused.compiled = lambda: function
+            fused.compiled = lambda: function
             testing.check({OP!r}, testing.case_named({OP!r}, "decode-fp32"))
     """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -207,11 +208,11 @@ def test_two_processes_compile_at_once(tmp_path):
     program = f"""if True:
         from pathlib import Path
         from paged_ops import testing
-        from paged_ops.lowerings import cpu_fused
+        from paged_ops.lowerings.cpu import fused
         from torch.utils import cpp_extension
         cpp_extension._get_build_directory = lambda name, verbose: {str(tmp_path)!r}
         testing.check({OP!r}, testing.case_named({OP!r}, "decode-fp32"))
-        assert cpu_fused.compiled() is not None
+        assert fused.compiled() is not None
     """
     both = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
@@ -225,7 +226,7 @@ def recompiled(monkeypatch, tmp_path):
     def compiled(compiler):
         monkeypatch.setattr(cpp_extension, "get_cxx_compiler", lambda: compiler)
         monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda name, verbose: str(tmp_path))
-        return cpu_fused.compiled.__wrapped__()
+        return fused.compiled.__wrapped__()
 
     return compiled
 
@@ -266,29 +267,29 @@ def test_a_compiler_with_arguments(recompiled, tmp_path):
 
 
 def test_only_this_user_can_write_what_is_loaded(tmp_path):
-    folder = cpu_fused.own_folder(tmp_path)
+    folder = fused.own_folder(tmp_path)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert cpu_fused.own_folder(tmp_path) == folder
+    assert fused.own_folder(tmp_path) == folder
     folder.chmod(0o775)
     with pytest.raises(PermissionError, match="only this user can write"):
-        cpu_fused.own_folder(tmp_path)
+        fused.own_folder(tmp_path)
     folder.chmod(0o755)
-    assert cpu_fused.own_folder(tmp_path) == folder
+    assert fused.own_folder(tmp_path) == folder
     elsewhere = tmp_path / "elsewhere"
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
     with pytest.raises(PermissionError, match="only this user can write"):
-        cpu_fused.own_folder(tmp_path)
+        fused.own_folder(tmp_path)
     folder.unlink()
     folder.write_text("a file")
     with pytest.raises(FileExistsError):
-        cpu_fused.own_folder(tmp_path)
+        fused.own_folder(tmp_path)
 
 
 def test_what_another_user_made(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match="only this user can write"):
-        cpu_fused.own_folder(tmp_path)
+        fused.own_folder(tmp_path)
 
 
 @pytest.mark.parametrize("trouble", ["unsafe", "a file", "no home"])
@@ -298,7 +299,7 @@ def test_without_a_folder_the_library_is_this_process_s(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     if trouble == "unsafe":
-        cpu_fused.own_folder(tmp_path).chmod(0o777)
+        fused.own_folder(tmp_path).chmod(0o777)
     if trouble == "a file":
         (tmp_path / f"user-{os.geteuid()}").write_text("a file")
     made = recompiled(quick_compiler)
@@ -308,11 +309,11 @@ def test_without_a_folder_the_library_is_this_process_s(
             raise PermissionError("read-only file system")
 
         monkeypatch.setattr(cpp_extension, "_get_build_directory", no_home)
-        made = cpu_fused.compiled.__wrapped__()
+        made = fused.compiled.__wrapped__()
     assert made is not None
     assert not recwarn.list
     assert not list((tmp_path / "temporary").iterdir())
-    monkeypatch.setattr(cpu_fused, "compiled", lambda: made)
+    monkeypatch.setattr(fused, "compiled", lambda: made)
     testing.check(OP, testing.case_named(OP, "decode-fp32"))
 
 
@@ -321,14 +322,14 @@ def test_a_full_disk(tmp_path):
     program = f"""if True:
         import resource, warnings
         from paged_ops import testing
-        from paged_ops.lowerings import cpu_fused
+        from paged_ops.lowerings.cpu import fused
         from torch.utils import cpp_extension
         cpp_extension._get_build_directory = lambda name, verbose: {str(tmp_path)!r}
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             testing.check({OP!r}, testing.case_named({OP!r}, "decode-fp32"))
-        assert cpu_fused.compiled() is None
+        assert fused.compiled() is None
         (warning,) = caught
         assert "not compiled, and slower" in str(warning.message), warning
     """

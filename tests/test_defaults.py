@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paged_ops
 from paged_ops import checks, fake, layouts, masks, reference, testing
-from paged_ops.lowerings import cpu_fused
-from paged_ops.op import OPS
+from paged_ops.lowerings.cpu import fused
+from paged_ops.registry import OPS
 
 CASES = [(op, testing.case_named(op, name)) for op, names in testing.COMPILED.items() for name in names]
 WAYS = [(*pair, "fused") for pair in CASES] + [(*pair, "torch") for pair in CASES if "attention" in pair[0]]
@@ -68,7 +68,7 @@ def same(got, want):
 @pytest.mark.parametrize(("op", "case", "way"), WAYS, ids=[f"{op}-{case.name}-{way}" for op, case, way in WAYS])
 def test_an_op(monkeypatch, default, op, case, way):
     if way == "torch":
-        monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+        monkeypatch.setattr(fused, "compiled", lambda: None)
     inputs = case.inputs()
     again = testing.clone_inputs(inputs)
     want = run(OPS[op], inputs)
@@ -101,7 +101,7 @@ def test_its_fake_and_its_reference(default, op, case):
 
 def test_compiled_first_under_another_default(default):
     """What is made once and kept is not made of a default."""
-    cpu_fused.compiled.cache_clear()
+    fused.compiled.cache_clear()
     inputs = testing.case_named("paged_attention", "decode-fp32").inputs()
     with default():
         got = paged_ops.paged_attention(*inputs.args, **inputs.kwargs)

@@ -8,7 +8,7 @@ import pytest
 
 import paged_ops
 from paged_ops import cache, cli, features, layouts, masks, metadata
-from paged_ops.op import OPS
+from paged_ops.registry import OPS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paged_ops
 from paged_ops import features, masks, metadata, testing
-from paged_ops.op import OPS
+from paged_ops.registry import OPS
 
 WRITE = ("reshape_and_cache", "nhd-fp32")
 ATTEND = ("paged_attention", "mixed-fp32")

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_ops import layouts, op, testing
+from paged_ops import layouts, registry, testing
 from paged_ops.lowerings import cpu, gpu
 from paged_ops.lowerings.gpu import attention, tiles
 
@@ -44,7 +44,7 @@ def uses_bfloat16(case):
 
 
 def selected():
-    for name in op.OPS:
+    for name in registry.OPS:
         for case in testing.CASES[name]:
             chosen = re.fullmatch(FEW.get(name, ".*"), case.name) and not re.fullmatch(
                 REPEATED.get(name, ""), case.name

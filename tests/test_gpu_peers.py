@@ -11,7 +11,7 @@ import torch
 from gpu_under_test import GPU
 
 from paged_ops import BlockSparse, layouts, reference, testing
-from paged_ops.op import OPS
+from paged_ops.registry import OPS
 
 pytestmark = [
     pytest.mark.gpu,

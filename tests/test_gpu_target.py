@@ -15,7 +15,7 @@ import triton
 
 import paged_ops
 from paged_ops import KVCache, Layout, layouts
-from paged_ops.benchmark import tune
+from paged_ops.bench import tune
 from paged_ops.hybrid import HybridCache
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import attention, blocks, device, launch, tiles

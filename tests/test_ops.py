@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import paged_ops
-from paged_ops import fake, op, reference, testing
+from paged_ops import fake, reference, registry, testing
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES
 from paged_ops.lowerings import cpu, gpu, tpu
@@ -59,14 +59,14 @@ def float8_as_uint8(inputs):
     return tuple(convert(value) for value in inputs.args), kwargs
 
 
-@pytest.mark.parametrize("name", sorted(op.OPS))
+@pytest.mark.parametrize("name", sorted(registry.OPS))
 def test_declared_once_found_everywhere(name):
-    declared = inspect.signature(op.OPS[name])
+    declared = inspect.signature(registry.OPS[name])
     assert name in paged_ops.__all__
     assert testing.CASES[name], "an op without cases is an op without tests"
-    assert inspect.getdoc(op.OPS[name])
+    assert inspect.getdoc(registry.OPS[name])
     assert callable(getattr(fake, name))
-    assert callable(op.lowering(name, "CPU"))
+    assert callable(registry.lowering(name, "CPU"))
     explicit = inspect.signature(getattr(reference, name)).parameters
     named = [p.name for p in explicit.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     assert [n for n in declared.parameters if n in named] == named
@@ -74,15 +74,17 @@ def test_declared_once_found_everywhere(name):
 
 def test_features_are_the_keyword_arguments_of_attention():
     for name in ("paged_attention", "paged_attention_with_lse"):
-        keyword_only = [p for p in inspect.signature(op.OPS[name]).parameters.values() if p.kind == p.KEYWORD_ONLY]
+        keyword_only = [
+            p for p in inspect.signature(registry.OPS[name]).parameters.values() if p.kind == p.KEYWORD_ONLY
+        ]
         assert {p.name: p.default for p in keyword_only} == Features()._asdict()
 
 
-@pytest.mark.parametrize("key", sorted(op.LOWERINGS))
+@pytest.mark.parametrize("key", sorted(registry.LOWERINGS))
 def test_results_have_one_home(key):
     """An op that finds no lowering says so, names both, and never falls back."""
     with pytest.raises(NotImplementedError, match=rf"paged_ops\.teleport_blocks: no lowering for {key} yet"):
-        op.lowering("teleport_blocks", key)
+        registry.lowering("teleport_blocks", key)
 
 
 def test_each_lowering_knows_each_feature_of_attention():
@@ -110,7 +112,7 @@ def test_cache_written_in_grad_mode_stays_writable(device):
 
 def test_schemas():
     """The schemas are public: a change here breaks exported programs."""
-    packets = [getattr(torch.ops.paged_ops, name) for name in sorted(op.OPS)]
+    packets = [getattr(torch.ops.paged_ops, name) for name in sorted(registry.OPS)]
     schemas = [str(getattr(packet, overload)._schema) for packet in packets for overload in packet.overloads()]
     assert_expected_inline(
         "\n\n".join(textwrap.fill(schema, 110) for schema in schemas),

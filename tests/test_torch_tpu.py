@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
-from paged_ops import op, testing
-from paged_ops.lowerings import functional, tpu
+from paged_ops import registry, testing
+from paged_ops.lowerings import tpu
+from paged_ops.lowerings.tpu import functional
 
 CASES = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
 FUNCTIONAL = [
@@ -39,7 +40,7 @@ def test_twin(name, case):
     news = twin(*inputs.args, **inputs.kwargs)
     untouched = functional._tensors(overload, functional._by_name(overload, inputs.args, inputs.kwargs))
     expected = testing.clone_inputs(before)
-    op.OPS[name](*expected.args, **expected.kwargs)
+    registry.OPS[name](*expected.args, **expected.kwargs)
     wanted = functional._tensors(overload, functional._by_name(overload, expected.args, expected.kwargs))
     olds = functional._tensors(overload, functional._by_name(overload, before.args, before.kwargs))
     for new, want, untouched_, old in zip(news, wanted, untouched, olds, strict=True):
@@ -51,12 +52,12 @@ REGISTRATION = """
 import torch
 from torch._dynamo.backends.common import aot_autograd
 import paged_ops
-from paged_ops import op, testing
+from paged_ops import registry, testing
 from paged_ops.lowerings import tpu
 
 torch.set_grad_enabled(False)
 tpu.install_torch_tpu()
-for name in op.OPS:
+for name in registry.OPS:
     packet = getattr(torch.ops.paged_ops, name)
     overload = "functional" if packet.default._schema.is_mutable else "default"
     assert torch._C._dispatch_has_kernel_for_dispatch_key(getattr(packet, overload).name(), "PrivateUse1"), name

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from paged_ops import testing
-from paged_ops.op import OPS
+from paged_ops.registry import OPS
 
 
 def differentiable(op):

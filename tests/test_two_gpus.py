@@ -15,13 +15,13 @@ import triton
 
 import paged_ops
 from paged_ops import KVCache, testing
-from paged_ops.benchmark import measure
-from paged_ops.benchmark.read import read
+from paged_ops.bench import measure
+from paged_ops.bench.read import read
 from paged_ops.graphs import DecodeGraphs
 from paged_ops.hybrid import HybridCache
 from paged_ops.lowerings.gpu.device import target_of
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
-from paged_ops.op import OPS
+from paged_ops.registry import OPS
 from paged_ops.states import StateCache, StateSpec
 
 pytestmark = [

@@ -6,7 +6,8 @@ import torch
 
 import paged_ops
 from paged_ops import BlockSparse, masks, reference
-from paged_ops.lowerings import cpu, cpu_fused
+from paged_ops.lowerings.cpu import attention as cpu
+from paged_ops.lowerings.cpu import fused
 
 SEQS = ((1, 40), (5, 60), (40, 40), (33, 96), (3, 2))
 RANGES = torch.tensor(
@@ -34,7 +35,7 @@ OPS = {"op": paged_ops.paged_attention_with_lse, "reference": reference.paged_at
 def attention(request, monkeypatch):
     """Attention through C++, through torch ops, through PyTorch's bfloat16 kernel, and the reference."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_fused, "compiled", lambda: None)
+        monkeypatch.setattr(fused, "compiled", lambda: None)
     if request.param == "matrix":
         monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
         monkeypatch.setattr(cpu, "MATRIX_ROWS", 1)

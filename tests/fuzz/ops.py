@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import paged_ops
-from paged_ops import op
+from paged_ops import registry
 
 from . import truth
 from .caches import BITS, Store
@@ -38,7 +38,7 @@ FEW_CALLS = 3  # in Triton's interpreter
 def run(case: Case) -> None:
     """One case."""
     if case.options.device == INTERPRETER:
-        op.LOWERINGS["CPU"] = op.LOWERINGS["CUDA"]  # before the first call, which finds its lowering
+        registry.LOWERINGS["CPU"] = registry.LOWERINGS["CUDA"]  # before the first call, which finds its lowering
     with torch.no_grad():
         World(case, setting_of(case)).run()
 

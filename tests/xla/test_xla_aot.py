@@ -17,7 +17,7 @@ import torch_xla
 import tpu_compiler
 
 import paged_ops
-from paged_ops.lowerings import tpu
+from paged_ops.lowerings.tpu import attention as tpu
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

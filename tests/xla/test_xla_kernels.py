@@ -8,7 +8,8 @@ import tpu_interpreter
 
 import paged_ops
 from paged_ops import testing
-from paged_ops.lowerings import tpu, tpu_write
+from paged_ops.lowerings.tpu import attention as tpu
+from paged_ops.lowerings.tpu import write
 from paged_ops.testing import BATCHES, F8_E4M3, F8_E5M2, FEATURES, AttentionCase, CacheSpec, WriteCase
 
 pytestmark = pytest.mark.xla
@@ -68,7 +69,7 @@ WRITES = [
 @pytest.mark.parametrize("case", WRITES, ids=lambda case: case.name)
 def test_write_kernel(case):
     kv_cache, slots = case.inputs("xla").args[2:]
-    assert tpu_write.can_write_runs(kv_cache, len(slots))
+    assert write.can_write_runs(kv_cache, len(slots))
     testing.check("reshape_and_cache", case, "xla")
 
 
@@ -87,7 +88,7 @@ def test_write_kernel_moves_runs(T):
     slots = torch.where(slots < N * B, slots, -1)
     expected = cache.flatten(0, 1).clone()
     expected[slots[slots >= 0]] = rows[slots >= 0]
-    written = tpu_write.write_runs(*(t.to("xla") for t in (cache, rows, slots)), interpret=True)
+    written = write.write_runs(*(t.to("xla") for t in (cache, rows, slots)), interpret=True)
     assert torch.equal(written.cpu().flatten(0, 1), expected)
 
 

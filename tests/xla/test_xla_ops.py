@@ -7,7 +7,7 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 
 import paged_ops
-from paged_ops import op, testing
+from paged_ops import registry, testing
 
 pytestmark = pytest.mark.xla
 
@@ -25,7 +25,7 @@ def test_nothing_runs_on_the_host(name, case):
     inputs = testing.clone_inputs(case.inputs("xla"))  # off the guarded memory, whose views do fall back
     torch_xla.sync()
     metrics.clear_all()
-    op.OPS[name](*inputs.args, **inputs.kwargs)
+    registry.OPS[name](*inputs.args, **inputs.kwargs)
     assert metrics.executed_fallback_ops() == []
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_xla.experimental import custom_kernel
 from torch_xla.experimental.pallas_kernels import ragged_paged_attention_v2
 
-from paged_ops.lowerings import tpu
+from paged_ops.lowerings.tpu import attention as tpu
 
 
 class Target(NamedTuple):

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch_xla.core import xla_builder
 from torch_xla.experimental.pallas_kernels import ragged_paged_attention_v2 as kernels
 
-from paged_ops.lowerings import tpu, tpu_write
+from paged_ops.lowerings.tpu import attention as tpu
+from paged_ops.lowerings.tpu import write
 
 
 def ragged_paged_attention(*args: Tensor, **static: Any) -> Tensor:
@@ -45,7 +46,7 @@ def pretending_a_tpu() -> Iterator[None]:
         for where, name, value in (
             (tpu, "on_tpu", lambda: True),
             (tpu, "ragged_paged_attention", ragged_paged_attention),
-            (tpu, "write_runs", functools.partial(tpu_write.write_runs, interpret=True)),
+            (tpu, "write_runs", functools.partial(write.write_runs, interpret=True)),
             (pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True)),
             (lax, "while_loop", while_loop),
             (pl, "store", store),

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import paged_ops
-from paged_ops.benchmark.cases import Case, Inputs
-from paged_ops.op import supports
+from paged_ops.bench.cases import Case, Inputs
+from paged_ops.registry import supports
 
 
 class Provider(Protocol):

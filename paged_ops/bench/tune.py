@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import paged_ops
-from paged_ops.benchmark import cases, measure
-from paged_ops.benchmark.cases import Case, Inputs
-from paged_ops.benchmark.measure import Call, Replay, WrongResultError
+from paged_ops.bench import cases, measure
+from paged_ops.bench.cases import Case, Inputs
+from paged_ops.bench.measure import Call, Replay, WrongResultError
 
 GAIN = 0.015  # a neighbour must be faster by this share
 Place = tuple[str, ...]  # where a number is in the tree

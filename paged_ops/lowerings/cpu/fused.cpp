@@ -1,5 +1,5 @@
 // Attention over a paged cache in one pass: each key and value is read once for all the query heads that share it.
-// paged_ops/lowerings/cpu_fused.py compiles and calls this. It is written in the vectors that GCC and clang share, so
+// paged_ops/lowerings/cpu/fused.py compiles and calls this. It is written in the vectors that GCC and clang share, so
 // that one text serves SSE, AVX2, AVX-512 and NEON.
 //
 // Letters as in paged_ops/ops.py; also G = H/K query heads a key/value head, q rows of a sequence.
@@ -39,7 +39,7 @@ typedef int32_t Ints __attribute__((vector_size(WIDTH * 4)));
 typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
 static_assert(TILE % WIDTH == 0, "a tile is whole vectors");
 
-// The arguments, as in cpu_fused.py. Strides are in elements.
+// The arguments, as in fused.py. Strides are in elements.
 struct Call {
     const float* query;  // [T, H, D], contiguous
     const char* key;     // [N, B, K, D/x, x]

@@ -1,7 +1,7 @@
 """How every op runs on the CPU: torch ops, one sequence at a time. Letters as in :mod:`paged_ops.ops`; also G = H/K,
 the query heads that share a key/value head, n keys of a sequence and q rows of a tile.
 
-Attention is one C++ function (:mod:`paged_ops.lowerings.cpu_fused`) where it can be compiled and knows the features.
+Attention is one C++ function (:mod:`paged_ops.lowerings.cpu.fused`) where it can be compiled and knows the features.
 Else it gathers the blocks of a sequence into scratch that stays warm in cache, then runs the CPU flash kernel of
 PyTorch where the features allow it and plain float32 matmuls over tiles where they do not.
 """
@@ -19,8 +19,7 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings import cpu_fused
-from paged_ops.lowerings.cascade import cascade_attention as cascade_attention
+from paged_ops.lowerings.cpu import fused
 
 # The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
 KNOWS = frozenset(
@@ -183,19 +182,19 @@ def _attend(
         checks.needed_blocks(block_tables, lens, N, B)
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
-    fused = live if not empty and cpu_fused.serves(stored, f) else []
+    served = live if not empty and fused.serves(stored, f) else []
     if flash and query.dtype == torch.bfloat16 and _has_matrix_unit():
-        fused = [s for s in fused if starts[s + 1] - starts[s] <= MATRIX_ROWS]
-    wide = f.output_scale is not None or bool(fused)
+        served = [s for s in served if starts[s + 1] - starts[s] <= MATRIX_ROWS]
+    wide = f.output_scale is not None or bool(served)
     real = torch.empty_like(out, dtype=torch.float32) if wide and out.dtype != torch.float32 else out
     if starts[-1] < len(query):
         real[starts[-1] :] = 0
     lse.fill_(-torch.inf)
     if f.sinks is not None:
         lse[: starts[-1]] = f.sinks  # of live rows that see no key
-    if fused:
-        cpu_fused.attend(query, paged, stored, block_tables, ns, starts, fused, scale, f, real, lse)
-    rest = sorted({*live} - {*fused})
+    if served:
+        fused.attend(query, paged, stored, block_tables, ns, starts, served, scale, f, real, lse)
+    rest = sorted({*live} - {*served})
     max_len = max((ns[s] for s in rest), default=0)
     sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)
     if f.block_sparse is not None:

@@ -2,10 +2,10 @@
 query heads that share a key/value head, n = M*B the keys that a row of block tables can name, R rows of a tile.
 
 On a TPU attention is the ragged paged attention kernel that torch_xla brings, and a write to the cache moves runs of
-neighbouring slots (:mod:`paged_ops.lowerings.tpu_write`). What that kernel lacks raises, with the reason. XLA's CPU
+neighbouring slots (:mod:`paged_ops.lowerings.tpu.write`). What that kernel lacks raises, with the reason. XLA's CPU
 device has no such kernel: there a formulation in plain torch serves every feature, with shapes that no value decides.
 
-Every function here is called on values: :mod:`paged_ops.lowerings.functional` makes a write to an argument the new
+Every function here is called on values: :mod:`paged_ops.lowerings.tpu.functional` makes a write to an argument the new
 value of it. Nothing reads a value on the host, except the block mapping of copies, which lies there.
 """
 
@@ -22,10 +22,10 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, Layout, element_dtype, paged_kv
-from paged_ops.lowerings import functional, tpu_write
 from paged_ops.lowerings.cascade import cascade_attention as _cascade
-from paged_ops.lowerings.functional import functionalized
-from paged_ops.lowerings.tpu_write import write_runs
+from paged_ops.lowerings.tpu import functional, write
+from paged_ops.lowerings.tpu.functional import functionalized
+from paged_ops.lowerings.tpu.write import write_runs
 
 # Keys and values, in bytes of float32, that a tile of rows gathers on XLA's CPU device.
 TILE_BYTES = 1 << 26
@@ -45,10 +45,15 @@ def install() -> None:
 
     Programs that import torch_xla first need not call this. Without it XLA refuses the ops that write a cache.
     """
-    from paged_ops import op
+    from paged_ops import registry
 
-    for name in op.OPS:
-        functional.install(op.LIBRARY, name, lowering, "XLA")
+    for name in registry.OPS:
+        install_twins(registry.LIBRARY, name)
+
+
+def install_twins(library: torch.library.Library, name: str) -> None:
+    """The functional twins of one op, for torch_xla."""
+    functional.install(library, name, lowering, "XLA")
 
 
 def install_torch_tpu() -> None:
@@ -57,12 +62,12 @@ def install_torch_tpu() -> None:
     Registers the functional twins and the formulation in plain torch, without the TPU's kernels, under the dispatch key
     of that device. Graphs that torch.compile traces for it are right in shape and free of mutation; none has run.
     """
-    from paged_ops import op
+    from paged_ops import registry
 
-    for name in op.OPS:
-        functional.install(op.LIBRARY, name, lowering, "PrivateUse1")
+    for name in registry.OPS:
+        functional.install(registry.LIBRARY, name, lowering, "PrivateUse1")
         if not functional.mutates(name):
-            op.LIBRARY.impl(name, lowering(name), "PrivateUse1")
+            registry.LIBRARY.impl(name, lowering(name), "PrivateUse1")
 
 
 def lowering(name: str) -> Any:
@@ -126,7 +131,7 @@ def reshape_and_cache(
     key, value = _reinterpret(key, kv_cache.dtype), _reinterpret(value, kv_cache.dtype)
     if value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
         rows = torch.stack([key, value], 2).flatten(1, 2)  # [T, 2K, D]
-        if on_tpu() and tpu_write.can_write_runs(kv_cache, T):
+        if on_tpu() and write.can_write_runs(kv_cache, T):
             kv_cache.copy_(write_runs(kv_cache, rows, torch.where(slots < num_slots, slots, -1)))
             return
         kv_cache.copy_(_with_rows(kv_cache.view(num_slots, *rows.shape[1:]), slots, rows).view(kv_cache.shape))
@@ -543,7 +548,7 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
     lacks(Dv is not None and Dv != D, "the ragged kernel has one head size for keys and values")
     K, element = asked.get("num_kv_heads"), cache_dtype or dtype or torch.bfloat16
     lacks(
-        K is not None and not tpu_write.heads_fill_tiles(2 * K, element),
+        K is not None and not write.heads_fill_tiles(2 * K, element),
         f"the ragged kernel needs 2*num_kv_heads over {4 // element.itemsize}, the elements of a 32-bit word, to be "
         "1, 2, 4, 8 or a multiple of 8: repeat key/value heads to reach it",
     )

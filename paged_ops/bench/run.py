@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import paged_ops
-from paged_ops.benchmark import cases, measure
-from paged_ops.benchmark.cases import Case
-from paged_ops.benchmark.measure import Ceilings
-from paged_ops.benchmark.providers import FlashInfer, Provider
+from paged_ops.bench import cases, measure
+from paged_ops.bench.cases import Case
+from paged_ops.bench.measure import Ceilings
+from paged_ops.bench.providers import FlashInfer, Provider
 
 Record = dict[str, Any]
 CACHE_OPS = Path(__file__).parents[2] / "benchmarks" / "gpu_cache.py"

@@ -1,4 +1,4 @@
-"""Attention on the CPU as one C++ function, ``cpu_fused.cpp``, for every feature but block-sparse.
+"""Attention on the CPU as one C++ function, ``fused.cpp``, for every feature but block-sparse.
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
 reads each once for all the rows of a decode. It is compiled at the first call that it could serve, in about two

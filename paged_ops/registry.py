@@ -205,9 +205,7 @@ def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., 
 
 def _install_twins(name: str) -> None:
     """XLA wants values: what an op writes becomes the result of its functional twin."""
-    from paged_ops.lowerings import functional
-
-    functional.install(LIBRARY, name, functools.partial(lowering, key="XLA"), "XLA")
+    importlib.import_module(LOWERINGS["XLA"]).install_twins(LIBRARY, name)
 
 
 def _fake(name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.benchmark.cases import Case, Inputs, make_inputs
+from paged_ops.bench.cases import Case, Inputs, make_inputs
 from paged_ops.checks import as_current
 
 Call = Callable[[], Tensor]
@@ -254,6 +254,6 @@ def _reader(device: torch.device) -> Callable[[Tensor], Tensor]:
     """What reads a tensor as fast as the device can and writes next to nothing."""
     if device.type == "cpu":
         return torch.sum
-    from paged_ops.benchmark.read import read
+    from paged_ops.bench.read import read
 
     return functools.partial(read, sink=torch.empty(1 << 16, device=device))

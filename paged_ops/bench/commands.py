@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from paged_ops.benchmark import cases, measure, report, run, tune
-from paged_ops.benchmark.providers import PROVIDERS
+from paged_ops.bench import cases, measure, report, run, tune
+from paged_ops.bench.providers import PROVIDERS
 from paged_ops.checks import as_current, expect
 
 Lines = list[dict[str, Any]]
