@@ -5,15 +5,13 @@ prompts take the rest in chunks. Full blocks of equal prefixes are shared; when 
 swapped to the host cache, or, without room there, freed and computed again.
 
 A step happens whole or not at all. All that can fail comes first: slots are reserved, the model runs, tokens are
-chosen. What is to change by that is written down as one ``_Outcome``, and done. An exception before that, wherever it
+chosen. What is to change by that is written down as one ``Outcome``, and done. An exception before that, wherever it
 comes from, gives the reserved slots back; one after it, which can only be an interrupt, leaves the rest to the next
 call.
 
 Sources of the ideas: iteration-level scheduling of Orca (Yu et al., OSDI 2022), preemption of PagedAttention (Kwon et
 al. 2023, arXiv:2309.06180), chunked prefill of Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310), the redo log of
 ARIES (Mohan et al., TODS 1992).
-
-Letters: T tokens of a step (padded), S sequences (padded), V vocabulary, M columns of a block table, B tokens a block.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +32,8 @@ from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
 from paged_ops.hybrid import HybridCache
-from paged_ops.metadata import AttentionMetadata
+from paged_ops.model_step import ModelStep, compile_step
+from paged_ops.outcome import Outcome, rows_of
 from paged_ops.request import (
     GenerationStats,
     NewToken,
@@ -54,7 +52,7 @@ from paged_ops.sampling import (
     choose,
     functions,
 )
-from paged_ops.scheduling import Plan, Scheduled, Scheduler, give_back
+from paged_ops.scheduling import Plan, Scheduler, give_back
 
 __all__ = [
     "GenerationLoop",
@@ -68,43 +66,6 @@ __all__ = [
 ]
 
 KEPT_OUTPUTS = 1024  # finished requests whose output can still be asked for
-
-
-class ModelStep(Protocol):
-    """One step of a model: writes keys and values of the new tokens into the caches and returns logits.
-
-    A loop takes more from a step that has these attributes: ``max_model_len``, ``vocab_size`` (ids from there on are
-    refused), ``stop_token_ids`` (what ends a text by default), ``pad_token_id`` (to refuse padded prompts) and
-    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model).
-    """
-
-    def __call__(
-        self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]
-    ) -> Tensor:
-        """Logits ``[S, V]`` of the rows ``last_rows`` (int64 ``[S]``) of ``input_ids`` (int64 ``[T]``).
-
-        Tensors have the padded sizes T and S and stay where they are from one step to the next of equal sizes, so that
-        a step may be compiled or captured. No value may be read on the host.
-        """
-
-
-@dataclass
-class _Outcome:
-    """What a step changes, or an abort. Each change can be made twice, so that an interrupted one is made again."""
-
-    commits: list[Scheduled] = field(default_factory=list)
-    forks: list[tuple[Request, Request]] = field(default_factory=list)
-    # with the position and the log-probabilities
-    tokens: list[tuple[Request, int, int, TokenLogprobs | None]] = field(default_factory=list)
-    starts: list[tuple[Request, tuple[Request, ...]]] = field(default_factory=list)  # that wait from now on
-    ends: list[tuple[Request, str, str | None]] = field(default_factory=list)  # with the reason, and that of an error
-    events: list[tuple[deque[NewToken], NewToken]] = field(default_factory=list)
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    def end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Ends a request without a token."""
-        self.ends.append((request, reason, error))
-        self.events.append((request.events, NewToken(request.request_id, None, reason, error)))
 
 
 class GenerationLoop:
@@ -172,7 +133,7 @@ class GenerationLoop:
         self._seeds = random.Random(seed)
         self._eager_step = step
         self._runner = DecodeGraphs(
-            _compile(step, kv_cache.states is not None) if compile else step,
+            compile_step(step, kv_cache.states is not None) if compile else step,
             kv_cache,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
@@ -190,7 +151,7 @@ class GenerationLoop:
         self._closed = False
         self._aborting: set[Request] = set()
         self._is_open = False  # whether changes are being made
-        self._outcome: _Outcome | None = None  # changes that are decided
+        self._outcome: Outcome | None = None  # changes that are decided
         self._num_begun = 0
         weakref.finalize(self, give_back, kv_cache, self._scheduler.unfinished).atexit = False
 
@@ -476,7 +437,7 @@ class GenerationLoop:
             with torch.no_grad():
                 self._is_open = True
                 plan = self._scheduler.plan()
-                outcome = self._compute(plan) if plan.requests else _Outcome()
+                outcome = self._compute(plan) if plan.requests else Outcome()
                 if self._num_begun != number:
                     raise RuntimeError("step: another step was run within this one, which was given up")
                 self._outcome = outcome  # from here on the step has happened
@@ -492,34 +453,13 @@ class GenerationLoop:
             self._settle()
         self.stats.seconds += time.perf_counter() - started
 
-    def _compute(self, plan: Plan) -> _Outcome:
+    def _compute(self, plan: Plan) -> Outcome:
         """Runs the model, chooses tokens, and says what is to change. Nothing that counts has changed then."""
-        batch, input_ids = self._scheduler.batch(plan.requests)
-        self.kv_cache.flush_copies()
-        logits = self._runner.replay(batch, input_ids)
-        outcome = _Outcome(commits=plan.requests)
-        rows: list[int] = []
-        requests: list[Request] = []
-        for row, (request, start, num_tokens) in enumerate(plan.requests):
-            if start + num_tokens == len(request.tokens):  # else its prompt is not through: there is no token to choose
-                rows.append(row)
-                requests.append(request)
+        outcome = Outcome(commits=plan.requests)
+        rows, requests = rows_of(plan.requests)
         if any(request.others for request in requests):
-            self._add_samples(rows, requests, outcome)
-        tokens, stops, all_logprobs = choose(logits, rows, requests)
-        for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            if token < 0:
-                outcome.end(request, "error", "the logits hold NaN or inf, or leave no token to choose")
-                continue
-            reason = request.finish_reason_with(token, i in stops)
-            logprobs = all_logprobs.get(i)
-            outcome.tokens.append((request, len(request.tokens), token, logprobs))
-            outcome.events.append((request.events, NewToken(request.request_id, token, reason, None, logprobs)))
-            if reason is not None:
-                outcome.ends.append((request, reason, None))
-        if outcome.forks:
-            ended = {request for request, _, _ in outcome.ends}
-            outcome.forks = [(parent, child) for parent, child in outcome.forks if child not in ended]
+            outcome.add_samples(rows, requests, len(self._scheduler.free_rows))
+        outcome.take(requests, choose(self._logits(plan), rows, requests))
         stats = self.stats
         outcome.stats = {
             "steps": stats.steps + 1,
@@ -530,20 +470,12 @@ class GenerationLoop:
         }
         return outcome
 
-    def _add_samples(self, rows: list[int], requests: list[Request], outcome: _Outcome) -> None:
-        """Further samples of prompts that are through: they choose from the same rows, as many as can run; the others
-        wait, and find the prompt in the cache."""
-        num_free = len(self._scheduler.free_rows)
-        for row, request in list(zip(rows, requests, strict=True)):
-            others = [other for other in request.others if other.finish_reason is None]
-            running, waiting = others[:num_free], others[num_free:]
-            outcome.forks += [(request, other) for other in running]
-            outcome.starts += [(other, ()) for other in waiting]
-            rows += [row] * len(running)
-            requests += running
-            num_free -= len(running)
+    def _logits(self, plan: Plan) -> Tensor:
+        batch, input_ids = self._scheduler.batch(plan.requests)
+        self.kv_cache.flush_copies()
+        return self._runner.replay(batch, input_ids)
 
-    def _apply(self, outcome: _Outcome, again: bool = False) -> None:
+    def _apply(self, outcome: Outcome, again: bool = False) -> None:
         """Makes the changes; ``again`` after an interrupt, when any part of them may be made already."""
         cache, scheduler = self.kv_cache, self._scheduler
         if again:
@@ -597,7 +529,7 @@ class GenerationLoop:
             self._is_open = False
         if not self._aborting:
             return
-        aborting, outcome = self._aborting.copy(), _Outcome()
+        aborting, outcome = self._aborting.copy(), Outcome()
         for request in sorted(aborting, key=lambda request: request.request_id):
             if request.finish_reason is None:
                 outcome.end(request, "abort")
@@ -607,24 +539,3 @@ class GenerationLoop:
         self._is_open, self._outcome = True, outcome
         self._apply(outcome)
         self._aborting -= aborting
-
-
-def _compile(step: ModelStep, keeps_state: bool) -> ModelStep:
-    """The step compiled, as a function with code of its own: the limit of recompiles is one for each code object, and
-    the steps of all models would share it. With states only for decodes: other steps run as they are."""
-
-    def run(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]) -> Tensor:
-        return step(input_ids, metadata, last_rows, kv_caches)
-
-    run.__code__ = run.__code__.replace()
-    compiled: ModelStep = torch.compile(run, fullgraph=True)
-    if not keeps_state:
-        return compiled
-
-    def choose(
-        input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]
-    ) -> Tensor:
-        chosen = compiled if metadata.max_query_len <= 1 and not metadata.begins_any else step
-        return chosen(input_ids, metadata, last_rows, kv_caches)
-
-    return choose

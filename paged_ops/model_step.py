@@ -1,0 +1,53 @@
+"""What a generation loop asks of a model, and how it compiles it.
+
+Letters: T tokens of a step (padded), S sequences (padded), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paged_ops.metadata import AttentionMetadata
+
+
+class ModelStep(Protocol):
+    """One step of a model: writes keys and values of the new tokens into the caches and returns logits.
+
+    A loop takes more from a step that has these attributes: ``max_model_len``, ``vocab_size`` (ids from there on are
+    refused), ``stop_token_ids`` (what ends a text by default), ``pad_token_id`` (to refuse padded prompts) and
+    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model).
+    """
+
+    def __call__(
+        self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]
+    ) -> Tensor:
+        """Logits ``[S, V]`` of the rows ``last_rows`` (int64 ``[S]``) of ``input_ids`` (int64 ``[T]``).
+
+        Tensors have the padded sizes T and S and stay where they are from one step to the next of equal sizes, so that
+        a step may be compiled or captured. No value may be read on the host.
+        """
+
+
+def compile_step(step: ModelStep, keeps_state: bool) -> ModelStep:
+    """The step compiled, as a function with code of its own: the limit of recompiles is one for each code object, and
+    the steps of all models would share it. With states only for decodes: other steps run as they are."""
+
+    def run(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]) -> Tensor:
+        return step(input_ids, metadata, last_rows, kv_caches)
+
+    run.__code__ = run.__code__.replace()
+    compiled: ModelStep = torch.compile(run, fullgraph=True)
+    if not keeps_state:
+        return compiled
+
+    def choose(
+        input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]
+    ) -> Tensor:
+        chosen = compiled if metadata.max_query_len <= 1 and not metadata.begins_any else step
+        return chosen(input_ids, metadata, last_rows, kv_caches)
+
+    return choose
