@@ -72,6 +72,12 @@ test-aot-versions: compiler $(INSTALLED) .venv-versions/triton-$(OLDER_TRITON)
 	  $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDER_TRITON)", triton' && \
 	  $(TEST_ENV) $(PYTEST) -n 2 -m aot -k "cuda:90" $(AOT_TESTS)
 
+# The reference of all public names, from their docstrings: build/docs/index.html. A warning is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -c "import sphinx" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[docs]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -E -W --keep-going -b html docs/api build/docs
+	@echo "build/docs/index.html"
+
 lint: compiler $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -3,7 +3,7 @@
 A declaration in :mod:`paged_ops.ops` is a Python signature with a docstring and no body. From it :func:`op` infers the
 schema and defines ``torch.ops.paged_ops.<name>``; then it looks for a function of the same name in
 
-* :mod:`paged_ops.fake` - static checks, and the result as an empty tensor (the meta kernel);
+* ``paged_ops.fake`` - static checks, and the result as an empty tensor (the meta kernel);
 * one module a dispatch key (:data:`LOWERINGS`) - how it runs there, imported at the first call.
 
 A functional op also gets an ``.out`` overload that takes the same arguments and the preallocated results and returns

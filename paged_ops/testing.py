@@ -66,7 +66,7 @@ class Memory:
 
 @dataclasses.dataclass
 class Inputs:
-    """One call: ``op(*args, **kwargs)``; ``largest`` bounds |v|, by which rounding errors scale."""
+    """One call: ``op(*args, **kwargs)``; ``largest`` bounds ``|v|``, by which rounding errors scale."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -159,7 +159,7 @@ class AttentionCase:
     def filled_cache(
         self, memory: Memory, generator: torch.Generator, N: int, tables: Tensor, lens: Tensor
     ) -> tuple[Tensor, Tensor | None, dict[str, Any], float]:
-        """A cache whose live tokens are random and whose every other cell is NaN, its arguments, and max |v|."""
+        """A cache whose live tokens are random and whose every other cell is NaN, its arguments, and max ``|v|``."""
         spec = self.cache
         kv_cache, value_cache = spec.allocate(memory, N)
         named = spec.scale_arguments(memory, generator)

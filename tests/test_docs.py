@@ -37,6 +37,26 @@ def test_readme_model_is_captured(capsys, monkeypatch):
     assert lines[0].startswith("She had never been to the | ") and lines[-1].startswith("GraphStats(")
 
 
+def snippets(document):
+    """The Python of a page: ```python is run, page by page from nothing; ```py is a fragment, or needs a GPU."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each != "README.md" and snippets(each)])
+def test_snippets_run(document, monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+    monkeypatch.chdir(ROOT)
+    names = {}
+    for snippet in snippets(document):
+        exec(compile(snippet, document, "exec"), names)
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs/api").glob("*.rst")))
+    named = re.findall(r"^\.\. auto(?:function|class|exception):: (?:paged_ops\.)?(\w+)$", pages, re.MULTILINE)
+    assert sorted(name for name in named if name in paged_ops.__all__) == sorted(paged_ops.__all__)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_relative_links_exist(document):
     text = (ROOT / document).read_text()
