@@ -61,7 +61,7 @@ def run(*command: str, folder: Path = ROOT, **variables: str) -> str:
 
 
 def command_line(*arguments: str) -> dict[str, Any]:
-    numbers = json.loads(run("-m", "paged_ops.cli", *arguments, "--device", "cuda", "--json").splitlines()[-1])
+    numbers = json.loads(run("-m", "paged_ops", *arguments, "--device", "cuda", "--json").splitlines()[-1])
     return {name: numbers[name] for name in (*NUMBERS, "texts") if name in numbers}
 
 

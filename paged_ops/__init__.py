@@ -40,7 +40,7 @@ from paged_ops.ops import (
     reshape_and_cache,
     swap_blocks,
 )
-from paged_ops.registry import supports
+from paged_ops.support import supports
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,17 +41,6 @@ EXCLUSIVE = (
     ("bidirectional_ranges", "block_sparse"),
     ("bidirectional_ranges", "causal=False"),
 )
-# What a caller may ask of supports() besides an op's arguments: what the tensors would show.
-PROPERTIES = (
-    "dtype",
-    "cache_dtype",
-    "head_size",
-    "value_head_size",
-    "block_size",
-    "num_heads",
-    "num_kv_heads",
-    "layout",
-)
 
 
 def conflicts(features: Mapping[str, Any]) -> list[str]:
@@ -75,16 +63,6 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
             "value_head_size: other than head_size only in the separate form (key and value cache, no layout)"
         )
     return reasons
-
-
-def check_names(op: str, features: Mapping[str, Any]) -> None:
-    """Raise ValueError for a feature that is neither an argument of the op nor a property of its tensors."""
-    from paged_ops.registry import OPS
-
-    known = {*inspect.signature(OPS[op]).parameters, *PROPERTIES}
-    for name in features:
-        if name not in known:
-            raise ValueError(f"features: expected arguments of {op} or {PROPERTIES}, got {name!r}")
 
 
 def _on(features: Mapping[str, Any], feature: str) -> bool:

@@ -79,42 +79,13 @@ def op(
 
 def lowering(name: str, key: str) -> Callable[..., Any]:
     """The function that runs op ``name`` under a dispatch key; NotImplementedError names both if there is none."""
-    module = _import(key)
+    module = module_of(key)
     if isinstance(module, str):
         raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {module}")
     found = getattr(module, name, None)
     if found is None:
         raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {LOWERINGS[key]} lacks it")
     return found
-
-
-def supports(op: str, device: str, **features: Any) -> list[str]:
-    """Why ``op`` would not run on ``device`` with ``features``: an empty list is yes.
-
-    ``device`` is ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"xla"``. ``features`` are arguments of the op by their names
-    with the values that the call would have, where True stands for a tensor (``sinks=True``, ``sliding_window=128``,
-    ``causal=False``), and the properties that tensors would show: ``dtype`` (of the model), ``head_size``,
-    ``value_head_size``, ``block_size``, ``num_heads``, ``num_kv_heads``, ``layout``.
-
-    Raises ValueError for an op, a device or a feature that does not exist.
-    """
-    from paged_ops import features as known
-
-    if op not in OPS:
-        raise ValueError(f"op: expected one of {sorted(OPS)}, got {op!r}")
-    if device not in DISPATCH_KEYS:
-        raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device!r}")
-    known.check_names(op, features)
-    key = DISPATCH_KEYS[device]
-    try:
-        lowering(op, key)
-    except NotImplementedError as error:
-        return [str(error)]
-    reasons = known.conflicts(features)
-    unsupported = getattr(_import(key), "unsupported", None)
-    if unsupported is not None:
-        reasons += unsupported(op, device, features)
-    return reasons
 
 
 def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] = (), in_place: bool = False) -> None:
@@ -223,7 +194,7 @@ def _out_schema(schema: str, names: Sequence[str]) -> str:
 
 
 @functools.cache
-def _import(key: str) -> ModuleType | str:
+def module_of(key: str) -> ModuleType | str:
     """The module of lowerings for a dispatch key, or the reason why it cannot be imported."""
     try:
         return importlib.import_module(LOWERINGS[key])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import paged_ops
 from paged_ops import cli, reference
-from paged_ops.bench import cases, commands, measure, report, run, tune
+from paged_ops.bench import cases, measure, report, run, tune
 from paged_ops.bench.cases import Case
 from paged_ops.bench.providers import PROVIDERS, DenseSDPA, FlashInfer, Flex, PagedOps
 
@@ -388,7 +388,7 @@ def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
     target = device.Target(torch.device("cuda", 1), "Some GPU", "cuda", 90, 132, 227 << 10)
     monkeypatch.setitem(vars(target), "tiles", tree)
     monkeypatch.setattr(device, "target_of", {target.device: target}.get)
-    monkeypatch.setattr(cli, "choose_device", lambda name: target.device)
+    monkeypatch.setattr(cli.bench, "choose_device", lambda name: target.device)
     path, seen = tmp_path / "attention_some_gpu.json", []
 
     def cost():
@@ -428,4 +428,4 @@ def test_configurations_are_written_readably():
 
 
 def test_commands_are_registered():
-    assert {commands.bench, commands.tune_tiles} <= {command.callback for command in cli.app.registered_commands}
+    assert {cli.bench.bench, cli.bench.tune_tiles} <= {command.callback for command in cli.app.registered_commands}

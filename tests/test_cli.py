@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 import paged_ops
 from paged_ops import cli
+from paged_ops.cli import demo
 from paged_ops.registry import DISPATCH_KEYS, OPS
 
 pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
-PROMPTS: list[str] = json.loads((cli.DEMO_MODEL / "prompts.json").read_text())
+PROMPTS: list[str] = json.loads((demo.DEMO_MODEL / "prompts.json").read_text())
 DEMO = ["--device", "cpu", "--max-new-tokens", "6"]
 
 
@@ -41,7 +42,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 
 @pytest.mark.slow
 def test_demo_compiled_from_a_shell() -> None:
-    command = [sys.executable, "-m", "paged_ops.cli", "demo", *DEMO, "--json"]
+    command = [sys.executable, "-m", "paged_ops", "demo", *DEMO, "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -77,15 +78,15 @@ def test_demo_prints_texts_and_a_table() -> None:
 
 
 def test_demo_fails_when_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = cli.reference
+    honest = demo.reference
 
     def wrong_once(model: Any, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
         tokens = honest(model, prompt_ids, max_new_tokens)
         return tokens if prompt_ids != wrong_prompt else [*tokens[:-1], tokens[-1] + 1]
 
-    _, tokenizer = cli.load(str(cli.DEMO_MODEL), torch.device("cpu"), torch.float32)
+    _, tokenizer = demo.load(str(demo.DEMO_MODEL), torch.device("cpu"), torch.float32)
     wrong_prompt = tokenizer(PROMPTS[7]).input_ids
-    monkeypatch.setattr(cli, "reference", wrong_once)
+    monkeypatch.setattr(demo, "reference", wrong_once)
     result = invoke("demo", *DEMO, "--eager", "--json", exit_code=1)
     numbers = json.loads(result.stdout.splitlines()[-1])
     assert numbers["tokens_match_reference"] is False
@@ -93,11 +94,11 @@ def test_demo_fails_when_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_generate_continues_each_prompt() -> None:
-    options = ["generate", "--model", str(cli.DEMO_MODEL), "--max-new-tokens", "8", "--device", "cpu", "--eager"]
+    options = ["generate", "--model", str(demo.DEMO_MODEL), "--max-new-tokens", "8", "--device", "cpu", "--eager"]
     prompts = ["--prompt", PROMPTS[7], "--prompt", PROMPTS[15]]
     greedy = json.loads(invoke(*options, *prompts, "--dtype", "float32", "--json").stdout.splitlines()[-1])
-    model, tokenizer = cli.load(str(cli.DEMO_MODEL), torch.device("cpu"), torch.float32)
-    expected = [cli.reference(model, tokenizer(prompt).input_ids, 8) for prompt in (PROMPTS[7], PROMPTS[15])]
+    model, tokenizer = demo.load(str(demo.DEMO_MODEL), torch.device("cpu"), torch.float32)
+    expected = [demo.reference(model, tokenizer(prompt).input_ids, 8) for prompt in (PROMPTS[7], PROMPTS[15])]
     assert greedy["texts"] == [tokenizer.decode(tokens) for tokens in expected]
     assert greedy["dtype"] == "float32"
     sampling = [*options, *prompts, "--temperature", "1.5", "--json"]
@@ -129,7 +130,7 @@ def test_support_for_people_and_as_a_page(monkeypatch: pytest.MonkeyPatch) -> No
             return [f"paged_ops.{op}: no lowering for XLA yet: absent"]
         return ["soft_cap is a thing of the past"] if "soft_cap" in asked and device == "rocm" else []
 
-    monkeypatch.setattr(cli, "supports", supports)
+    monkeypatch.setattr(cli.support, "supports", supports)
     for output in (invoke("support").stdout, invoke("support", "--markdown").stdout):
         assert output.count("no lowering for XLA yet: absent") == 1, "one reason for all ops"
         assert output.count("soft_cap is a thing of the past") == 1
@@ -141,7 +142,7 @@ def test_support_for_people_and_as_a_page(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
-    rows = cli.support_of_features()
+    rows = cli.support.support_of_features()
     assert len(rows) > 20
     assert all(answer["cpu"] == {"ok": True, "reasons": []} for answer in rows.values())
 
@@ -164,7 +165,7 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
         (["generate", "--model", "x", "--prompt", "x", "--dtype", "int4"], 1, "--dtype: expected one of float32"),
         (["generate", "--model", "x"], 2, "Missing option '--prompt'"),
         (
-            ["generate", "--model", str(cli.DEMO_MODEL), "--prompt", "x", "--prompt", ""],
+            ["generate", "--model", str(demo.DEMO_MODEL), "--prompt", "x", "--prompt", ""],
             1,
             "--prompt: expected text, got '' as prompt 2 of 2",
         ),
@@ -229,7 +230,7 @@ def test_a_damaged_checkpoint_is_one_line(
 ) -> None:
     damage, message = DAMAGED[name]
     folder = tmp_path / "model"
-    shutil.copytree(cli.DEMO_MODEL, folder)
+    shutil.copytree(demo.DEMO_MODEL, folder)
     damage(folder)
     code, err = fail(
         monkeypatch, capsys, "generate", "--model", str(folder), "--prompt", "x", "--device", "cpu", "--eager"
@@ -266,5 +267,5 @@ def test_without_a_compiler_the_way_out_is_named(
 
 
 def test_the_demo_model_is_part_of_the_package() -> None:
-    assert cli.DEMO_MODEL == Path(paged_ops.__file__).parent / "demo_model"
-    assert (cli.DEMO_MODEL / "model.safetensors").exists()
+    assert demo.DEMO_MODEL == Path(paged_ops.__file__).parent / "demo_model"
+    assert (demo.DEMO_MODEL / "model.safetensors").exists()

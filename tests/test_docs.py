@@ -112,7 +112,7 @@ def test_equivalents_of_vllm_exist():
 
 
 def test_support_table_is_the_generated_one():
-    page = cli.support_page()
+    page = cli.support.support_page()
     assert (ROOT / "docs/support.md").read_text() == page, "run: paged-ops support --markdown > docs/support.md"
     table = page.partition("## Ops\n\n")[2].partition("\n\n")[0]
     assert table.count("\n") > len(OPS)

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
-from paged_ops.cli import DEMO_MODEL  # noqa: E402
+from paged_ops.cli.demo import DEMO_MODEL  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops.bench.cases import Case, Inputs
-from paged_ops.registry import supports
+from paged_ops.support import supports
 
 
 class Provider(Protocol):

@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import (
 from paged_ops.integrations import context_parallel, vllm_plugin
 from paged_ops.integrations.vllm_metadata import PagedOpsMetadata, PagedOpsMetadataBuilder
 from paged_ops.ops import reshape_and_cache
-from paged_ops.registry import supports
+from paged_ops.support import supports
 
 _MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")

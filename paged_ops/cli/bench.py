@@ -17,6 +17,7 @@ from rich.table import Table
 from paged_ops.bench import cases, measure, report, run, tune
 from paged_ops.bench.providers import PROVIDERS
 from paged_ops.checks import as_current, expect
+from paged_ops.cli.device import choose_device
 
 Lines = list[dict[str, Any]]
 
@@ -47,8 +48,6 @@ def bench(
     if write_report:
         _report(console, data or Path("benchmarks/data"), docs)
         return
-    from paged_ops.cli import choose_device
-
     target = choose_device(device)
     known = cases.gpu_cases() if target.type == "cuda" else cases.cpu_cases()
     beside = [] if target.type == "cpu" else ["host", *["cache"] * run.has_cache_ops()]
@@ -134,8 +133,6 @@ def tune_tiles(
     Every result is verified. Starts from the device's own configuration or the default; takes minutes.
     """
     console = Console()
-    from paged_ops.cli import choose_device
-
     target = choose_device(device)
     expect(target.type == "cuda", "--device", "a GPU, whose kernels have tiles to tune", str(target))
     expect(only in ("", "attention", "cache"), "--only", "attention or cache", only)

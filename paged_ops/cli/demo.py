@@ -1,14 +1,9 @@
-"""``paged-ops demo | generate | support | bench | tune``: see it work, run a model, ask what runs where and how fast.
-
-What is for people goes to stdout, or to stderr with ``--json``: then stdout holds one line, a JSON object.
-"""
+"""``paged-ops demo`` and ``paged-ops generate``: a model of transformers over a paged cache, its text as it comes."""
 
 from __future__ import annotations
 
 import json as json_module
-import sys
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,42 +14,25 @@ import torch
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 import paged_ops
-from paged_ops import features
-from paged_ops.bench.commands import bench, tune_tiles
-from paged_ops.checks import with_index
+from paged_ops.cli.device import Device, choose_device, require_compiler
 from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
 from paged_ops.graphs import GraphMode
-from paged_ops.registry import DISPATCH_KEYS, OPS, supports
 
 if TYPE_CHECKING:  # transformers is an extra
     from paged_ops.integrations.transformers import PagedCausalLM
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEMO_MODEL = Path(paged_ops.__file__).parent / "demo_model"
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 32
 CAPTURING = "Capturing CUDA graphs"
 PROMPT_END = 100  # characters of a prompt that are printed before its continuation
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Paged attention and its cache operations as PyTorch operators.",
-)
-
-app.command()(bench)
-app.command("tune")(tune_tiles)
-
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where the ops run on it, else cpu.")
-]
 Graphs = Annotated[
     bool | None, typer.Option("--graphs/--no-graphs", help="Capture decode steps in CUDA graphs; by default on cuda.")
 ]
@@ -62,23 +40,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the
 Compile = Annotated[bool, typer.Option("--compile/--eager", help="Run the model through torch.compile, or not.")]
 
 
-def main() -> None:
-    """The entry point: an error is one line on stderr and exit code 1; a wrong option is code 2."""
-    warnings.filterwarnings("ignore", module=r"(torch|transformers)\.")  # they would tear the live display
-    try:
-        app()
-    except (ValueError, OSError, ImportError, RuntimeError) as error:  # NotImplementedError and out of memory too
-        Console(stderr=True, soft_wrap=True).print(f"[red]paged-ops:[/] {escape(_one_line(error))}", highlight=False)
-        sys.exit(1)
-
-
-def _one_line(error: Exception) -> str:
-    """The first line of a message, and what follows it if that announces more."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
-
-
-@app.command()
 def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
     num_blocks: Annotated[int, typer.Option(help="Blocks of the cache; with few, sequences are swapped out.")] = 128,
@@ -126,7 +87,6 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
 def generate(
     model: Annotated[str, typer.Option(help="A local folder, or the id of a model on the Hugging Face hub.")],
     prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
@@ -171,54 +131,10 @@ def generate(
         print(json_module.dumps(result.numbers))
 
 
-@app.command()
-def support(
-    json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/support.md.")] = False,
-) -> None:
-    """Which op and which feature runs on which device, and why not."""
-    if json:
-        print(json_module.dumps(support_of_ops()))
-    elif markdown:
-        print(support_page(), end="")
-    else:
-        console = Console()
-        for title, rows in (("op", support_of_ops()), ("paged_attention with", support_of_features())):
-            console.print(_support_table(title, rows))
-        for reason, number in _numbered(support_of_ops(), support_of_features()).items():
-            console.print(f"{number} {escape(reason)}", highlight=False, soft_wrap=True)
-
-
-# Devices and models
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device of that name with its index, or cuda if it is there and the ops run on it, else cpu.
-
-    Raises:
-        ValueError: the device does not exist here, or the ops do not run on it: with the reasons.
-    """
-    if name is None:
-        usable = torch.cuda.is_available() and not _reasons_against("cuda")
-        return with_index("cuda" if usable else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device: expected cpu, cuda or cuda:<index>, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: expected cpu or cuda, got {name!r}: generation runs on these")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device: expected one of the {torch.cuda.device_count()} CUDA devices here, got {name!r}")
-    reasons = _reasons_against(device.type)
-    if reasons:
-        raise ValueError(f"--device: {name} cannot run the ops: {'; '.join(reasons)}")
-    return with_index(device)
-
-
-def _reasons_against(kind: str) -> list[str]:
-    kind = "rocm" if kind == "cuda" and torch.version.hip else kind
-    needed = ("reshape_and_cache", "paged_attention", "copy_blocks", "swap_blocks")
-    return [reason for op in needed for reason in supports(op, kind)]
+def one_line(error: Exception) -> str:
+    """The first line of a message, and what follows it if that announces more."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
 
 
 def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any, Any]:
@@ -239,7 +155,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # readers of damaged files raise whatever they do
-        raise ValueError(f"--model: cannot load {name}: {_one_line(error)}") from None
+        raise ValueError(f"--model: cannot load {name}: {one_line(error)}") from None
     # Transformers would make them up.
     for what, keys in (("lack", found["missing_keys"]), ("have other sizes of", found["mismatched_keys"])):
         if keys:
@@ -255,9 +171,6 @@ def reference(model: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> lis
     ids = torch.tensor([prompt_ids], device=model.device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     return output[0, len(prompt_ids) :].tolist()
-
-
-# Serving
 
 
 class Result:
@@ -327,7 +240,7 @@ def serve(
     with CompileReport(kv_cache.layers) as report, ExitStack() as stack:
         start = time.perf_counter()
         if compile:
-            _require_compiler(model.device)
+            require_compiler(model.device)
         if compile or graphs:
             stack.enter_context(progress := _progress(console))
             task = progress.add_task("Compiling the model" if compile else "Running the model once", total=None)
@@ -372,18 +285,6 @@ def serve(
 def _progress(console: Console) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=console, transient=True)
-
-
-def _require_compiler(device: torch.device) -> None:
-    """Says in one line what inductor would say in many."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if device.type == "cpu":
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            raise ValueError("no C++ compiler: install g++ or clang++, set CXX, or run with --eager") from None
 
 
 class StreamView:
@@ -444,124 +345,3 @@ class StreamView:
             room = max(8, width - len(start) - 4)
             lines.append(Text.assemble((start, "dim"), text[-room:], no_wrap=True, overflow="ellipsis"))
         return Group(*lines, self._progress)
-
-
-# Support
-
-Rows = dict[str, dict[str, dict[str, Any]]]  # row -> device -> {"ok": bool, "reasons": [...]}
-
-# What is asked of paged_attention, a row each.
-_FEATURES: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": torch.float32},
-    "float16": {"dtype": torch.float16},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "causal off": {"causal": False},
-    "sliding window": {"sliding_window": 128},
-    "attention chunk": {"attention_chunk": 8192},
-    "soft cap": {"soft_cap": 50.0},
-    "ALiBi": {"alibi_slopes": True},
-    "sinks": {"sinks": True},
-    "block-sparse": {"block_sparse": paged_ops.BlockSparse(64, 16, 8)},
-    "bidirectional ranges": {"bidirectional_ranges": True},
-    "fp8 e4m3 cache with scales": {"cache_dtype": torch.float8_e4m3fn, "k_scale": True, "v_scale": True},
-    "fp8 e5m2 cache with scales": {"cache_dtype": torch.float8_e5m2, "k_scale": True, "v_scale": True},
-    "fp8 in uint8 storage": {"cache_dtype": torch.uint8, "kv_cache_dtype": "fp8"},
-    "fp8 output": {"output_scale": True},
-    **{f"cache layout {layout}": {"layout": layout} for layout in paged_ops.Layout},
-    "separate key and value caches": {"value_cache": True},
-    "values of another head size": {"value_cache": True, "head_size": 192, "value_head_size": 128},
-    "head size 80": {"head_size": 80},
-    "head size 256": {"head_size": 256},
-    "block size 1": {"block_size": 1},
-    "block size 544": {"block_size": 544},
-    "71 query heads, one key/value head": {"num_heads": 71, "num_kv_heads": 1},
-}
-
-
-def support_of_ops() -> Rows:
-    """Each op on each device."""
-    return {op: {device: _answer(op, device) for device in DISPATCH_KEYS} for op in sorted(OPS)}
-
-
-def support_of_features() -> Rows:
-    """Each feature of paged_attention on each device."""
-    return {
-        name: {device: _answer("paged_attention", device, **asked) for device in DISPATCH_KEYS}
-        for name, asked in _FEATURES.items()
-    }
-
-
-def _answer(op: str, device: str, **asked: Any) -> dict[str, Any]:
-    reasons = supports(op, device, **asked)
-    return {"ok": not reasons, "reasons": reasons}
-
-
-def support_page() -> str:
-    """The page docs/support.md."""
-    ops, attention = support_of_ops(), support_of_features()
-    numbers = _numbered(ops, attention)
-
-    def table(title: str, rows: Rows) -> list[str]:
-        lines = [f"| {title} | {' | '.join(DISPATCH_KEYS)} |", "|---" * (1 + len(DISPATCH_KEYS)) + "|"]
-        for name, answers in rows.items():
-            cells = (_cell(answers[device], numbers, "yes") for device in DISPATCH_KEYS)
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        return lines
-
-    pairs = [f"- `{a}` with `{b}`" for a, b in features.EXCLUSIVE]
-    lines = [
-        "# What runs where",
-        "",
-        "Written by `paged-ops support --markdown`: what `paged_ops.supports(op, device, **features)` answers.",
-        "A number names the reason below. ROCm runs the CUDA kernels; xla is a TPU.",
-        "",
-        "How far each was proven: cpu by the whole suite, in CI. cuda by the whole suite on an H200, at the commits",
-        "that `benchmarks/data/gpu_proof*.json` name; what has changed since runs in Triton's interpreter in CI and is",
-        "compiled for sm_80, sm_90 and sm_100. rocm is compiled for gfx90a, gfx942, gfx950 and gfx1100, never run. xla",
-        "by torch_xla on the CPU, its TPU kernels in interpret mode and compiled for v4 to v6e, never on a TPU.",
-        "",
-        "## Ops",
-        "",
-        *table("op", {f"`{name}`": answers for name, answers in ops.items()}),
-        "",
-        "## Features of paged_attention",
-        "",
-        "Each alone; together they all work, but for the pairs below.",
-        "",
-        *table("feature", attention),
-        "",
-        "## Pairs that no device takes",
-        "",
-        *pairs,
-    ]
-    if numbers:
-        lines += ["", "## Reasons", "", *(f"{number}. {reason}" for reason, number in numbers.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _numbered(*tables: Rows) -> dict[str, int]:
-    """Every reason in the tables, with a number, in the order of appearance."""
-    answers = (answer for rows in tables for by_device in rows.values() for answer in by_device.values())
-    reasons = (_without_op(reason) for answer in answers for reason in answer["reasons"])
-    return {reason: number for number, reason in enumerate(dict.fromkeys(reasons), 1)}
-
-
-def _cell(answer: dict[str, Any], numbers: dict[str, int], yes: str) -> str:
-    return yes if answer["ok"] else ", ".join(str(numbers[_without_op(reason)]) for reason in answer["reasons"])
-
-
-def _without_op(reason: str) -> str:
-    """A reason that names its op, without the name: one footnote serves all ops."""
-    return reason.partition(": ")[2] if reason.startswith("paged_ops.") else reason
-
-
-def _support_table(title: str, rows: Rows) -> Table:
-    numbers = _numbered(support_of_ops(), support_of_features())
-    table = Table(title, *DISPATCH_KEYS)
-    for name, answers in rows.items():
-        table.add_row(name, *(_cell(answers[device], numbers, "[green]yes[/]") for device in DISPATCH_KEYS))
-    return table
-
-
-if __name__ == "__main__":
-    main()

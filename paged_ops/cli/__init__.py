@@ -1,0 +1,39 @@
+"""``paged-ops demo | generate | support | bench | tune``: see it work, run a model, ask what runs where and how fast.
+
+What is for people goes to stdout, or to stderr with ``--json``: then stdout holds one line, a JSON object.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from paged_ops.cli import bench, demo, support
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Paged attention and its cache operations as PyTorch operators.",
+)
+app.command()(demo.demo)
+app.command()(demo.generate)
+app.command()(support.support)
+app.command()(bench.bench)
+app.command("tune")(bench.tune_tiles)
+
+
+def main() -> None:
+    """The entry point: an error is one line on stderr and exit code 1; a wrong option is code 2."""
+    warnings.filterwarnings("ignore", module=r"(torch|transformers)\.")  # they would tear the live display
+    try:
+        app()
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # NotImplementedError and out of memory too
+        Console(stderr=True, soft_wrap=True).print(
+            f"[red]paged-ops:[/] {escape(demo.one_line(error))}", highlight=False
+        )
+        sys.exit(1)

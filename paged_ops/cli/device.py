@@ -1,0 +1,56 @@
+"""The device that ``--device`` names, and what must be there for it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from paged_ops.checks import with_index
+from paged_ops.support import supports
+
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda where the ops run on it, else cpu.")
+]
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name with its index, or cuda if it is there and the ops run on it, else cpu.
+
+    Raises:
+        ValueError: the device does not exist here, or the ops do not run on it: with the reasons.
+    """
+    if name is None:
+        usable = torch.cuda.is_available() and not _reasons_against("cuda")
+        return with_index("cuda" if usable else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: expected cpu, cuda or cuda:<index>, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {name!r}: generation runs on these")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: expected one of the {torch.cuda.device_count()} CUDA devices here, got {name!r}")
+    reasons = _reasons_against(device.type)
+    if reasons:
+        raise ValueError(f"--device: {name} cannot run the ops: {'; '.join(reasons)}")
+    return with_index(device)
+
+
+def _reasons_against(kind: str) -> list[str]:
+    kind = "rocm" if kind == "cuda" and torch.version.hip else kind
+    needed = ("reshape_and_cache", "paged_attention", "copy_blocks", "swap_blocks")
+    return [reason for op in needed for reason in supports(op, kind)]
+
+
+def require_compiler(device: torch.device) -> None:
+    """Says in one line what inductor would say in many."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ValueError("no C++ compiler: install g++ or clang++, set CXX, or run with --eager") from None

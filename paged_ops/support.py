@@ -1,0 +1,57 @@
+"""Which op runs on which device with which features, and why not: asked of the lowerings themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from paged_ops.features import conflicts
+from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
+
+# What a caller may ask of supports() besides an op's arguments: what the tensors would show.
+PROPERTIES = (
+    "dtype",
+    "cache_dtype",
+    "head_size",
+    "value_head_size",
+    "block_size",
+    "num_heads",
+    "num_kv_heads",
+    "layout",
+)
+
+
+def supports(op: str, device: str, **features: Any) -> list[str]:
+    """Why ``op`` would not run on ``device`` with ``features``: an empty list is yes.
+
+    ``device`` is ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"xla"``. ``features`` are arguments of the op by their names
+    with the values that the call would have, where True stands for a tensor (``sinks=True``, ``sliding_window=128``,
+    ``causal=False``), and the properties that tensors would show: ``dtype`` (of the model), ``head_size``,
+    ``value_head_size``, ``block_size``, ``num_heads``, ``num_kv_heads``, ``layout``.
+
+    Raises ValueError for an op, a device or a feature that does not exist.
+    """
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {sorted(OPS)}, got {op!r}")
+    if device not in DISPATCH_KEYS:
+        raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device!r}")
+    _check_names(op, features)
+    key = DISPATCH_KEYS[device]
+    try:
+        lowering(op, key)
+    except NotImplementedError as error:
+        return [str(error)]
+    reasons = conflicts(features)
+    unsupported = getattr(module_of(key), "unsupported", None)
+    if unsupported is not None:
+        reasons += unsupported(op, device, features)
+    return reasons
+
+
+def _check_names(op: str, features: Mapping[str, Any]) -> None:
+    """Raise ValueError for a feature that is neither an argument of the op nor a property of its tensors."""
+    known = {*inspect.signature(OPS[op]).parameters, *PROPERTIES}
+    for name in features:
+        if name not in known:
+            raise ValueError(f"features: expected arguments of {op} or {PROPERTIES}, got {name!r}")

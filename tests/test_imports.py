@@ -1,0 +1,79 @@
+"""The package's modules import each other in one direction: imports inside of functions count too."""
+
+import ast
+from pathlib import Path
+
+import paged_ops
+
+ROOT = Path(paged_ops.__file__).parent
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported_by(name: str) -> set[str]:
+    """The modules of the package that a module imports: a submodule's package too, if the module lies outside of it."""
+    found = set()
+    tree = ast.parse(MODULES[name].read_text())
+    for_types = {
+        each for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for each in ast.walk(node)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = []
+            for alias in node.names:  # a submodule, or something that the module defines
+                below = f"{node.module}.{alias.name}"
+                names.append(below if below in MODULES else node.module)
+        else:
+            continue
+        for each in names:
+            package = each
+            while package in MODULES and (package == each or not name.startswith(f"{package}.")):
+                found.add(package)
+                package = package.rpartition(".")[0]
+    return found - {name}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A path that comes back to its first module, or nothing."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for each in sorted(graph.get(name, ())):
+            if found := walk(each, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next(filter(None, (walk(name, []) for name in sorted(graph))), [])
+
+
+def test_imports_form_no_circle():
+    graph = {name: imported_by(name) for name in MODULES}
+    assert sum(map(len, graph.values())) > 200, "the walk finds too few imports"
+    assert circle(graph) == []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b", "c"}, "b": set(), "c": {"d"}, "d": {"a"}}) == ["a", "c", "d", "a"]
+
+
+def test_no_two_modules_differ_by_a_plural():
+    folders = {name.rpartition(".")[0] for name in MODULES}
+    for folder in folders:
+        here = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == folder}
+        assert [name for name in here if f"{name}s" in here] == [], folder
