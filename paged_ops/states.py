@@ -88,6 +88,10 @@ class StateCache:
             )
             for s in self.specs
         ]
+        for tensor in self.tensors:
+            # The model's own sizes. Left open, one that equals the number of tokens of a step would be taken for it,
+            # and the next step compiled again.
+            torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
         # All that is known about slots: each method changes one entry, at once and last, so that an interrupt anywhere
         # leaves the sequence before or after the call.
         self._slots: dict[Hashable, _Slot] = {}

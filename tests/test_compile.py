@@ -469,7 +469,6 @@ def test_export_saved_and_loaded_elsewhere(tmp_path):
 
 
 AOT = {
-    "nhd": {},
     "hnd-window-cap": {"layout": "HND", "sliding_window": 9, "soft_cap": 5.0},
     "x_packed-sparse": {"layout": "X_PACKED", "block_sparse": paged_ops.BlockSparse(16, 1, 2)},
 }
