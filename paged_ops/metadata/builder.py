@@ -1,0 +1,416 @@
+"""The builder of a step's metadata: checks, positions and slots on the host, then one copy to the device.
+
+Letters: T tokens of the batch (padded), S sequences (padded), H query heads, K key/value heads, D head size, N blocks
+in the cache, B tokens a block, M columns of a block table. Lengths and positions are counted in tokens.
+
+Values that a kernel could only check by a sync with the device (block ids, lengths, slots, capacities) are checked
+here instead, on whole tensors, once a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_ops.batch import Batch, blocks_for, largest, not_negative
+from paged_ops.bidirectional import ranges_of_step
+from paged_ops.checks import expect, with_index
+from paged_ops.metadata.buffers import Buffers, Staging, prefers_compact
+from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, GraphSupport
+from paged_ops.states import PADDING_ROW
+
+_NO_ROWS = torch.zeros(0, dtype=torch.int32, device="cpu")
+_NO_RANGES = torch.zeros(0, 1, 2, dtype=torch.int32, device="cpu")
+
+
+class AttentionMetadataBuilder:
+    """Turns a :class:`Batch` into :class:`AttentionMetadata` in device buffers that never move.
+
+    The device tensors of all steps are views of one allocation, and equal padded sizes give the very same tensor
+    objects, so captured graphs and ``torch._dynamo.mark_static_address`` stay valid. Each build overwrites the device
+    tensors of the one before; host tensors and integers are new each time.
+
+    On CUDA the numbers are written to pinned memory and sent on the current stream without waiting: one copy a step as
+    a rule, more only where buffers are so large that a second copy is cheaper than sending what lies between. The host
+    waits for nothing but the copy of ``num_staging_buffers`` steps before. On the CPU the buffers are written in place.
+
+    Args:
+        block_size: B.
+        max_num_seqs: most sequences of a step, padding included.
+        max_num_tokens: most tokens of a step, padding included.
+        max_blocks_per_seq: M; the longest sequence has M * B tokens.
+        device: ``"cpu"`` or a CUDA (ROCm) device; of ``"cuda"`` the GPU that is current at construction. Elsewhere
+            build on the CPU and move the metadata with ``torch.utils._pytree.tree_map``.
+        num_blocks: N; 0 before the cache exists (then only capture, and batches without tokens, can be built). A
+            sequence of numbers for a cache of several pools; their batches have ``other_block_ids``.
+        graph_support: what the layers that read the metadata allow.
+        unused_block_id: what to write into block-table entries that no length needs: None (the fastest) leaves there
+            what happens to be there; tests poison them.
+        num_state_rows: R of the tensors of a ``StateCache``; 0 without one.
+        max_bidirectional_ranges: most bidirectional ranges in which tokens of one step of a request lie; 0 is none.
+            Unless it is 0 every step has so many, as a captured graph reads them; kernels are compiled for the number.
+        num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
+            that the host fills one while the device still reads the other.
+
+    Raises:
+        ValueError: a size is not positive, lengths would not fit int32, or the device is of another type.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks_per_seq: int,
+        device: torch.device | str = "cpu",
+        *,
+        num_blocks: int | Sequence[int],
+        graph_support: GraphSupport = GraphSupport.ALWAYS,
+        unused_block_id: int | None = None,
+        num_state_rows: int = 0,
+        max_bidirectional_ranges: int = 0,
+        num_staging_buffers: int | None = None,
+    ):
+        self.device = with_index(device)
+        on_gpu = self.device.type == "cuda"
+        served = on_gpu or self.device.type == "cpu"
+        expect(served, "device", "cpu or cuda (elsewhere build on the CPU and move)", self.device)
+        expect(block_size >= 1, "block_size", "1 or more", block_size)
+        expect(max_num_seqs >= 1, "max_num_seqs", "1 or more", max_num_seqs)
+        expect(1 <= max_num_tokens < 2**31, "max_num_tokens", "1 or more, and less than 2**31", max_num_tokens)
+        most_blocks = (2**31 - 1) // block_size
+        fits = f"1 to {most_blocks} (lengths are int32, block_size is {block_size})"
+        expect(1 <= max_blocks_per_seq <= most_blocks, "max_blocks_per_seq", fits, max_blocks_per_seq)
+        of_pools = (num_blocks,) if isinstance(num_blocks, int) else tuple(num_blocks)
+        expect(len(of_pools) >= 1, "num_blocks", "a number for each pool, one or more", of_pools)
+        for number in of_pools:
+            expect(0 <= number < 2**31, "num_blocks", "0 or more, and less than 2**31", number)
+        expect(0 <= num_state_rows < 2**31, "num_state_rows", "0 or more, and less than 2**31", num_state_rows)
+        expect(max_bidirectional_ranges >= 0, "max_bidirectional_ranges", "0 or more", max_bidirectional_ranges)
+        if num_staging_buffers is None:
+            num_staging_buffers = 2 if on_gpu else 0
+        least = int(on_gpu)
+        expect(num_staging_buffers >= least, "num_staging_buffers", f"{least} or more", num_staging_buffers)
+
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_tokens = max_num_tokens
+        self.max_blocks_per_seq = max_blocks_per_seq
+        self.num_blocks = of_pools
+        self.graph_support = graph_support
+        self.unused_block_id = unused_block_id
+        self.num_state_rows = num_state_rows
+        self.max_bidirectional_ranges = max_bidirectional_ranges
+
+        def buffers(where: torch.device | str, pinned: bool = False) -> Buffers:
+            sizes = (max_num_seqs, max_num_tokens, max_blocks_per_seq, len(of_pools), num_state_rows > 0)
+            return Buffers.allocate(*sizes, max_bidirectional_ranges, where, pinned)
+
+        self._buffers = buffers(self.device)
+        self._staging = [Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
+        self._turns = itertools.cycle(self._staging)
+        self._views: dict[tuple[int, int], Buffers] = {}
+        self._cascade: tuple[Tensor, ...] | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        batch: Batch,
+        fast_build: bool = False,
+        *,
+        num_reqs: int | None = None,
+        num_tokens: int | None = None,
+        lookahead: int = 0,
+    ) -> AttentionMetadata:
+        """Write one step into the buffers and return the metadata that views them.
+
+        With q the batch's query_lens and c its num_computed_tokens, ``seq_lens = c + q``; query_start_loc is the
+        running sum of q; the positions of sequence s are ``c[s] .. c[s] + q[s] - 1``; a token's slot is
+        ``block_ids[s, position // B] * B + position % B``.
+
+        Args:
+            common_prefix_len: tokens that all sequences share, in the same blocks: a multiple of B, at most the least
+                num_computed_tokens, so that every query token sees all of it. If positive it is carried, with the
+                tensors that :func:`paged_ops.cascade_attention` takes, in ``cascade``; that the layers then use them is
+                for :func:`use_cascade_attention` to decide. 0 is none.
+            batch: the step.
+            fast_build: favour the time of this call over that of the layers: leaves ``cascade`` out. For metadata that
+                few layers read, such as a draft model's steps. Everything else, the checks too, is the same.
+            num_reqs: S, the sequences to pad to (a capture size); by default those of the batch.
+            num_tokens: T, the tokens to pad to; by default those of the batch.
+            lookahead: tokens by which :func:`advance_decodes` may lengthen each request afterwards: the blocks for
+                them are checked and sent too.
+
+        Raises:
+            ValueError: a capacity is exceeded, a length is negative, a request has too few blocks, a needed block id is
+                outside [0, N), the common prefix is not common, or a bidirectional range goes on after the step.
+                Nothing has been written then.
+        """
+        B, n = self.block_size, batch.num_reqs
+        query_lens, computed = batch.query_lens, batch.num_computed_tokens
+        expect(n <= self.max_num_seqs, "query_lens", f"at most max_num_seqs = {self.max_num_seqs} requests", n)
+        not_negative("query_lens", query_lens)
+        not_negative("num_computed_tokens", computed)
+        t = batch.num_tokens
+        expect(t <= self.max_num_tokens, "query_lens", f"at most max_num_tokens = {self.max_num_tokens} tokens", t)
+        S = _padded("num_reqs", num_reqs, n, "max_num_seqs", self.max_num_seqs)
+        T = _padded("num_tokens", num_tokens, t, "max_num_tokens", self.max_num_tokens)
+        seq_lens = computed.to(torch.int64) + query_lens
+        not_negative("num_computed_tokens + query_lens", seq_lens)  # int64 may have wrapped
+        max_seq_len = largest(seq_lens)
+        expect(lookahead >= 0, "lookahead", "0 or more", lookahead)
+        reach = seq_lens + lookahead
+        longest = largest(reach)
+        blocks = [self._needed_blocks("block_ids", batch.block_ids, self.num_blocks[0], reach, longest)]
+        if batch.other_block_ids or len(self.num_blocks) > 1:
+            given, others = len(batch.other_block_ids), len(self.num_blocks) - 1
+            expect(given == others, "other_block_ids", f"block ids of {others} further pools", given)
+            for block_ids, num_blocks in zip(batch.other_block_ids, self.num_blocks[1:], strict=True):
+                blocks.append(self._needed_blocks("other_block_ids", block_ids, num_blocks, reach, longest))
+        has_none = batch.state_slots is None and not self.num_state_rows
+        state_slots = _NO_ROWS if has_none else self._state_slots(batch)
+        ranges = self._bidirectional_ranges(batch, seq_lens)
+        self._check_common_prefix(common_prefix_len, computed, blocks[0])
+
+        # Pinned to the CPU by name, because the user may have set another default device.
+        query_start_loc = torch.full((S + 1,), t, dtype=torch.int32, device="cpu")
+        query_start_loc[0] = 0
+        torch.cumsum(query_lens, 0, dtype=torch.int32, out=query_start_loc[1 : n + 1])
+        padded_lens, padded_computed = torch.zeros((2, S), dtype=torch.int32, device="cpu")
+        padded_lens[:n] = seq_lens
+        padded_computed[:n] = computed
+
+        max_query_len = largest(query_lens)
+        if max_query_len == 1 and t == n:
+            request, positions = torch.arange(n, device="cpu"), computed
+        else:
+            request = torch.repeat_interleave(query_lens, output_size=t)
+            positions = (computed - query_start_loc[:n])[request] + torch.arange(t, device="cpu")
+        columns = torch.div(positions, B, rounding_mode="trunc")
+        offsets = positions - columns * B
+        slots = [each[request, columns].to(torch.int64) * B + offsets for each in blocks]
+
+        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots, ranges)
+        metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
+        if common_prefix_len and not fast_build:
+            metadata.cascade = self._build_cascade(common_prefix_len, metadata)
+        return metadata
+
+    def build_for_capture(self, num_reqs: int, query_len: int = 1, *, cascade: bool = False) -> AttentionMetadata:
+        """Metadata for warming up and capturing a graph of ``num_reqs`` sequences with ``query_len`` tokens each.
+
+        Its device tensors are the ones that ``build`` fills later when it pads to the same sizes. The query ranges
+        are uniform, but slots are -1 and seq_lens 0, so that the captured step neither writes nor reads the cache: a
+        causal row before the first key gives 0. The integers are the largest that the graph will meet (``max_seq_len``
+        is M * B), for host code that decides by them. With ``cascade`` it carries a common prefix of 0 tokens.
+
+        Raises:
+            ValueError: the sizes exceed a capacity, or graph_support does not allow such a graph.
+        """
+        t = num_reqs * query_len
+        expect(1 <= num_reqs <= self.max_num_seqs, "num_reqs", f"1 to max_num_seqs = {self.max_num_seqs}", num_reqs)
+        most = self.max_num_tokens // num_reqs
+        of_all = f"1 to {most} (max_num_tokens = {self.max_num_tokens} over {num_reqs} requests)"
+        expect(1 <= query_len <= most, "query_len", of_all, query_len)
+        level = GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if query_len == 1 else GraphSupport.UNIFORM_BATCH
+        expect(self.graph_support >= level, "query_len", f"a graph that {self.graph_support!r} allows", query_len)
+
+        query_start_loc = torch.arange(0, t + 1, query_len, dtype=torch.int32, device="cpu")
+        seq_lens, computed = torch.zeros((2, num_reqs), dtype=torch.int32, device="cpu")
+        nothing = computed[:0]
+        slots, blocks = ([each] * len(self.num_blocks) for each in (nothing, nothing.view(0, 0)))
+        self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing, _NO_RANGES)
+        max_seq_len = self.max_blocks_per_seq * self.block_size
+        metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
+        if cascade:
+            metadata.cascade = self._build_cascade(0, metadata)
+        return metadata
+
+    def can_run_in_cuda_graph(self, batch: Batch) -> bool:
+        """Whether the batch fits the capacities and is of a kind that ``graph_support`` lets a graph serve.
+
+        A batch without requests is: to a graph it is all padding.
+        """
+        if batch.num_reqs > self.max_num_seqs or batch.num_tokens > self.max_num_tokens:
+            return False
+        if self.graph_support == GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE:
+            return bool((batch.query_lens == 1).all())
+        if self.graph_support == GraphSupport.UNIFORM_BATCH:
+            return bool((batch.query_lens == batch.query_lens[:1]).all())
+        return self.graph_support == GraphSupport.ALWAYS
+
+    def _needed_blocks(
+        self, name: str, block_ids: Tensor, num_blocks: int, seq_lens: Tensor, max_seq_len: int
+    ) -> Tensor:
+        """The columns of ``block_ids`` that some request needs, after checking every entry that is needed."""
+        B, M = self.block_size, self.max_blocks_per_seq
+        argument = "num_computed_tokens + query_lens"
+        expect(max_seq_len <= M * B, argument, f"at most {M * B} tokens ({M} blocks of {B}) a request", max_seq_len)
+        width = blocks_for(max_seq_len, B)
+        wide_enough = f"{width} blocks for the {max_seq_len} tokens of the longest request (block size {B})"
+        expect(block_ids.shape[1] >= width, name, wide_enough, block_ids.shape[1])
+        blocks = block_ids[:, :width]
+        if blocks.numel():
+            low, high = torch.aminmax(blocks)
+            # Only then is it worth telling needed entries from the rest.
+            if int(low) < 0 or int(high) >= num_blocks:
+                wrong = ((blocks < 0) | (blocks >= num_blocks)) & self._is_needed(seq_lens, width)
+                if bool(wrong.any()):
+                    s, column = wrong.nonzero()[0].tolist()
+                    need = blocks_for(int(seq_lens[s]), B)
+                    ids = f"ids in [0, {num_blocks}) for all {need} blocks that request {s} needs"
+                    expect(False, name, ids, f"{int(blocks[s, column])} at [{s}, {column}]")
+        return blocks
+
+    def _state_slots(self, batch: Batch) -> Tensor:
+        """The rows of the requests' states, checked; none without a ``StateCache``."""
+        rows, R = batch.state_slots, self.num_state_rows
+        if not R:
+            expect(rows is None, "state_slots", "None, as the builder has no states (num_state_rows)", rows)
+        elif rows is None:
+            expect(not batch.num_reqs, "state_slots", "one for each request, as the builder has states", None)
+        if rows is None:
+            return _NO_ROWS
+        valid = not len(rows) or (bool((rows >= 2).all()) and bool((rows < R).all()))
+        expect(valid, "state_slots", f"rows in [2, {R}), those of StateCache.rows", rows.tolist())
+        slots = rows // 2
+        expect(len(slots.unique()) == len(slots), "state_slots", "a slot for each request alone", rows.tolist())
+        return rows
+
+    def _bidirectional_ranges(self, batch: Batch, seq_lens: Tensor) -> Tensor:
+        """The ranges that the step needs, checked: ``[num_reqs, R, 2]``, or none at all."""
+        given = batch.bidirectional_ranges
+        if given is None:
+            return _NO_RANGES
+        return ranges_of_step(given, batch.num_computed_tokens, seq_lens, self.max_bidirectional_ranges)
+
+    def _is_needed(self, seq_lens: Tensor, width: int) -> Tensor:
+        """bool ``[len(seq_lens), width]``: whether an entry of a block table lies within its sequence."""
+        return torch.arange(0, width * self.block_size, self.block_size, device="cpu") < seq_lens[:, None]
+
+    def _check_common_prefix(self, common_prefix_len: int, computed: Tensor, blocks: Tensor) -> None:
+        if common_prefix_len == 0:
+            return
+        most = int(computed.min()) if len(computed) else 0
+        valid = 0 <= common_prefix_len <= most and common_prefix_len % self.block_size == 0
+        multiple = f"a multiple of block_size = {self.block_size}, 0 to the least num_computed_tokens = {most}"
+        expect(valid, "common_prefix_len", multiple, common_prefix_len)
+        prefix = blocks[:, : common_prefix_len // self.block_size]
+        differs = (prefix != prefix[:1]).any(1)
+        if bool(differs.any()):
+            same = f"a prefix of {prefix.shape[1]} blocks that all requests share"
+            expect(False, "common_prefix_len", same, f"other blocks for request {int(differs.nonzero()[0])} than for 0")
+
+    def _write(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        slots: Sequence[Tensor],
+        positions: Tensor,
+        T: int,
+        blocks: Sequence[Tensor],
+        reach: Tensor,
+        state_slots: Tensor,
+        ranges: Tensor,
+    ) -> None:
+        """Fill the buffers with values that have been checked, slots and blocks of each pool; ``reach`` are lengths
+        that need their blocks."""
+        staging = next(self._turns, None)
+        into = self._buffers if staging is None else staging.wait()
+        S, t = len(seq_lens), len(positions)
+        n, width = blocks[0].shape
+        into.query_start_loc[: S + 1] = query_start_loc
+        into.seq_lens[:S] = seq_lens
+        for slot_mapping, each in zip(into.slot_mappings, slots, strict=True):
+            slot_mapping[:t] = each
+            slot_mapping[t:T] = -1
+        into.positions[:t] = positions
+        into.positions[t:T] = 0
+        if into.state_slots is not None:
+            into.state_slots[: len(state_slots)] = state_slots
+            into.state_slots[len(state_slots) : S] = PADDING_ROW
+        if into.bidirectional_ranges is not None:
+            into.bidirectional_ranges[: len(ranges)] = ranges
+            into.bidirectional_ranges[len(ranges) : S] = 0
+        rows, compact = n, False
+        if self.unused_block_id is None:
+            compact = staging is not None and prefers_compact(n, width, self.max_blocks_per_seq)
+        else:
+            rows = S
+            needed = self._is_needed(reach, width)
+            blocks = [torch.where(needed, each, self.unused_block_id) for each in blocks]
+            for table in into.all_block_tables:
+                table[:S] = self.unused_block_id
+        tables = [
+            table.view(-1)[: n * width].view(n, width) if compact else table[:n, :width]
+            for table in into.all_block_tables
+        ]
+        for table, each in zip(tables, blocks, strict=True):
+            table.copy_(each)
+        if staging is not None:
+            staging.send(self._buffers, T, S, 0 if compact else rows)
+            if compact:
+                for table, target in zip(tables, self._buffers.all_block_tables, strict=True):
+                    target[:n, :width].copy_(table.to(self.device, non_blocking=True))
+            staging.sent(self.device)
+
+    def _metadata(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        computed: Tensor,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        T: int,
+    ) -> AttentionMetadata:
+        """Host tensors ``[S + 1]``, ``[S]``, ``[S]`` and integers, beside the views of the buffers that fit them."""
+        sizes = len(seq_lens), T
+        if sizes not in self._views:
+            if len(self._views) >= 1024:
+                self._views.clear()
+            self._views[sizes] = self._buffers.views(*sizes)
+        on_device = self._views[sizes]
+        return AttentionMetadata(
+            query_start_loc=on_device.query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=on_device.seq_lens,
+            seq_lens_cpu=seq_lens,
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_tables=on_device.block_tables,
+            slot_mapping=on_device.slot_mapping,
+            num_computed_tokens_cpu=computed,
+            positions=on_device.positions,
+            other_pools=on_device.other_pools or None,
+            state_slots=on_device.state_slots,
+            bidirectional_ranges=on_device.bidirectional_ranges,
+        )
+
+    def _build_cascade(self, common_prefix_len: int, metadata: AttentionMetadata) -> CascadeMetadata:
+        S, M = metadata.block_tables.shape
+        if self._cascade is None:
+            # Allocated at the first use and never again; an inference tensor could not be written outside that mode.
+            with torch.inference_mode(False):
+                zeros = self._buffers.block_tables.new_zeros
+                self._cascade = zeros(1, M), zeros(1), zeros(self.max_num_seqs, M), zeros(self.max_num_seqs)
+        prefix_block_table, prefix_len, suffix_block_tables, suffix_lens = self._cascade
+        suffix_block_tables, suffix_lens = suffix_block_tables[:S], suffix_lens[:S]
+        width = common_prefix_len // self.block_size
+        prefix_block_table[:, :width].copy_(metadata.block_tables[:1, :width])
+        prefix_len.fill_(common_prefix_len)
+        suffix_block_tables[:, : M - width].copy_(metadata.block_tables[:, width:])
+        suffix_lens.copy_(metadata.seq_lens).sub_(common_prefix_len).clamp_(min=0)
+        return CascadeMetadata(common_prefix_len, prefix_block_table, prefix_len, suffix_block_tables, suffix_lens)
+
+
+def _padded(argument: str, asked: int | None, actual: int, limit_name: str, limit: int) -> int:
+    size = actual if asked is None else asked
+    expect(actual <= size <= limit, argument, f"{actual} (of the batch) to {limit_name} = {limit}", size)
+    return size
