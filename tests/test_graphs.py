@@ -63,8 +63,9 @@ class ImitatedGraph:
 
 @pytest.fixture
 def imitated(monkeypatch):
-    monkeypatch.setattr(graphs, "Graph", ImitatedGraph)
-    monkeypatch.setattr(graphs, "CaptureSession", ImitatedSession)
+    for module in (graphs.runner, graphs.pieces):
+        monkeypatch.setattr(module, "Graph", ImitatedGraph)
+    monkeypatch.setattr(graphs.runner, "CaptureSession", ImitatedSession)
     monkeypatch.setattr(ImitatedGraph, "replays", 0)
 
 
@@ -364,10 +365,10 @@ def test_pieces(imitated):
             y, residual = call(piece, [between, weight, n])[0] + residual, residual
         return y
 
-    graphs.Graph, before = Recorded, graphs.Graph
+    graphs.pieces.Graph, before = Recorded, graphs.pieces.Graph
     pieces = Pieces(ImitatedSession("cpu"))
     try:
-        on_gpu, graphs._on_gpu = graphs._on_gpu, lambda value: isinstance(value, torch.Tensor)
+        on_gpu, graphs.pieces.on_gpu = graphs.pieces.on_gpu, lambda value: isinstance(value, torch.Tensor)
         want = step(lambda function, args: function(args))
         with pieces.observing():
             step(pieces)
@@ -380,12 +381,12 @@ def test_pieces(imitated):
         with pieces.replaying():
             torch.testing.assert_close(step(pieces), want)
     finally:
-        graphs.Graph, graphs._on_gpu = before, on_gpu
+        graphs.pieces.Graph, graphs.pieces.on_gpu = before, on_gpu
 
 
 def test_room_for_inputs_of_pieces_is_by_device(imitated, monkeypatch):
     """Two inputs that differ in nothing else, on two GPUs (here the CPU and nowhere)."""
-    monkeypatch.setattr(graphs, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(graphs.pieces, "on_gpu", lambda value: isinstance(value, torch.Tensor))
     pieces, seen = Pieces(ImitatedSession("cpu")), []
 
     def piece(args):

@@ -181,8 +181,8 @@ class ToyOfPools(Toy):
 @pytest.mark.parametrize("windows", [(0, 6), (9, 6)])
 def test_captured_steps_over_pools(windows: tuple[int, int], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random walk over pools of NaN, against the same walk on one cache that keeps everything."""
-    monkeypatch.setattr(graphs, "Graph", ImitatedGraph)
-    monkeypatch.setattr(graphs, "CaptureSession", ImitatedSession)
+    monkeypatch.setattr(graphs.runner, "Graph", ImitatedGraph)
+    monkeypatch.setattr(graphs.runner, "CaptureSession", ImitatedSession)
     sizes_of_layers = (LAYERS, 160, B, K, D)
     pools = HybridCache.for_layers(
         *sizes_of_layers, sliding_window=list(windows), num_window_blocks=64, num_host_blocks=160

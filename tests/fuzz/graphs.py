@@ -77,9 +77,9 @@ def graphs_of(device: torch.device) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(graphs, "Graph", ImitatedGraph),
-        mock.patch.object(graphs, "CaptureSession", ImitatedSession),
-        mock.patch.object(graphs.torch, "compile", lambda function, **_: function),
+        mock.patch.object(graphs.runner, "Graph", ImitatedGraph),
+        mock.patch.object(graphs.runner, "CaptureSession", ImitatedSession),
+        mock.patch.object(torch, "compile", lambda function, **_: function),
     ):
         yield
 

@@ -1,0 +1,164 @@
+"""The inputs of all steps, in buffers that never move.
+
+Letters: T tokens of a step (padded), S sequences (padded).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_ops.cache import KVCache
+from paged_ops.checks import expect
+from paged_ops.graphs.modes import GraphKey
+from paged_ops.hybrid import HybridCache
+from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, GraphSupport
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The arguments of a step, views of buffers that never move: equal sizes give the same tensors."""
+
+    input_ids: Tensor  # int64 [T]
+    metadata: AttentionMetadata
+    last_rows: Tensor  # int64 [S]: the last row of each sequence in input_ids
+
+
+class InputBuffers:
+    """Where the inputs of all steps lie: the metadata's builder, and one allocation of token ids and last rows.
+
+    Args:
+        kv_cache: for its device and sizes.
+        max_num_seqs, max_num_tokens, max_model_len: the largest step.
+        graph_support: of the metadata's builder.
+    """
+
+    # Dimensions of size 0 and 1 would compile graphs of their own.
+    LEAST = 2
+    # Sizes of the step that leaves them open, and the least of the buffers that they are views of: numbers that are
+    # nobody else's, or a compiler would take them for the same.
+    OPEN_SEQS, OPEN_TOKENS = 3, 7
+    LEAST_SEQS, LEAST_TOKENS = 5, 11
+
+    def __init__(
+        self,
+        kv_cache: KVCache | HybridCache,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        graph_support: GraphSupport = GraphSupport.ALWAYS,
+    ) -> None:
+        seqs, tokens = max(max_num_seqs, self.LEAST_SEQS), max(max_num_tokens, self.LEAST_TOKENS)
+        self.builder = AttentionMetadataBuilder(
+            kv_cache.block_size,
+            seqs,
+            tokens,
+            -(-max_model_len // kv_cache.block_size),
+            kv_cache.device,
+            num_blocks=[pool.num_blocks for pool in kv_cache.pools],
+            num_state_rows=0 if kv_cache.states is None else len(kv_cache.states.tensors[0]),
+            graph_support=graph_support,
+        )
+        self._seqs = seqs
+        # last rows, then ids: what a step uses of both is sent in one copy
+        self._device = torch.zeros(seqs + tokens, dtype=torch.int64, device=kv_cache.device)
+        on_gpu = kv_cache.device.type == "cuda"
+        self._hosts = itertools.cycle([_Host(self._device, on_gpu) for _ in range(2 if on_gpu else 1)])
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def fill(
+        self,
+        batch: Batch,
+        input_ids: Sequence[int] | Tensor,
+        S: int,
+        T: int,
+        common_prefix_len: int = 0,
+        lookahead: int = 0,
+    ) -> StepInputs:
+        """A step padded to S sequences and T tokens. Padding ids are 0, or those of an earlier step."""
+        t = batch.num_tokens
+        expect(len(input_ids) == t, "input_ids", f"the {t} tokens of the batch", len(input_ids))
+        metadata = self.builder.build(common_prefix_len, batch, num_reqs=S, num_tokens=T, lookahead=lookahead)
+        host = next(self._hosts)
+        numbers = host.wait()
+        torch.sub(metadata.query_start_loc_cpu[1:], 1, out=numbers[:S]).clamp_(min=0)
+        start = self._seqs
+        if isinstance(input_ids, Tensor) and input_ids.device == self._device.device:
+            self._device[start : start + t].copy_(input_ids)
+            host.send(S)
+        else:
+            numbers[start : start + t] = torch.as_tensor(input_ids, device="cpu")
+            numbers[start + t : start + T] = 0
+            host.send(start + T)
+        return self._step(S, T, metadata)
+
+    def for_capture(self, key: GraphKey, query_len: int) -> StepInputs:
+        """A step of padding alone: of ``query_len`` tokens a sequence, or, if that is 0, of any mixture."""
+        self._device.zero_()
+        if query_len:
+            metadata = self.builder.build_for_capture(key.num_reqs, query_len, cascade=key.cascade)
+        else:
+            metadata = self.builder.build(0, self._nothing(), num_reqs=key.num_reqs, num_tokens=key.num_tokens)
+        return self._step(key.num_reqs, key.num_tokens, metadata)
+
+    def of_open_sizes(self) -> StepInputs:
+        """A step without sequences whose sizes a compiler is told to leave open: one compilation then serves all."""
+        self._device.zero_()
+        S, T = self.OPEN_SEQS, self.OPEN_TOKENS
+        inputs = self._step(S, T, self.builder.build(0, self._nothing(), num_reqs=S, num_tokens=T))
+        metadata = inputs.metadata
+        tensors = [
+            inputs.input_ids,
+            inputs.last_rows,
+            metadata.positions,
+            metadata.slot_mapping,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.block_tables,
+        ]
+        for pool in metadata.other_pools or ():
+            tensors += [pool.block_tables, pool.slot_mapping]
+        if metadata.state_slots is not None:
+            tensors.append(metadata.state_slots)
+            metadata.max_query_len = 1  # the only steps that are compiled with states
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return inputs
+
+    def _nothing(self) -> Batch:
+        """A step of no sequences."""
+        nothing: list[list[int]] = []
+        return Batch([], [], [], other_block_ids=[nothing] * (len(self.builder.num_blocks) - 1))
+
+    def _step(self, S: int, T: int, metadata: AttentionMetadata) -> StepInputs:
+        if (S, T) not in self._views:
+            if len(self._views) >= 1024:
+                self._views.clear()
+            self._views[S, T] = self._device[self._seqs : self._seqs + T], self._device[:S]
+        input_ids, last_rows = self._views[S, T]
+        return StepInputs(input_ids, metadata, last_rows)
+
+
+class _Host:
+    """A pinned copy of numbers on their way to the device, and the event after which it may be written again."""
+
+    def __init__(self, device: Tensor, on_gpu: bool) -> None:
+        self._target = device
+        self._numbers = device
+        if on_gpu:
+            self._numbers = torch.zeros(device.shape, dtype=device.dtype, device="cpu", pin_memory=True)
+        self._event = torch.cuda.Event() if on_gpu else None
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers
+
+    def send(self, count: int) -> None:
+        if self._event is not None:
+            self._target[:count].copy_(self._numbers[:count], non_blocking=True)
+            self._event.record(torch.cuda.current_stream(self._target.device))

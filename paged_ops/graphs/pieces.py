@@ -1,0 +1,142 @@
+"""The pieces of a step between its attention ops: compiled apart, each captured in a graph of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops.graphs.capture import CaptureSession, Graph, on_gpu
+
+
+class Pieces:
+    """The graphs of one step of one size, in the order in which the step calls its pieces.
+
+    The same compiled code may be called many times (once a layer): each call has a graph of its own. An input of a
+    piece either lives longer than the step (weights, caches, inputs of the step), or comes from an earlier piece, and
+    then lies at the same address at every replay; or it was made by an op between the pieces (attention), and is copied
+    to where it lay at capture.
+    """
+
+    def __init__(self, session: CaptureSession) -> None:
+        self._session = session
+        self._graphs: list[tuple[Graph, list[tuple[int, Tensor]]]] = []
+        self._inputs: list[list[Any]] = []  # weak references to the storages, by call
+        self._results: set[int] = set()  # addresses of storages that pieces returned
+        self._room: dict[Any, Tensor] = {}
+        self._call: Callable[[Callable[[list[Any]], Any], list[Any]], Any] = self._observe
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def observing(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the step runs as it is, and what its pieces are given is noted."""
+        return self._as(self._observe)
+
+    def capturing(self) -> contextlib.AbstractContextManager[None]:
+        """Within it each piece is captured, and replayed at once, so that the ops between them see its results."""
+        return self._as(self._capture)
+
+    def replaying(self) -> contextlib.AbstractContextManager[None]:
+        return self._as(self._replay)
+
+    def __call__(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        result = self._call(function, args)
+        self._turn += 1
+        return result
+
+    @contextlib.contextmanager
+    def _as(self, call: Callable[[Callable[[list[Any]], Any], list[Any]], Any]) -> Iterator[None]:
+        self._call, self._turn = call, 0
+        token = _pieces.set(self)
+        try:
+            yield
+        finally:
+            _pieces.reset(token)
+
+    def _observe(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._inputs.append([StorageWeakRef(arg.untyped_storage()) if on_gpu(arg) else None for arg in args])
+        return function(args)
+
+    def _capture(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        copies: list[tuple[int, Tensor]] = []
+        for i, (arg, storage) in enumerate(zip(args, self._inputs[self._turn], strict=True)):
+            moves = storage is not None and storage.expired()
+            if moves and arg.untyped_storage().data_ptr() not in self._results:
+                alike = sum(room.shape == arg.shape for _, room in copies)
+                kind = arg.shape, arg.stride(), arg.dtype, arg.device, alike
+                if kind not in self._room:
+                    self._room[kind] = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+                copies.append((i, self._room[kind]))
+                args[i] = self._room[kind].copy_(arg)
+        graph = Graph(self._session)
+        result = graph.capture(lambda: function(list(args)))  # the function empties its list
+        graph.replay()
+        leaves = torch.utils._pytree.tree_leaves(result)
+        self._results |= {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+        self._graphs.append((graph, copies))
+        return result
+
+    def _replay(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        graph, copies = self._graphs[self._turn]
+        for i, room in copies:
+            room.copy_(args[i])
+        args.clear()
+        return graph.replay()
+
+
+_pieces: contextvars.ContextVar[Pieces | None] = contextvars.ContextVar("paged_ops.graphs.pieces", default=None)
+
+# What stays outside the pieces.
+ATTENTION_OPS = ["paged_ops::paged_attention", "paged_ops::paged_attention_with_lse", "paged_ops::cascade_attention"]
+
+
+def check_pieces_exist() -> None:
+    """Raises NotImplementedError where inductor cannot partition a graph at custom ops."""
+    from torch._inductor import config, utils
+
+    if not (hasattr(config, "custom_should_partition_ops") and hasattr(utils, "set_customized_partition_wrappers")):
+        raise NotImplementedError(
+            f"mode: expected torch 2.10 or newer for the piecewise modes, got {torch.__version__}"
+        )
+
+
+def compile_pieces(function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
+    """``torch.compile(fullgraph=True)`` by inductor, in pieces between the attention ops that can be captured.
+
+    Outside a runner in a piecewise mode it runs as any compiled function. A model may be compiled as a whole or layer
+    by layer.
+
+    Raises:
+        NotImplementedError: before torch 2.10.
+    """
+    check_pieces_exist()
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=_inductor_in_pieces)
+
+
+def _inductor_in_pieces(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    from torch._inductor import utils
+    from torch._inductor.compile_fx import compile_fx
+
+    before = utils._unstable_customized_partition_wrapper.wrapper
+    utils.set_customized_partition_wrappers(_wrap_piece)
+    try:
+        patches = {"graph_partition": True, "custom_should_partition_ops": ATTENTION_OPS}
+        return compile_fx(module, inputs, config_patches=patches)
+    finally:
+        utils._unstable_customized_partition_wrapper.wrapper = before
+
+
+def _wrap_piece(function: Callable[[list[Any]], Any], metadata: object) -> Callable[[list[Any]], Any]:
+    def piece(args: list[Any]) -> Any:
+        pieces = _pieces.get()
+        return function(args) if pieces is None else pieces(function, args)
+
+    return piece

@@ -1,0 +1,316 @@
+"""The runner of a model's steps: captures a graph of each size, replays the smallest one that a batch fits.
+
+Letters: T tokens of a step (padded), S sequences (padded), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paged_ops.cache import KVCache
+from paged_ops.checks import expect
+from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
+from paged_ops.graphs.inputs import InputBuffers, StepInputs
+from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mode
+from paged_ops.graphs.pieces import Pieces, check_pieces_exist
+from paged_ops.hybrid import HybridCache
+from paged_ops.metadata import AttentionMetadata, Batch, GraphSupport, advance_decodes
+
+Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
+
+
+@dataclass
+class GraphStats:
+    """Steps since the runner was made."""
+
+    replays: Counter[GraphKey] = field(default_factory=Counter)
+    plain: int = 0  # steps that fitted no graph
+    tokens: int = 0  # of the replayed steps
+    padded_tokens: int = 0  # replayed on top of them
+
+    @property
+    def replayed(self) -> int:
+        return sum(self.replays.values())
+
+    @property
+    def padding(self) -> float:
+        """The part of the replayed tokens that was padding."""
+        return self.padded_tokens / max(self.tokens + self.padded_tokens, 1)
+
+
+class DecodeGraphs:
+    """Runs steps of a model, from captured graphs where a batch fits one.
+
+    Args:
+        step: ``step(input_ids [T], metadata, last_rows [S], kv_caches) -> logits [S, V]``
+            (:class:`paged_ops.generation.ModelStep`), eager or compiled. It may read no value on the host, and what it
+            decides by Python numbers of the metadata is decided at capture.
+        kv_cache: whose ``layers`` the step writes.
+        max_num_seqs: most sequences of a step.
+        max_num_tokens: most tokens of a step, by default max_num_seqs * query_len.
+        max_model_len: longest sequence; by default what the cache can hold.
+        mode: by default :func:`choose_mode`, and NONE where there are no graphs.
+        graph_support: what the model's attention layers allow (this package's ops: ALWAYS). With states in the cache,
+            batches of one token for each sequence alone are captured, none of them its first.
+        query_len: tokens a sequence of a decode batch, more than 1 for speculative verification.
+        seq_sizes: sequences of the decode batches to capture; by default :func:`capture_sizes` up to max_num_seqs.
+        token_sizes: tokens of the mixed batches to capture; by default to max_num_tokens, at most 512.
+        cascade: capture each decode size a second time, for steps with a common prefix.
+        sample: the next tokens ``[S]`` from the logits, on the device (``lambda logits: logits.argmax(-1)``). Then a
+            step ends with them in ``tokens`` and with its inputs made those of the next step, so that
+            :meth:`replay_next` is only a launch.
+
+    Attributes:
+        builder: of the metadata.
+        tokens: int64 ``[max_num_seqs]`` on the device: the newest tokens, with ``sample``.
+        captured: the graphs by what they serve.
+        stats: what was replayed.
+
+    Raises:
+        ValueError: a size is not positive, the mode asks for more than graph_support or the device allow.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        kv_cache: KVCache | HybridCache,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int | None = None,
+        max_model_len: int | None = None,
+        mode: GraphMode | str | None = None,
+        graph_support: GraphSupport = GraphSupport.ALWAYS,
+        query_len: int = 1,
+        seq_sizes: Iterable[int] | None = None,
+        token_sizes: Iterable[int] | None = None,
+        cascade: bool = False,
+        sample: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        expect(max_num_seqs >= 1, "max_num_seqs", "1 or more", max_num_seqs)
+        expect(query_len >= 1, "query_len", "1 or more", query_len)
+        most = max_num_seqs * query_len if max_num_tokens is None else max_num_tokens
+        expect(most >= max_num_seqs * query_len, "max_num_tokens", "at least max_num_seqs * query_len", most)
+        expect(sample is None or query_len == 1, "sample", "none for a query_len above 1", sample)
+        self._keeps_state = kv_cache.states is not None
+        if self._keeps_state:  # a state is taken up by one token, or by a chunk that the host knows
+            graph_support = min(graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+        if mode is None:
+            mode = choose_mode(graph_support, query_len) if Graph.runs_on(kv_cache.device) else GraphMode.NONE
+        self.mode = GraphMode(mode)
+        runs = self.mode is GraphMode.NONE or Graph.runs_on(kv_cache.device)
+        expect(runs, "mode", f"NONE, as {kv_cache.device} has no graphs", self.mode)
+        allowed = graph_support >= self.mode.needs(query_len)
+        expect(allowed, "mode", f"one that graph_support = {graph_support!r} allows", self.mode)
+        whole = not (self._keeps_state and self.mode.in_pieces)
+        expect(whole, "mode", "NONE or FULL_DECODE_ONLY for a cache with states", self.mode)
+        if self.mode.in_pieces:
+            check_pieces_exist()
+        self.step = step
+        self.kv_cache = kv_cache
+        self.query_len = query_len
+        self.cascade = cascade
+        self.stats = GraphStats()
+        capacity = min(kv_cache.max_seq_len, kv_cache.num_blocks * kv_cache.block_size)
+        self._inputs = InputBuffers(kv_cache, max_num_seqs, most, max_model_len or capacity, graph_support)
+        self.builder = self._inputs.builder
+        self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
+        self._max_num_seqs = max_num_seqs
+        self._sample = sample
+        self._advance = advance_decodes
+        if sample is not None and kv_cache.device.type == "cuda":
+            self._advance = torch.compile(advance_decodes, fullgraph=True, dynamic=True)
+        wants_decodes = self.mode not in (GraphMode.NONE, GraphMode.PIECEWISE)
+        wants_mixed = self.mode not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
+        self._seq_sizes = _sizes("seq_sizes", seq_sizes, max_num_seqs, max_num_seqs) if wants_decodes else []
+        self._token_sizes = _sizes("token_sizes", token_sizes, most, min(most, 512)) if wants_mixed else []
+        self.captured: dict[GraphKey, Graph | Pieces] = {}
+        self._addresses = self._cache_addresses()
+        self._last: tuple[GraphKey | None, StepInputs, int] | None = None
+        self._left = 0  # steps by which the last batch may still be advanced
+
+    def plan(self) -> list[GraphKey]:
+        """What :meth:`capture` captures, largest first."""
+        keys = {GraphKey(S, S * self.query_len) for S in self._seq_sizes}
+        if self.cascade:
+            keys |= {key._replace(cascade=True) for key in keys}
+        keys |= {self._mixed_key(T) for T in self._token_sizes}
+        return sorted(keys, key=lambda key: (key.num_tokens, key), reverse=True)
+
+    @torch.no_grad()
+    def capture(
+        self, on_progress: Callable[[int, int, GraphKey | None], None] | None = None, *, dynamic: bool = True
+    ) -> CaptureReport:
+        """Capture a graph of each size, the largest first, so that the smaller ones find room in its memory.
+
+        The cache is neither read nor written: the batches are all padding. Call it again after the cache or weights
+        moved.
+
+        Args:
+            on_progress: called with (sizes done, sizes in all, the size that comes next or None).
+            dynamic: first run a step whose sizes a compiler is told to leave open, so that one compilation serves all.
+                False lets each size be compiled by itself: better code, more time.
+
+        Raises:
+            CaptureError: the step syncs with the host, or does what a graph cannot hold.
+            ValueError: the mode wants pieces, and the step has none.
+        """
+        started = time.perf_counter()
+        keys = self.plan()
+        self.captured.clear()
+        self._last = None
+        self._addresses = self._cache_addresses()
+        if dynamic:
+            self._run_step(self._inputs.of_open_sizes())
+        if not keys:
+            return CaptureReport((), 0, time.perf_counter() - started, 0)
+        with CaptureSession(self.kv_cache.device) as session:
+            for done, key in enumerate(keys):
+                if on_progress is not None:
+                    on_progress(done, len(keys), key)
+                self.captured[key] = self._capture_one(key, session)
+            if on_progress is not None:
+                on_progress(len(keys), len(keys), None)
+        graphs = sum(len(each) if isinstance(each, Pieces) else 1 for each in self.captured.values())
+        return CaptureReport(tuple(keys), graphs, time.perf_counter() - started, session.num_bytes)
+
+    @torch.no_grad()
+    def replay(
+        self, batch: Batch, input_ids: Sequence[int] | Tensor, *, common_prefix_len: int = 0, lookahead: int = 0
+    ) -> Tensor:
+        """Run a step: replay the smallest graph that it fits, padded, or else run it as it is.
+
+        Args:
+            batch: the step, as :meth:`AttentionMetadataBuilder.build` takes it.
+            input_ids: its tokens, on the host or on the cache's device.
+            common_prefix_len: tokens that all sequences share; read once where ``cascade`` was asked for.
+            lookahead: how often :meth:`replay_next` may follow; the blocks for so many tokens must be in the batch.
+
+        Returns:
+            Logits ``[num_reqs, V]``. Those of a replayed step lie in its graph's memory: they are valid until the next
+            call.
+
+        Raises:
+            ValueError: the batch is wrong, or the cache has moved since capture.
+        """
+        n, t = batch.num_reqs, batch.num_tokens
+        common_prefix_len *= self.cascade
+        is_advanced = lookahead > 0 and self._sample is not None and bool((batch.query_lens == 1).all())
+        key = self.find(batch, cascade=common_prefix_len > 0, is_advanced=is_advanced)
+        S, T = (max(n, self._inputs.LEAST), max(t, self._inputs.LEAST)) if key is None else key[:2]
+        inputs = self._inputs.fill(batch, input_ids, S, T, common_prefix_len, lookahead)
+        self._left = lookahead if is_advanced else 0
+        self._last = key, inputs, n
+        return self._run(key, inputs, n, t)
+
+    @torch.no_grad()
+    def replay_next(self) -> Tensor:
+        """Run the step after the last one, with the tokens that it sampled: one launch, no other work on the host.
+
+        Raises:
+            ValueError: no decode step was run before, the runner has no ``sample``, or the lookahead is used up.
+        """
+        enough = "a replay of a decode batch with a lookahead that is not used up, and a sample function"
+        expect(self._last is not None and self._left > 0, "lookahead", enough, self._left)
+        assert self._last is not None
+        self._left -= 1
+        key, inputs, n = self._last
+        return self._run(key, inputs, n, n)
+
+    def find(self, batch: Batch, cascade: bool = False, is_advanced: bool = False) -> GraphKey | None:
+        """The smallest captured graph that the batch fits, or None.
+
+        ``is_advanced``: decodes that :meth:`replay_next` follows. A graph advances them if it has a token for each of
+        its sequences.
+        """
+        n, t = batch.num_reqs, batch.num_tokens
+        is_decode = bool((batch.query_lens == self.query_len).all())
+        if self._keeps_state and not bool((batch.num_computed_tokens > 0).all()):
+            is_decode = False  # a graph takes up the states of all
+        if is_decode:
+            at = bisect.bisect_left(self._seq_sizes, n)
+            if at < len(self._seq_sizes):
+                S = self._seq_sizes[at]
+                return self._if_captured(GraphKey(S, S * self.query_len, cascade))
+        at = bisect.bisect_left(self._token_sizes, max(n, t))
+        if cascade or at == len(self._token_sizes):
+            return None
+        key = self._mixed_key(self._token_sizes[at])
+        if key.num_reqs < n or (is_advanced and key.num_reqs != key.num_tokens):
+            return None
+        return self._if_captured(key)
+
+    def _if_captured(self, key: GraphKey) -> GraphKey | None:
+        return key if key in self.captured else None
+
+    def _mixed_key(self, T: int) -> GraphKey:
+        return GraphKey(min(T, self._max_num_seqs), T, in_pieces=self.mode.in_pieces)
+
+    def _run(self, key: GraphKey | None, inputs: StepInputs, n: int, t: int) -> Tensor:
+        if key is None:
+            self.stats.plain += 1
+            return self._run_step(inputs)[:n]
+        addresses = self._cache_addresses()
+        if addresses != self._addresses:
+            moved = [i for i, (old, new) in enumerate(zip(self._addresses, addresses, strict=False)) if old != new]
+            expect(False, "kv_cache", "the layers that were captured", f"others at {moved}: capture again")
+        self.stats.replays[key] += 1
+        self.stats.tokens += t
+        self.stats.padded_tokens += key.num_tokens - t
+        captured = self.captured[key]
+        if isinstance(captured, Pieces):
+            with captured.replaying():
+                return self._run_step(inputs)[:n]
+        return captured.replay()[:n]
+
+    def _run_step(self, inputs: StepInputs) -> Tensor:
+        logits = self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
+        if self._sample is not None:
+            S, T = len(inputs.last_rows), len(inputs.input_ids)
+            newest = self._sample(logits)
+            self.tokens[:S].copy_(newest[: len(self.tokens)])
+            if S == T:
+                inputs.input_ids.copy_(newest)
+                self._advance(inputs.metadata, self.kv_cache.block_size)
+        return logits
+
+    def _capture_one(self, key: GraphKey, session: CaptureSession) -> Graph | Pieces:
+        uniform = key.num_tokens == key.num_reqs * self.query_len and not key.in_pieces
+        inputs = self._inputs.for_capture(key, self.query_len if uniform else 0)
+        run = functools.partial(self._run_step, inputs)
+        run()  # compiles, and allocates what stays
+        try:
+            with session.sync_is_error():
+                run()
+            if not key.in_pieces:
+                graph = Graph(session)
+                graph.capture(run)
+                return graph
+            pieces = Pieces(session)
+            with pieces.observing():
+                run()
+            with pieces.capturing():
+                run()
+        except RuntimeError as error:
+            raise CaptureError(
+                f"step: expected only work that a graph can hold (no host sync, no unpinned copy), but at"
+                f" {key.num_reqs} sequences and {key.num_tokens} tokens it fails: {error}"
+            ) from error
+        expect(len(pieces) > 0, "step", "one from compile_pieces in the piecewise modes", "one without pieces")
+        return pieces
+
+    def _cache_addresses(self) -> list[int]:
+        return [layer.data_ptr() for layer in self.kv_cache.layers]
+
+
+def _sizes(argument: str, given: Iterable[int] | None, limit: int, largest: int) -> list[int]:
+    sizes = capture_sizes(largest) if given is None else sorted(set(given))
+    expect(all(1 <= size <= limit for size in sizes), argument, f"sizes in 1..{limit}", sizes)
+    return sizes
