@@ -4,7 +4,7 @@ Paged memory with copy-on-write and preemption by swapping is the idea of PagedA
 arXiv:2309.06180); the reuse of full prefix blocks, idle ones in least-recently-used order, that of vLLM's automatic
 prefix caching and of RadixAttention (SGLang, Zheng et al. 2023, arXiv:2312.07104).
 
-Letters: N blocks, B tokens a block.
+Letters: N blocks, B tokens per block.
 """
 
 import weakref

@@ -1,7 +1,7 @@
 """A step as the host describes it, and helpers that reorder such batches, rewrite them and say what pays.
 
 Letters: T tokens of the batch (padded), S sequences (padded), H query heads, K key/value heads, D head size, N blocks
-in the cache, B tokens a block, M columns of a block table. Lengths and positions are counted in tokens.
+in the cache, B tokens per block, M columns of a block table. Lengths and positions are counted in tokens.
 
 All of this runs on the host, once a step, on whole tensors.
 """
@@ -193,7 +193,7 @@ def make_local_attention_virtual_batches(
     ordinal = torch.arange(len(request), device="cpu") - (num_chunks.cumsum(0) - num_chunks)[request]
     start = (first_chunk[request] + ordinal) * chunk
     stop = torch.minimum(start + chunk, kv[request])
-    # The last chunk may reach past the table, where nothing is needed: any column will do.
+    # The last chunk may reach past the table, where nothing is needed, so any column can stand there.
     column = start[:, None] // block_size + torch.arange(chunk // block_size, device="cpu")
     column = column.clamp(max=max(columns - 1, 0))
     device = block_tables.device
@@ -216,7 +216,7 @@ def block_ids_from_addresses(
         block_tables: int64 ``[S, M]``, host: addresses in bytes.
         seq_lens: ``[num_reqs]``, host, ``num_reqs <= S``: further rows are padding.
         kv_cache: the cache whose blocks these are, on any device; its content is not touched.
-        value_cache: as the ops take it: tells the separate and x-packed forms from the others. Not looked into.
+        value_cache: as the ops take it. It marks the separate and x-packed forms; its content is not read.
 
     Returns:
         int32 ``[S, M]``, host; 0 where no block is needed.
@@ -262,14 +262,14 @@ def use_cascade_attention(
                   + 700                                          two more launches, some 10 us
 
     True if ``cascade < plain``; suffixes cost the same either way. Prefixes under 256 tokens and fewer than 8 sequences
-    are refused outright: there the result would hang on the model's constants.
+    are refused outright: there the result would depend on the constants of this model.
 
     Args:
         common_prefix_len: tokens that all sequences share.
         query_lens: ``[num_reqs]``, host.
         H, K: query heads, key/value heads.
-        uses_alibi: ALiBi depends on distances across the seam, which cascade_attention does not know: False.
-        uses_window: so do a sliding window and attention chunks: False.
+        uses_alibi: the result is False with ALiBi, which depends on distances between prefix and suffix.
+        uses_window: the result is False with a sliding window or chunks, for the same reason.
         num_sms: multiprocessors of the device.
 
     Raises:
@@ -291,7 +291,7 @@ def use_cascade_attention(
 
 
 def integers(argument: str, values: Ints, rank: int) -> Tensor:
-    """Numbers of the host as an int32 or int64 CPU tensor, not copied if they are one."""
+    """Numbers of the host as an int32 or int64 CPU tensor; if they are one, it is not copied."""
     tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     if tensor.numel() == 0 and not isinstance(values, Tensor):
         tensor = tensor.to(torch.int64)
@@ -302,7 +302,7 @@ def integers(argument: str, values: Ints, rank: int) -> Tensor:
 
 
 def _block_ids(rows: Sequence[Sequence[int]] | Tensor) -> Tensor:
-    """Lists of blocks as a tensor ``[num_reqs, W]``, filled up with -1, which is no block."""
+    """Lists of blocks as a tensor ``[num_reqs, W]``, padded with -1, which is no block."""
     if not isinstance(rows, (list, tuple)):
         return integers("block_ids", cast(Tensor, rows), rank=2)
     flat = integers("block_ids", list(itertools.chain.from_iterable(rows)), rank=1)

@@ -1,7 +1,7 @@
-"""Bidirectional ranges on the host: what a request has of them, and what of that a step needs.
+"""Bidirectional ranges on the host: those that a request has, and those that a step needs.
 
 A range is half-open, (start, end), in positions of its sequence. Tokens of one range see each other: see
-:func:`paged_ops.paged_attention`. Letters: R ranges of a sequence that a step has room for.
+:func:`paged_ops.paged_attention`. Letters: R ranges per sequence for which a step has room.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ranges = Sequence[Sequence[Sequence[int]]] | Tensor
 
 
 def ranges_of_requests(ranges: Ranges) -> Tensor:
-    """The ranges of each request, lists of pairs or a CPU tensor ``[num_reqs, W, 2]``, as the latter; padded with 0."""
+    """The ranges of each request (lists of pairs, or a CPU tensor) as a tensor ``[num_reqs, W, 2]``, padded with 0."""
     name, shape = "bidirectional_ranges", "[num_reqs, W, 2]"
     if isinstance(ranges, Tensor):
         expect(ranges.device.type == "cpu", name, "a tensor on the CPU", ranges)
@@ -33,12 +33,12 @@ def ranges_of_requests(ranges: Ranges) -> Tensor:
 
 
 def ranges_of_step(ranges: Tensor, computed: Tensor, seq_lens: Tensor, R: int) -> Tensor:
-    """Of ranges ``[num_reqs, W, 2]`` those that hold tokens ``computed : seq_lens`` of their request: ``[num_reqs, R,
-    2]``, padded with 0. Others change nothing that the step computes.
+    """The ranges, of ``[num_reqs, W, 2]``, that hold tokens ``computed : seq_lens`` of their request: ``[num_reqs, R,
+    2]``, padded with 0. Other ranges do not change what the step computes.
 
     Raises:
-        ValueError: a request has more than R of them, or one goes on after the step, so that its tokens of this step
-            would miss keys that are not there yet.
+        ValueError: a request has more than R of them, or a range goes on after the step: its tokens of this step would
+            need keys that are not there yet.
     """
     start, end = ranges[:, :, 0], ranges[:, :, 1]
     computed, seq_lens = computed[:, None], seq_lens[:, None]

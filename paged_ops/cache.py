@@ -7,7 +7,7 @@ One step of an engine, here for a new sequence (a chunked prefill writes and com
     ...                                             # the model writes cache.slots(seq_id) and attends
     cache.commit(seq_id, len(prompt) - num_cached)  # the step is issued: its full blocks may now be shared
 
-Letters: N blocks, B tokens a block, K key/value heads, D head size, Dv value head size, L layers.
+Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value head size, L layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class KVCache(BlockAllocator):
     Args:
         num_layers: L.
         num_blocks: N. ``num_blocks_for`` gives what fits into a number of bytes.
-        block_size: B tokens a block, any number from 1.
+        block_size: B tokens per block, any number from 1.
         num_kv_heads: K, one number or one for each layer.
         head_size: D, one number or one for each layer.
         value_head_size: Dv, one number or one for each layer; D when None.

@@ -13,9 +13,9 @@ _debug = False
 
 
 def set_debug_checks(enabled: bool) -> None:
-    """Check block ids, slots, lengths and block mappings that live on a device too, at the cost of a sync a call.
+    """Check block ids, slots, lengths and block mappings that live on a device too, at the cost of a sync per call.
 
-    Off by default: such values are checked on the host, once a step, where the metadata is built. On the CPU, where
+    Off by default: such values are checked on the host, once per step, where the metadata is built. On the CPU, where
     reading a value costs no sync, they are always checked.
     """
     global _debug
@@ -59,7 +59,7 @@ def tensor(
     names: str = "",
 ) -> None:
     """Check rank, sizes (None: any), dtype and device of one tensor; ``names`` is its shape in letters."""
-    # Messages are not made for nothing: these checks run at each call of an op.
+    # A message is only made for an error: these checks run at each call of an op.
     present(argument, value)
     if value.dim() != len(shape):
         expect(False, argument, f"{len(shape)} dimensions {names}".rstrip(), value)
@@ -74,7 +74,7 @@ def tensor(
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """A device by its index, for what outlives the call: "cuda" is the GPU that is current now, and stays that one."""
+    """A device with its index, for objects that outlive the call: "cuda" becomes the GPU that is current now."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -82,7 +82,7 @@ def with_index(device: torch.device | str) -> torch.device:
 
 
 def as_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes a GPU the current one for what asks for it: exports by DLPack, launches of other packages."""
+    """Make a GPU the current one, for code that relies on that: exports by DLPack, launches of other packages."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -94,9 +94,9 @@ def present(argument: str, value: Any) -> None:
 def written(argument: str, value: Tensor) -> None:
     """Check that an op may write to a tensor: its elements lie apart, and a compiler knows where it begins.
 
-    Inductor takes a storage offset that is computed from open sizes for 0: a write to ``arena[i]`` would land at the
-    start of ``arena`` (pytorch#198068, torch 2.11 to 2.13 at least). The offset of a graph's input is a symbol of its
-    own, which is right.
+    Inductor treats a storage offset that is computed from symbolic sizes as 0, so a write to ``arena[i]`` would go to
+    the start of ``arena`` (pytorch#198068, torch 2.11 to 2.13 at least). The offset of a graph's input is a symbol of its
+    own, and is treated correctly.
     """
     for size, stride in zip(value.shape, value.stride(), strict=True):
         expanded = type(stride) is int and stride == 0 and not (type(size) is int and size <= 1)
@@ -117,7 +117,7 @@ def in_range(argument: str, values: Tensor, low: int, high: int, unit: str) -> N
     """Check that every value lies in ``[low, high)``. Reads values: for the host or the debug switch."""
     if not values.numel():
         return
-    smallest, largest = (int(each) for each in values.aminmax())  # Python's: a bound may be too large for int32
+    smallest, largest = (int(each) for each in values.aminmax())  # as Python's int: a bound may be too large for int32
     if smallest < low or largest >= high:
         wide = values.long()
         where = ((wide < low) | (wide >= high)).nonzero()[0].tolist()
@@ -151,7 +151,7 @@ def lengths(argument: str, seq_lens: Tensor, M: int, B: int) -> None:
 
 
 def query_ranges(query_start_loc: Tensor, T: int) -> None:
-    """Check that the rows of query are cut into ranges, in order. Reads values."""
+    """Check that the query ranges divide the rows of query in order. Reads values."""
     in_range("query_start_loc", query_start_loc, 0, T + 1, "rows of query")
     expect(
         bool((query_start_loc.diff() >= 0).all()),

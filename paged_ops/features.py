@@ -28,8 +28,8 @@ class Features(NamedTuple):
     bidirectional_ranges: Tensor | None = None
 
 
-# Pairs that have no meaning together: block-sparse kernels skip by its pattern alone, a distance needs an order, and
-# without causality there is nothing that a range could open.
+# Pairs that have no meaning together: block-sparse kernels skip keys by the pattern alone; window and chunk need the
+# order of causality; and without causality a range has nothing left to open.
 EXCLUSIVE = (
     ("block_sparse", "alibi_slopes"),
     ("block_sparse", "sliding_window"),

@@ -6,7 +6,7 @@ layers that keep state instead of keys. ``HybridCache`` has the methods of ``KVC
 none. The idea of pools by reach is that of vLLM's hybrid KV cache manager and of Jenga (Zhang et al. 2025,
 arXiv:2503.18292).
 
-Letters: N blocks, B tokens a block, L layers with attention.
+Letters: N blocks, B tokens per block, L layers with attention.
 """
 
 from __future__ import annotations

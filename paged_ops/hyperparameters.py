@@ -1,4 +1,4 @@
-"""What a model fixes for each of its attention layers: collected by layer, and common to all."""
+"""Hyperparameters of a model's attention layers: collected by layer, and those that all layers share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged_ops.checks import expect
 
 
 class LayerHyperparameters(NamedTuple):
-    """What a model fixes for each of its attention layers, maybe differently."""
+    """What a model sets for each of its attention layers; layers may differ."""
 
     sliding_window: int  # tokens, the query's own included; 0 is off
     soft_cap: float  # 0 is off
@@ -48,7 +48,7 @@ def collect_layer_hyperparameters(layers: Mapping[str, Any] | nn.Module) -> dict
 
 
 def common_layer_hyperparameters(per_layer: Mapping[str, LayerHyperparameters]) -> LayerHyperparameters:
-    """The values that all layers share, for what is prepared once a step for all of them.
+    """The values that all layers share, for what is prepared once per step for all of them.
 
     Args:
         per_layer: what :func:`collect_layer_hyperparameters` gave.

@@ -1,6 +1,6 @@
-"""The forms of a paged cache: names, shapes, and strided views that make them one.
+"""The forms of a paged cache: their names, their shapes, and the strided views by which all code reads them alike.
 
-Letters: N blocks, B tokens a block, K key/value heads, D head size, Dv value head size, x = 16 / itemsize.
+Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value head size, x = 16 / itemsize.
 
 Every op takes four forms, told apart by rank and by whether ``value_cache`` is given:
 
@@ -67,7 +67,7 @@ class PagedKV(NamedTuple):
 
 
 def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None) -> PagedKV:
-    """The one home of "which form is this": checks ``kv_cache`` and ``value_cache`` and returns them as views."""
+    """Find which form a cache has: checks ``kv_cache`` and ``value_cache``, and returns them as views."""
     present("kv_cache", kv_cache)
     rank = kv_cache.dim()
     expect(rank in (4, 5), "kv_cache", "4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
@@ -113,7 +113,7 @@ def kv_cache_shape(
     *,
     value_head_size: int | None = None,
 ) -> tuple[int, ...]:
-    """The shape to allocate for one layer; :func:`kv_cache_view` makes of it what the ops take.
+    """The shape to allocate for one layer; :func:`kv_cache_view` turns the tensor into what the ops take.
 
     With a ``value_head_size`` Dv other than D it is that of a joined cache: ``[N, B, K, D + Dv]``, HND
     ``[N, K, B, D + Dv]``; the other layouts have none.
@@ -154,7 +154,7 @@ def allocate_kv_cache(
     *,
     value_head_size: int | None = None,
 ) -> Tensor:
-    """A zeroed cache of one layer in the form that the ops take; x-packed and joined ones are yet to be split."""
+    """A zeroed cache of one layer as the ops take it. Split x-packed and joined ones in the compiled function."""
     sizes = (num_blocks, block_size, num_kv_heads, head_size)
     shape = kv_cache_shape(layout, *sizes, value_head_size=value_head_size)
     return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
@@ -163,7 +163,7 @@ def allocate_kv_cache(
 def split_kv_cache(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple[Tensor, Tensor]:
     """The x-packed pair ``[N, K, D/x, B, x]``, ``[N, K, D, B]`` as views of a flat cache ``[2, N, B*K*D]``.
 
-    Call it inside the compiled function: two slices of one storage that enter a graph as two inputs are copied whole.
+    Call it inside the compiled function: two slices of one storage that enter a graph as two inputs are copied.
     """
     x = 16 // kv_cache.element_size()
     expect(kv_cache.dim() == 3 and kv_cache.shape[0] == 2, "kv_cache", "the flat cache [2, N, B*K*D]", kv_cache)
@@ -193,20 +193,20 @@ _chosen: dict[torch.device, Layout] = {}  # a device without an index: all of it
 
 
 def get_default_layout(device: torch.device | str) -> Layout:
-    """The layout of new caches on a device: what :func:`set_default_layout` chose for it, or for all of its type, else
-    that of its type."""
+    """The layout of new caches on a device: the one that :func:`set_default_layout` chose for the device or for its
+    type, else the default of its type."""
     device = torch.device(device)
     of_type = _chosen.get(torch.device(device.type), _DEFAULTS.get(device.type, Layout.NHD))
     return _chosen.get(device, of_type)
 
 
 def set_default_layout(layout: Layout | str | None, device: torch.device | str | None = None) -> None:
-    """Choose the layout of new caches in this process; None as layout undoes it.
+    """Choose the layout of new caches in this process; the layout None undoes an earlier choice.
 
     Args:
-        layout: for what ``device`` names.
-        device: ``"cuda:1"`` is that GPU alone, ``"cuda"`` is all GPUs, None is all devices; the wider ones also replace
-            what was chosen for one of them before.
+        layout: the layout of new caches on ``device``.
+        device: ``"cuda:1"`` is that GPU only, ``"cuda"`` is all GPUs, None is all devices. A choice for several devices
+            replaces earlier choices for single ones.
     """
     chosen = None if layout is None else _layout(layout)
     devices = [torch.device(kind) for kind in _DEFAULTS] if device is None else [torch.device(device)]
@@ -218,12 +218,12 @@ def set_default_layout(layout: Layout | str | None, device: torch.device | str |
 
 
 def preferred_tpu_block_size(max_model_len: int) -> int:
-    """Tokens a block that suit a TPU: the next power of two of ``max_model_len``, over 16, within 16..256."""
+    """Tokens per block that suit a TPU: ``max_model_len`` rounded up to a power of two, over 16, within 16..256."""
     return min(max(_next_power_of_two(max_model_len) // 16, 16), 256)
 
 
 def min_tpu_block_size(max_model_len: int, max_num_seqs: int) -> int:
-    """The fewest tokens a block at which the int32 block tables fit half of a TPU's 1 MiB of scalar memory.
+    """The fewest tokens per block at which the int32 block tables fit half of a TPU's 1 MiB of scalar memory.
 
     The power of two at or above ``max_model_len / (1 MiB / 2 / max_num_seqs / 4)``.
     """
@@ -254,7 +254,7 @@ MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def element_dtype(kv_cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
-    """What a cache's elements are: its own dtype, or what ``kv_cache_dtype`` says of uint8 storage."""
+    """The dtype of a cache's elements: its own, or for uint8 storage the one that ``kv_cache_dtype`` names."""
     names = ("auto", *_FP8)
     expect(kv_cache_dtype in names, "kv_cache_dtype", f"one of {names}", repr(kv_cache_dtype))
     if kv_cache_dtype == "auto":

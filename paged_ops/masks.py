@@ -1,4 +1,4 @@
-"""Which keys a query sees: one predicate a feature, on positions.
+"""Which keys a query sees: one predicate per feature, on positions.
 
 ``i`` is the position of a query, ``j`` of a key, both counted from the start of their sequence; they are integer
 tensors that broadcast, and a predicate returns a bool tensor. A tile of keys is skipped when no pair in it is kept.
@@ -69,7 +69,7 @@ def BlockSparse(  # noqa: N802 - reads as a type, but the dispatcher and dynamo 
 
 
 def check_block_sparse(params: Sequence[int], cache_block_size: int) -> SparsePattern:
-    """The seven numbers by their names, or a ValueError that names the one that is wrong."""
+    """The seven numbers as a :class:`SparsePattern`; a ValueError names the one that is wrong."""
     expect(len(params) == 7, "block_sparse", "7 numbers (see paged_ops.BlockSparse)", f"{len(params)}")
     fields: Any = params
     sparse = SparsePattern(*fields)

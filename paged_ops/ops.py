@@ -1,7 +1,7 @@
 """Every op, declared once: signature, what it mutates, and its meaning. :mod:`paged_ops.registry` finds the rest.
 
 Letters, one legend for the whole project: T tokens of the batch (padded), S sequences (padded), H query heads,
-K key/value heads, D head size, Dv value head size (= D unless said), N blocks in the cache, B tokens a block,
+K key/value heads, D head size, Dv value head size (= D unless said), N blocks in the cache, B tokens per block,
 M columns of a block table, P pairs of blocks.
 
 What all ops share:
@@ -113,8 +113,8 @@ def paged_attention(
         attention_chunk: see keys with ``i // attention_chunk == j // attention_chunk``; 0 is off.
         soft_cap: bound of the logits, before masks and biases; 0 is off, infinity refused.
         alibi_slopes: float32 ``[H]`` (Press et al. 2021, arXiv:2108.12409).
-        sinks: float32 ``[H]``: an extra logit a head that takes part in the sum and has no value; never scaled, capped
-            or biased (gpt-oss; Xiao et al. 2023, arXiv:2309.17453).
+        sinks: float32 ``[H]``: an extra logit per head that takes part in the sum and has no value; never scaled,
+            capped or biased (gpt-oss; Xiao et al. 2023, arXiv:2309.17453).
         block_sparse: :class:`paged_ops.BlockSparse`: local blocks plus a vertical stride.
         k_scale, v_scale: float32 ``[1]`` or ``[K]`` of an fp8 cache.
         output_scale: float32 ``[1]``: return ``clamp(out / output_scale)`` as float8_e4m3fn.

@@ -1,7 +1,7 @@
 """What every op means, in plain torch, one sequence and one token at a time: written to be read, not to be fast.
 
 Same names, arguments and letters as :mod:`paged_ops.ops`. The reference computes in the dtype of its query (or of
-``out_a``) and also takes float64, in which nothing is rounded: that is the truth that lowerings are measured against.
+``out_a``), and also takes float64: lowerings are compared with its results in float64.
 Given float64, lse is float64 too.
 """
 
@@ -91,7 +91,7 @@ def paged_attention_with_lse(
         kept = masks.keep(i, j, H, K, is_causal=causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges)
         logits = logits.masked_fill(~kept, -torch.inf)
         summands = logits
-        if sinks is not None:  # one more logit a head, without a value
+        if sinks is not None:  # one more logit per head, without a value
             summands = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(H, q_len, 1)], 2)
 
         total = torch.logsumexp(summands, 2)  # [H, q]; -inf for a row that sees nothing

@@ -153,7 +153,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., Any]:
-    """The kernel for lazily negated or conjugated arguments, whose memory does not hold what they read as."""
+    """The kernel for lazily negated or conjugated arguments, whose memory does not hold their values."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         run = getattr(getattr(torch.ops.paged_ops, name), overload)
@@ -175,7 +175,7 @@ def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., 
 
 
 def _install_twins(name: str) -> None:
-    """XLA wants values: what an op writes becomes the result of its functional twin."""
+    """XLA needs values: what an op writes becomes the result of its functional twin."""
     importlib.import_module(LOWERINGS["XLA"]).install_twins(LIBRARY, name)
 
 
@@ -213,7 +213,7 @@ def _refuse_grad(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _transforming() -> bool:
-    """Whether dual numbers or transforms of torch.func are in use. Dynamo, too, knows what these answer."""
+    """Whether dual numbers or transforms of torch.func are in use. Dynamo can trace this function."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 

@@ -3,7 +3,7 @@
 What counts are the unfinished requests and the cache, which knows whose sequence is there, swapped out, or neither. The
 lists of those that wait, run and are swapped out follow from that, and are made anew when a step was given up.
 
-Letters: M columns of a block table, B tokens a block.
+Letters: M columns of a block table, B tokens per block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which op runs on which device with which features, and why not: asked of the lowerings themselves."""
+"""Which op runs on which device with which features, and why not. The lowerings themselves answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from paged_ops.features import conflicts
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
 
-# What a caller may ask of supports() besides an op's arguments: what the tensors would show.
+# What a caller may ask of supports() besides an op's arguments: properties of the tensors.
 PROPERTIES = (
     "dtype",
     "cache_dtype",

@@ -11,7 +11,7 @@ attention ops balance their work on the device, so one graph is right and fast f
     logits = graphs.replay(batch, input_ids, lookahead=8)  # pads to the next captured size
     logits = graphs.replay_next()  # one more token for each sequence: nothing but a launch, up to 8 times
 
-Letters: T tokens of a step (padded), S sequences (padded), V vocabulary, B tokens a block.
+Letters: T tokens of a step (padded), S sequences (padded), V vocabulary, B tokens per block.
 
 Sources of the ideas: capture sizes, one memory pool for all of them and graphs of the pieces between attention are
 vLLM's; graphs without a copy of their result come from inductor's CUDA graph trees.

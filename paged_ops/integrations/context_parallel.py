@@ -5,7 +5,7 @@ history that they hold, weigh what came by their share of the softmax, and give 
 step's own tokens are at every rank: they are attended to once, causally, and merged. No length is read on the host.
 
 Letters: T tokens of the step, S sequences, H query heads of a rank, W ranks, K key/value heads, D head size, Dv value
-head size, N blocks, B tokens a block. Ideas: Helix (arXiv:2507.07120), ring attention's merge (arXiv:2310.01889).
+head size, N blocks, B tokens per block. Ideas: Helix (arXiv:2507.07120), ring attention's merge (arXiv:2310.01889).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing is read on the host and no shape depends on what is found, so that a captured step can attend by
 :func:`paged_ops.cascade_attention`: where nothing is shared its prefix has no tokens.
 
-Letters: S sequences, B tokens a block, M columns of the block tables.
+Letters: S sequences, B tokens per block, M columns of the block tables.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ side, in any order in memory, of which the ops take two views. Versions 0.26 to 
 :mod:`paged_ops.integrations.vllm_plugin`.
 
 Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, Dv value head size, N blocks,
-B tokens a block.
+B tokens per block.
 """
 
 from __future__ import annotations

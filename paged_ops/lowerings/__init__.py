@@ -1,1 +1,1 @@
-"""One module a device: how each op runs there. :data:`paged_ops.registry.LOWERINGS` says which, and imports it late."""
+"""How each op runs: one module per device, imported late. :data:`paged_ops.registry.LOWERINGS` names them."""

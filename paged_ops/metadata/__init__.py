@@ -1,6 +1,6 @@
 """One step's batch: its metadata, the builder that fills it, and helpers that split, reorder and rewrite batches.
 
-``step`` has what a model reads, ``builder`` fills it from a :class:`paged_ops.Batch`, ``buffers`` are where it lies.
+``step`` has what a model reads, ``builder`` fills it from a :class:`paged_ops.Batch`, ``buffers`` has its memory.
 """
 
 from paged_ops.batch import (

@@ -1,4 +1,4 @@
-"""The device buffers of a step, which never move, and the pinned host copies that fill them without waiting.
+"""The device buffers of a step, which never move, and pinned host copies that fill them without waiting.
 
 Letters: T tokens of the batch (padded), S sequences (padded), M columns of a block table.
 """
@@ -42,7 +42,7 @@ class Buffers:
         device: torch.device | str,
         pinned: bool,
     ) -> Buffers:
-        # The largest come last: of them only the rows in use are sent.
+        # The largest come last: only their rows in use are sent.
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
             *[(torch.int64, (max_num_tokens,))] * num_pools,
             (torch.int64, (max_num_tokens,)),
@@ -53,19 +53,19 @@ class Buffers:
             *[(torch.int32, (max_num_seqs, max_blocks))] * num_pools,
         ]
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
-        # 256 bytes is more alignment than any vector load or tensor descriptor asks for.
+        # No vector load or tensor descriptor needs more alignment than 256 bytes.
         starts = [0, *itertools.accumulate(-(-size // 256) * 256 for size in sizes)]
-        # An inference tensor could not be written outside that mode.
+        # An inference tensor cannot be written outside of inference mode.
         with torch.inference_mode(False):
             storage = torch.zeros(starts[-1], dtype=torch.uint8, device=device, pin_memory=pinned)
             parts = [
                 storage[start : start + size].view(dtype).view(shape)
                 for start, size, (dtype, shape) in zip(starts, sizes, shapes, strict=False)
             ]
-            # To saving, exporting and the compiler's alias analysis each part is a tensor of its own.
+            # For saving, exporting and the compiler's alias analysis each part must be a tensor of its own.
             own = parts
             if not pinned:
-                with as_current(torch.device(device)):  # tensors are exported from no other
+                with as_current(torch.device(device)):  # tensors can only be exported from the current GPU
                     own = [torch.from_dlpack(part) for part in parts]
         slot_mappings, (positions, query_start_loc, seq_lens, *rest) = own[:num_pools], own[num_pools:]
         state_slots = rest.pop(0) if with_states else None
@@ -119,7 +119,7 @@ class Buffers:
 
 
 class Staging:
-    """A host copy of the buffers, and the event after which it may be written again."""
+    """A host copy of the buffers, and the event after which it can be written again."""
 
     def __init__(self, buffers: Buffers):
         self.buffers = buffers
@@ -141,5 +141,5 @@ class Staging:
 
 
 def prefers_compact(rows: int, width: int, M: int) -> bool:
-    """Whether to send only the columns in use, packed, and spread them on the device: one more kernel, fewer bytes."""
+    """Whether to send only the columns in use and to spread them on the device: one more kernel, but fewer bytes."""
     return 4 * rows * (M - width) > 256 << 10 and 2 * width <= M

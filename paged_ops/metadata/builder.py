@@ -1,10 +1,10 @@
 """The builder of a step's metadata: checks, positions and slots on the host, then one copy to the device.
 
 Letters: T tokens of the batch (padded), S sequences (padded), H query heads, K key/value heads, D head size, N blocks
-in the cache, B tokens a block, M columns of a block table. Lengths and positions are counted in tokens.
+in the cache, B tokens per block, M columns of a block table. Lengths and positions are counted in tokens.
 
 Values that a kernel could only check by a sync with the device (block ids, lengths, slots, capacities) are checked
-here instead, on whole tensors, once a step.
+here instead, on whole tensors, once per step.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class AttentionMetadataBuilder:
     objects, so captured graphs and ``torch._dynamo.mark_static_address`` stay valid. Each build overwrites the device
     tensors of the one before; host tensors and integers are new each time.
 
-    On CUDA the numbers are written to pinned memory and sent on the current stream without waiting: one copy a step as
-    a rule, more only where buffers are so large that a second copy is cheaper than sending what lies between. The host
-    waits for nothing but the copy of ``num_staging_buffers`` steps before. On the CPU the buffers are written in place.
+    On CUDA the numbers are written to pinned memory and sent on the current stream without waiting. That is usually one
+    copy per step, and more only if a second copy is cheaper than sending what lies between. The host only waits for the
+    copy that was made ``num_staging_buffers`` steps before. On the CPU the buffers are written in place.
 
     Args:
         block_size: B.
         max_num_seqs: most sequences of a step, padding included.
         max_num_tokens: most tokens of a step, padding included.
         max_blocks_per_seq: M; the longest sequence has M * B tokens.
-        device: ``"cpu"`` or a CUDA (ROCm) device; of ``"cuda"`` the GPU that is current at construction. Elsewhere
-            build on the CPU and move the metadata with ``torch.utils._pytree.tree_map``.
+        device: ``"cpu"`` or a CUDA (ROCm) device; ``"cuda"`` means the GPU that is current at construction. For other
+            devices build on the CPU, and move the metadata with ``torch.utils._pytree.tree_map``.
         num_blocks: N; 0 before the cache exists (then only capture, and batches without tokens, can be built). A
             sequence of numbers for a cache of several pools; their batches have ``other_block_ids``.
         graph_support: what the layers that read the metadata allow.
-        unused_block_id: what to write into block-table entries that no length needs: None (the fastest) leaves there
-            what happens to be there; tests poison them.
+        unused_block_id: what to write into block-table entries that no length needs. None, the fastest, leaves them as
+            they are; tests poison them.
         num_state_rows: R of the tensors of a ``StateCache``; 0 without one.
-        max_bidirectional_ranges: most bidirectional ranges in which tokens of one step of a request lie; 0 is none.
-            Unless it is 0 every step has so many, as a captured graph reads them; kernels are compiled for the number.
+        max_bidirectional_ranges: the most bidirectional ranges that hold tokens of one request in one step; 0 is none.
+            If it is not 0, every step has room for so many, for captured graphs. Kernels are compiled for the number.
         num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
             that the host fills one while the device still reads the other.
 
@@ -133,16 +133,16 @@ class AttentionMetadataBuilder:
 
         Args:
             common_prefix_len: tokens that all sequences share, in the same blocks: a multiple of B, at most the least
-                num_computed_tokens, so that every query token sees all of it. If positive it is carried, with the
-                tensors that :func:`paged_ops.cascade_attention` takes, in ``cascade``; that the layers then use them is
-                for :func:`use_cascade_attention` to decide. 0 is none.
+                num_computed_tokens, so that every query token sees all of it. If it is positive, the
+                result's ``cascade`` has it, and the tensors that :func:`paged_ops.cascade_attention` takes; ask
+                :func:`use_cascade_attention` whether the layers should use them. 0 is none.
             batch: the step.
-            fast_build: favour the time of this call over that of the layers: leaves ``cascade`` out. For metadata that
-                few layers read, such as a draft model's steps. Everything else, the checks too, is the same.
+            fast_build: make this call faster, at the cost of the layers: leaves ``cascade`` out. For metadata that few
+                layers read, such as a draft model's steps. Everything else is the same, checks included.
             num_reqs: S, the sequences to pad to (a capture size); by default those of the batch.
             num_tokens: T, the tokens to pad to; by default those of the batch.
-            lookahead: tokens by which :func:`advance_decodes` may lengthen each request afterwards: the blocks for
-                them are checked and sent too.
+            lookahead: tokens by which :func:`advance_decodes` may lengthen each request afterwards; the blocks for
+                them are checked and sent, too.
 
         Raises:
             ValueError: a capacity is exceeded, a length is negative, a request has too few blocks, a needed block id is
@@ -175,7 +175,7 @@ class AttentionMetadataBuilder:
         ranges = self._bidirectional_ranges(batch, seq_lens)
         self._check_common_prefix(common_prefix_len, computed, blocks[0])
 
-        # Pinned to the CPU by name, because the user may have set another default device.
+        # The CPU is named because the user may have set another default device.
         query_start_loc = torch.full((S + 1,), t, dtype=torch.int32, device="cpu")
         query_start_loc[0] = 0
         torch.cumsum(query_lens, 0, dtype=torch.int32, out=query_start_loc[1 : n + 1])
@@ -232,7 +232,7 @@ class AttentionMetadataBuilder:
     def can_run_in_cuda_graph(self, batch: Batch) -> bool:
         """Whether the batch fits the capacities and is of a kind that ``graph_support`` lets a graph serve.
 
-        A batch without requests is: to a graph it is all padding.
+        A batch without requests is: for a graph, all of it is padding.
         """
         if batch.num_reqs > self.max_num_seqs or batch.num_tokens > self.max_num_tokens:
             return False
@@ -255,7 +255,7 @@ class AttentionMetadataBuilder:
         blocks = block_ids[:, :width]
         if blocks.numel():
             low, high = torch.aminmax(blocks)
-            # Only then is it worth telling needed entries from the rest.
+            # Only now is it worth finding out which entries are needed.
             if int(low) < 0 or int(high) >= num_blocks:
                 wrong = ((blocks < 0) | (blocks >= num_blocks)) & self._is_needed(seq_lens, width)
                 if bool(wrong.any()):
@@ -266,7 +266,7 @@ class AttentionMetadataBuilder:
         return blocks
 
     def _state_slots(self, batch: Batch) -> Tensor:
-        """The rows of the requests' states, checked; none without a ``StateCache``."""
+        """The rows of the requests' states, checked; none if there is no ``StateCache``."""
         rows, R = batch.state_slots, self.num_state_rows
         if not R:
             expect(rows is None, "state_slots", "None, as the builder has no states (num_state_rows)", rows)
@@ -316,8 +316,8 @@ class AttentionMetadataBuilder:
         state_slots: Tensor,
         ranges: Tensor,
     ) -> None:
-        """Fill the buffers with values that have been checked, slots and blocks of each pool; ``reach`` are lengths
-        that need their blocks."""
+        """Fill the buffers with checked values, and slots and blocks of each pool. ``reach``: the lengths that need
+        blocks."""
         staging = next(self._turns, None)
         into = self._buffers if staging is None else staging.wait()
         S, t = len(seq_lens), len(positions)
@@ -396,7 +396,7 @@ class AttentionMetadataBuilder:
     def _build_cascade(self, common_prefix_len: int, metadata: AttentionMetadata) -> CascadeMetadata:
         S, M = metadata.block_tables.shape
         if self._cascade is None:
-            # Allocated at the first use and never again; an inference tensor could not be written outside that mode.
+            # Allocated once, at the first use. An inference tensor cannot be written outside of inference mode.
             with torch.inference_mode(False):
                 zeros = self._buffers.block_tables.new_zeros
                 self._cascade = zeros(1, M), zeros(1), zeros(self.max_num_seqs, M), zeros(self.max_num_seqs)

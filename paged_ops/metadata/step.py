@@ -1,6 +1,6 @@
-"""One step's batch, as the ops and a model read it: on the device, with what the host knows of it.
+"""One step's batch, as the ops and a model read it: tensors on the device, and numbers on the host.
 
-Letters: T tokens of the batch (padded), S sequences (padded), B tokens a block, M columns of a block table.
+Letters: T tokens of the batch (padded), S sequences (padded), B tokens per block, M columns of a block table.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class AttentionMetadata:
     """One step's batch, as the ops and a model read it.
 
     A pytree whose every field is a leaf, integers too: it can be an argument of a compiled, exported or captured
-    function. The integers are for the host and are not to be read inside a graph: there each value compiles again.
+    function. The integers are for the host. Do not read them inside a graph, which would be compiled again for each
+    value.
     ``torch.export`` pins even an integer that is not read, unless its entry of ``dynamic_shapes`` (a list over
     ``torch.utils._pytree.tree_leaves(metadata)``) is ``torch.export.Dim.DYNAMIC``.
 
-    The tensors follow the padding contract: padding sequences come last, with length 0 and an empty query range, and so
+    The tensors follow the rules of padding: padding sequences come last, with length 0 and an empty query range, and so
     do padding tokens, with slot -1 and position 0. Block-table entries past a sequence's need may hold anything.
 
     Attributes:
