@@ -1,147 +1,24 @@
-"""Who owns which block: ``BlockPool`` (blocks of one memory), ``BlockAllocator`` (sequences on blocks).
+"""Which blocks hold which tokens of which sequence.
 
 Paged memory with copy-on-write and preemption by swapping is the idea of PagedAttention (Kwon et al. 2023,
 arXiv:2309.06180); the reuse of full prefix blocks, idle ones in least-recently-used order, that of vLLM's automatic
 prefix caching and of RadixAttention (SGLang, Zheng et al. 2023, arXiv:2312.07104).
 
 Letters: N blocks, B tokens per block.
+
+Longer than 500 lines: one class, whose methods change one state, each of them whole or not at all.
 """
 
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-
-class OutOfBlocks(RuntimeError):  # noqa: N818 - a state to react to, like StopIteration, more than a mistake
-    """Too few free blocks. Raised before anything is changed: free or swap out a sequence, then call again."""
-
-
-class Prefix:
-    """The identity of all tokens from a sequence's start to the end of a full block: equal prefixes are one object."""
-
-    __slots__ = ("__weakref__",)
-
-
-class BlockPool:
-    """``num_blocks`` blocks of one memory, with a reference count each; every operation on a block is O(1).
-
-    A block is owned (count > 0), free, or *idle*: free too, but its content is known and can be had again through
-    ``find`` until the block is taken for something else, the least recently released idle block first and only when
-    no other block is free. ``name`` says in errors which memory this is.
-    """
-
-    def __init__(self, num_blocks: int, name: str) -> None:
-        self.num_blocks = num_blocks
-        self.name = name
-        self.ref_counts = [0] * num_blocks
-        self.forget()
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that ``take`` can give: free and idle."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def num_idle(self) -> int:
-        """Free blocks whose content is still known."""
-        return len(self._idle)
-
-    def find(self, prefix: Prefix) -> int | None:
-        """The block, owned or idle, that holds the last B tokens of ``prefix``."""
-        return self._block_of.get(prefix)
-
-    def fits(self, plan: Sequence[int | None]) -> bool:
-        """Whether ``take(plan)`` would succeed."""
-        return plan.count(None) <= self._num_spare(plan)
-
-    def take(self, plan: Sequence[int | None]) -> list[int]:
-        """Takes one reference to each block that ``plan`` names and a fresh block for each None: all of them or,
-        with ``OutOfBlocks``, none."""
-        if not self.fits(plan):
-            raise OutOfBlocks(
-                f"{self.name} cache: expected {plan.count(None)} free blocks, got {self._num_spare(plan)} of"
-                f" {self.num_blocks}; free or swap out a sequence first"
-            )
-        for block in plan:  # before the fresh ones, which could evict them
-            if block is not None:
-                self.share(block)
-        return [self._fresh() if block is None else block for block in plan]
-
-    def share(self, block: int) -> None:
-        """Takes one more reference to an owned or idle block."""
-        self._check(block)
-        if not self.ref_counts[block] and block not in self._idle:
-            raise ValueError(f"block: {block} of the {self.name} cache is free and cannot be shared; take it first")
-        self._idle.pop(block, None)
-        self.ref_counts[block] += 1
-
-    def release(self, block: int) -> bool:
-        """Gives one reference back; True when it was the last and the block is free (or idle) now."""
-        self._check(block)
-        if not self.ref_counts[block]:
-            raise ValueError(f"block: double free of block {block} of the {self.name} cache; nobody owns it")
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block]:
-            return False
-        if self._prefix_of[block] is None:
-            self._free.append(block)
-        else:
-            self._idle[block] = None
-        return True
-
-    def remember(self, block: int, prefix: Prefix) -> None:
-        """Makes ``find(prefix)`` give ``block``, unless another block holds the same content already."""
-        if self._block_of.setdefault(prefix, block) == block:
-            self._prefix_of[block] = prefix
-
-    def forget(self) -> None:
-        """Forgets what all blocks hold; nobody owns one."""
-        assert not any(self.ref_counts), "blocks are forgotten while owned"
-        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: low ids first, so that runs are adjacent
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the first is the least recently released
-        self._block_of: dict[Prefix, int] = {}
-        self._prefix_of: list[Prefix | None] = [None] * self.num_blocks
-
-    def recover(self, owners: Mapping[int, int]) -> None:
-        """Sets all counts by the number of owners of each block, after an exception between two statements: what is
-        neither owned nor idle is free, and its content forgotten."""
-        self.ref_counts = [owners.get(block, 0) for block in range(self.num_blocks)]
-        known = {
-            block: prefix
-            for block, prefix in enumerate(self._prefix_of)
-            if prefix is not None and self._block_of.get(prefix) == block
-        }
-        idle = [block for block in self._idle if block in known and not self.ref_counts[block]]
-        kept = {block: prefix for block, prefix in known.items() if self.ref_counts[block] or block in self._idle}
-        self._prefix_of = [kept.get(block) for block in range(self.num_blocks)]
-        self._block_of = {prefix: block for block, prefix in kept.items()}
-        self._idle = OrderedDict.fromkeys(idle)
-        self._free = [
-            block for block in reversed(range(self.num_blocks)) if not self.ref_counts[block] and block not in kept
-        ]
-
-    def _num_spare(self, plan: Sequence[int | None]) -> int:
-        return self.num_free - sum(block in self._idle for block in plan if block is not None)
-
-    def _fresh(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            prefix = self._prefix_of[block]
-            assert prefix is not None
-            del self._block_of[prefix]
-            self._prefix_of[block] = None
-        self.ref_counts[block] = 1
-        return block
-
-    def _check(self, block: int) -> None:
-        if not 0 <= block < self.num_blocks:
-            raise ValueError(
-                f"block: expected an id in 0..{self.num_blocks - 1} of the {self.name} cache, got {block}: not its own"
-            )
+from paged_ops.block_pool import BlockPool, CacheStats, Prefix, most_blocks_kept
+from paged_ops.block_pool import OutOfBlocks as OutOfBlocks
+from paged_ops.checks import at_least
+from paged_ops.masks import oldest_key
 
 
 @dataclass(slots=True)
@@ -153,24 +30,6 @@ class _Sequence:
     prefixes: list[Prefix]  # the root, then one for each full block of computed tokens
     first_block: int = 0  # which block of the sequence blocks[0] is: those before it were given back
     swapped: bool = False
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts of blocks at this moment, and of what happened since the start."""
-
-    num_blocks: int
-    used_blocks: int
-    free_blocks: int  # idle ones included
-    idle_blocks: int  # free, content still known
-    shared_blocks: int  # more than one reference
-    host_used_blocks: int
-    host_free_blocks: int
-    admitted_tokens: int  # prompt tokens of all admissions
-    hit_tokens: int  # those of them found in the cache
-    copied_blocks: int  # copy-on-write
-    swapped_out_blocks: int  # moved to the host; a block whose content is there already is not moved
-    swapped_in_blocks: int
 
 
 class BlockAllocator:
@@ -565,12 +424,8 @@ class BlockAllocator:
 
     def _first_block(self, num_computed: int) -> int:
         """The oldest block that tokens from ``num_computed`` on see; at least the newest stays, to fill the row."""
-        start = 0
-        if self.sliding_window:
-            start = num_computed - self.sliding_window + 1
-        if self.attention_chunk:
-            start = max(start, num_computed // self.attention_chunk * self.attention_chunk)
-        return max(0, min(start, num_computed - 1)) // self.block_size
+        oldest = oldest_key(num_computed, self.sliding_window, self.attention_chunk)
+        return max(0, min(oldest, num_computed - 1)) // self.block_size
 
     def _give_back(self, seq: _Sequence) -> None:
         first_block = self._first_block(seq.num_computed)
@@ -681,21 +536,3 @@ class BlockAllocator:
             f"{type(self).__name__}: a shallow copy would own the same blocks a second time; copy.deepcopy gives an"
             " independent one"
         )
-
-
-def most_blocks_kept(block_size: int, sliding_window: int, attention_chunk: int) -> int:
-    """Blocks that a decoding sequence owns at most, at the worst place of its window or chunk; not both are 0."""
-    of_window = -(-(sliding_window - 1) // block_size) + 1
-    of_chunk = (
-        attention_chunk // block_size
-        if attention_chunk % block_size == 0
-        else -(-(attention_chunk - 1) // block_size) + 1
-    )
-    kept = min(blocks for blocks, reach in ((of_window, sliding_window), (of_chunk, attention_chunk)) if reach)
-    return max(kept, 2)  # the newest block stays when the next begins
-
-
-def at_least(least: int, **arguments: int) -> None:
-    for name, value in arguments.items():
-        if value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")

@@ -73,6 +73,13 @@ def tensor(
         expect(False, argument, f"a tensor on {device}", value)
 
 
+def at_least(least: int, **arguments: int) -> None:
+    """Check that numbers, given by their names, are ``least`` or more."""
+    for name, value in arguments.items():
+        if value < least:
+            expect(False, name, f"at least {least}", value)
+
+
 def with_index(device: torch.device | str) -> torch.device:
     """A device with its index, for objects that outlive the call: "cuda" becomes the GPU that is current now."""
     device = torch.device(device)

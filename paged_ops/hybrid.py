@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from paged_ops.allocator import BlockAllocator, CacheStats, most_blocks_kept
+from paged_ops.allocator import BlockAllocator
+from paged_ops.block_pool import CacheStats, most_blocks_kept
 from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.layouts import Layout

@@ -30,6 +30,13 @@ def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
     return i.div(chunk, rounding_mode="floor") == j.div(chunk, rounding_mode="floor")
 
 
+def oldest_key(i: int, window: int, chunk: int) -> int:
+    """The first key that a causal query at position ``i`` sees through window and chunk; 0 is off."""
+    of_window = i - window + 1 if window else 0
+    of_chunk = i // chunk * chunk if chunk else 0
+    return max(of_window, of_chunk, 0)
+
+
 def bidirectional(i: Tensor, j: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
     """Two positions in one range ``start <= position < end`` see each other, whatever their order and the other masks
     (the image tokens of Gemma-3 and PaliGemma, the prefix of a prefix-LM). A range with a negative start is padding."""

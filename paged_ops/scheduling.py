@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.allocator import OutOfBlocks
+from paged_ops.block_pool import OutOfBlocks
 from paged_ops.cache import KVCache
 from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import Batch

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paged_ops.allocator import OutOfBlocks
+from paged_ops.block_pool import OutOfBlocks
 from paged_ops.checks import expect, with_index
 
 PADDING_ROW = 0  # what padding sequences read; they write its partner, row 1

@@ -13,11 +13,13 @@ import pytest
 import torch
 from test_generation import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
-from paged_ops import allocator, cache, generation, outcome, request, sampling, scheduling
+from paged_ops import allocator, block_pool, cache, generation, outcome, request, sampling, scheduling
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 
-FILES = {module.__file__ for module in (allocator, cache, generation, outcome, request, sampling, scheduling)}
+FILES = {
+    module.__file__ for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling)
+}
 
 
 class Alarm:

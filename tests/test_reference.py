@@ -4,12 +4,13 @@ Most examples use one trick: with all logits 0 the output is the plain mean of t
 logarithm of how many there are; and a logit of ln 3 beside one of 0 gives the weights 3/4 and 1/4, and lse = ln 4.
 """
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from paged_ops import BlockSparse, reference
+from paged_ops import BlockSparse, masks, reference
 from paged_ops.reference import paged_attention_with_lse
 
 LN3, LN4, NAN, INF = math.log(3), math.log(4), math.nan, math.inf
@@ -329,3 +330,9 @@ def test_gather_kv():
     assert value.flatten().tolist() == [10, 11, 2, 6, 0, 0]
     key, _ = reference.gather_kv(kv_cache, tables, lens, 2)
     assert key.flatten().tolist() == [8, 9]
+
+
+def test_the_oldest_key_is_the_first_that_the_masks_keep():
+    for i, window, chunk in itertools.product((0, 1, 7, 8, 20), (0, 1, 5, 30), (0, 1, 4, 30)):
+        kept = masks.keep(ints(i), torch.arange(32), 1, 1, is_causal=True, window=window, chunk=chunk)[0, 0]
+        assert masks.oldest_key(i, window, chunk) == int(kept.nonzero()[0]), (i, window, chunk)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paged_ops import allocator
+from paged_ops import allocator, block_pool
 from paged_ops.allocator import BlockAllocator, OutOfBlocks
 
 from .runner import Case
@@ -413,7 +413,7 @@ def interrupted(function: Callable[[], Any], lines: int) -> Any:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != allocator.__file__:
+        if frame.f_code.co_filename not in (allocator.__file__, block_pool.__file__):
             return None
         if event == "line":
             left -= 1

@@ -468,9 +468,7 @@ def _reach(i: int, rows: int, f: Features) -> tuple[int, int]:
 
 def _oldest_key(i: int, f: Features) -> int:
     """The first key that a row at position i may see, ranges apart."""
-    window = i - f.sliding_window + 1 if f.sliding_window else 0
-    chunk = i // f.attention_chunk * f.attention_chunk if f.attention_chunk else 0
-    return max(window, chunk, 0)
+    return masks.oldest_key(i, f.sliding_window, f.attention_chunk)
 
 
 def _all_seen(rows: int, n: int, i: int, j: int, f: Features) -> bool:
