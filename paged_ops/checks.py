@@ -102,8 +102,8 @@ def written(argument: str, value: Tensor) -> None:
     """Check that an op may write to a tensor: its elements lie apart, and a compiler knows where it begins.
 
     Inductor treats a storage offset that is computed from symbolic sizes as 0, so a write to ``arena[i]`` would go to
-    the start of ``arena`` (pytorch#198068, torch 2.11 to 2.13 at least). The offset of a graph's input is a symbol of its
-    own, and is treated correctly.
+    the start of ``arena`` (pytorch#198068, torch 2.11 to 2.13 at least). The offset of a graph's input is a symbol of
+    its own, and is treated correctly.
     """
     for size, stride in zip(value.shape, value.stride(), strict=True):
         expanded = type(stride) is int and stride == 0 and not (type(size) is int and size <= 1)
