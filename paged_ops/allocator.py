@@ -28,29 +28,31 @@ class _Sequence:
     num_computed: int  # tokens whose keys and values were written by a step that was issued
     num_reserved: int  # tokens that have slots, computed ones included
     prefixes: list[Prefix]  # the root, then one for each full block of computed tokens
-    first_block: int = 0  # which block of the sequence blocks[0] is: those before it were given back
+    first_block: int = 0  # the index of blocks[0] in the sequence: earlier blocks were given back
     swapped: bool = False
 
 
 class BlockAllocator:
-    """Which blocks hold which tokens of which sequence: bookkeeping alone, in plain Python without tensors.
+    """Which blocks hold which tokens of which sequence: only bookkeeping, in plain Python without tensors.
 
-    A sequence has tokens (reserved slots, in order), of which the first ``num_computed_tokens`` are written. Shared are
+    A sequence has tokens (reserved slots, in order), of which the first ``num_computed_tokens`` are written. Two kinds
+    of blocks are shared:
 
-    - all blocks of a fork and its parent. Who appends first to a shared last block gets a new one and queues a copy;
-    - full blocks of *committed* tokens between sequences whose tokens up to there, and ``extra_key``, are equal. What
-      some step still has to write cannot be found, so nobody attends to what is not there. The index is a chain of
-      dictionary keys (prefix before the block, tokens of the block): their hash finds and their equality decides, so
-      that colliding hashes never share.
+    - All blocks of a fork and its parent. The first of them that appends to a shared last block gets a new block, and a
+      copy is queued.
+    - Full blocks of *committed* tokens, between sequences whose tokens up to there, and whose ``extra_key``, are equal.
+      Blocks that a step has yet to write are not found, so no sequence attends to missing tokens. The index is a chain
+      of dictionary keys (prefix before the block, tokens of the block). Keys are compared for equality, so sequences
+      whose hashes collide never share.
 
     With a ``sliding_window`` w or an ``attention_chunk`` c (0 is none) each layer sees no further than that: the query
     at position i sees the keys j > i - w, and those of its own chunk, j // c = i // c. Then a commit gives back the
-    blocks that no later token can see; their entries in the sequence's row name its oldest block instead, as kernels
-    may touch what they mask. A prefix is shared if the blocks within reach of its end are in the cache. The slots of a
-    prompt can be reserved in parts (``first_chunk``, ``reserve``), so that it may be longer than the cache.
+    blocks that no later token can see. Their entries in the block table name the sequence's oldest block instead, as
+    kernels may read what they mask. A prefix is shared if the blocks within reach of its end are in the cache. The
+    slots of a prompt can be reserved in parts (``first_chunk``, ``reserve``), so that it may be longer than the cache.
 
     Work is assumed to run in the order in which it is issued (one stream): a step sees what earlier steps wrote.
-    Methods raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or known already where a new one is due,
+    Methods raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or not new where a new one is needed,
     and ``OutOfBlocks`` when blocks run out; either way nothing has changed.
     """
 
@@ -75,7 +77,7 @@ class BlockAllocator:
         self.host_pool = BlockPool(num_host_blocks, "host")
         self._sequences: dict[Hashable, _Sequence] = {}
         self._copies: dict[int, int] = {}  # pending, by destination; each holds a reference to its source
-        # A key holds the parent of its value, so an ancestor's identity outlives the eviction of the ancestor's block.
+        # A key holds the parent of its value, so an ancestor's identity survives the eviction of the ancestor's block.
         self._prefixes: weakref.WeakValueDictionary[tuple[Prefix | None, tuple[Hashable, ...]], Prefix]
         self._prefixes = weakref.WeakValueDictionary()
         self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
@@ -89,17 +91,17 @@ class BlockAllocator:
         first_chunk: int | None = None,
         max_cached: int | None = None,
     ) -> int:
-        """Adds a sequence, reserves slots for its tokens and returns how many of them (a multiple of B, less than all)
-        are in the cache already: the step computes the others.
+        """Adds a sequence and reserves slots for its tokens. Returns how many of them (a multiple of B, less than all)
+        are in the cache already; the step computes the others.
 
         Args:
             seq_id: a new name.
             token_ids: the prompt.
             extra_key: sequences with different keys never share (an adapter's id, a digest of an image; the ``seq_id``
                 itself for a sequence that must not share).
-            first_chunk: tokens that the first step computes. Layers with a window or chunk reserve slots for these
-                alone, and ``reserve`` does for later ones; layers that see everything always reserve all.
-            max_cached: take at most so many tokens from the cache.
+            first_chunk: tokens that the first step computes. Layers with a window or chunk reserve slots only for
+                these, and ``reserve`` does for later ones. Layers that see everything always reserve all slots.
+            max_cached: the most tokens to take from the cache.
         """
         self._check_new(seq_id)
         tokens = [int(token) for token in token_ids]
@@ -132,7 +134,7 @@ class BlockAllocator:
         return [length * self.block_size for length in self._servable(blocks)]
 
     def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
-        """Makes sure that the next ``num_tokens`` tokens that are not computed have slots; for a prompt that was
+        """Makes sure that the next ``num_tokens`` tokens that are not computed have slots. For prompts that were
         admitted with a ``first_chunk``."""
         seq = self._live(seq_id)
         waiting = len(seq.tokens) - seq.num_computed
@@ -150,17 +152,17 @@ class BlockAllocator:
         return max(seq.num_reserved, min(most, len(seq.tokens))) - seq.num_computed
 
     def append(self, seq_id: Hashable, token_ids: Iterable[int]) -> None:
-        """Reserves slots for tokens that a coming step writes. If the last block has room but other owners too, the
-        sequence gets a fresh one and a copy is queued, to be done before that step."""
+        """Reserves slots for tokens that a coming step writes. If the last block has room but also other owners,
+        the sequence gets a fresh block, and a copy is queued that must be done before that step."""
         seq = self._live(seq_id)
         tokens = [int(token) for token in token_ids]
         copies_tail, num_new = self._growth(seq, len(tokens))
         fresh = self.pool.take([None] * num_new) if num_new else []
         if copies_tail:
             tail, copy = seq.blocks[-1], fresh.pop(0)
-            source = self._copies.get(tail, tail)  # a tail that waits for a copy itself has that copy's source
-            self.pool.share(source)  # held, or it could become a destination of the same launch
-            self._copies[copy] = source  # before the sequence has it: an interrupt between the two would lose the copy
+            source = self._copies.get(tail, tail)  # of a tail that itself waits for a copy, its source
+            self.pool.share(source)  # held, so that it cannot become a destination of the same launch
+            self._copies[copy] = source  # first, so that no interrupt can lose the copy
             seq.blocks[-1] = copy
             self._release(tail)
         seq.blocks += fresh
@@ -172,8 +174,8 @@ class BlockAllocator:
         return self.pool.fits([None] * self._growth(self._live(seq_id), num_tokens)[1])
 
     def commit(self, seq_id: Hashable, num_written: int) -> None:
-        """Says that the step which writes the next ``num_written`` reserved tokens was issued. Blocks that became full
-        by it can be shared from now on; those that no later token sees are given back."""
+        """Records that the step which writes the next ``num_written`` reserved tokens was issued. Blocks that it made
+        full can be shared from now on; blocks that no later token sees are given back."""
         seq = self.check_commit(seq_id, num_written)
         seq.num_computed += num_written
         for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
@@ -227,16 +229,15 @@ class BlockAllocator:
         """Removes a sequence, swapped out or not; blocks that nobody else owns become free, or idle when full."""
         seq = self._get(seq_id)
         del self._sequences[seq_id]
-        for block in reversed(seq.blocks):  # the end of a prefix is evicted before its start
+        for block in reversed(seq.blocks):  # so that the end of a prefix is evicted before its start
             if seq.swapped:
                 self.host_pool.release(block)
             else:
                 self._release(block)
 
     def reset(self, free_sequences: bool = False) -> None:
-        """Forgets all prefixes, on the host too: what is in the cache was computed by other weights, or as another
-        adapter, than what comes. Frees all sequences first if asked to; else it raises ``ValueError`` if there are
-        any."""
+        """Forgets all prefixes, on the host too. For when the weights change: the cache holds what the old weights, or
+        another adapter, computed. Raises ``ValueError`` if there are sequences, unless asked to free them first."""
         if self._sequences and not free_sequences:
             raise ValueError(
                 f"free_sequences: expected no sequence in the cache, got {len(self._sequences)}; free them, or say True"
@@ -248,9 +249,9 @@ class BlockAllocator:
         self.host_pool.forget()
 
     def recover(self) -> None:
-        """Makes the bookkeeping whole after an exception that came in the middle of a call: KeyboardInterrupt may come
-        between any two statements. The sequences' own lists and the pending copies are what counts; the pools follow
-        from them. A call that was interrupted has happened, or has not. O(N); changes nothing when all is well."""
+        """Repairs the bookkeeping after an exception in the middle of a call: KeyboardInterrupt may come between any
+        two statements. The pools are restored from the sequences' own lists and the pending copies. An interrupted call
+        then has happened as a whole, or not at all. O(N); changes nothing if nothing is wrong."""
         owners: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         for seq in self._sequences.values():
             seq.num_reserved = min(seq.num_reserved, len(seq.tokens))
@@ -269,8 +270,9 @@ class BlockAllocator:
                 (self.host_pool if seq.swapped else self.pool).remember(block, prefix)
 
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
-        """Moves a sequence to host blocks. The pairs (device block, host block) must be copied before anything else is
-        issued; blocks whose content is on the host already, and blocks without content, are not among them."""
+        """Moves a sequence to host blocks. Returns pairs (device block, host block), which must be copied before
+        anything else is issued; blocks whose content is on the host already, and blocks without content, are not among
+        them."""
         seq = self._live(seq_id)
         if self._copies:
             raise ValueError(f"seq_id: {seq_id!r} cannot be swapped out while copies are pending; flush copies first")
@@ -289,8 +291,8 @@ class BlockAllocator:
         return self.host_pool.fits(self._swap_plan(self._live(seq_id)))
 
     def can_swap_in(self, seq_id: Hashable, *, num_tokens: int = 0, spare_blocks: int = 0) -> bool:
-        """Whether ``swap_in`` would find the blocks it needs now, the next ``num_tokens`` tokens that are not computed
-        theirs then (``reserve`` of those that wait, ``append`` of others), and ``spare_blocks`` were left."""
+        """Whether ``swap_in`` would find the blocks it needs now, and after it the next ``num_tokens`` tokens that are
+        not computed (by ``reserve`` or ``append``) would find theirs, with ``spare_blocks`` left over."""
         seq = self._swapped(seq_id)
         plan = self._swap_plan(seq)
         stop = max(seq.num_reserved, seq.num_computed + num_tokens)
@@ -303,7 +305,7 @@ class BlockAllocator:
         return [(source, destination) for destination, source in self._copies.items()]
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Takes the pending copies off the list: the caller has issued them, or does so next."""
+        """Removes the pending copies from the list: the caller has issued them, or does so next."""
         pairs = self.pending_copies()
         self._copies.clear()
         for source, _ in pairs:
@@ -312,22 +314,24 @@ class BlockAllocator:
         return pairs
 
     def block_ids(self, seq_id: Hashable) -> list[int]:
-        """The sequence's row of the block table; in place of blocks that were given back it names the oldest one."""
+        """The sequence's row of the block table. It names the oldest block in place of blocks that were given back."""
         seq = self._live(seq_id)
         return seq.blocks[:1] * seq.first_block + seq.blocks
 
     @property
     def reserves_in_parts(self) -> bool:
-        """Whether the slots of a prompt can be reserved in parts, and blocks are given back: with a window or chunk."""
+        """Whether the slots of a prompt can be reserved in parts and blocks are given back, as with a window or
+        chunk."""
         return self._forgets
 
     def num_given_back(self, seq_id: Hashable) -> int:
-        """How many blocks at its start a sequence has given back. With the number of its slots it tells whether
+        """How many blocks at its start a sequence has given back. This and the number of its slots tell whether
         ``block_ids`` has changed."""
         return self._live(seq_id).first_block
 
     def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
-        """The slots (block · B + offset) of tokens start..stop-1; by default of those reserved and not committed."""
+        """The slots (block · B + offset) of tokens start..stop-1; by default, of the tokens reserved and not
+        committed."""
         seq = self._live(seq_id)
         start, stop = seq.num_computed if start is None else start, seq.num_reserved if stop is None else stop
         size = self.block_size
@@ -349,7 +353,7 @@ class BlockAllocator:
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that the cache can hold when it is alone."""
+        """The longest sequence that the cache can hold if there is no other."""
         if self._forgets and self.num_blocks >= most_blocks_kept(
             self.block_size, self.sliding_window, self.attention_chunk
         ):
@@ -423,7 +427,7 @@ class BlockAllocator:
         return self._prefixes.setdefault((prefix, self._tokens_of(tokens, index)), Prefix())
 
     def _first_block(self, num_computed: int) -> int:
-        """The oldest block that tokens from ``num_computed`` on see; at least the newest stays, to fill the row."""
+        """The oldest block that tokens from ``num_computed`` on see. The newest block always stays, to fill the row."""
         oldest = oldest_key(num_computed, self.sliding_window, self.attention_chunk)
         return max(0, min(oldest, num_computed - 1)) // self.block_size
 
@@ -437,13 +441,13 @@ class BlockAllocator:
                 self._release(block)
 
     def _chain(self, tokens: list[int], extra_key: Hashable) -> tuple[list[Prefix], list[int | None]]:
-        """The prefixes of the leading blocks, after the root, as far as they are known, and the block that holds the
-        end of each, if it is in the cache still."""
+        """The prefixes of the leading blocks, after the root, as far as they are known; and for each, the block that
+        holds its end if that is still in the cache."""
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
         prefixes = [self._prefixes.setdefault((None, (extra_key,)), Prefix())]
         blocks: list[int | None] = []
-        for index in range((len(tokens) - 1) // self.block_size):  # one token is left to compute: logits need a query
+        for index in range((len(tokens) - 1) // self.block_size):  # logits need a query: one token is left
             prefix = self._prefixes.get((prefixes[-1], self._tokens_of(tokens, index)))
             block = None if prefix is None else self.pool.find(prefix)
             if prefix is None or (block is None and not self._forgets):
@@ -453,8 +457,8 @@ class BlockAllocator:
         return prefixes, blocks
 
     def _servable(self, blocks: list[int | None]) -> list[int]:
-        """The numbers of leading blocks after which a sequence could go on, as all that it would see is there."""
-        lengths, start = [0], 0  # of the blocks that are there without a gap
+        """The numbers of leading blocks after which a sequence could go on, because all that it would see is there."""
+        lengths, start = [0], 0  # the start of the last run of blocks without a gap
         for index, block in enumerate(blocks):
             if block is None:
                 start = index + 1
@@ -494,10 +498,11 @@ class BlockAllocator:
 
     def _release(self, block: int) -> None:
         if self.pool.release(block) and block in self._copies:
-            self._release(self._copies.pop(block))  # nobody wants the copy any more
+            self._release(self._copies.pop(block))  # the copy is no longer needed
 
     def _swap_plan(self, seq: _Sequence) -> list[int | None]:
-        """On the side where the sequence is not: the host takes computed tokens alone, the device reserved ones too."""
+        """For the other memory than the sequence is in. The host takes only computed tokens, the device also reserved
+        ones."""
         target, num_tokens = (self.pool, seq.num_reserved) if seq.swapped else (self.host_pool, seq.num_computed)
         found = [target.find(prefix) for prefix in seq.prefixes[1 + seq.first_block :]]
         return found + [None] * (self._num_blocks(num_tokens) - seq.first_block - len(found))
@@ -510,7 +515,7 @@ class BlockAllocator:
         pairs = [(old, new) for old, new, known in zip(seq.blocks, blocks, plan, strict=False) if known is None]
         try:
             self._copy_between(pairs, to_host=not seq.swapped)
-        except BaseException:  # the sequence stays where it is; what the fresh blocks held before is forgotten
+        except BaseException:  # the sequence stays where it is; the former content of the fresh blocks is forgotten
             for block in reversed(blocks):
                 target.release(block)
             raise
@@ -522,10 +527,10 @@ class BlockAllocator:
         return pairs
 
     def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
-        """Issues the copies of a swap, before anything is changed for the sequence. Here there is nothing to copy."""
+        """Issues the copies of a swap, before the sequence changes. This class has no memory, so nothing to copy."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prefixes": list(self._prefixes.items())}  # a weak dictionary is not copied rightly
+        return {**self.__dict__, "_prefixes": list(self._prefixes.items())}  # a weak dictionary cannot be copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -21,9 +21,9 @@ class Prefix:
 class BlockPool:
     """``num_blocks`` blocks of one memory, with a reference count each; every operation on a block is O(1).
 
-    A block is owned (count > 0), free, or *idle*: free too, but its content is known and can be had again through
-    ``find`` until the block is taken for something else, the least recently released idle block first and only when
-    no other block is free. ``name`` says in errors which memory this is.
+    A block is owned (count > 0), free, or *idle*. An idle block is free too, but its content is known, and ``find``
+    returns it until the block is taken for something else. Idle blocks are taken only when no other block is free, the
+    least recently released one first. ``name`` says in errors which memory this is.
     """
 
     def __init__(self, num_blocks: int, name: str) -> None:
@@ -51,14 +51,14 @@ class BlockPool:
         return plan.count(None) <= self._num_spare(plan)
 
     def take(self, plan: Sequence[int | None]) -> list[int]:
-        """Takes one reference to each block that ``plan`` names and a fresh block for each None: all of them or,
-        with ``OutOfBlocks``, none."""
+        """Takes one reference to each block that ``plan`` names, and a fresh block for each None. If there are too few,
+        it takes none and raises ``OutOfBlocks``."""
         if not self.fits(plan):
             raise OutOfBlocks(
                 f"{self.name} cache: expected {plan.count(None)} free blocks, got {self._num_spare(plan)} of"
                 f" {self.num_blocks}; free or swap out a sequence first"
             )
-        for block in plan:  # before the fresh ones, which could evict them
+        for block in plan:  # first, because taking fresh blocks could evict them
             if block is not None:
                 self.share(block)
         return [self._fresh() if block is None else block for block in plan]
@@ -72,7 +72,7 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> bool:
-        """Gives one reference back; True when it was the last and the block is free (or idle) now."""
+        """Gives one reference back. True if it was the last one, so that the block is free (or idle) now."""
         self._check(block)
         if not self.ref_counts[block]:
             raise ValueError(f"block: double free of block {block} of the {self.name} cache; nobody owns it")
@@ -86,12 +86,12 @@ class BlockPool:
         return True
 
     def remember(self, block: int, prefix: Prefix) -> None:
-        """Makes ``find(prefix)`` give ``block``, unless another block holds the same content already."""
+        """Makes ``find(prefix)`` return ``block``, unless another block holds the same content already."""
         if self._block_of.setdefault(prefix, block) == block:
             self._prefix_of[block] = prefix
 
     def forget(self) -> None:
-        """Forgets what all blocks hold; nobody owns one."""
+        """Forgets what all blocks hold. No block may be owned."""
         assert not any(self.ref_counts), "blocks are forgotten while owned"
         self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: low ids first, so that runs are adjacent
         self._idle: OrderedDict[int, None] = OrderedDict()  # the first is the least recently released
@@ -99,8 +99,8 @@ class BlockPool:
         self._prefix_of: list[Prefix | None] = [None] * self.num_blocks
 
     def recover(self, owners: Mapping[int, int]) -> None:
-        """Sets all counts by the number of owners of each block, after an exception between two statements: what is
-        neither owned nor idle is free, and its content forgotten."""
+        """Sets all counts to the given numbers of owners, after an exception between two statements. A block that is
+        neither owned nor idle becomes free, and its content is forgotten."""
         self.ref_counts = [owners.get(block, 0) for block in range(self.num_blocks)]
         known = {
             block: prefix
@@ -152,12 +152,12 @@ class CacheStats:
     admitted_tokens: int  # prompt tokens of all admissions
     hit_tokens: int  # those of them found in the cache
     copied_blocks: int  # copy-on-write
-    swapped_out_blocks: int  # moved to the host; a block whose content is there already is not moved
+    swapped_out_blocks: int  # moved to the host; blocks whose content was there already are not counted
     swapped_in_blocks: int
 
 
 def most_blocks_kept(block_size: int, sliding_window: int, attention_chunk: int) -> int:
-    """Blocks that a decoding sequence owns at most, at the worst place of its window or chunk; not both are 0."""
+    """The most blocks that a decoding sequence owns, at the worst position of its window or chunk; not both are 0."""
     of_window = -(-(sliding_window - 1) // block_size) + 1
     of_chunk = (
         attention_chunk // block_size
@@ -165,4 +165,4 @@ def most_blocks_kept(block_size: int, sliding_window: int, attention_chunk: int)
         else -(-(attention_chunk - 1) // block_size) + 1
     )
     kept = min(blocks for blocks, reach in ((of_window, sliding_window), (of_chunk, attention_chunk)) if reach)
-    return max(kept, 2)  # the newest block stays when the next begins
+    return max(kept, 2)  # the newest block stays while the next one begins

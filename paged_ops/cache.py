@@ -32,7 +32,7 @@ __all__ = ["KVCache", "OutOfBlocks"]
 
 
 class KVCache(BlockAllocator):
-    """A ``BlockAllocator`` whose blocks are real: one tensor a layer, and a host cache for preemption.
+    """A ``BlockAllocator`` whose blocks are real: one tensor per layer, and a host cache for preemption.
 
     A block's id means the same block in all layers; how large it is may differ from layer to layer. ``copy.deepcopy``
     and pickle give an independent cache with equal content.
@@ -45,15 +45,15 @@ class KVCache(BlockAllocator):
         head_size: D, one number or one for each layer.
         value_head_size: Dv, one number or one for each layer; D when None.
         dtype: float32, float16, bfloat16, a float8, or uint8 (fp8 bits; ops then need a ``kv_cache_dtype``).
-        device: where the layers live; of "cuda" the GPU that is current at construction.
+        device: where the layers live; "cuda" means the GPU that is current at construction.
         layout: the default layout of the device when None.
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
         sliding_window, attention_chunk: how far all layers see; blocks out of reach are given back. 0: everything.
-            Blocks are shared by all layers, so layers that see differently far are better kept in caches of their own.
+            All layers share the blocks, so use :class:`paged_ops.HybridCache` for layers with different windows.
 
     Attributes:
-        layers: L tensors, zeroed, in the form that the ops take (HND a view of its allocation). Two forms are yet to be
-            split where they are used, within a compiled function: X_PACKED, the flat ``[2, N, B·K·D]``, by
+        layers: L tensors, zeroed, in the form that the ops take (HND is a view of its allocation). Two forms must be
+            split where they are used, inside the compiled function: X_PACKED, the flat ``[2, N, B·K·D]``, by
             ``split_kv_cache``; and layers with Dv other than D, ``[N, B, K, D + Dv]``, by ``split_joined_cache``.
         host_layers: L tensors in the same form, with ``num_host_blocks`` blocks.
         num_kv_heads, head_size, value_head_size: of each layer.
@@ -104,7 +104,7 @@ class KVCache(BlockAllocator):
         self.layout = Layout(chosen)
         if self.layout is Layout.X_PACKED:
             for layer, K, D in zip(self.layers, *sizes[:2], strict=True):
-                split_kv_cache(layer, K, D)  # refuses a head size that cannot be packed
+                split_kv_cache(layer, K, D)  # raises if the head size cannot be packed
         self._prepare_device()
 
     def _prepare_device(self) -> None:
@@ -172,14 +172,15 @@ class KVCache(BlockAllocator):
             self.take_copies()
 
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
-        """Moves a sequence to the host cache, asynchronously on the current stream: its device blocks may be used by
-        later work on that stream at once; ``swap_in`` is asynchronous too. Returns the (device block, host block)
-        pairs that were moved."""
+        """Moves a sequence to the host cache, asynchronously on the current stream. Later work on that stream may use
+        its device blocks at once. ``swap_in`` is asynchronous, too. Returns the (device block, host block) pairs that
+        were moved."""
         self.flush_copies()
         return super().swap_out(seq_id)
 
     def synchronize(self) -> None:
-        """Waits until all swaps are done. Only a reader of ``host_layers`` needs it: work on the device is in order."""
+        """Waits until all swaps are done. Only needed before reading ``host_layers``: work on the device is in
+        order."""
         if self._swapped_event is not None:
             self._swapped_event.synchronize()
 

@@ -1,8 +1,8 @@
-"""A cache of several pools: layers that see differently far own their blocks apart, and layers with state have slots.
+"""A cache of several pools: layers with different windows have blocks of their own, and layers with state have slots.
 
-Layers with a sliding window or chunk give back blocks that layers which see everything keep. So each distance has a
-``KVCache`` of its own, a *pool*, with its own ids of blocks; a sequence is in all of them, and in the state slots of
-layers that keep state instead of keys. ``HybridCache`` has the methods of ``KVCache`` and does each in all pools or in
+Layers with a sliding window or chunk give back blocks that layers which see everything must keep. So each window or
+chunk has a ``KVCache`` of its own, a *pool*, with its own block ids. A sequence is in all pools, and in the state slots
+of layers that keep state instead of keys. ``HybridCache`` has the methods of ``KVCache``; each changes all pools or
 none. The idea of pools by reach is that of vLLM's hybrid KV cache manager and of Jenga (Zhang et al. 2025,
 arXiv:2503.18292).
 
@@ -26,14 +26,14 @@ from paged_ops.checks import expect
 from paged_ops.layouts import Layout
 from paged_ops.states import StateCache
 
-_LONGEST = 2**24  # tokens of a sequence whose layers all keep state: a block of that size is all it takes
+_LONGEST = 2**24  # tokens of a sequence whose layers all keep state: it is one block of that size
 
 
 class HybridCache:
-    """``KVCache`` over several pools, and over a ``StateCache``: every method does it in all of them or in none.
+    """``KVCache`` over several pools, and over a ``StateCache``: every method changes all of them or none.
 
-    A prompt's prefix is taken from the cache as far as every pool has it. With states nothing is shared, as a state is
-    that of its last token alone.
+    A prompt's prefix is taken from the cache as far as every pool has it. With states nothing is shared, as only the
+    state after the last token is kept.
 
     Args:
         pools: caches of one device, dtype and block size, with different ids of blocks.
@@ -46,7 +46,7 @@ class HybridCache:
         block_size, device: of all pools.
 
     Raises:
-        ValueError: the pools do not fit each other, or not ``pool_of_layer``.
+        ValueError: the pools do not fit each other, or ``pool_of_layer``.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HybridCache:
             self.pools = (_NoKeys(states),)
         self.block_size = self.pools[0].block_size
         self.device = self.pools[0].device
-        self._committing: tuple[Hashable, int, int | None] | None = None  # a commit on its way, for recover
+        self._committing: tuple[Hashable, int, int | None] | None = None  # a commit in progress, for recover
         self.layers: list[Tensor] = []
         remaining = [list(pool.layers) for pool in self.pools]
         for index in self.pool_of_layer:
@@ -94,12 +94,12 @@ class HybridCache:
         layout: Layout | str | None = None,
         states: StateCache | None = None,
     ) -> HybridCache:
-        """A cache for a model's L layers: one pool for each distance that layers see, that of everything first.
+        """A cache for a model's L layers, with one pool per window or chunk; layers that see everything have the first.
 
         Args:
             num_layers, num_kv_heads, head_size, value_head_size, dtype, device, layout: as of ``KVCache``.
             sliding_window, attention_chunk: one number or one for each layer; 0 is everything.
-            num_blocks: N of the pool whose layers see everything, and of all without ``num_window_blocks``.
+            num_blocks: N of the pool whose layers see everything, and of all pools if ``num_window_blocks`` is None.
             num_window_blocks: N of each pool with a window or chunk. :func:`blocks_within_reach` gives what suffices
                 for so many sequences at once.
             num_host_blocks: of each pool.
@@ -123,7 +123,7 @@ class HybridCache:
             pools.append(KVCache(len(members), of_kind, block_size, **options))
         return cls(pools, pool_of_layer, states)
 
-    # What there is
+    # Questions
 
     @property
     def num_blocks(self) -> int:
@@ -137,7 +137,7 @@ class HybridCache:
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that the cache can hold when it is alone."""
+        """The longest sequence that the cache can hold if there is no other."""
         return min(pool.max_seq_len for pool in self.pools)
 
     @property
@@ -185,7 +185,7 @@ class HybridCache:
         """The sequence's row of the first pool's block table; for another pool ``pools[i].block_ids``."""
         return self.pools[0].block_ids(seq_id)
 
-    # What is done: asked of every part first
+    # Every part is asked first, then changed
 
     def admit(
         self,
@@ -273,7 +273,7 @@ class HybridCache:
         self._finish_commit()
 
     def rollback(self, seq_id: Hashable) -> None:
-        """Drops the tokens that were not committed; the state is that of the last commit anyway."""
+        """Drops the tokens that were not committed; the state is always that of the last commit."""
         for pool in self.pools:
             pool.rollback(seq_id)
 
@@ -307,7 +307,7 @@ class HybridCache:
             if not pool.can_swap_out(seq_id):
                 pool.swap_out(seq_id)  # says why not
         with _undone_by(lambda part: part.swap_in(seq_id)) as done:
-            for part in reversed(self._parts):  # the states first, as they were not asked
+            for part in reversed(self._parts):  # the states first: they were not asked
                 part.swap_out(seq_id)
                 done.append(part)
 
@@ -338,8 +338,8 @@ class HybridCache:
             part.synchronize()
 
     def recover(self) -> None:
-        """Makes the bookkeeping whole after an exception that came in the middle of a call, as ``KVCache.recover``: a
-        call that was interrupted has happened in all pools, or in none."""
+        """Repairs the bookkeeping after an exception in the middle of a call, as ``KVCache.recover``: an interrupted
+        call then has happened in all pools, or in none."""
         for pool in self.pools:
             pool.recover()
         self._finish_commit()
@@ -348,12 +348,12 @@ class HybridCache:
             every |= set(self.states.seq_ids)
         for seq_id in every:
             holders = [part for part in self._parts if seq_id in part]
-            if len(holders) < len(self._parts):  # it was coming or going
+            if len(holders) < len(self._parts):  # it was being added or removed
                 for part in holders:
                     part.free(seq_id)
                 continue
             swapped = [part.is_swapped_out(seq_id) for part in self._parts]
-            if any(swapped) and not all(swapped):  # nothing else has run: its blocks are free still
+            if any(swapped) and not all(swapped):  # nothing else has run, so its blocks are still free
                 for part, is_out in zip(self._parts, swapped, strict=True):
                     if is_out:
                         part.swap_in(seq_id)
@@ -385,7 +385,8 @@ class HybridCache:
 
 
 class _NoKeys(BlockAllocator):
-    """The pool of a model whose layers all keep state: it counts tokens. A sequence is one block, without memory."""
+    """The pool of a model whose layers all keep state. It only counts tokens: a sequence is one block, without
+    memory."""
 
     states = None
     nbytes = host_nbytes = 0
@@ -414,12 +415,12 @@ class _NoKeys(BlockAllocator):
         return super().swap_out(seq_id)
 
     def synchronize(self) -> None:
-        """Nothing is on its way."""
+        """There are no swaps to wait for."""
 
 
 @contextmanager
 def _undone_by(undo: Callable[[Any], object]) -> Iterator[list[Any]]:
-    """What is in the list when an exception leaves the block is undone, last first."""
+    """If an exception leaves the block, what is in the list is undone, last first."""
     done: list[Any] = []
     try:
         yield done
@@ -434,8 +435,8 @@ def _of_layers(num_layers: int, given: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def pools_by_reach(reaches: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
-    """The distinct pairs (window, chunk) of layers, that of everything first, the others by their first layer; and the
-    index among them for each layer."""
+    """The distinct pairs (window, chunk) of the layers, and for each layer the index of its pair. (0, 0), which sees
+    everything, is first; the others are in the order of their first layers."""
     kinds = sorted(dict.fromkeys(reaches), key=lambda reach: reach != (0, 0))
     return kinds, [kinds.index(reach) for reach in reaches]
 
@@ -443,7 +444,7 @@ def pools_by_reach(reaches: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, 
 def blocks_within_reach(
     max_num_seqs: int, max_num_tokens: int, block_size: int, *, sliding_window: int = 0, attention_chunk: int = 0
 ) -> int:
-    """Blocks with which a pool of layers that see so far never runs out.
+    """The number of blocks with which a pool of this window or chunk never runs out.
 
     Each of ``max_num_seqs`` sequences keeps what its window (chunk) touches, and a step of ``max_num_tokens`` tokens
     adds new blocks before it gives back old ones. More blocks keep more prefixes.

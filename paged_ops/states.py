@@ -1,10 +1,10 @@
 """State of layers that keep a fixed amount per sequence instead of keys: linear attention, convolutions, Mamba.
 
-``StateCache`` gives each sequence a slot, which a model reads and writes once a step, as ``KVCache`` gives it blocks::
+``StateCache`` gives each sequence a slot, which the model reads and writes once per step::
 
     states.admit(seq_id)  # a slot of zeros
     ...                   # the model reads rows states.row(seq_id) and writes their partners, row ^ 1
-    states.commit(seq_id)  # the step is issued: what it wrote is the state now
+    states.commit(seq_id)  # the step is issued: what it wrote is now the state
 
 A slot is two rows of every tensor. A step reads one and writes the other, and ``commit`` swaps the two. So a step that
 fails after some layers have run, or whose result is not taken, has changed nothing, and can be run again.
@@ -24,7 +24,7 @@ from torch import Tensor
 from paged_ops.block_pool import OutOfBlocks
 from paged_ops.checks import expect, with_index
 
-PADDING_ROW = 0  # what padding sequences read; they write its partner, row 1
+PADDING_ROW = 0  # padding sequences read it, and write its partner, row 1
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class StateSpec:
 
 @dataclass(slots=True)
 class _Slot:
-    index: int  # a slot of the device, from 1, or, when swapped, of the host, from 0
-    row: int = PADDING_ROW  # of the device's tensors: where the state is
+    index: int  # a slot of the device, from 1; if swapped out, of the host, from 0
+    row: int = PADDING_ROW  # the row of the device's tensors that has the state
     swapped: bool = False
 
 
 class StateCache:
-    """A slot per sequence in tensors of ``2 * (num_slots + 1)`` rows; the first two rows are those of padding.
+    """A slot per sequence, in tensors of ``2 * (num_slots + 1)`` rows; the first two rows belong to padding.
 
     Work is assumed to run in the order in which it is issued (one stream). Methods raise ``ValueError`` for a
-    ``seq_id`` that is unknown, swapped out, or known already where a new one is due, and ``OutOfBlocks`` when slots run
+    ``seq_id`` that is unknown, swapped out, or not new where a new one is needed, and ``OutOfBlocks`` when slots run
     out; either way nothing has changed.
 
     Args:
         specs: the tensors of all layers.
         num_slots: sequences on the device at once.
-        device: where the tensors live; of "cuda" the GPU that is current at construction.
+        device: where the tensors live; "cuda" means the GPU that is current at construction.
         num_host_slots: sequences in host memory (pinned for a CUDA or ROCm device), for ``swap_out``.
 
     Attributes:
@@ -92,8 +92,8 @@ class StateCache:
             # The model's own sizes. Left open, one that equals the number of tokens of a step would be taken for it,
             # and the next step compiled again.
             torch._dynamo.mark_static(tensor, list(range(1, tensor.ndim)))
-        # All that is known about slots: each method changes one entry, at once and last, so that an interrupt anywhere
-        # leaves the sequence before or after the call.
+        # All that is known about slots. Each method changes one entry, as its last statement, so that after an
+        # interrupt the call has either happened or not.
         self._slots: dict[Hashable, _Slot] = {}
         self._swapped_event = torch.cuda.Event() if on_cuda and num_host_slots else None
         if on_cuda:
@@ -137,7 +137,7 @@ class StateCache:
         return seq_id in self._slots
 
     def admit(self, seq_id: Hashable) -> None:
-        """Adds a sequence with a state of zeros: that before the first token."""
+        """Adds a sequence with a state of zeros, as before the first token."""
         self._check_new(seq_id)
         index = self._spare_slot()
         for tensor in self.tensors:
@@ -154,7 +154,8 @@ class StateCache:
         self._slots[child_id] = _Slot(index, 2 * index)
 
     def commit(self, seq_id: Hashable) -> None:
-        """Says that a step which wrote the sequence's new state, for all the tokens that it was given, was issued."""
+        """Records that a step was issued which writes the sequence's new state, after all the tokens that it was
+        given."""
         slot = self._live(seq_id)
         slot.row ^= 1
 
@@ -172,7 +173,7 @@ class StateCache:
         return self._live(seq_id).row
 
     def rows(self, seq_ids: Sequence[Hashable]) -> list[int]:
-        """``row`` of each: what a step's metadata carries."""
+        """The ``row`` of each sequence, for a step's metadata."""
         return [self._live(seq_id).row for seq_id in seq_ids]
 
     def is_swapped_out(self, seq_id: Hashable) -> bool:
@@ -196,7 +197,8 @@ class StateCache:
         self._slots[seq_id] = _Slot(index, 2 * index)
 
     def synchronize(self) -> None:
-        """Waits until all swaps are done: only for a reader of ``host_tensors``, as work on the device is in order."""
+        """Waits until all swaps are done. Only needed before reading ``host_tensors``: work on the device is in
+        order."""
         if self._swapped_event is not None:
             self._swapped_event.synchronize()
 
@@ -228,7 +230,7 @@ class StateCache:
 
     def _spare_slot(self) -> int:
         taken = {slot.index for slot in self._slots.values() if not slot.swapped}
-        return _lowest("device", taken, range(1, self.num_slots + 1))  # slot 0 is padding's
+        return _lowest("device", taken, range(1, self.num_slots + 1))  # slot 0 belongs to padding
 
     def _spare_host_slot(self) -> int:
         taken = {slot.index for slot in self._slots.values() if slot.swapped}

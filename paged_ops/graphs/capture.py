@@ -15,7 +15,7 @@ from paged_ops.graphs.modes import GraphKey
 
 
 class CaptureError(RuntimeError):
-    """A step that a graph cannot hold: the cause says what it did."""
+    """The step cannot be captured in a graph; the cause says why."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class CaptureReport:
     keys: tuple[GraphKey, ...]
     graphs: int  # more than keys in the piecewise modes
     seconds: float  # compilation included
-    num_bytes: int  # of device memory, workspaces and code included; what other processes take or free meanwhile, too
+    num_bytes: int  # of device memory, workspaces and code included; also what other processes take or free meanwhile
 
     def __str__(self) -> str:
         sizes = ", ".join(str(key.num_tokens) for key in sorted(self.keys))
@@ -46,7 +46,7 @@ class CaptureSession:
     def __enter__(self) -> CaptureSession:
         torch.cuda.synchronize(self.device)
         self._stack = contextlib.ExitStack()
-        # Freeing a tensor that a cycle kept alive would break a capture: once now, and not in between.
+        # Freeing a tensor that a cycle kept alive would break a capture: collect now, and not in between.
         gc.collect()
         if gc.isenabled():
             gc.disable()
@@ -63,12 +63,12 @@ class CaptureSession:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(self.device) - self._reserved
-        # The allocator does not know of code; the device's number shrinks where another process frees memory meanwhile.
+        # The allocator does not count code. The device's number shrinks if another process frees memory meanwhile.
         self.num_bytes = max(self._free - torch.cuda.mem_get_info(self.device)[0], reserved, 0)
 
     @contextlib.contextmanager
     def sync_is_error(self) -> Iterator[None]:
-        """A sync of the host raises: with a clearer message and less harm than during capture."""
+        """Inside it a sync of the host raises, with a clearer message and less harm than during capture."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -90,27 +90,27 @@ class Graph:
         return device.type == "cuda"
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """Record what the function launches and return its result, whose memory is this graph's from now on."""
+        """Record what the function launches, and return its result, whose memory belongs to this graph from now on."""
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = function()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is lost, and the error above says why
+            with contextlib.suppress(RuntimeError):  # the capture has failed, and the error above says why
                 self._graph.capture_end()
             raise
         self._graph.capture_end()
-        # Only an alias stays: the next graph of the pool may use this memory, as one step is replayed at a time.
+        # Only an alias is kept: the next graph of the pool may use this memory, as only one step is replayed at a time.
         self._result = torch.utils._pytree.tree_map_only(Tensor, _alias, result)
         return result
 
     def replay(self) -> Any:
-        """Launch it; the result is overwritten by the next replay of any graph of the pool."""
+        """Launch the graph. The next replay of any graph of the pool overwrites the result."""
         self._graph.replay()
         return self._result
 
 
 class _Memory:
-    """A tensor's memory, without keeping it."""
+    """A tensor's memory, without keeping it alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -123,7 +123,7 @@ class _Memory:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that does not own it."""
+    """A tensor with the same memory that does not own it."""
     if not (on_gpu(tensor) and tensor.numel()):
         return tensor
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

@@ -37,10 +37,10 @@ class InputBuffers:
         graph_support: of the metadata's builder.
     """
 
-    # Dimensions of size 0 and 1 would compile graphs of their own.
+    # Dimensions of size 0 and 1 would be compiled separately.
     LEAST = 2
-    # Sizes of the step that leaves them open, and the least of the buffers that they are views of: numbers that are
-    # nobody else's, or a compiler would take them for the same.
+    # Sizes of the step whose sizes are symbolic, and the least sizes of the buffers that it views. They equal no other
+    # number, or the compiler would take the two for the same.
     OPEN_SEQS, OPEN_TOKENS = 3, 7
     LEAST_SEQS, LEAST_TOKENS = 5, 11
 
@@ -64,7 +64,7 @@ class InputBuffers:
             graph_support=graph_support,
         )
         self._seqs = seqs
-        # last rows, then ids: what a step uses of both is sent in one copy
+        # last rows, then ids, so that one copy sends what a step uses of both
         self._device = torch.zeros(seqs + tokens, dtype=torch.int64, device=kv_cache.device)
         on_gpu = kv_cache.device.type == "cuda"
         self._hosts = itertools.cycle([_Host(self._device, on_gpu) for _ in range(2 if on_gpu else 1)])
@@ -97,7 +97,7 @@ class InputBuffers:
         return self._step(S, T, metadata)
 
     def for_capture(self, key: GraphKey, query_len: int) -> StepInputs:
-        """A step of padding alone: of ``query_len`` tokens a sequence, or, if that is 0, of any mixture."""
+        """A step that is only padding, with ``query_len`` tokens per sequence, or, if that is 0, any mixture."""
         self._device.zero_()
         if query_len:
             metadata = self.builder.build_for_capture(key.num_reqs, query_len, cascade=key.cascade)
@@ -106,7 +106,7 @@ class InputBuffers:
         return self._step(key.num_reqs, key.num_tokens, metadata)
 
     def of_open_sizes(self) -> StepInputs:
-        """A step without sequences whose sizes a compiler is told to leave open: one compilation then serves all."""
+        """A step without sequences whose sizes are marked dynamic, so that one compilation serves all sizes."""
         self._device.zero_()
         S, T = self.OPEN_SEQS, self.OPEN_TOKENS
         inputs = self._step(S, T, self.builder.build(0, self._nothing(), num_reqs=S, num_tokens=T))
@@ -144,7 +144,7 @@ class InputBuffers:
 
 
 class _Host:
-    """A pinned copy of numbers on their way to the device, and the event after which it may be written again."""
+    """A pinned copy of numbers that are sent to the device, and the event after which it can be written again."""
 
     def __init__(self, device: Tensor, on_gpu: bool) -> None:
         self._target = device

@@ -11,7 +11,7 @@ from paged_ops.metadata import GraphSupport
 
 
 class GraphMode(str, enum.Enum):
-    """What is captured. A *decode* batch has the same few tokens for each sequence, a *mixed* one anything."""
+    """What is captured. A *decode* batch has the same few tokens for each sequence; a *mixed* batch is any other."""
 
     NONE = "NONE"  # nothing
     PIECEWISE = "PIECEWISE"  # of any batch, the pieces between attention ops
@@ -22,7 +22,8 @@ class GraphMode(str, enum.Enum):
     __str__ = str.__str__
 
     def needs(self, query_len: int = 1) -> GraphSupport:
-        """The least support by the attention layers, for decode batches of ``query_len`` tokens a sequence."""
+        """The least level of the attention layers that it needs, for decode batches of ``query_len`` tokens per
+        sequence."""
         if self is GraphMode.FULL:
             return GraphSupport.ALWAYS
         if self in (GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE):
@@ -35,10 +36,10 @@ class GraphMode(str, enum.Enum):
 
 
 def choose_mode(support: GraphSupport, query_len: int = 1) -> GraphMode:
-    """The mode that captures most of what the attention layers allow, of a step compiled in any way or not at all.
+    """The mode that captures as much as the attention layers allow, for a step that is compiled in any way or not.
 
     ``FULL`` for ALWAYS, ``FULL_DECODE_ONLY`` for a level that allows decodes of ``query_len`` tokens, else ``NONE``.
-    The piecewise modes ask for a step from :func:`compile_pieces`, so they are chosen by name.
+    The piecewise modes need a step from :func:`compile_pieces`, so they must be asked for by name.
     """
     for mode in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY):
         if support >= mode.needs(query_len):
@@ -47,7 +48,7 @@ def choose_mode(support: GraphSupport, query_len: int = 1) -> GraphMode:
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """The sizes to capture up to ``largest``: 1, 2, 4, then by 8 to 256, then by 16; ``largest`` itself always."""
+    """The sizes to capture up to ``largest``: 1, 2, 4, then multiples of 8 up to 256, then of 16; and ``largest``."""
     expect(largest >= 1, "largest", "1 or more", largest)
     sizes = itertools.chain((1, 2, 4), range(8, 257, 8), range(272, largest, 16))
     return [*(size for size in sizes if size < largest), largest]

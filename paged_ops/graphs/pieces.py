@@ -1,4 +1,4 @@
-"""The pieces of a step between its attention ops: compiled apart, each captured in a graph of its own."""
+"""The pieces of a step between its attention ops: compiled separately, each captured in a graph of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paged_ops.graphs.capture import CaptureSession, Graph, on_gpu
 class Pieces:
     """The graphs of one step of one size, in the order in which the step calls its pieces.
 
-    The same compiled code may be called many times (once a layer): each call has a graph of its own. An input of a
+    The same compiled code may be called many times (once per layer): each call has a graph of its own. An input of a
     piece either lives longer than the step (weights, caches, inputs of the step), or comes from an earlier piece, and
     then lies at the same address at every replay; or it was made by an op between the pieces (attention), and is copied
     to where it lay at capture.
@@ -35,11 +35,11 @@ class Pieces:
         return len(self._graphs)
 
     def observing(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the step runs as it is, and what its pieces are given is noted."""
+        """Inside it the step runs as usual, and the inputs of its pieces are noted."""
         return self._as(self._observe)
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
-        """Within it each piece is captured, and replayed at once, so that the ops between them see its results."""
+        """Inside it each piece is captured and replayed at once, so that the ops between the pieces see its results."""
         return self._as(self._capture)
 
     def replaying(self) -> contextlib.AbstractContextManager[None]:
@@ -77,7 +77,7 @@ class Pieces:
                 copies.append((i, self._room[kind]))
                 args[i] = self._room[kind].copy_(arg)
         graph = Graph(self._session)
-        result = graph.capture(lambda: function(list(args)))  # the function empties its list
+        result = graph.capture(lambda: function(list(args)))  # a list of its own: the function empties it
         graph.replay()
         leaves = torch.utils._pytree.tree_leaves(result)
         self._results |= {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
@@ -94,12 +94,12 @@ class Pieces:
 
 _pieces: contextvars.ContextVar[Pieces | None] = contextvars.ContextVar("paged_ops.graphs.pieces", default=None)
 
-# What stays outside the pieces.
+# The ops that stay outside the pieces.
 ATTENTION_OPS = ["paged_ops::paged_attention", "paged_ops::paged_attention_with_lse", "paged_ops::cascade_attention"]
 
 
 def check_pieces_exist() -> None:
-    """Raises NotImplementedError where inductor cannot partition a graph at custom ops."""
+    """Raises NotImplementedError if inductor cannot partition a graph at custom ops."""
     from torch._inductor import config, utils
 
     if not (hasattr(config, "custom_should_partition_ops") and hasattr(utils, "set_customized_partition_wrappers")):
@@ -111,7 +111,7 @@ def check_pieces_exist() -> None:
 def compile_pieces(function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
     """``torch.compile(fullgraph=True)`` by inductor, in pieces between the attention ops that can be captured.
 
-    Outside a runner in a piecewise mode it runs as any compiled function. A model may be compiled as a whole or layer
+    Without a runner in a piecewise mode it runs like any compiled function. A model may be compiled as a whole or layer
     by layer.
 
     Raises:

@@ -32,9 +32,9 @@ class GraphStats:
     """Steps since the runner was made."""
 
     replays: Counter[GraphKey] = field(default_factory=Counter)
-    plain: int = 0  # steps that fitted no graph
+    plain: int = 0  # steps for which no graph fitted
     tokens: int = 0  # of the replayed steps
-    padded_tokens: int = 0  # replayed on top of them
+    padded_tokens: int = 0  # replayed in addition to them
 
     @property
     def replayed(self) -> int:
@@ -42,7 +42,7 @@ class GraphStats:
 
     @property
     def padding(self) -> float:
-        """The part of the replayed tokens that was padding."""
+        """The share of the replayed tokens that was padding."""
         return self.padded_tokens / max(self.tokens + self.padded_tokens, 1)
 
 
@@ -51,31 +51,31 @@ class DecodeGraphs:
 
     Args:
         step: ``step(input_ids [T], metadata, last_rows [S], kv_caches) -> logits [S, V]``
-            (:class:`paged_ops.generation.ModelStep`), eager or compiled. It may read no value on the host, and what it
-            decides by Python numbers of the metadata is decided at capture.
+            (:class:`paged_ops.generation.ModelStep`), eager or compiled. It must read no value on the host. What it
+            decides by integers of the metadata is decided at capture.
         kv_cache: whose ``layers`` the step writes.
         max_num_seqs: most sequences of a step.
         max_num_tokens: most tokens of a step, by default max_num_seqs * query_len.
         max_model_len: longest sequence; by default what the cache can hold.
         mode: by default :func:`choose_mode`, and NONE where there are no graphs.
-        graph_support: what the model's attention layers allow (this package's ops: ALWAYS). With states in the cache,
-            batches of one token for each sequence alone are captured, none of them its first.
-        query_len: tokens a sequence of a decode batch, more than 1 for speculative verification.
+        graph_support: what the model's attention layers allow (this package's ops: ALWAYS). If the cache has
+            states, only batches of one token per sequence are captured, and no sequence's first token.
+        query_len: tokens per sequence of a decode batch, more than 1 for speculative verification.
         seq_sizes: sequences of the decode batches to capture; by default :func:`capture_sizes` up to max_num_seqs.
         token_sizes: tokens of the mixed batches to capture; by default to max_num_tokens, at most 512.
         cascade: capture each decode size a second time, for steps with a common prefix.
-        sample: the next tokens ``[S]`` from the logits, on the device (``lambda logits: logits.argmax(-1)``). Then a
-            step ends with them in ``tokens`` and with its inputs made those of the next step, so that
+        sample: the next tokens ``[S]`` from the logits, on the device (``lambda logits: logits.argmax(-1)``). A
+            step then ends with these in ``tokens``, and with its inputs changed to those of the next step, so that
             :meth:`replay_next` is only a launch.
 
     Attributes:
-        builder: of the metadata.
+        builder: the builder of the metadata.
         tokens: int64 ``[max_num_seqs]`` on the device: the newest tokens, with ``sample``.
         captured: the graphs by what they serve.
         stats: what was replayed.
 
     Raises:
-        ValueError: a size is not positive, the mode asks for more than graph_support or the device allow.
+        ValueError: a size is not positive, or the mode needs more than graph_support or the device allow.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DecodeGraphs:
         expect(most >= max_num_seqs * query_len, "max_num_tokens", "at least max_num_seqs * query_len", most)
         expect(sample is None or query_len == 1, "sample", "none for a query_len above 1", sample)
         self._keeps_state = kv_cache.states is not None
-        if self._keeps_state:  # a state is taken up by one token, or by a chunk that the host knows
+        if self._keeps_state:  # only one token continues a state in a graph; chunks are the host's work
             graph_support = min(graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         if mode is None:
             mode = choose_mode(graph_support, query_len) if Graph.runs_on(kv_cache.device) else GraphMode.NONE
@@ -134,10 +134,10 @@ class DecodeGraphs:
         self.captured: dict[GraphKey, Graph | Pieces] = {}
         self._addresses = self._cache_addresses()
         self._last: tuple[GraphKey | None, StepInputs, int] | None = None
-        self._left = 0  # steps by which the last batch may still be advanced
+        self._left = 0  # by how many steps the last batch may still be advanced
 
     def plan(self) -> list[GraphKey]:
-        """What :meth:`capture` captures, largest first."""
+        """The keys that :meth:`capture` captures, largest first."""
         keys = {GraphKey(S, S * self.query_len) for S in self._seq_sizes}
         if self.cascade:
             keys |= {key._replace(cascade=True) for key in keys}
@@ -148,19 +148,19 @@ class DecodeGraphs:
     def capture(
         self, on_progress: Callable[[int, int, GraphKey | None], None] | None = None, *, dynamic: bool = True
     ) -> CaptureReport:
-        """Capture a graph of each size, the largest first, so that the smaller ones find room in its memory.
+        """Capture a graph of each size, the largest first, so that the smaller ones fit into its memory.
 
-        The cache is neither read nor written: the batches are all padding. Call it again after the cache or weights
-        moved.
+        The cache is neither read nor written, as the batches are only padding. Call it again if the cache or the
+        weights have moved.
 
         Args:
             on_progress: called with (sizes done, sizes in all, the size that comes next or None).
-            dynamic: first run a step whose sizes a compiler is told to leave open, so that one compilation serves all.
-                False lets each size be compiled by itself: better code, more time.
+            dynamic: first run a step whose sizes are marked dynamic, so that one compilation serves all sizes. With
+                False each size is compiled by itself: better code, more time.
 
         Raises:
             CaptureError: the step syncs with the host, or does what a graph cannot hold.
-            ValueError: the mode wants pieces, and the step has none.
+            ValueError: the mode needs pieces, and the step has none.
         """
         started = time.perf_counter()
         keys = self.plan()
@@ -185,16 +185,16 @@ class DecodeGraphs:
     def replay(
         self, batch: Batch, input_ids: Sequence[int] | Tensor, *, common_prefix_len: int = 0, lookahead: int = 0
     ) -> Tensor:
-        """Run a step: replay the smallest graph that it fits, padded, or else run it as it is.
+        """Run a step: replay the smallest graph that it fits, padded; if there is none, run it without a graph.
 
         Args:
             batch: the step, as :meth:`AttentionMetadataBuilder.build` takes it.
             input_ids: its tokens, on the host or on the cache's device.
-            common_prefix_len: tokens that all sequences share; read once where ``cascade`` was asked for.
+            common_prefix_len: tokens that all sequences share; they are read once if ``cascade`` was asked for.
             lookahead: how often :meth:`replay_next` may follow; the blocks for so many tokens must be in the batch.
 
         Returns:
-            Logits ``[num_reqs, V]``. Those of a replayed step lie in its graph's memory: they are valid until the next
+            Logits ``[num_reqs, V]``. Those of a replayed step lie in its graph's memory, and are valid until the next
             call.
 
         Raises:
@@ -212,7 +212,7 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def replay_next(self) -> Tensor:
-        """Run the step after the last one, with the tokens that it sampled: one launch, no other work on the host.
+        """Run the next step, with the tokens that the last one sampled: one launch, and no other work on the host.
 
         Raises:
             ValueError: no decode step was run before, the runner has no ``sample``, or the lookahead is used up.
@@ -227,13 +227,12 @@ class DecodeGraphs:
     def find(self, batch: Batch, cascade: bool = False, is_advanced: bool = False) -> GraphKey | None:
         """The smallest captured graph that the batch fits, or None.
 
-        ``is_advanced``: decodes that :meth:`replay_next` follows. A graph advances them if it has a token for each of
-        its sequences.
+        ``is_advanced``: :meth:`replay_next` will follow. A graph can be advanced if it has one token per sequence.
         """
         n, t = batch.num_reqs, batch.num_tokens
         is_decode = bool((batch.query_lens == self.query_len).all())
         if self._keeps_state and not bool((batch.num_computed_tokens > 0).all()):
-            is_decode = False  # a graph takes up the states of all
+            is_decode = False  # a graph continues the states of all sequences
         if is_decode:
             at = bisect.bisect_left(self._seq_sizes, n)
             if at < len(self._seq_sizes):
@@ -285,7 +284,7 @@ class DecodeGraphs:
         uniform = key.num_tokens == key.num_reqs * self.query_len and not key.in_pieces
         inputs = self._inputs.for_capture(key, self.query_len if uniform else 0)
         run = functools.partial(self._run_step, inputs)
-        run()  # compiles, and allocates what stays
+        run()  # compiles, and allocates what is kept
         try:
             with session.sync_is_error():
                 run()
