@@ -21,7 +21,7 @@ DEVICE ?= cpu
 SEED ?= 0
 PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-cpu test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-aot-versions test-wheel test-vllm docs lint format bench compiler
+.PHONY: demo test test-cpu test-parallel test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-aot-versions test-wheel test-vllm docs lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
@@ -31,7 +31,11 @@ demo: compiler $(INSTALLED)
 test: test-cpu test-fuzz $(if $(INTERPRETER_TESTS),test-interpreter) $(if $(AOT_TESTS),test-aot)
 
 test-cpu: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)" tests
+	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)" --ignore tests/parallel tests
+
+# Groups of two and four processes, by gloo: one worker starts them.
+test-parallel: compiler $(INSTALLED)
+	$(TEST_ENV) $(PYTEST) tests/parallel
 
 test-fuzz: compiler $(INSTALLED)
 	$(TEST_ENV) $(PYTEST) -n 2 -m fuzz tests/test_fuzz.py

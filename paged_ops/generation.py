@@ -16,8 +16,8 @@ ARIES (Mohan et al., TODS 1992).
 
 from __future__ import annotations
 
-import operator
-import random
+import contextlib
+import functools
 import time
 import weakref
 from collections import deque
@@ -26,25 +26,26 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
 from paged_ops.hybrid import HybridCache
 from paged_ops.model_step import ModelStep, compile_step
-from paged_ops.outcome import Outcome, rows_of
+from paged_ops.outcome import Outcome, apply, rows_of
+from paged_ops.parallel.team import FOLLOW, Submission, Team, params_of
 from paged_ops.request import (
     GenerationStats,
     NewToken,
     Output,
     Request,
+    RequestMaker,
     TokenStream,
-    read_prompt,
     read_prompts,
     refuse_padding,
 )
 from paged_ops.sampling import (
+    Choices,
     LogitsProcessor,
     SamplingParams,
     StoppingCriterion,
@@ -66,6 +67,7 @@ __all__ = [
 ]
 
 KEPT_OUTPUTS = 1024  # finished requests whose output can still be asked for
+WARM_UP_LIMIT = 1800.0  # seconds that ranks wait for each other's compilation
 
 
 class GenerationLoop:
@@ -88,10 +90,14 @@ class GenerationLoop:
         graph_mode: which batches are captured in CUDA graphs, by :meth:`warm_up` too.
         logits_processor, stopping_criteria: as in :class:`SamplingParams`, for all requests, before their own.
         seed: of the seeds of requests that have none; None differs from loop to loop.
+        group: the ``torch.distributed`` group of ranks that run the step together, each with a loop of its own; by
+            default the step's ``process_group``. See :mod:`paged_ops.parallel` for what they must call.
+        rank_time_limit: seconds after which a rank that does not come is named, on all others.
 
     Raises:
         ValueError: a size is not positive, the budget is smaller than max_num_seqs, max_model_len is larger than the
             step's.
+        RankError: the ranks made loops that differ, or one of them is gone or late.
     """
 
     def __init__(
@@ -107,6 +113,8 @@ class GenerationLoop:
         logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
         stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None = None,
         seed: int | None = None,
+        group: Any = None,
+        rank_time_limit: float = 60.0,
     ) -> None:
         check_kv_cache = getattr(step, "check_kv_cache", None)
         if check_kv_cache is not None:
@@ -128,9 +136,14 @@ class GenerationLoop:
         self.stop_token_ids: tuple[int, ...] = tuple(getattr(step, "stop_token_ids", None) or ())
         self.stats = GenerationStats()
         self._pad_token_id: int | None = getattr(step, "pad_token_id", None)
-        self._processors = functions("logits_processor", logits_processor)
-        self._criteria = functions("stopping_criteria", stopping_criteria)
-        self._seeds = random.Random(seed)
+        self._maker = RequestMaker(
+            min(max_model_len, kv_cache.max_seq_len),
+            self.vocab_size,
+            self.stop_token_ids,
+            functions("logits_processor", logits_processor),
+            functions("stopping_criteria", stopping_criteria),
+            seed,
+        )
         self._eager_step = step
         self._runner = DecodeGraphs(
             compile_step(step, kv_cache.states is not None) if compile else step,
@@ -144,7 +157,6 @@ class GenerationLoop:
         )
         self._is_warm = not compile and self._runner.mode is GraphMode.NONE
         self._scheduler = Scheduler(kv_cache, max_num_seqs, max_num_tokens, max_model_len, self.stats)
-        self._next_id = 0
         self._events: deque[NewToken] = deque()  # of submitted requests, not delivered yet
         self._requests: dict[int, Request] = {}  # unfinished ones and the last that finished
         self._finished: deque[int] = deque()
@@ -153,6 +165,7 @@ class GenerationLoop:
         self._is_open = False  # whether changes are being made
         self._outcome: Outcome | None = None  # changes that are decided
         self._num_begun = 0
+        self._team = Team.of(self, step, group, rank_time_limit)
         weakref.finalize(self, give_back, kv_cache, self._scheduler.unfinished).atexit = False
 
     # Requests
@@ -177,7 +190,8 @@ class GenerationLoop:
 
     def abort(self, request_id: int) -> bool:
         """End a request, waiting, running or swapped out, at any time; its blocks are free at once, or after the step
-        that is running. Its last :class:`NewToken` says "abort". False if it had ended already.
+        that is running, or, among several ranks, with the next step. Its last :class:`NewToken` says "abort". False if
+        it had ended already.
 
         Raises:
             ValueError: no request ever had this id.
@@ -234,7 +248,8 @@ class GenerationLoop:
                 new = self._events.popleft()
                 outputs.setdefault(new.request_id, Output()).take(new)
                 if on_token is not None:
-                    on_token(new)
+                    with self._shared_errors():
+                        on_token(new)
         return outputs
 
     def generate(
@@ -278,7 +293,8 @@ class GenerationLoop:
                 while events:
                     new = events.popleft()
                     if on_token is not None:
-                        on_token(new)
+                        with self._shared_errors():
+                            on_token(new)
         finally:
             self._drop(every)
         return [request.output() for request in every]
@@ -291,10 +307,37 @@ class GenerationLoop:
         self._queue(requests)
         return stream
 
+    def follow(self) -> None:
+        """Takes part in all that rank 0 does with its loop, until that is closed: for the other ranks, where rank 0
+        alone has the requests.
+
+        Raises:
+            ValueError: on rank 0, or without a group.
+            RankError: the ranks can go on no more.
+        """
+        may = self._team is not None and not self._team.leads
+        expect(may, "follow", "a rank other than 0 of a group", "rank 0, or no group")
+        assert self._team is not None
+        while not self._closed:
+            try:
+                self._advance(FOLLOW)
+            except Exception:  # which rank 0 has too, and decides about
+                if self._team.lost:
+                    raise
+            self._events.clear()
+
     def close(self) -> None:
-        """Aborts all requests and gives their blocks back; the loop takes no more."""
+        """Aborts all requests and gives their blocks back; the loop takes no more. Among several ranks all close."""
+        if self._team is not None and not self._closed:
+            self._team.leave()
+        self._close()
+
+    def _close(self) -> None:
         self._closed = True
-        self._drop([*self._scheduler.unfinished, *self._requests.values()])
+        every = *self._scheduler.unfinished, *self._requests.values()
+        self._aborting.update(request for request in every if request.finish_reason is None)
+        if not self._is_open:
+            self._settle()
 
     def __enter__(self) -> GenerationLoop:
         return self
@@ -311,22 +354,44 @@ class GenerationLoop:
             ValueError: requests are unfinished, or others have sequences in the cache; finish or abort them first, as
                 they would go on with keys and values of the old weights.
         """
+        if self._team is not None:
+            self._team.meet("reset")
+        self._reset()
+
+    def _reset(self) -> None:
         self._settle()
         left = len(self._scheduler.unfinished)
         expect(not left, "reset", "no unfinished request (finish or abort them first)", left)
         self.kv_cache.reset()
 
     @property
+    def graph_mode(self) -> GraphMode:
+        return self._runner.mode
+
+    @property
     def graph_stats(self) -> GraphStats:
         """How many steps were replayed from CUDA graphs, of which sizes, with how much padding."""
         return self._runner.stats
 
-    @torch.no_grad()
     def warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
         """Runs a step of padding only, and so compiles the graph that all batches use; captures, if a mode says so.
 
         The cache is not touched. ``on_capture`` is called with (sizes captured, sizes in all).
         """
+        if self._team is not None:
+            self._team.meet("warm_up")
+        self._warm_up(on_capture)
+
+    def _warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
+        run = functools.partial(self._run_first, on_capture)
+        if self._team is None:
+            run()
+        else:
+            self._team.agree(run, WARM_UP_LIMIT)
+        self._is_warm = True
+
+    @torch.no_grad()
+    def _run_first(self, on_capture: Callable[[int, int], None] | None) -> None:
         # eager first: the model's own errors, not wrapped by the compiler's. In the loop's sizes: layers that are
         # compiled would be once more for another width of the block tables.
         first = DecodeGraphs(
@@ -338,7 +403,6 @@ class GenerationLoop:
         )
         first.capture()
         self._runner.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
-        self._is_warm = True
 
     def _make(
         self,
@@ -347,46 +411,8 @@ class GenerationLoop:
         extra_key: Hashable,
         events: deque[NewToken],
     ) -> list[Request]:
-        """Requests for named prompts, all of them checked, none queued; of several samples the first has the others."""
         expect(not self._closed, "loop", "one that is open", "a closed one")
-        try:
-            hash(extra_key)
-        except TypeError:
-            raise ValueError(f"extra_key: expected something hashable, got {extra_key!r}") from None
-        limit = min(self.max_model_len, self.kv_cache.max_seq_len)
-        checked = []
-        for (name, prompt), given in zip(prompts, params, strict=True):
-            param = SamplingParams() if given is None else given
-            expect(isinstance(param, SamplingParams), "params", "SamplingParams", param)
-            tokens = read_prompt(name, prompt, self.vocab_size)
-            longest = len(tokens) + param.max_new_tokens
-            most = f"at most {limit} tokens with max_new_tokens (max_model_len, the cache)"
-            expect(longest <= limit, name, most, longest)
-            checked.append((tokens, param))
-        requests = []
-        for tokens, param in checked:
-            seed = self._seeds.getrandbits(64) if param.seed is None else operator.index(param.seed)
-            stop = self.stop_token_ids if param.stop_token_ids is None else param.stop_token_ids
-            samples = [
-                Request(
-                    request_id=self._next_id + sample,
-                    sample=sample,
-                    tokens=tokens.copy(),
-                    num_prompt=len(tokens),
-                    params=param,
-                    extra_key=extra_key,
-                    seed=seed,
-                    stop=frozenset(map(operator.index, stop)),
-                    processors=self._processors + functions("logits_processor", param.logits_processor),
-                    criteria=self._criteria + functions("stopping_criteria", param.stopping_criteria),
-                    events=events,
-                )
-                for sample in range(param.n)
-            ]
-            self._next_id += param.n
-            samples[0].others = tuple(samples[1:])
-            requests.append(samples[0])
-        return requests
+        return self._maker.make(prompts, params, extra_key, events)
 
     def _queue(self, requests: list[Request]) -> None:
         """All of them, or none."""
@@ -394,6 +420,8 @@ class GenerationLoop:
         try:
             self._requests.update({each.request_id: each for first in requests for each in (first, *first.others)})
             self._scheduler.queue(requests)
+            if self._team is not None:
+                self._team.submitted += requests
             self._is_open = within
         except BaseException:
             for request in requests:
@@ -402,17 +430,33 @@ class GenerationLoop:
                 self._settle()
             raise
 
+    def adopt(self, submissions: Sequence[Submission]) -> None:
+        """Queues what rank 0 submitted."""
+        for each in submissions:
+            tokens, params = list(each.tokens), params_of(each)
+            self._queue([self._maker.add(tokens, params, each.extra_key, 0, each.stop, self._events)])
+
+    def abort_together(self, request_ids: Iterable[int]) -> None:
+        """Aborts what any rank aborted, as all ranks know now."""
+        self._aborting.update(self._requests[each] for each in request_ids if each in self._requests)
+
     def _request(self, request_id: int) -> Request | None:
         """The request of that id, None if it is long gone."""
         request = self._requests.get(request_id)
-        expect(0 <= request_id < self._next_id, "request_id", f"one of {self._next_id} that were given", request_id)
+        num_given = self._maker.next_id
+        expect(0 <= request_id < num_given, "request_id", f"one of {num_given} that were given", request_id)
         return request
 
     def _drop(self, requests: Iterable[Request]) -> None:
-        """Aborts those that are unfinished: now, or when the step that is running is over."""
-        self._aborting.update(request for request in requests if request.finish_reason is None)
-        if not self._is_open:
+        """Aborts those that are unfinished: now, when the step that is running is over, or when all ranks know."""
+        where = self._aborting if self._team is None else self._team.aborted
+        where.update(request for request in requests if request.finish_reason is None)
+        if not self._is_open and self._team is None:
             self._settle()
+
+    def _shared_errors(self) -> contextlib.AbstractContextManager[None]:
+        """What is raised within, between steps, is raised on all ranks."""
+        return contextlib.nullcontext() if self._team is None else self._team.shared_errors()
 
     # A step
 
@@ -423,10 +467,15 @@ class GenerationLoop:
         if not events:
             self._advance()
 
-    def _advance(self) -> None:
+    def _advance(self, call: str = "step") -> None:
         """Runs one step, if there is work; its tokens go to the events of their requests."""
+        if self._team is not None and (self._scheduler.unfinished or call == FOLLOW):
+            call = self._team.meet(call)
+            if call != "step":
+                {"warm_up": self._warm_up, "reset": self._reset, "close": self._close}[call]()
+                return
         if not self._is_warm:
-            self.warm_up()
+            self._warm_up()
         self._settle()
         if not self._scheduler.unfinished:
             return
@@ -436,8 +485,7 @@ class GenerationLoop:
         try:
             with torch.no_grad():
                 self._is_open = True
-                plan = self._scheduler.plan()
-                outcome = self._compute(plan) if plan.requests else Outcome()
+                plan, outcome = self._compute()
                 if self._num_begun != number:
                     raise RuntimeError("step: another step was run within this one, which was given up")
                 self._outcome = outcome  # from here on the step has happened
@@ -453,13 +501,33 @@ class GenerationLoop:
             self._settle()
         self.stats.seconds += time.perf_counter() - started
 
-    def _compute(self, plan: Plan) -> Outcome:
-        """Runs the model, chooses tokens, and says what is to change. Nothing that counts has changed then."""
-        outcome = Outcome(commits=plan.requests)
-        rows, requests = rows_of(plan.requests)
-        if any(request.others for request in requests):
-            outcome.add_samples(rows, requests, len(self._scheduler.free_rows))
-        outcome.take(requests, choose(self._logits(plan), rows, requests))
+    def _compute(self) -> tuple[Plan, Outcome]:
+        """Plans the step, runs the model, chooses tokens, and says what is to change. Nothing that counts has changed
+        then."""
+        plan, outcome, requests = Plan([], 0, 0, False), Outcome(), list[Request]()
+
+        def run() -> Choices:
+            nonlocal plan, outcome, requests
+            plan = self._scheduler.plan()
+            if not plan.requests:
+                return Choices([], set(), {})
+            outcome = Outcome(commits=plan.requests)
+            rows, requests = rows_of(plan.requests)
+            if any(request.others for request in requests):
+                outcome.add_samples(rows, requests, len(self._scheduler.free_rows))
+            batch, input_ids = self._scheduler.batch(plan.requests)
+            self.kv_cache.flush_copies()
+            logits = self._runner.replay(batch, input_ids)
+            if self._team is not None:
+                self._team.has_run(batch, input_ids)
+                if not self._team.leads:
+                    return Choices([], set(), {})
+            return choose(logits, rows, requests)
+
+        choices = run() if self._team is None else self._team.agree(run)
+        if not plan.requests:
+            return plan, outcome
+        outcome.take(requests, choices)
         stats = self.stats
         outcome.stats = {
             "steps": stats.steps + 1,
@@ -468,55 +536,17 @@ class GenerationLoop:
             "generated_tokens": stats.generated_tokens + len(outcome.tokens),
             "peak_used_blocks": max(stats.peak_used_blocks, self.kv_cache.num_used_blocks),
         }
-        return outcome
-
-    def _logits(self, plan: Plan) -> Tensor:
-        batch, input_ids = self._scheduler.batch(plan.requests)
-        self.kv_cache.flush_copies()
-        return self._runner.replay(batch, input_ids)
+        return plan, outcome
 
     def _apply(self, outcome: Outcome, again: bool = False) -> None:
         """Makes the changes; ``again`` after an interrupt, when any part of them may be made already."""
-        cache, scheduler = self.kv_cache, self._scheduler
-        if again:
-            cache.recover()
-        for request, start, num_tokens in outcome.commits:
-            if not again:
-                cache.commit(request, num_tokens)
-            elif request in cache:
-                cache.commit(request, start + num_tokens - cache.num_computed_tokens(request))
-        for parent, child in outcome.forks:
-            scheduler.fork(parent, child)
-        for request, position, token, logprobs in outcome.tokens:
-            if again:
-                del request.tokens[position:], request.logprobs[position - request.num_prompt :]
-            request.tokens.append(token)
-            if logprobs is not None:
-                request.logprobs.append(logprobs)
-            request.others = ()
-        for request, others in [*outcome.starts, *((child, ()) for _, child in outcome.forks)]:
-            request.others = others
-            if again:
-                scheduler.unfinished[request] = None
-            else:
-                scheduler.join(request)
-        for request, reason, error in outcome.ends:
-            request.finish_reason, request.error = reason, error
-            if request in cache:
-                cache.free(request)
-            scheduler.unfinished.pop(request, None)
-            if not again:
-                scheduler.leave(request)
+        apply(outcome, self.kv_cache, self._scheduler, again)
+        for request, _, _ in outcome.ends:
             self._finished.append(request.request_id)
             if len(self._finished) > KEPT_OUTPUTS:
                 self._requests.pop(self._finished.popleft(), None)
-        if again:
-            scheduler.relist()
-        for events, new in outcome.events:
-            if not (again and any(each is new for each in events)):
-                events.append(new)
         vars(self.stats).update(outcome.stats)
-        scheduler.settled()
+        self._scheduler.settled()
         self._outcome = None
         self._is_open = False
 

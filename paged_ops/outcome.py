@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paged_ops.cache import KVCache
+from paged_ops.hybrid import HybridCache
 from paged_ops.request import NewToken, Request
 from paged_ops.sampling import Choices, TokenLogprobs
-from paged_ops.scheduling import Scheduled
+from paged_ops.scheduling import Scheduled, Scheduler
 
 
 @dataclass
@@ -57,6 +59,44 @@ class Outcome:
         if self.forks:
             ended = {request for request, _, _ in self.ends}
             self.forks = [(parent, child) for parent, child in self.forks if child not in ended]
+
+
+def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, again: bool) -> None:
+    """Makes the changes in requests and cache; ``again`` when any part of them may be made already."""
+    if again:
+        cache.recover()
+    for request, start, num_tokens in outcome.commits:
+        if not again:
+            cache.commit(request, num_tokens)
+        elif request in cache:
+            cache.commit(request, start + num_tokens - cache.num_computed_tokens(request))
+    for parent, child in outcome.forks:
+        scheduler.fork(parent, child)
+    for request, position, token, logprobs in outcome.tokens:
+        if again:
+            del request.tokens[position:], request.logprobs[position - request.num_prompt :]
+        request.tokens.append(token)
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
+        request.others = ()
+    for request, others in [*outcome.starts, *((child, ()) for _, child in outcome.forks)]:
+        request.others = others
+        if again:
+            scheduler.unfinished[request] = None
+        else:
+            scheduler.join(request)
+    for request, reason, error in outcome.ends:
+        request.finish_reason, request.error = reason, error
+        if request in cache:
+            cache.free(request)
+        scheduler.unfinished.pop(request, None)
+        if not again:
+            scheduler.leave(request)
+    if again:
+        scheduler.relist()
+    for events, new in outcome.events:
+        if not (again and any(each is new for each in events)):
+            events.append(new)
 
 
 def rows_of(requests: Sequence[Scheduled]) -> tuple[list[int], list[Request]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import describe, expect
-from paged_ops.sampling import SamplingParams, TokenLogprobs, random_key
+from paged_ops.sampling import SamplingParams, TokenLogprobs, functions, random_key
 
 
 class NewToken(NamedTuple):
@@ -136,6 +137,89 @@ class Request:
         """What came so far."""
         logprobs = None if self.params.logprobs is None else list(self.logprobs)
         return Output(self.tokens[self.num_prompt :], self.finish_reason, self.error, logprobs)
+
+
+class RequestMaker:
+    """Makes the requests of a loop, and counts them.
+
+    Args:
+        limit: most tokens of prompt and output.
+        vocab_size, stop_token_ids: of the model.
+        processors, criteria: for all requests, before their own.
+        seed: of the seeds of requests that have none.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        vocab_size: int | None,
+        stop_token_ids: tuple[int, ...],
+        processors: tuple[Callable[..., Any], ...],
+        criteria: tuple[Callable[..., Any], ...],
+        seed: int | None,
+    ) -> None:
+        self.next_id = 0
+        self._limit, self._vocab_size, self._stop_token_ids = limit, vocab_size, stop_token_ids
+        self._processors, self._criteria = processors, criteria
+        self._seeds = random.Random(seed)
+
+    def make(
+        self,
+        prompts: Sequence[tuple[str, Any]],
+        params: Sequence[SamplingParams | None],
+        extra_key: Hashable,
+        events: deque[NewToken],
+    ) -> list[Request]:
+        """Requests for named prompts, all of them checked; of several samples the first has the others."""
+        try:
+            hash(extra_key)
+        except TypeError:
+            raise ValueError(f"extra_key: expected something hashable, got {extra_key!r}") from None
+        checked = []
+        for (name, prompt), given in zip(prompts, params, strict=True):
+            param = SamplingParams() if given is None else given
+            expect(isinstance(param, SamplingParams), "params", "SamplingParams", param)
+            tokens = read_prompt(name, prompt, self._vocab_size)
+            longest = len(tokens) + param.max_new_tokens
+            most = f"at most {self._limit} tokens with max_new_tokens (max_model_len, the cache)"
+            expect(longest <= self._limit, name, most, longest)
+            checked.append((tokens, param))
+        requests = []
+        for tokens, param in checked:
+            seed = self._seeds.getrandbits(64) if param.seed is None else operator.index(param.seed)
+            stop = self._stop_token_ids if param.stop_token_ids is None else param.stop_token_ids
+            requests.append(self.add(tokens, param, extra_key, seed, frozenset(map(operator.index, stop)), events))
+        return requests
+
+    def add(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        extra_key: Hashable,
+        seed: int,
+        stop: frozenset[int],
+        events: deque[NewToken],
+    ) -> Request:
+        """The requests of one prompt, unchecked: the first sample, which has the others."""
+        first, *others = [
+            Request(
+                request_id=self.next_id + sample,
+                sample=sample,
+                tokens=tokens.copy(),
+                num_prompt=len(tokens),
+                params=params,
+                extra_key=extra_key,
+                seed=seed,
+                stop=stop,
+                processors=self._processors + functions("logits_processor", params.logits_processor),
+                criteria=self._criteria + functions("stopping_criteria", params.stopping_criteria),
+                events=events,
+            )
+            for sample in range(params.n)
+        ]
+        self.next_id += params.n
+        first.others = tuple(others)
+        return first
 
 
 class TokenStream(Iterator[NewToken]):

@@ -1,0 +1,408 @@
+"""The ranks of a group that generate together: they make the same calls, use rank 0's tokens, and fail together.
+
+Each rank of a sharded model runs a :class:`paged_ops.GenerationLoop` of its own, which decides the same from the same
+requests. What must not be left to that goes through rank 0: the others send it a message, it answers all. A step has
+two such meetings: before it, about requests, and after it, about tokens and errors.
+
+The messages go by gloo, between processors, whatever the model's collectives use, so that they get through while those
+are stuck. A rank that died closes its connections, which is seen at once; one that is late is named when the time limit
+is over. The idea of a leader whose decisions are followed is that of every engine's driver and workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paged_ops.checks import expect
+
+Result = TypeVar("Result")
+
+_PART = 2048  # bytes of a message that are sent at first, with its length; most need no more
+_UNLIMITED = timedelta(days=365).total_seconds()
+_GRACE = 1.0  # seconds that another rank is waited for in any case
+
+
+class RankError(RuntimeError):
+    """A rank is gone or late, or made other calls; or it failed by an error that cannot be raised here as it was."""
+
+
+class ApartError(RankError):
+    """The ranks did not do the same, and can go on no more."""
+
+
+class Failure(NamedTuple):
+    """What one rank raised."""
+
+    rank: int
+    when: float  # time.time()
+    error: BaseException
+
+
+class _Report(NamedTuple):
+    """How a rank fared."""
+
+    failure: Failure | None
+    done: int | None  # the digest of what the model has run, to its end
+    result: Any
+
+
+class Ranks:
+    """The ranks of one process group, as one of them sees them. To be made on all of them at the same place.
+
+    Args:
+        group: the process group; each of its ranks runs the same loop.
+        time_limit: seconds after which a rank that does not come is named, and collectives of the model are given up.
+        collectives: the groups of the model's collectives, if others.
+
+    Attributes:
+        rank, size: of this process in the group, of the group.
+        lost: why the ranks can go on no more, or None.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, time_limit: float, collectives: Iterable[dist.ProcessGroup] = ()
+    ) -> None:
+        expect(time_limit > 0, "rank_time_limit", "seconds, more than 0", time_limit)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        expect(self.rank >= 0, "group", "a process group with this process in it", "another")
+        self.time_limit = time_limit
+        self.lost: str | None = None
+        # A group for each pair: where one rank is late, gloo closes all connections of a group.
+        leader, *others = dist.get_process_group_ranks(group)
+        is_part = 1 + len(others) < dist.get_world_size()  # a part of the ranks makes its groups without the rest
+        self._pairs = {
+            rank: dist.new_group(
+                [leader, member],
+                timeout=timedelta(seconds=_UNLIMITED),
+                backend="gloo",
+                use_local_synchronization=is_part,
+            )
+            for rank, member in enumerate(others, 1)
+            if not is_part or self.rank in (0, rank)
+        }
+        self._unsent: list[tuple[Any, Tensor]] = []  # answers to ranks that did not come
+        self._collectives = Collectives({id(each): each for each in (group, *collectives)}.values())
+        self._done: int | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def close(self) -> None:
+        self._collectives.close()
+
+    def check(self) -> None:
+        """Raises RankError if the ranks can go on no more."""
+        if self.lost is not None:
+            raise RankError(
+                f"the ranks of this loop can go on no more ({self.lost}): make the groups and the loop anew"
+            )
+
+    def meet(
+        self,
+        message: Any,
+        merge: Callable[[list[Any]], Result],
+        *,
+        limit: float | None = None,
+        since: float | None = None,
+    ) -> Result:
+        """What rank 0 makes of all ranks' messages, in the order of ranks, on all of them.
+
+        Args:
+            message: to be pickled, as is what ``merge`` gives.
+            merge: called on rank 0; what it raises is raised on all.
+            limit: seconds to wait for the others; by default the time limit.
+            since: when they began to run (``time.monotonic()``), by default now.
+
+        Raises:
+            RankError: a rank is gone or late.
+        """
+        self.check()
+        limit = self.time_limit if limit is None else limit
+        until = (time.monotonic() if since is None else since) + limit
+        if self.leads:
+            answer = self._answer(message, merge, max(until, time.monotonic() + _GRACE))
+        else:
+            # rank 0 may wait for another rank for as long, and have begun later
+            answer = self._ask(message, until + 0.5 * limit + _GRACE)
+        is_raised, given, lost = pickle.loads(answer)
+        if lost is not None:
+            self.lost = lost
+            self._collectives.abort()
+        if is_raised:
+            raise given
+        return given
+
+    def agree(self, run: Callable[[], Result], *, limit: float | None = None) -> Result:
+        """Run a part of a step on all ranks; gives what it returned on rank 0. Others may return None.
+
+        Raises:
+            Exception: what any of them raised, the first in time, on all of them, with a note that names its rank. On
+                that rank itself it is the exception as it was.
+            RankError: a rank is gone or late.
+        """
+        self.check()
+        limit = self.time_limit if limit is None else limit
+        since, failure = time.monotonic(), None
+        self._done = None
+        result: Any = None
+        try:
+            with self._collectives.limited(limit):
+                result = run()
+        except BaseException as error:
+            failure = Failure(self.rank, time.time(), error)
+        done = None if self._collectives.given_up else self._done
+        reported = None if failure is None else failure._replace(error=portable(failure.error))
+        report = _Report(reported, done, result if self.leads and failure is None else None)
+        try:
+            # others may have waited in a collective for all of the limit
+            return self.meet(report, _merge, limit=1.25 * limit + _GRACE, since=since)
+        except _FailedError as failed:
+            first = failed.first
+            if failure is not None and (first.rank == self.rank or _same(first.error, failure.error)):
+                raise failure.error from None
+            if hasattr(first.error, "add_note"):  # Python 3.11
+                first.error.add_note(f"raised by rank {first.rank} of {self.size}")
+            raise first.error from (None if failure is None else failure.error)
+        except RankError as error:
+            raise error from (None if failure is None else failure.error)
+
+    def has_run(self, digest: int) -> None:
+        """To be called in what :meth:`agree` runs, when the model's collectives are behind, with a digest of what was
+        the same on all ranks, if all is well."""
+        self._done = digest
+
+    # Messages
+
+    def _answer(self, message: Any, merge: Callable[[list[Any]], Any], until: float) -> bytes:
+        """Rank 0's part."""
+        others = range(1, self.size)
+        receiving = {rank: self._coming(rank) for rank in others}
+        messages: list[Any] = [message]
+        absent: dict[int, str] = {}
+        for rank in others:
+            came = receiving[rank](until)
+            if isinstance(came, str):
+                absent[rank] = came
+            else:
+                messages.append(pickle.loads(came))
+        answer: tuple[bool, Any, str | None]  # whether it is raised, and why the ranks can go on no more
+        if absent:
+            reason = "; ".join(f"rank {rank} of {self.size} is {why}" for rank, why in absent.items())
+            answer = True, RankError(reason), reason
+        else:
+            try:
+                answer = False, merge(messages), None
+            except _FailedError as failed:
+                answer = True, failed, failed.lost
+            except ApartError as error:
+                answer = True, error, str(error)
+            except Exception as error:
+                answer = True, error, None
+        data = pickle.dumps(answer)
+        for rank in others:
+            with contextlib.suppress(RuntimeError):  # then it is missed at the next meeting
+                sent = self._send(data, rank)
+                if rank in absent:
+                    self._unsent += sent
+                    continue
+                for work, _ in sent:
+                    _wait(work, time.monotonic() + self.time_limit)
+        return data
+
+    def _ask(self, message: Any, until: float) -> bytes:
+        """The part of the other ranks."""
+        try:
+            receiving = self._receive(0)
+            sent = self._send(pickle.dumps(message), 0)
+            answer = self._received(0, *receiving, until)
+            del sent  # kept until it was taken
+            return answer
+        except RuntimeError as error:
+            reason = f"rank 0 of {self.size} is {self._why(error)}"
+            return pickle.dumps((True, RankError(reason), reason))
+
+    def _pair(self, rank: int) -> tuple[Any, int]:
+        """The group with another rank, and that rank in it."""
+        return (self._pairs[rank], 1) if self.leads else (self._pairs[self.rank], 0)
+
+    def _coming(self, rank: int) -> Callable[[float], bytes | str]:
+        """Begins to receive a rank's message: a function that gives it, or why there is none."""
+
+        def came(until: float) -> bytes | str:
+            try:
+                if failed is not None:
+                    raise failed
+                return self._received(rank, *receiving, until)
+            except RuntimeError as error:
+                return self._why(error)
+
+        failed = None
+        try:
+            receiving = self._receive(rank)
+        except RuntimeError as error:
+            failed = error
+        return came
+
+    def _receive(self, rank: int) -> tuple[Tensor, Any]:
+        part = torch.empty(_PART, dtype=torch.uint8, device="cpu")
+        group, other = self._pair(rank)
+        return part, dist.irecv(part, group=group, group_src=other)
+
+    def _received(self, rank: int, part: Tensor, work: Any, until: float) -> bytes:
+        _wait(work, until)
+        size = int.from_bytes(bytes(part[:8].tolist()), "little")
+        data = bytes(part[8 : 8 + size].tolist())
+        if size > len(data):
+            rest = torch.empty(size - len(data), dtype=torch.uint8, device="cpu")
+            group, other = self._pair(rank)
+            _wait(dist.irecv(rest, group=group, group_src=other), until)
+            data += bytes(rest.tolist())
+        return data
+
+    def _send(self, data: bytes, rank: int) -> list[tuple[Any, Tensor]]:
+        """What is on its way, to be kept until it has arrived."""
+        room = _PART - 8
+        head = (len(data).to_bytes(8, "little") + data[:room]).ljust(_PART, b"\0")
+        parts = [head, data[room:]] if len(data) > room else [head]
+        group, other = self._pair(rank)
+        sent = []
+        for each in parts:
+            part = torch.frombuffer(bytearray(each), dtype=torch.uint8)
+            sent.append((dist.isend(part, group=group, group_dst=other), part))
+        return sent
+
+    def _why(self, error: RuntimeError) -> str:
+        if "Timed out" in str(error):
+            return f"late: nothing came of it within the limit of {self.time_limit:g} s"
+        return "gone: its connection is closed"
+
+
+class Collectives:
+    """The groups of a model's collectives. What waits in them is given up after a time limit.
+
+    Gloo gives up by itself. Others leave work on the device that waits for ever: their groups are aborted, by a thread
+    of this class, as the one that runs the step may be waiting for the device.
+
+    Attributes:
+        given_up: whether they were, and are of no use any more.
+    """
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        groups = list(groups)
+        self.given_up = False
+        self._gloo = [backend for group in groups for backend in _backends_of(group, "gloo")]
+        self._others = [group for group in groups if _backends_of(group, "nccl")]
+        self._until: float | None = None
+        self._ended = threading.Event()
+        if self._others:
+            arguments = weakref.ref(self), self._ended
+            threading.Thread(target=_watch, args=arguments, name="paged_ops.ranks", daemon=True).start()
+            weakref.finalize(self, self._ended.set).atexit = False
+
+    @contextlib.contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Within it what waits is given up after so many seconds."""
+        before = [backend.options._timeout for backend in self._gloo]
+        self._until = time.monotonic() + seconds
+        for backend in self._gloo:
+            backend._set_default_timeout(timedelta(seconds=seconds))
+        try:
+            yield
+        finally:
+            self._until = None
+            for backend, limit in zip(self._gloo, before, strict=True):
+                backend._set_default_timeout(limit)
+
+    def is_late(self) -> bool:
+        return self._until is not None and time.monotonic() > self._until
+
+    def abort(self) -> None:
+        """Gives up what waits on the device."""
+        self.given_up = True
+        groups, self._others = self._others, []
+        for group in groups:
+            group.abort()
+
+    def close(self) -> None:
+        self._ended.set()
+
+
+def _watch(collectives: weakref.ref[Collectives], ended: threading.Event) -> None:
+    while not ended.wait(0.25):
+        watched = collectives()
+        if watched is None:
+            return
+        if watched.is_late():
+            watched.abort()
+            return
+        del watched
+
+
+def _backends_of(group: dist.ProcessGroup, name: str) -> list[Any]:
+    """The backends of that name of a group, which may have one for each kind of device."""
+    found: dict[str, Any] = {}
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if backend.name() == name:
+            found[str(device)] = backend
+    return list(found.values())
+
+
+class _FailedError(Exception):
+    """Carries the answer to reports with failures."""
+
+    def __init__(self, first: Failure, lost: str | None) -> None:
+        super().__init__(first, lost)
+        self.first, self.lost = first, lost
+
+
+def _merge(reports: list[_Report]) -> Any:
+    """The result of rank 0, if no rank failed, and all ran the same."""
+    failures = [report.failure for report in reports if report.failure is not None]
+    done = {report.done for report in reports}
+    if not failures:
+        for rank, report in enumerate(reports):
+            if report.done != reports[0].done:
+                raise ApartError(
+                    f"rank {rank} ran another step than rank 0: expected the same model, cache and calls on all ranks"
+                )
+        return reports[0].result
+    first = min(failures, key=lambda failure: failure.when)
+    # Else some may have left others alone in a collective, which spoils its group.
+    is_whole = None not in done or (
+        len(failures) == len(reports) and all(_same(first.error, each.error) for each in failures)
+    )
+    lost = f"rank {first.rank} of {len(reports)} failed within a step: {type(first.error).__name__}: {first.error}"
+    raise _FailedError(first, None if is_whole else lost)
+
+
+def _same(error: BaseException, other: BaseException) -> bool:
+    return type(error) is type(other) and str(error) == str(other)
+
+
+def portable(error: BaseException) -> BaseException:
+    """The exception as it can be raised by other ranks."""
+    plain = RankError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, Exception):  # Ctrl-C is one rank's own
+        return plain
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return plain
+    return copied if _same(copied, error) else plain
+
+
+def _wait(work: Any, until: float) -> None:
+    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.01)))

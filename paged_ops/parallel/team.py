@@ -1,0 +1,179 @@
+"""The loops of several ranks as one: the same calls, the same requests and aborts, rank 0's tokens.
+
+Either all ranks call the same, with the same requests; or rank 0 alone gets requests, and the others call ``follow``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from paged_ops.metadata import Batch
+from paged_ops.request import Request
+from paged_ops.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from paged_ops.generation import GenerationLoop
+    from paged_ops.parallel.ranks import Ranks
+
+Result = TypeVar("Result")
+
+FOLLOW = "follow"  # whatever rank 0 calls
+LEAVE_LIMIT = 5.0  # seconds that a rank which leaves waits for the others
+
+
+class Submission(NamedTuple):
+    """A prompt as ranks tell it to each other: what decides about blocks and ends, but not about tokens."""
+
+    request_id: int  # of the first sample
+    tokens: tuple[int, ...]
+    samples: int
+    max_new_tokens: int
+    logprobs: int | None
+    stop: frozenset[int]
+    extra_key: Hashable
+
+    @classmethod
+    def of(cls, request: Request) -> Submission:
+        params, prompt = request.params, tuple(request.tokens[: request.num_prompt])
+        counts = params.n, params.max_new_tokens, params.logprobs
+        return cls(request.request_id, prompt, *counts, request.stop, request.extra_key)
+
+
+class Call(NamedTuple):
+    """What one rank calls, and where it stands."""
+
+    name: str
+    state: tuple[Any, ...]  # which must be the same on all ranks
+    submitted: tuple[Submission, ...] = ()  # since the last call
+    aborted: tuple[int, ...] = ()
+    error: BaseException | None = None  # by which the rank leaves a call that others may go on with
+
+
+class Team:
+    """What one loop knows of those of the other ranks.
+
+    Attributes:
+        submitted: requests that the other ranks have not heard of.
+        aborted: requests that are to end as soon as they have.
+    """
+
+    def __init__(self, loop: GenerationLoop, ranks: Ranks) -> None:
+        self._loop, self._ranks = loop, ranks
+        self.submitted: list[Request] = []
+        self.aborted: set[Request] = set()
+        pools = tuple((pool.num_blocks, pool.block_size, len(pool.layers)) for pool in loop.kv_cache.pools)
+        sizes = loop.max_num_seqs, loop.max_num_tokens, loop.max_model_len, str(loop.graph_mode), pools
+        ranks.meet(Call("GenerationLoop", sizes), agree_on)
+
+    @staticmethod
+    def of(loop: GenerationLoop, step: Any, group: Any, time_limit: float) -> Team | None:
+        """That of a loop over a step of several ranks."""
+        group = getattr(step, "process_group", None) if group is None else group
+        if group is None or group.size() == 1:
+            return None
+        from paged_ops.parallel.ranks import Ranks
+
+        collectives = getattr(step, "process_group", None)
+        return Team(
+            loop, Ranks(group, time_limit=time_limit, collectives=() if collectives is None else (collectives,))
+        )
+
+    @property
+    def leads(self) -> bool:
+        return self._ranks.leads
+
+    @property
+    def lost(self) -> bool:
+        """Whether the ranks can go on no more."""
+        return self._ranks.lost is not None
+
+    def meet(self, name: str, error: BaseException | None = None, limit: float | None = None) -> str:
+        """Before a call: all ranks have the same requests and aborts then. Gives the call of rank 0."""
+        loop = self._loop
+        state = loop.stats.steps, loop.kv_cache.num_used_blocks
+        submitted = tuple(map(Submission.of, self.submitted))
+        aborted = tuple(request.request_id for request in self.aborted)
+        if name == FOLLOW:
+            limit = float(2**24)  # seconds: rank 0 may have nothing to do
+        agreed = self._ranks.meet(Call(name, state, submitted, aborted, error), agree_on, limit=limit)
+        if agreed.submitted != submitted:
+            loop.adopt(agreed.submitted)
+        self.submitted, self.aborted = [], set()
+        loop.abort_together(agreed.aborted)
+        return agreed.name
+
+    def agree(self, run: Callable[[], Result], limit: float | None = None) -> Result:
+        """Runs it on all ranks: rank 0's result, or the first error of any rank, on all."""
+        return self._ranks.agree(run, limit=limit)
+
+    def has_run(self, batch: Batch, input_ids: Sequence[int]) -> None:
+        """Within :meth:`agree`: the model has run this step."""
+        numbers = zlib.crc32(array("q", input_ids))
+        for tensor in (batch.query_lens, batch.num_computed_tokens):
+            numbers = zlib.crc32(tensor.numpy().tobytes(), numbers)
+        self._ranks.has_run(numbers)
+
+    @contextlib.contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """What is raised within is raised by the others' next call."""
+        try:
+            yield
+        except BaseException as error:
+            from paged_ops.parallel.ranks import portable
+
+            with contextlib.suppress(Exception):
+                self.meet("on_token", portable(error), LEAVE_LIMIT)
+            raise
+
+    def leave(self) -> None:
+        """Closes the loops of all ranks; those that do not come are not waited for."""
+        from paged_ops.parallel.ranks import RankError
+
+        with contextlib.suppress(RankError):
+            self.meet("close", limit=LEAVE_LIMIT)
+        self._ranks.close()
+
+
+def agree_on(calls: Sequence[Call]) -> Call:
+    """The call that all ranks make: that of rank 0, with the aborts of all.
+
+    Raises:
+        ApartError: others call something else, stand elsewhere, or submitted requests that rank 0 did not.
+        Exception: a rank has left by it.
+    """
+    from paged_ops.parallel.ranks import ApartError
+
+    first = calls[0]
+    for rank, call in enumerate(calls):
+        if call.error is not None:
+            if hasattr(call.error, "add_note"):  # Python 3.11
+                call.error.add_note(f"raised by rank {rank} of {len(calls)}")
+            raise call.error
+    for rank, call in enumerate(calls):
+        if call.name not in (first.name, FOLLOW):
+            raise ApartError(
+                f"rank {rank} called {call.name} where rank 0 called {first.name}: expected the same calls on all ranks"
+                " of a loop, or follow() on all others than rank 0"
+            )
+        if call.state != first.state:
+            raise ApartError(
+                f"rank {rank} is at {call.state} where rank 0 is at {first.state} (sizes of the loop; or its steps, and"
+                " used blocks of the cache): expected the same model, cache and calls on all ranks"
+            )
+        if call.submitted not in ((), first.submitted):
+            raise ApartError(
+                f"rank {rank} submitted requests of {[len(each.tokens) for each in call.submitted]} tokens where rank 0"
+                f" submitted {[len(each.tokens) for each in first.submitted]}: expected the same requests on all ranks,"
+                " or those of rank 0 alone"
+            )
+    return first._replace(aborted=tuple(sorted({each for call in calls for each in call.aborted})))
+
+
+def params_of(submission: Submission) -> SamplingParams:
+    """What a rank that chooses no tokens needs to know of a request."""
+    counts = submission.max_new_tokens, submission.samples, submission.logprobs
+    return SamplingParams(max_new_tokens=counts[0], n=counts[1], logprobs=counts[2])
