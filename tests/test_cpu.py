@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paged_ops
-from paged_ops import BlockSparse, testing
+from paged_ops import BlockSparse, reference, testing
 from paged_ops.lowerings.cpu import attention as cpu
 from paged_ops.lowerings.cpu import fused
 
@@ -124,6 +124,6 @@ def test_half_precision_is_far_inside_the_error_budget(dtype):
     for start, end in itertools.pairwise((0, 1, 5, 80)):
         call = (query[start:end], kv_cache, *rest[:2], torch.tensor([0, end - start], dtype=torch.int32), rest[3])
         got = paged_ops.paged_attention(*call).double()
-        truth = testing.reference.paged_attention(call[0].double(), *call[1:])
-        plain = testing.reference.paged_attention(*call).double()
+        truth = reference.paged_attention(call[0].double(), *call[1:])
+        plain = reference.paged_attention(*call).double()
         assert (got - truth).abs().max() <= 0.75 * (plain - truth).abs().max()

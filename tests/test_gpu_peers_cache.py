@@ -46,7 +46,7 @@ def equal_bits(got, want):
 @pytest.mark.parametrize("num_blocks", [1024, 10000])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("head_size", [64, 80, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=testing._short)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=testing.short)
 def test_write_matrix(dtype, head_size, block_size, num_blocks, form, kv_cache_dtype):
     memory = testing.Memory(GPU)
     stored = None if kv_cache_dtype == "auto" else torch.uint8
@@ -89,7 +89,7 @@ def test_blocks_that_are_no_power_of_two(stored, form, block_size):
 @pytest.mark.parametrize("num_blocks", [1024, 10000])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("head_size", [64, 80, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=testing._short)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=testing.short)
 def test_copy_matrix(dtype, head_size, block_size, num_blocks, layers):
     """256 sources, two destinations each."""
     shape = (num_blocks, 2, block_size, NUM_HEADS, head_size)
@@ -212,7 +212,7 @@ def test_ops_run_where_their_tensors_are():
 @pytest.mark.parametrize("head_size", [32, 48, 64, 96, 128, 256])
 @pytest.mark.parametrize("num_heads", [4, 8, 16, 32, 64])
 @pytest.mark.parametrize("tokens", [256, 512, 613, 1024, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=testing._short)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=testing.short)
 def test_merge_matrix(dtype, tokens, num_heads, head_size):
     """A tenth of either side infinite, of both signs; some rows empty on both."""
     outs = [torch.randn(tokens, num_heads, head_size, device=GPU).to(dtype) for _ in range(2)]

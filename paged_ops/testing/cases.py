@@ -1,0 +1,267 @@
+"""The named cases of each op, and those of them that compiled runs take."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from paged_ops import layouts, masks
+from paged_ops.features import EXCLUSIVE
+from paged_ops.testing.inputs import (
+    F8_E4M3,
+    F8_E5M2,
+    FORMS,
+    AttentionCase,
+    BlocksCase,
+    CacheSpec,
+    CascadeCase,
+    GatherCase,
+    MergeCase,
+    WriteCase,
+)
+
+BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
+    "decode": ((1, 1), (1, 17), (1, 64), (1, 130), (1, 33)),
+    "speculative": ((2, 2), (5, 40), (16, 16), (3, 129), (1, 7)),
+    "chunked_prefill": ((17, 50), (32, 96), (5, 5)),
+    "prefill": ((33, 33), (64, 64), (7, 7)),
+    "mixed": ((1, 40), (3, 19), (20, 61), (33, 33), (1, 128)),
+    "holes": ((0, 12), (1, 30), (0, 0), (7, 7), (0, 5)),
+    "query_past_keys": ((9, 4), (2, 1), (1, 3)),
+    "long": ((1, 700), (130, 390), (1, 257)),
+    "padding_only": (),
+    # As many rows as eight sequences of seven tokens have: what decides by shapes must not take it for those.
+    "uneven": ((0, 3), (40, 90), (0, 0), (8, 30), (2, 2), (0, 7), (1, 200), (5, 5)),
+}
+SPARSE = masks.SparsePattern(block_size=16, local_blocks=2, vert_stride=3)
+FEATURES: dict[str, tuple[str, Any]] = {
+    "noncausal": ("causal", False),
+    "window": ("sliding_window", 13),
+    "chunk": ("attention_chunk", 24),
+    "cap": ("soft_cap", 2.0),
+    "alibi": ("alibi_slopes", True),
+    "sinks": ("sinks", True),
+    "sparse": ("block_sparse", [*SPARSE]),
+    "ranges": ("bidirectional_ranges", True),
+}
+
+
+def _allowed(*names: str) -> bool:
+    arguments = {"causal=False" if name == "noncausal" else FEATURES[name][0] for name in names}
+    return not any(arguments >= set(pair) for pair in EXCLUSIVE)
+
+
+def _attention_cases() -> Iterator[AttentionCase]:
+    def case(name: str, batch: str = "mixed", **changes: Any) -> AttentionCase:
+        spec = {key: changes.pop(key) for key in list(changes) if key in CacheSpec.__dataclass_fields__}
+        return AttentionCase(name, BATCHES[batch], CacheSpec(**spec), **changes)
+
+    for batch, dtype in itertools.product(BATCHES, layouts.MODEL_DTYPES):
+        yield case(f"{batch}-{short(dtype)}", batch, dtype=dtype)
+    for size in (0, 1, 2):
+        for names in itertools.combinations(FEATURES, size):
+            if size and _allowed(*names):
+                chosen = tuple(FEATURES[name] for name in names)
+                yield case("-".join(names), features=chosen)
+                yield case("-".join(names) + "-bf16-decode", "decode", features=chosen, dtype=torch.bfloat16)
+    every = tuple(FEATURES[name] for name in ("window", "chunk", "cap", "alibi", "sinks"))
+    for form in FORMS:
+        yield case(f"{form}-fp16", form=form, dtype=torch.float16)
+        yield case(f"{form}-all-features", form=form, features=every, strided_query=True)
+        yield case(f"{form}-b48-decode-bf16", "decode", form=form, block_size=48, dtype=torch.bfloat16)
+        for stored, name in ((F8_E4M3, "auto"), (F8_E5M2, "auto"), (torch.uint8, "fp8"), (torch.uint8, "fp8_e5m2")):
+            scales = {"auto": "head", "fp8": "tensor"}.get(name)
+            fp8: dict[str, Any] = {"cache_dtype": stored, "kv_cache_dtype": name, "scales": scales, "form": form}
+            yield case(f"{form}-{short(stored)}-{name}-fp16", dtype=torch.float16, **fp8)
+    for D in (8, 13, 24, 32, 40, 72, 80, 96, 112, 120, 128, 192, 256):
+        yield case(f"d{D}", head_size=D)
+        yield case(f"d{D}-fp16-decode", "decode", head_size=D, dtype=torch.float16)
+    for D, Dv in ((192, 128), (64, 80), (13, 24), (128, 64)):
+        yield case(f"d{D}-dv{Dv}", form="separate", head_size=D, value_head_size=Dv)
+    for B in (1, 8, 16, 32, 64, 128, 544, 1056):
+        yield case(f"b{B}", block_size=B, form="hnd")
+        yield case(f"b{B}-decode", "decode", block_size=B)
+    for H, K in ((1, 1), (4, 4), (6, 2), (5, 1), (16, 1), (40, 8), (71, 1)):
+        yield case(f"h{H}-k{K}", num_heads=H, num_kv_heads=K)
+        yield case(f"h{H}-k{K}-decode-bf16", "decode", num_heads=H, num_kv_heads=K, dtype=torch.bfloat16)
+    for kind in ({"homo_head": True}, {"homo_head_group": True}, {"rank": 1, "world_size": 2}, {"local_blocks": 0}):
+        sparse = SPARSE._replace(vert_stride=8)._replace(**kind)
+        for batch in ("long", "mixed", "decode"):
+            name = f"sparse-{next(iter(kind))}-{batch}"
+            yield case(name, batch, features=(("block_sparse", [*sparse]), FEATURES["sinks"]))
+    # Masks go wrong at their seams: long histories, whole prompts, rows before position 0, empty queries.
+    for size in (1, 2):
+        for names in itertools.combinations(FEATURES, size):
+            if _allowed(*names):
+                chosen = tuple(FEATURES[name] for name in names)
+                for batch in ("long", "prefill", "query_past_keys") + (("holes",) if size == 1 else ()):
+                    yield case(f"{'-'.join(names)}-{batch}", batch, features=chosen)
+    tiles = ((128, 16, "nhd", 8, 2), (128, 48, "hnd", 12, 2), (64, 8, "nhd", 8, 1), (128, 64, "plane_first", 8, 8))
+    for D, B, form, H, K in (*tiles, (64, 128, "separate", 6, 1)):  # prefill as tensor cores like it
+        shape = {"head_size": D, "block_size": B, "form": form, "num_heads": H, "num_kv_heads": K}
+        yield case(f"long-d{D}-b{B}-{form}-bf16", "long", dtype=torch.bfloat16, strided_query=True, **shape)
+        for name in ("noncausal", "sinks"):
+            features = (FEATURES[name],)
+            yield case(f"long-d{D}-b{B}-{form}-{name}-fp16", "long", dtype=torch.float16, features=features, **shape)
+    for dtype in layouts.MODEL_DTYPES:
+        yield case(f"fp8-output-{short(dtype)}", dtype=dtype, fp8_output=True)
+    yield case("fp8-output-fp8-cache", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", fp8_output=True)
+    vectors: dict[str, Any] = {"strided_vectors": True, "features": (FEATURES["alibi"], FEATURES["sinks"])}
+    yield case("strided-vectors-fp16", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", **vectors)
+    yield case("strided-vectors-decode-bf16", "decode", dtype=torch.bfloat16, **vectors)
+    yield case("no-padding", "decode", padding=(0, 0))
+    for name, feature in FEATURES.items():
+        yield case(f"uneven-{name}", "uneven", padding=(0, 0), features=(feature,))
+    yield case("uneven-sparse-bf16", "uneven", padding=(0, 0), features=(FEATURES["sparse"],), dtype=torch.bfloat16)
+    yield AttentionCase("one-token", ((1, 1),), padding=(0, 0))
+    yield from _random_cases(100)
+
+
+def _random_cases(count: int) -> Iterator[AttentionCase]:
+    """Seeded mixtures of everything, for what no list of pairs thinks of."""
+    for n in range(count):
+        rng = random.Random(n)
+        form = rng.choice(FORMS)
+        dtype = rng.choice(layouts.MODEL_DTYPES)
+        stored = rng.choice((None, None, F8_E4M3, F8_E5M2))
+        K, G = rng.choice(((1, 1), (1, 7), (2, 4), (3, 5), (4, 2), (2, 16)))
+        D = rng.choice((16, 32, 64, 80, 128, 192) if form == "x_packed" else (13, 24, 40, 64, 72, 96, 128, 256))
+        Dv = rng.choice((None, 32, 56)) if form == "separate" else None
+        scales = rng.choice((None, "tensor", "head")) if stored else None
+        spec = CacheSpec(form, K, D, Dv, rng.choice((1, 8, 16, 48, 64)), dtype, stored, "auto", scales)
+        names = [name for name in FEATURES if random.Random(f"{name}-{n}").random() < 0.4]  # a new one moves no other
+        while not _allowed(*names):
+            names.remove(rng.choice(names))
+        if "sparse" in names and 16 % spec.block_size:
+            spec = dataclasses.replace(spec, block_size=16)
+        batch = [(rng.choice((1, 1, 2, 5, 33)), rng.choice((3, 40, 300))) for _ in range(6)]
+        batch = [(q, rng.randint(1, longest)) for q, longest in batch]  # some have more rows than keys
+        yield AttentionCase(
+            f"random-{n}",
+            tuple(batch),
+            spec,
+            num_heads=K * G,
+            features=tuple(FEATURES[name] for name in names),
+            fp8_output=rng.random() < 0.1,
+            strided_query=rng.random() < 0.3,
+            padding=(rng.randint(0, 3), rng.randint(0, 5)),
+            seed=n,
+        )
+
+
+def _cache_specs() -> Iterator[tuple[str, CacheSpec]]:
+    for form, dtype in itertools.product(FORMS, layouts.MODEL_DTYPES):
+        yield f"{form}-{short(dtype)}", CacheSpec(form, dtype=dtype, head_size=32)
+    for form, (stored, name) in itertools.product(FORMS, ((F8_E4M3, "auto"), (F8_E5M2, "fp8_e5m2"))):
+        for scales, dtype in ((None, torch.float32), ("tensor", torch.float16), ("head", torch.bfloat16)):
+            spec = CacheSpec(form, 3, 32, None, 8, dtype, stored, name, scales)
+            yield f"{form}-{short(stored)}-{scales}-{short(dtype)}", spec
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        yield f"uint8-{name}", CacheSpec(cache_dtype=torch.uint8, kv_cache_dtype=name, scales="head")
+    for D, B in ((13, 1), (24, 544), (80, 16), (256, 48), (120, 1056)):
+        yield f"d{D}-b{B}", CacheSpec("hnd", 2, D, None, B)
+    yield "dv", CacheSpec("separate", head_size=48, value_head_size=32, dtype=torch.bfloat16)
+
+
+def _write_cases() -> Iterator[WriteCase]:
+    for name, spec in _cache_specs():
+        blocks = max(4, -(-32 // spec.block_size))
+        yield WriteCase(name, spec, num_blocks=blocks)
+        yield WriteCase(f"{name}-strided", spec, num_blocks=blocks, strided=True, slots=torch.int32, special=True)
+    yield WriteCase("nothing", tokens=0, extra=0, skip=0)
+    yield WriteCase("only-padding", skip=1)
+    yield WriteCase("no-rows-but-extra", tokens=0, extra=4, skip=0)
+
+
+def short(dtype: torch.dtype) -> str:
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", F8_E4M3: "e4m3", F8_E5M2: "e5m2"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _gather_cases() -> Iterator[GatherCase]:
+    for name, spec in _cache_specs():
+        fp8 = spec.stored.itemsize == 1
+        yield GatherCase(name, BATCHES["holes"], spec, out_dtype=spec.dtype if fp8 else None)
+    for capacity in (0, -1, -20, -1000):
+        yield GatherCase(f"capacity{capacity}", BATCHES["holes"], capacity=capacity)
+    yield GatherCase("to-fp32", BATCHES["mixed"], CacheSpec(dtype=torch.bfloat16), out_dtype=torch.float32)
+    yield GatherCase("to-bf16", BATCHES["mixed"], CacheSpec(), out_dtype=torch.bfloat16)
+    yield GatherCase("padding-only", ())
+
+
+def _blocks_cases(swap: bool) -> Iterator[BlocksCase]:
+    for form, dtype in itertools.product(FORMS, (torch.float32, torch.bfloat16, F8_E4M3, torch.uint8)):
+        yield BlocksCase(f"{form}-{short(dtype)}", swap, CacheSpec(form, head_size=32, cache_dtype=dtype))
+    yield BlocksCase("no-pairs", swap, pairs=())
+    yield BlocksCase("no-caches", swap, layers=0)
+    yield BlocksCase("odd-block", swap, CacheSpec(num_kv_heads=3, head_size=13, block_size=1, cache_dtype=torch.uint8))
+    yield BlocksCase("runs", swap, pairs=((0, 4), (1, 5), (2, 6), (3, 8)))
+    if swap:
+        yield BlocksCase("both-roles", swap, pairs=((0, 1), (1, 0), (1, 2)))
+    else:
+        yield BlocksCase("device-mapping", swap, mapping_on_host=False)
+
+
+def _merge_cases() -> Iterator[MergeCase]:
+    for dtype, D, H in itertools.product(layouts.MODEL_DTYPES, (32, 80, 128, 256), (1, 4)):
+        yield MergeCase(f"{short(dtype)}-d{D}-h{H}", head_size=D, num_heads=H, dtype=dtype)
+    yield MergeCase("all-empty", empty=2.0)
+    yield MergeCase("none-empty", empty=0.0)
+    yield MergeCase("no-tokens", tokens=0)
+    yield MergeCase("odd-d13", head_size=13)
+
+
+def _cascade_cases() -> Iterator[CascadeCase]:
+    suffixes = {"decode": ((1, 1), (1, 17), (1, 40)), "mixed": ((1, 9), (5, 5), (20, 33)), "padding": ()}
+    for (name, seqs), prefix in itertools.product(suffixes.items(), (0, 16, 64, 75)):
+        yield CascadeCase(f"{name}-prefix{prefix}", seqs, prefix=prefix)
+    for form in FORMS:
+        spec = CacheSpec(form, dtype=torch.bfloat16)
+        yield CascadeCase(f"{form}-bf16", suffixes["mixed"], spec, features=(FEATURES["sinks"], FEATURES["cap"]))
+    fp8 = CacheSpec(dtype=torch.float16, cache_dtype=F8_E4M3, scales="head")
+    yield CascadeCase("fp8", suffixes["mixed"], fp8, fp8_output=True)
+
+
+Case = AttentionCase | WriteCase | BlocksCase | MergeCase
+
+CASES: dict[str, list[Case]] = {
+    "reshape_and_cache": list(_write_cases()),
+    "paged_attention": list(_attention_cases()),
+    "paged_attention_with_lse": list(_attention_cases()),
+    "merge_attention_states": list(_merge_cases()),
+    "cascade_attention": list(_cascade_cases()),
+    "copy_blocks": list(_blocks_cases(swap=False)),
+    "swap_blocks": list(_blocks_cases(swap=True)),
+    "gather_kv": list(_gather_cases()),
+}
+
+
+def case_named(op: str, name: str) -> Case:
+    """One case of an op by its name."""
+    found = [case for case in CASES[op] if case.name == name]
+    assert len(found) == 1, f"{len(found)} cases of {op} are called {name}"
+    return found[0]
+
+
+# What compiled runs take from the full list: at most 60, every feature and form at least once.
+COMPILED: dict[str, tuple[str, ...]] = {
+    "reshape_and_cache": ("nhd-fp32", "hnd-bf16", "plane_first-fp16", "interleaved-fp32", "separate-e4m3-head-bf16",
+                          "x_packed-fp16", "x_packed-e4m3-tensor-fp16-strided", "uint8-fp8_e5m2", "only-padding"),
+    "paged_attention": ("decode-fp32", "mixed-bf16", "prefill-fp16", "holes-fp32", "padding_only-fp32", "window-cap",
+                        "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse",
+                        "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
+                        "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
+                        "d192-dv128", "d13"),
+    "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
+                                 "x_packed-all-features", "h71-k1", "b544-decode"),
+    "merge_attention_states": ("fp32-d32-h1", "bf16-d128-h4", "all-empty"),
+    "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8"),
+    "copy_blocks": ("nhd-fp32", "x_packed-bf16", "device-mapping", "no-caches"),
+    "swap_blocks": ("nhd-fp32", "hnd-bf16", "both-roles"),
+    "gather_kv": ("nhd-fp32", "x_packed-e4m3-tensor-fp16", "uint8-fp8_e5m2", "capacity-20"),
+}  # fmt: skip

@@ -1,0 +1,369 @@
+"""Makers of an op's arguments, by a frozen description of each call: batches, caches, copies.
+
+Everything that an op must not read is NaN, or an id out of range, and every buffer lies between guard regions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops import reference
+
+F8_E4M3, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GUARD_BYTE, GUARD_BYTES = 0xA5, 1024
+NAN_BYTE = 0x7F  # NaN in both float8 formats
+FORMS = ("nhd", "hnd", "plane_first", "interleaved", "separate", "x_packed")
+
+
+class Memory:
+    """Allocates tensors between guard regions, and tells whether a guard was overwritten."""
+
+    def __init__(self, device: torch.device | str):
+        self.device = torch.device(device)
+        self._buffers: list[tuple[Tensor, int]] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffer = torch.full((nbytes + 2 * GUARD_BYTES,), GUARD_BYTE, dtype=torch.uint8, device=self.device)
+        self._buffers.append((buffer, nbytes))
+        return buffer[GUARD_BYTES : GUARD_BYTES + nbytes].view(dtype).view(tuple(shape))
+
+    def nan(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = self.empty(shape, dtype)
+        if dtype.itemsize == 1:
+            tensor.view(torch.uint8).fill_(NAN_BYTE)
+        elif dtype.is_floating_point:
+            tensor.fill_(torch.nan)
+        else:
+            tensor.fill_(torch.iinfo(dtype).min)
+        return tensor
+
+    def put(self, values: Tensor) -> Tensor:
+        tensor = self.empty(values.shape, values.dtype)
+        return tensor.copy_(values)
+
+    def check(self) -> None:
+        """Raise AssertionError if anything was written outside of a tensor."""
+        for buffer, nbytes in self._buffers:
+            before, after = buffer[:GUARD_BYTES], buffer[GUARD_BYTES + nbytes :]
+            assert bool((before == GUARD_BYTE).all() & (after == GUARD_BYTE).all()), "written outside of a tensor"
+
+
+@dataclasses.dataclass
+class Inputs:
+    """One call: ``op(*args, **kwargs)``; ``largest`` bounds ``|v|``, by which rounding errors scale."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    memory: Memory
+    largest: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """A cache: its form, sizes and dtypes."""
+
+    form: str = "nhd"
+    num_kv_heads: int = 2
+    head_size: int = 64
+    value_head_size: int | None = None
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None  # None: dtype; torch.uint8: named by kv_cache_dtype
+    kv_cache_dtype: str = "auto"
+    scales: str | None = None  # None, "tensor" or "head"
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.cache_dtype or self.dtype
+
+    @property
+    def value_size(self) -> int:
+        return self.value_head_size or self.head_size
+
+    def allocate(self, memory: Memory, num_blocks: int) -> tuple[Tensor, Tensor | None]:
+        """kv_cache and value_cache full of NaN."""
+        N, B, K, D = num_blocks, self.block_size, self.num_kv_heads, self.head_size
+        nan = memory.nan
+        if self.form == "nhd":
+            return nan((N, 2, B, K, D), self.stored), None
+        if self.form == "hnd":
+            return nan((N, 2, K, B, D), self.stored).transpose(2, 3), None
+        if self.form == "plane_first":
+            return nan((2, N, B, K, D), self.stored).transpose(0, 1), None
+        if self.form == "interleaved":
+            return nan((N, B, 2 * K, D), self.stored), None
+        if self.form == "separate":
+            return nan((N, B, K, D), self.stored), nan((N, B, K, self.value_size), self.stored)
+        assert self.form == "x_packed", self.form
+        x = 16 // self.stored.itemsize
+        return nan((N, K, D // x, B, x), self.stored), nan((N, K, D, B), self.stored)
+
+    def scale_arguments(self, memory: Memory, generator: torch.Generator) -> dict[str, Any]:
+        """k_scale, v_scale and kv_cache_dtype as a call would have them."""
+        named: dict[str, Any] = {} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": self.kv_cache_dtype}
+        if self.scales is not None:
+            size = 1 if self.scales == "tensor" else self.num_kv_heads
+            for name in ("k_scale", "v_scale"):
+                named[name] = memory.put(torch.rand(size, generator=generator) * 0.02 + 0.005)
+        return named
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """A ragged batch over a cache: ``seqs`` are pairs (q_len, seq_len)."""
+
+    name: str
+    seqs: tuple[tuple[int, int], ...]
+    cache: CacheSpec = CacheSpec()
+    num_heads: int = 8
+    features: tuple[tuple[str, Any], ...] = ()
+    fp8_output: bool = False
+    strided_query: bool = False
+    strided_vectors: bool = False  # those of a number a head or a sequence
+    padding: tuple[int, int] = (2, 3)  # sequences, tokens
+    seed: int = 0
+
+    def batch(self, memory: Memory, generator: torch.Generator) -> tuple[int, int, Tensor, Tensor, Tensor]:
+        """T, N, block_tables, seq_lens, query_start_loc; unneeded entries of the tables are out of range."""
+        B = self.cache.block_size
+        q_lens = [q for q, _ in self.seqs] + [0] * self.padding[0]
+        lens = [n for _, n in self.seqs] + [0] * self.padding[0]
+        needed = [-(-n // B) for n in lens]
+        N, M = sum(needed) + 3, max([*needed, 1]) + 1
+        ids = torch.randperm(N, generator=generator, dtype=torch.int32)
+        tables = torch.full((len(lens), M), 2**30, dtype=torch.int32)
+        start = 0
+        for s, blocks in enumerate(needed):
+            tables[s, :blocks] = ids[start : start + blocks]
+            start += blocks
+        starts = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
+        lens_ = torch.tensor(lens, dtype=torch.int32)
+        return sum(q_lens) + self.padding[1], N, memory.put(tables), memory.put(lens_), memory.put(starts)
+
+    def filled_cache(
+        self, memory: Memory, generator: torch.Generator, N: int, tables: Tensor, lens: Tensor
+    ) -> tuple[Tensor, Tensor | None, dict[str, Any], float]:
+        """A cache whose live tokens are random and whose every other cell is NaN, its arguments, and max ``|v|``."""
+        spec = self.cache
+        kv_cache, value_cache = spec.allocate(memory, N)
+        named = spec.scale_arguments(memory, generator)
+        slots = _live_slots(tables.cpu(), lens.cpu(), spec.block_size)
+        K = spec.num_kv_heads
+        key = torch.randn(len(slots), K, spec.head_size, generator=generator)
+        value = torch.randn(len(slots), K, spec.value_size, generator=generator)
+        on_host: dict[str, Any] = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
+        host = kv_cache.cpu(), None if value_cache is None else value_cache.cpu()
+        reference.reshape_and_cache(key, value, host[0], slots, value_cache=host[1], **on_host)
+        kv_cache.copy_(host[0])
+        if value_cache is not None and host[1] is not None:
+            value_cache.copy_(host[1])
+            named["value_cache"] = value_cache
+        largest = float(value.abs().max()) if value.numel() else 1.0
+        return kv_cache, value_cache, named, largest
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        """The arguments of paged_attention and paged_attention_with_lse."""
+        memory, generator = Memory(device), torch.Generator().manual_seed(self.seed)
+        T, N, tables, lens, starts = self.batch(memory, generator)
+        kv_cache, _, named, largest = self.filled_cache(memory, generator, N, tables, lens)
+        query = self._query(memory, generator, T)
+        for name, value in self.features:
+            if name == "sinks":
+                value = memory.put(torch.randn(self.num_heads, generator=generator))
+            elif name == "alibi_slopes":
+                value = memory.put(2.0 ** -torch.arange(1.0, self.num_heads + 1).remainder(8))
+            elif name == "bidirectional_ranges":
+                value = self._ranges(memory, generator)
+            named[name] = value
+        if self.strided_vectors:
+            lens, starts = (torch.stack([vector, vector + 1], 1)[:, 0] for vector in (lens, starts))
+            for name in {"alibi_slopes", "sinks", "k_scale", "v_scale"} & named.keys():
+                spread = memory.nan((2 * len(named[name]),), torch.float32)
+                spread[::2] = named[name]
+                named[name] = spread[::2]
+        if self.fp8_output:
+            named["output_scale"] = memory.put(torch.tensor([0.01]))
+            largest = min(largest / 0.01, 448.0)
+        scale = self.cache.head_size**-0.5
+        return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
+
+    def _ranges(self, memory: Memory, generator: torch.Generator) -> Tensor:
+        """Two ranges per sequence, the first of which holds a row; they may overlap and end past it. And padding that
+        would show more."""
+
+        def number(low: int, high: int) -> int:
+            return int(torch.randint(low, high, (), generator=generator))
+
+        ranges = torch.full((len(self.seqs) + self.padding[0], 5, 2), 2**31 - 1, dtype=torch.int32)
+        ranges[:, :, 0] = 0  # of sequences without rows
+        for s, (q_len, n) in enumerate(self.seqs):
+            low = max(0, n - 2 * q_len - 60)
+            start = number(low, max(n, 1))
+            pairs = [
+                (start, number(max(start, n - q_len) + 1, n + 4)),
+                sorted((number(low, n + 3), number(low, n + 3))),
+            ]
+            order = torch.randperm(5, generator=generator)
+            ranges[s] = torch.tensor([*pairs, (-1, n), (n, 0), (5, 5)])[order]
+        return memory.put(ranges)
+
+    def _query(self, memory: Memory, generator: torch.Generator, T: int) -> Tensor:
+        H, D = self.num_heads, self.cache.head_size
+        values = torch.randn(T, H, D, generator=generator).to(self.cache.dtype)
+        if not self.strided_query:
+            return memory.put(values)
+        fused = memory.nan((T, H + 2 * self.cache.num_kv_heads, D), self.cache.dtype)  # a fused qkv
+        fused[:, :H] = values
+        return fused[:, :H]
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherCase(AttentionCase):
+    """gather_kv of a batch; ``capacity`` is num_tokens over the batch's tokens."""
+
+    capacity: int = 5
+    out_dtype: torch.dtype | None = None
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        memory, generator = Memory(device), torch.Generator().manual_seed(self.seed)
+        _, N, tables, lens, _ = self.batch(memory, generator)
+        kv_cache, _, named, _ = self.filled_cache(memory, generator, N, tables, lens)
+        if self.out_dtype is not None:
+            named["dtype"] = self.out_dtype
+        num_tokens = max(0, sum(n for _, n in self.seqs) + self.capacity)
+        return Inputs((kv_cache, tables, lens, num_tokens), named, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class CascadeCase(AttentionCase):
+    """cascade_attention: ``seqs`` are the suffixes, behind ``prefix`` shared tokens."""
+
+    prefix: int = 64
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        # The prefix is one more sequence of the batch, split off again.
+        seqs = (*self.seqs, (0, self.prefix))
+        whole = dataclasses.replace(self, seqs=seqs, padding=(0, self.padding[1]))
+        made = AttentionCase.inputs(whole, device)
+        query, kv_cache, tables, lens, starts, scale = made.args
+        put = made.memory.put
+        args = (query, kv_cache, put(tables[-1:]), put(lens[-1:]), put(tables[:-1]), put(lens[:-1]), put(starts[:-1]))
+        return Inputs((*args, scale), made.kwargs, made.memory, made.largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteCase:
+    """reshape_and_cache of ``tokens`` rows, every ``skip``-th of them padding, ``extra`` rows past slot_mapping."""
+
+    name: str
+    cache: CacheSpec = CacheSpec()
+    tokens: int = 21
+    skip: int = 5
+    extra: int = 3
+    num_blocks: int = 4
+    strided: bool = False
+    slots: torch.dtype = torch.int64
+    special: bool = False  # among the values: NaN, infinities, and what saturates
+    seed: int = 0
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        memory, generator = Memory(device), torch.Generator().manual_seed(self.seed)
+        spec, rows = self.cache, self.tokens + self.extra
+        K, D, Dv = spec.num_kv_heads, spec.head_size, spec.value_size
+        fused = memory.put(torch.randn(rows, K, 2 * D + Dv, generator=generator).to(spec.dtype))
+        if self.special and fused.numel():
+            flat = fused.view(-1)
+            for n, number in enumerate((torch.nan, torch.inf, -torch.inf, 1e4, -1e4, 1e-6, 0.0, -0.0)):
+                flat[n * 7 : n * 7 + 1] = number
+        key, value = fused[..., D : 2 * D], fused[..., 2 * D :]
+        if not self.strided:
+            key, value = memory.put(key.contiguous()), memory.put(value.contiguous())
+        available = self.num_blocks * spec.block_size
+        slots = torch.randperm(available, generator=generator)[: self.tokens].to(self.slots)
+        assert len(slots) == self.tokens, "more tokens than slots"
+        if self.skip:
+            slots[:: self.skip] = -1
+            slots[self.skip - 1 :: 2 * self.skip] = -17
+        kv_cache, value_cache = spec.allocate(memory, self.num_blocks)
+        named = spec.scale_arguments(memory, generator)
+        if value_cache is not None:
+            named["value_cache"] = value_cache
+        return Inputs((key, value, kv_cache, memory.put(slots)), named, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksCase:
+    """copy_blocks within, or swap_blocks between, ``layers`` caches."""
+
+    name: str
+    swap: bool
+    cache: CacheSpec = CacheSpec()
+    layers: int = 3
+    num_blocks: int = 9
+    pairs: tuple[tuple[int, int], ...] = ((0, 5), (0, 6), (3, 1), (7, 8))
+    mapping_on_host: bool = True
+    seed: int = 0
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        memory, generator = Memory(device), torch.Generator().manual_seed(self.seed)
+        mapping = torch.tensor(self.pairs, dtype=torch.int64).view(-1, 2)
+        if not self.mapping_on_host:
+            mapping = memory.put(mapping)
+        source = self._caches(memory, generator)
+        if not self.swap:
+            return Inputs((source, mapping), {}, memory)
+        return Inputs((source, self._caches(memory, generator), mapping), {}, memory)
+
+    def _caches(self, memory: Memory, generator: torch.Generator) -> list[Tensor]:
+        caches = []
+        for _ in range(self.layers):
+            for cache in self.cache.allocate(memory, self.num_blocks):
+                if cache is not None:
+                    words = torch.randint(0, 100, cache.shape, generator=generator, dtype=torch.uint8)
+                    cache.copy_(words.to(cache.dtype))
+                    caches.append(cache)
+        return caches
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCase:
+    """merge_attention_states; a tenth of either side is empty, as -inf and +inf, with NaN outputs."""
+
+    name: str
+    tokens: int = 13
+    num_heads: int = 4
+    head_size: int = 64
+    dtype: torch.dtype = torch.float32
+    empty: float = 0.1
+    seed: int = 0
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        memory, generator = Memory(device), torch.Generator().manual_seed(self.seed)
+        args: list[Tensor] = []
+        shape, largest = (self.tokens, self.num_heads), 1.0
+        for infinity in (-torch.inf, torch.inf):
+            out = torch.randn(*shape, self.head_size, generator=generator).to(self.dtype)
+            largest = max([largest, *out.abs().flatten().tolist()])
+            lse = torch.randn(shape, generator=generator) * 3
+            gone = torch.rand(shape, generator=generator) < self.empty
+            if self.tokens:
+                gone[0] = self.empty > 0  # both sides empty
+            out[gone], lse[gone] = torch.nan, infinity
+            args += [memory.put(out), memory.put(lse)]
+        return Inputs(tuple(args), {}, memory, largest)
+
+
+def _live_slots(tables: Tensor, lens: Tensor, B: int) -> Tensor:
+    slots = [torch.empty(0, dtype=torch.int64)]
+    for s, seq_len in enumerate(lens.tolist()):
+        j = torch.arange(seq_len)
+        slots.append(tables[s, j // B].long() * B + j % B)
+    return torch.cat(slots)
