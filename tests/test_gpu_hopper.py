@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 import paged_ops
 from paged_ops import layouts, masks
 from paged_ops.features import Features
-from paged_ops.lowerings.gpu import attention, device, hopper
+from paged_ops.lowerings.gpu import attention, device, features, hopper, spec, tiles
 
 N, H = 5, 8
 CACHES = [("NHD", 16, 2, 128), ("NHD", 128, 2, 64), ("NHD", 16, 1, 64), ("HND", 8, 4, 128), ("HND", 48, 1, 256)]
@@ -28,10 +28,17 @@ def split_cache(layout: str, B: int, K: int, D: int) -> tuple[torch.Tensor, torc
     return paged.key, paged.value
 
 
-def takes(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None, **features) -> bool:
+def spec_of(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None, **features) -> spec.Spec:
     if query is None:
         query = torch.zeros(64, H, value.shape[3], dtype=key.dtype)
-    return hopper.serves(query, key, value, Features(**features), 0.1)
+    f, tables = Features(**features), torch.zeros(4, 2, dtype=torch.int32)
+    sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, key.shape[1])
+    out = query.dtype if f.output_scale is None else torch.float8_e4m3fn
+    return spec.spec_of(query, key, value, 0, tables, sparse, f, out, True)
+
+
+def takes(*cache: torch.Tensor, **given) -> bool:
+    return not hopper.serves(spec_of(*cache, **given), None)
 
 
 @pytest.mark.parametrize(("layout", "B", "K", "D"), CACHES)
@@ -39,9 +46,10 @@ def test_copies_read_the_blocks(layout, B, K, D):
     key, value = split_cache(layout, B, K, D)
     assert takes(key, value)
     page = min(B & -B, hopper.BLOCK_N[D])
+    call = spec_of(key, value)
     for cache in (key.squeeze(3), value):
-        rows_n, rows_head, columns_head = hopper._rows(cache)[2:]
-        descriptor = hopper._descriptor(cache, page)
+        rows_n, rows_head, columns_head = hopper._matrix(call.v_side, call)
+        descriptor = hopper.describe(cache, call, page)
         assert descriptor.block_shape == [page // 8, D // 64, 8, 64]
         for block, kh, j in [(0, 0, 0), (N - 1, K - 1, B - page), (2, K // 2, B // page // 2 * page)]:
             row, column = (block * rows_n + kh * rows_head + j) // 8, kh * columns_head // 64
@@ -69,7 +77,7 @@ def test_serves(features):
 
 @pytest.mark.parametrize(
     "features",
-    [{"alibi_slopes": torch.zeros(H)}, {"block_sparse": [4, 2, 64, 0]}, {"output_scale": torch.ones(1)}],
+    [{"alibi_slopes": torch.zeros(H)}, {"block_sparse": [64, 2, 4, 0, 0, 0, 1]}, {"output_scale": torch.ones(1)}],
     ids=str,
 )
 def test_leaves_to_triton(features):
@@ -120,7 +128,8 @@ def as_torch(monkeypatch):
         int64=torch.int64,
     )
     monkeypatch.setattr(hopper, "gl", language)
-    for name in ("lowest_key", "reach_of_ranges", "keys_of_rows", "work_item", "softmax_tile"):
+    monkeypatch.setattr(features, "tl", language)
+    for name in ("oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "softmax_tile"):
         monkeypatch.setattr(hopper, name, getattr(hopper, name).fn)
 
 
@@ -130,7 +139,6 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
     """Of each tile of query rows, by the code of the kernel: which key tiles it visits, which of them without a mask,
     and what the mask keeps."""
     as_torch(monkeypatch)
-    monkeypatch.setattr(hopper, "BLOCK_M", 32)
     window, chunk = reach
     G, K, BLOCK_N, TOKENS = 4, 2, 16, 8
     sequences = [(1, 40), (100, 260), (64, 64), (0, 9), (7, 100), (150, 150), (20, 5)]
@@ -140,15 +148,16 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
     ranges = torch.randint(-30, 270, (len(sequences), R, 2), generator=generator, dtype=torch.int32)
     num_tiles = int(starts[-1]) // TOKENS + len(sequences)
     done = torch.zeros(int(starts[-1]), dtype=torch.bool)
-    constants = True, window > 0, chunk > 0, R, G, 0, 64, 32, BLOCK_N, 4
+    seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1)
+    constants = SimpleNamespace(masks=seen, K=K, G=G), tiles.division(0, 64), SimpleNamespace(M=32, N=BLOCK_N), 4
+    tensors = SimpleNamespace(
+        seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=Pointer(ranges)
+    )
+    numbers = SimpleNamespace(window=window, chunk=chunk, S=len(sequences))
     for item in range(num_tiles * K):
         kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end = (
-            int(each)
-            for each in hopper.work_item(
-                item, num_tiles, K, Pointer(lens), Pointer(starts), len(sequences), -1, window, chunk, Pointer(ranges),
-                *constants,
-            )
-        )  # fmt: skip
+            int(each) for each in hopper.work_item(item, num_tiles, tensors, numbers, -1, *constants)
+        )
         if count == 0 or kh:
             continue
         tokens = torch.arange(first_token, min(first_token + TOKENS, q_len))
@@ -157,7 +166,7 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
             i, torch.arange(n), 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges[s].tolist()
         )[0]
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
-        low, last = hopper.keys_of_rows(i, torch.tensor(s), window, chunk, Pointer(ranges), window > 0, chunk > 0, R)
+        low, last = hopper.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
         for tile in range(end_tile - count, end_tile):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)
@@ -179,7 +188,7 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-def check_against_triton(sequences, H, K, short, monkeypatch, D=128, **features):
+def check_against_triton(sequences, H, K, short, monkeypatch, D=128, **options):
     """Pairs (q_len, seq_len): the Hopper kernel has those of at most ``short`` keys; and what Triton's kernels say."""
     blocks = [-(-n // 16) for _, n in sequences]
     tables = torch.zeros(len(sequences), max(blocks), dtype=torch.int32)
@@ -192,15 +201,19 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, **features)
     query = torch.randn(int(starts[-1]), H, D, dtype=torch.bfloat16, device=GPU)
     call = (query, kv_cache, tables.to(GPU), lens.to(GPU), starts.to(GPU), 0.1)
     bounds = []
-    monkeypatch.setattr(
-        hopper, "prefill", lambda *args, kernel=hopper.prefill: (bounds.append(args[-1]), kernel(*args))
-    )
-    got, got_lse = paged_ops.paged_attention_with_lse(*call, **features)
+
+    def noted(launcher, grid, bound, *rest, launch=hopper.HopperLaunch):
+        bounds.append(bound)
+        return launch(launcher, grid, bound, *rest)
+
+    monkeypatch.setattr(hopper, "HopperLaunch", noted)
+    attention.forget()
+    got, got_lse = paged_ops.paged_attention_with_lse(*call, **options)
     assert bounds == [short]
     other = dataclasses.replace(device.target_of(query.device), arch=89)  # which has no such kernel
     monkeypatch.setattr(attention, "target_of", lambda _: other)
     attention.forget()
-    want, want_lse = paged_ops.paged_attention_with_lse(*call, **features)
+    want, want_lse = paged_ops.paged_attention_with_lse(*call, **options)
     attention.forget()
     assert len(bounds) == 1
     assert (got.double() - want.double()).norm() <= 5e-3 * want.double().norm()

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from paged_ops import testing
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import attention, device
+from paged_ops.lowerings.gpu import attention, decode, device, tiles
 
 pytestmark = pytest.mark.interpreter
 
@@ -32,9 +32,11 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
     """Long ones and those of at most ``short`` keys are hopper.py's, and nobody else writes their rows."""
     served = []
 
-    def prefill(out, lse, query, key, value, block_tables, seq_lens, query_start_loc, f, scale, split_m, bound):
-        assert bound == short
-        assert f.causal
+    def prefill(tensors, scale, split_m):
+        out, lse, query, key, value = tensors.out, tensors.lse, tensors.query, tensors.key_cache, tensors.value_cache
+        block_tables, seq_lens, query_start_loc = tensors.block_tables, tensors.seq_lens, tensors.query_start_loc
+        assert not tensors.taken.any()  # by split_kernel
+        tensors.taken.fill_(7)
         group = query.shape[1] // key.shape[2]
         for s, n in enumerate(seq_lens.tolist()):
             start, end = query_start_loc[s : s + 2].tolist()
@@ -56,7 +58,23 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
         nan = torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan)
         return gpu.paged_attention_with_lse(query, *args, **kwargs, out=nan)
 
-    hopper = SimpleNamespace(BLOCK_M=128, serves=lambda *_: True, short_keys=lambda *_: short, prefill=prefill)
+    def plan(spec, target, shapes):
+        assert spec.masks.causal
+        tile_plan = tiles.plan_of(spec, target, shapes.T, shapes.S)
+        if tile_plan.all_split and short < 0:
+            return None
+        division = tiles.division(tile_plan.split.block_m, shapes.S, short)
+
+        class StandIn:
+            def at(self, addresses, numbers):
+                return False
+
+            def __call__(self, tensors, numbers, addresses):
+                prefill(tensors, numbers.scale, division.rows)
+
+        return decode.plan_around((StandIn(),), spec, target, shapes, division, counted=True)
+
+    hopper = SimpleNamespace(serves=lambda *_: [], plan=plan)
     here = torch.device("cpu")
     monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, device.DEFAULT, "interpreter", 0, 0, 0))
     monkeypatch.setattr(attention, "_hopper", lambda: hopper)

@@ -22,7 +22,7 @@ from FlashInfer (arXiv:2501.01005).
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,13 +31,20 @@ from torch import Tensor
 
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
-from paged_ops.layouts import PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.decode import merge_kernel, split_kernel
-from paged_ops.lowerings.gpu.device import Target, on_device, target_of
-from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS
-from paged_ops.lowerings.gpu.launch import Launcher
-from paged_ops.lowerings.gpu.prefill import prefill_kernel
+from paged_ops.layouts import element_dtype, paged_kv
+from paged_ops.lowerings.gpu import decode, prefill, tiles
+from paged_ops.lowerings.gpu.device import Target, target_of
+from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
+from paged_ops.lowerings.gpu.spec import (
+    OPTIONAL,
+    Numbers,
+    Pointers,
+    Shapes,
+    Spec,
+    numbers_of,
+    readable,
+    spec_of,
+)
 
 # The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
 KNOWS = frozenset(
@@ -57,13 +64,6 @@ KNOWS = frozenset(
         "bidirectional_ranges",
     }
 )
-
-# Tensors among the keyword arguments that the kernels read, in the order that they take them.
-POINTERS = ("alibi_slopes", "sinks", "k_scale", "v_scale", "bidirectional_ranges", "output_scale")
-# The constants of the kernels that merge_kernel has too.
-MERGING = ("WINDOW", "CHUNK", "RANGES", "K", "G", "Dv", "DV_PAD", "BLOCK_S", "CHUNKS_OF_S")
-# So many kinds of calls are remembered; then all are planned anew.
-MOST_KINDS = 4096
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
@@ -98,22 +98,11 @@ class Call(NamedTuple):
     cache: tuple[int, int]  # blocks, tokens a block
     has_keys: bool  # whether any sequence can have keys
     offsets: tuple[int, int] = (0, 0)  # bytes to the first key in kv_cache and the first value in its tensor
-    workspace: tuple[int, int] = (0, 0)  # float32s to the parts' lse, in all
-    numbers: tuple[int | float, ...] = ()
-    merge_numbers: tuple[int, ...] = ()
-    split: Launcher | None = None  # None: there is nothing to compute
-    split_grid: tuple[int, int, int] = (0, 1, 1)
-    split_m: int = 0
-    prefill: Launcher | None = None
-    prefill_grid: tuple[int, int, int] = (0, 1, 1)
-    hopper: bool = False  # whether hopper.py does what prefill_kernel would
-    short: int = -1  # and all of sequences of at most so many keys
-    merge: Launcher | None = None
-    merge_grid: tuple[int, int, int] = (0, 1, 1)
+    numbers: Numbers | None = None
+    plan: Plan | None = None  # None: there is nothing to compute
 
 
 _calls: dict[Any, Call] = {}
-_launchers: dict[Any, Launcher] = {}
 
 
 def _attend(
@@ -129,7 +118,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Calls of one kind are checked, planned and compiled once. A kind is all that checks and kernels are made for."""
     seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
-    for name in POINTERS:
+    for name in OPTIONAL:
         vector = features.get(name)
         if vector is not None and not vector.is_contiguous():
             features = {**features, name: vector.contiguous()}
@@ -156,7 +145,7 @@ def _attend(
     if out is None:
         out = query.new_empty(call.out[0], dtype=call.out[1])
         lse = query.new_empty(call.out[0][:2], dtype=torch.float32) if with_lse else None
-    if call.split is None or call.merge is None:
+    if call.plan is None:
         out.view(torch.uint8).zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
@@ -165,47 +154,34 @@ def _attend(
         seq_lens = torch.zeros_like(seq_lens)
 
     value_cache = kv_cache if value_cache is None else value_cache
-    to_lse, floats = call.workspace
+    to_lse, to_taken, floats = call.plan.workspace
     workspace = query.new_empty(floats, dtype=torch.float32)
     parts = workspace.data_ptr()
-    pointers = [features.get(name) for name in POINTERS]
-    written = (out.data_ptr(), 0 if lse is None else lse.data_ptr())
-    halfway = (parts, parts + 4 * to_lse)
-    read = (
+    optional = [features.get(name) for name in OPTIONAL]
+    addresses = (
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        parts,
+        parts + 4 * to_lse,
+        parts + 4 * to_taken,
         query.data_ptr(),
         kv_cache.data_ptr() + call.offsets[0],
         value_cache.data_ptr() + call.offsets[1],
         block_tables.data_ptr(),
         seq_lens.data_ptr(),
         query_start_loc.data_ptr(),
-        *(0 if each is None else each.data_ptr() for each in pointers),
+        *(0 if each is None else each.data_ptr() for each in optional),
     )
-
-    def tensors() -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
-        """The same as tensors: a kernel's first launch looks at them."""
+    for launch in call.plan.launches:
+        if launch.at(addresses, call.numbers):
+            continue
         f = Features(**features)
         paged, stored = paged_kv(kv_cache, f.value_cache), element_dtype(kv_cache, f.kv_cache_dtype)
-        key, value, _ = _readable(paged, stored, target_of(kv_cache.device))
-        return (
-            [out if f.output_scale is None else out.view(torch.uint8), lse],
-            [workspace, workspace[to_lse:]],
-            [query, key, value, block_tables, seq_lens, query_start_loc, *pointers],
-        )
-
-    if not call.split.at(call.split_grid, (*written, *halfway, *read), call.numbers):
-        filled, half, viewed = tensors()
-        call.split(call.split_grid, [*filled, *half, *viewed], call.numbers)
-    if call.prefill is not None and not call.prefill.at(call.prefill_grid, (*written, *read), call.numbers):
-        filled, _, viewed = tensors()
-        call.prefill(call.prefill_grid, [*filled, *viewed], call.numbers)
-    if call.hopper:
-        filled, _, viewed = tensors()
-        with on_device(query.device):
-            _hopper().prefill(*filled, *viewed[:6], Features(**features), scale, call.split_m, call.short)
-    if not call.merge.at(call.merge_grid, (*written, *halfway, *read[4:6], *read[-2:]), call.merge_numbers):
-        filled, half, _ = tensors()
-        merged = [*filled, *half, seq_lens, query_start_loc, *pointers[-2:]]
-        call.merge(call.merge_grid, merged, call.merge_numbers)
+        key, value, _ = readable(paged, stored, target_of(kv_cache.device))
+        written = out if f.output_scale is None else out.view(torch.uint8)
+        halfway = workspace, workspace[to_lse:], workspace[to_taken:].view(torch.int32)
+        batch = block_tables, seq_lens, query_start_loc
+        launch(Pointers(written, lse, *halfway, query, key, value, *batch, *optional), call.numbers, addresses)
     return out, lse
 
 
@@ -251,169 +227,47 @@ def _plan(
     for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", _properties(stored, D, Dv)):
         raise ValueError(reason)
 
-    G = H // K
     target = target_of(device)
-    key, value, cache_format = _readable(paged, stored, target)
+    key, value, cache_format = readable(paged, stored, target)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
-    first_offset, offset_step, heads_an_offset = _sparse_offsets(sparse, H, K)
-    run, paired = _run(value, max(B, 1)), _paired(query, key, value, cache_format)
-    plan = tiles.plan(
-        query.dtype, key.dtype, T, S, G, D, Dv, target, sparse is not None, _sliceable(query, key, value, run, paired)
-    )
-    split, prefill, P = plan.split, plan.prefill, plan.programs
-    constants = {
-        "CAUSAL": bool(f.causal),
-        "WINDOW": f.sliding_window > 0,
-        "CHUNK": f.attention_chunk > 0,
-        "SOFT_CAP": f.soft_cap > 0,
-        "SPARSE": sparse is not None,
-        "RANGES": 0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
-        "HEADS_AN_OFFSET": heads_an_offset,
-        "K": K,
-        "G": G,
-        "B": max(B, 1),
-        "D": D,
-        "Dv": Dv,
-        "D_PAD": tiles.padded(D, stored.itemsize),
-        "DV_PAD": tiles.padded(Dv, stored.itemsize),
-        "X": key.shape[4],
-        "FORMAT": cache_format,
-        "RUN": run,
-        "QUERY": query.stride(),
-        "KEY": key.stride(),
-        "VALUE": value.stride(),
-        "TABLE": block_tables.stride(1),
-        "K_SCALE": int(f.k_scale is not None and f.k_scale.shape[0] > 1),
-        "V_SCALE": int(f.v_scale is not None and f.v_scale.shape[0] > 1),
-        "BLOCK_S": tiles.sequences_at_once(S),
-        "CHUNKS_OF_S": -(-S // tiles.sequences_at_once(S)),
-        **target.overlap(),
-    }
-    pointers = [_dtype(getattr(f, name)) for name in POINTERS]
-    dtypes = (out.dtype, with_lse, query.dtype, key.dtype, *pointers)
-
-    def launcher(kernel: Any, constants: dict[str, Any], tile: tiles.Tile | None = None) -> Launcher:
-        if tile is not None:
-            options = tile.options(torch.version.hip is None)
-            constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **options}
-            if kernel is not merge_kernel and tile.block_m >= tiles.WARPGROUP_ROWS:
-                constants["DV_PAD"] = tiles.padded_values(D, Dv, stored.itemsize)
-        key = (kernel, device, dtypes, *constants.items())
-        if key not in _launchers:
-            if len(_launchers) >= MOST_KINDS:
-                _launchers.clear()
-            _launchers[key] = Launcher(kernel, constants, device)
-        return _launchers[key]
-
-    # The Hopper kernel's producer reads the first entry of a table even for a sequence without keys.
-    hopper = target.has_hopper_gluon and bool(block_tables.shape[1]) and _hopper().serves(query, key, value, f, scale)
-    short = -1
-    if hopper:
-        items = 0 if plan.all_split else T * G // _hopper().BLOCK_M * K
-        short = _hopper().short_keys(split.block_m, S * K, items, target.processors)
-    all_split = plan.all_split and short < 0
-    hopper = hopper and not all_split
-    split_from = None if all_split else short
-    to_lse = P * 2 * split.block_m * Dv
-    spans = tiles.spans(f.sliding_window, f.attention_chunk)
-    merging = {name: constants[name] for name in MERGING} | target.overlap() | {"SHORT": split_from}
-    splitting = constants | {"SHORT": split_from, "PAIRED": paired, "SLICES": plan.slices}
+    spec = spec_of(query, key, value, cache_format, block_tables, sparse, f, out.dtype, with_lse)
+    numbers = numbers_of(f, sparse, H, K, scale, block_tables.stride(0), S, T)
+    aligned = not (key.data_ptr() | value.data_ptr()) & 15
+    shapes = Shapes(T, S, N, block_tables.shape[1], aligned, numbers)
     return call._replace(
         offsets=(
             key.data_ptr() - kv_cache.data_ptr(),
             value.data_ptr() - (kv_cache if f.value_cache is None else f.value_cache).data_ptr(),
         ),
-        workspace=(to_lse, to_lse + P * 2 * split.block_m),
-        numbers=(
-            float(scale),
-            float(f.soft_cap),
-            *spans,
-            *((1, 0, 1) if sparse is None else sparse[:3]),
-            first_offset,
-            offset_step,
-            block_tables.stride(0),
-            S,
-        ),
-        merge_numbers=(*spans, S, T),
-        split=launcher(split_kernel, splitting, split),
-        split_grid=(P, 1, 1),
-        split_m=split.block_m,
-        prefill=None
-        if hopper or all_split
-        else launcher(prefill_kernel, {**constants, "SPLIT_M": split.block_m}, prefill),
-        prefill_grid=(K * (T // (prefill.block_m // G) + S + 1), 1, 1),
-        hopper=hopper,
-        short=short,
-        merge=launcher(merge_kernel, merging, split._replace(num_warps=4, num_stages=1, max_registers=0)),
-        merge_grid=(P, 1, 1),
+        numbers=numbers,
+        plan=_plan_launches(spec, target, shapes),
     )
 
 
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
+def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
+    """Of the first kernel that serves the call."""
+    for kernel in _kernels(target):
+        if not kernel.serves(spec, target):
+            plan = kernel.plan(spec, target, shapes)
+            if plan is not None:
+                return plan
+    raise AssertionError("prefill.py serves whatever unsupported() lets through")
+
+
+def _kernels(target: Target) -> Iterator[ModuleType]:
+    """The kernels in order of preference; Gluon ones are imported where they can run."""
+    if target.has_hopper_gluon:
+        yield _hopper()
+    yield decode
+    yield prefill
 
 
 @functools.cache
 def _hopper() -> ModuleType:
-    """The Gluon kernels, imported where they can run."""
     from paged_ops.lowerings.gpu import hopper
 
     return hopper
 
 
-def _readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tensor, Tensor, int]:
-    """Key and value views as a kernel reads them: fp8 in its own type where the target converts it, else its bits."""
-    if stored not in FP8_FORMATS:
-        return paged.key, paged.value, 0
-    if target.has_fp8_cvt:
-        return paged.key.view(stored), paged.value.view(stored), 0
-    flavour = 2 if paged.key.dtype == torch.uint8 and target.fp8_is_fnuz else 0
-    return paged.key.view(torch.uint8), paged.value.view(torch.uint8), FP8_FORMATS[stored] + flavour
-
-
-def _run(value: Tensor, B: int) -> int:
-    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; else 1."""
-    stride_n, stride_b, stride_k, stride_d = value.stride()
-    if stride_b != 1 or stride_d == 1:
-        return 1
-    return math.gcd(
-        16 // value.element_size(), B, stride_n, stride_k, stride_d, value.data_ptr() // value.element_size()
-    )
-
-
-def _paired(query: Tensor, key: Tensor, value: Tensor, cache_format: int) -> bool:
-    """Whether two 8-bit elements of a head can be read as one of 16 bits, to be converted to float16 by instruction."""
-    numbers = (key.shape[4], *key.stride()[:4], value.shape[3], *value.stride()[:3])
-    return (
-        key.element_size() == 1
-        and cache_format == 0
-        and query.element_size() == 2
-        and key.shape[3] == key.stride(4) == value.stride(3) == 1
-        and not any(number % 2 for number in (*numbers, key.data_ptr(), value.data_ptr()))
-    )
-
-
-def _sliceable(query: Tensor, key: Tensor, value: Tensor, run: int, paired: bool) -> bool:
-    """Whether tiles can be taken in slices that lie in one block each, of elements as tensor cores take them."""
-    return (
-        torch.version.hip is None
-        and query.element_size() == 2
-        and (paired or key.dtype == query.dtype)
-        and key.shape[1] % tiles.SLICE == 0
-        and key.shape[3] == 1  # not packed
-        and run == 1
-        and max(key.stride(1), value.stride(1)) * tiles.SLICE < 2**31
-    )
-
-
 def _properties(stored: torch.dtype, D: int, Dv: int) -> dict[str, Any]:
     return {"cache_dtype": stored, "head_size": D, "value_head_size": Dv}
-
-
-def _sparse_offsets(sparse: masks.SparsePattern | None, H: int, K: int) -> tuple[int, int, int]:
-    """The stripe's offset of query head h as ``first + (h // heads_an_offset) * step``."""
-    if sparse is None or sparse.homo_head:
-        return 1, 0, 1
-    heads = K if sparse.homo_head_group else H
-    step = max(1, int(sparse.vert_stride / (sparse.world_size * heads)))
-    return sparse.rank * heads * step + 1, step, H // heads

@@ -360,9 +360,7 @@ def _launcher(gather: bool, scatter: bool, word: int, chunk: int, num_warps: int
 
 @triton.jit(do_not_specialize=["P", "chunks", "length"])
 def copy_kernel(
-    runs,  # [R, 5]
-    mapping,  # [P, 2]
-    staging,
+    tensors,  # runs [R, 5], mapping [P, 2], staging
     P,
     chunks,  # of a run
     length,
@@ -372,6 +370,7 @@ def copy_kernel(
     CHUNK: tl.constexpr,  # words of a program
     PDL: tl.constexpr,
 ):
+    runs, mapping, staging = tensors
     if PDL:
         gdc_wait()
     # Chunks of one block are neighbours in time, so that memory is read and written in long stretches.

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops import checks, fake
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu.device import FUSED, Target, on_device, target_of
-from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, decode_fp8, encode_fp8
+from paged_ops.lowerings.gpu.fp8 import decode_fp8, encode_fp8, stored_format
 from paged_ops.lowerings.gpu.launch import Launcher
 
 
@@ -81,7 +81,7 @@ class Write(NamedTuple):
 
     launcher: Launcher | None  # None: nothing to write
     grid: tuple[int, int, int]
-    numbers: tuple[int, int]
+    numbers: tuple[int]
     as_bytes: bool  # the kernel takes the cache as uint8
     num_slots: int
 
@@ -116,19 +116,19 @@ def _plan_write(
     paged, T = paged_kv(kv_cache, value_cache), slot_mapping.shape[0]
     num_slots = paged.num_blocks * paged.block_size
     if not (T and kv_cache.numel()):
-        return Write(None, (0, 1, 1), (0, 0), False, num_slots)
+        return Write(None, (0, 1, 1), (0,), False, num_slots)
     target = target_of(key.device)
-    FORMAT = _format(kv_cache, kv_cache_dtype, target)
-    numbers = slot_mapping.stride(0), T
+    FORMAT = stored_format(element_dtype(kv_cache, kv_cache_dtype), kv_cache.dtype, target)
     launcher, tokens = _write_launcher(
         _form(paged, kv_cache, value_cache, key, value),
         FORMAT,
         0 if k_scale is None else k_scale.shape[0],
         0 if v_scale is None else v_scale.shape[0],
-        (numbers[0], key.dtype, kv_cache.dtype, slot_mapping.dtype),
+        slot_mapping.stride(0),
+        (key.dtype, kv_cache.dtype, slot_mapping.dtype),
         target,
     )
-    return Write(launcher, (-(-T // tokens), 1, 1), numbers, FORMAT > 0, num_slots)
+    return Write(launcher, (-(-T // tokens), 1, 1), (T,), FORMAT > 0, num_slots)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,14 +137,15 @@ def _write_launcher(
     FORMAT: int,
     k_scales: int,
     v_scales: int,
-    specialised: tuple[Any, ...],
+    slots: int,
+    dtypes: tuple[torch.dtype, ...],
     target: Target,
 ) -> tuple[Launcher, int]:
     """The kernel of all calls that differ in how many tokens there are, and the tokens of a program."""
     by_head = max(k_scales, v_scales) > 1  # a scale is read and divided by once for a program's tokens
     plan = _plan(target, "reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
     fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and target.has_fp8_cvt, "K_SCALES": k_scales, "V_SCALES": v_scales}
-    return Launcher(write_kernel, {**plan, **fp8}, target.device), plan["BLOCK_T"]
+    return Launcher(write_kernel, {**plan, **fp8, "SLOTS": slots}, target.device), plan["BLOCK_T"]
 
 
 def gather_kv(
@@ -176,7 +177,8 @@ def gather_kv(
     if not (S and block_tables.shape[1] and kv_cache.numel()):
         return key.zero_(), value.zero_()
     target = target_of(kv_cache.device)
-    paged, FORMAT = paged_kv(kv_cache, value_cache), _format(kv_cache, kv_cache_dtype, target)
+    paged = paged_kv(kv_cache, value_cache)
+    FORMAT = stored_format(element_dtype(kv_cache, kv_cache_dtype), kv_cache.dtype, target)
     if checks.debug_checks():
         checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, paged.block_size)
     if not num_tokens:
@@ -294,38 +296,27 @@ def _together(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.is_contiguous() else scale.contiguous()
 
 
-def _format(kv_cache: Tensor, kv_cache_dtype: str, target: Target) -> int:
-    """The format of a cache's elements, which kernels take as uint8; 0 where they are what they say."""
-    FORMAT = FP8_FORMATS.get(element_dtype(kv_cache, kv_cache_dtype), 0)
-    return FORMAT + 2 if FORMAT and kv_cache.dtype == torch.uint8 and target.fp8_is_fnuz else FORMAT
-
-
 @triton.jit(do_not_specialize=["T"])
 def write_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    k_scale,
-    v_scale,
-    stride_slot,
+    tensors,  # key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
     T,
     B: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,  # stride of slot_mapping
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = tensors
     if PDL:
         gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = tl.load(slot_mapping + t * stride_slot, mask=t < T, other=-1).to(tl.int64)
+    slot = tl.load(slot_mapping + t * SLOTS, mask=t < T, other=-1).to(tl.int64)
     live = slot >= 0
     slot = tl.where(live, slot, 0)
     block, offset = slot // B, slot % B

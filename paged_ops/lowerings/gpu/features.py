@@ -7,6 +7,8 @@ Exponentials are to base 2: logits leave :func:`logits2` multiplied by log2(e). 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,11 +16,35 @@ from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Numbers of the attention kernels that are compiled for no value in particular.
-VARYING = (
-    *("window", "chunk", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
-    *("table_stride", "S"),
-)
+
+
+class Batch(NamedTuple):
+    """What a kernel is called with."""
+
+    tensors: Any  # Pointers
+    numbers: Any  # Numbers
+    ranges: Any  # where the ranges of the first sequence are [R], padded to a power of two; None: there are none
+
+
+class Rows(NamedTuple):
+    """A tile of packed query rows of one key/value head."""
+
+    q: Any  # [M, D]
+    i: Any  # [M] their positions
+    sees: Any  # None, or the first of the keys that each row sees [M] and their end [M]: see reach_of_ranges
+    slopes: Any  # [M], or None
+    factor: Any  # of the products: a number, or one a row that broadcasts to them
+    offset: Any  # [M] of the block-sparse stripes
+
+
+class Keys(NamedTuple):
+    """The keys and values that a tile of query rows may see."""
+
+    seq_len: Any
+    oldest: Any  # no row sees a key before it
+    block_table: Any  # of the sequence
+    k: Any  # of the head
+    v: Any
 
 
 @triton.jit
@@ -27,29 +53,24 @@ def load_tile(
     block,  # [N] block ids
     offset,  # [N] tokens inside the blocks
     live,  # [N] whether a token is seen
-    readable,  # [N] whether a token may be read: the same for the RUN tokens of a run
-    stride_n,
-    stride_b,
-    stride_dx,
-    stride_d,
-    SIZE: tl.constexpr,
+    readable,  # [N] whether a token may be read: the same for the tokens of a run
+    SIDE: tl.constexpr,
     PADDED: tl.constexpr,
-    X: tl.constexpr,  # elements of a head that lie together: SIZE where not packed
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
-    RUN: tl.constexpr,  # so many tokens lie together; 1 where elements do
 ):
     """``[N, PADDED]`` keys or values of one head; 0 past the head size and where not live, whatever is there."""
     d = tl.arange(0, PADDED)
-    if X == SIZE:
-        column = d * stride_d
+    if SIDE.x == SIDE.size:
+        column = d * SIDE.d
     else:
-        column = (d // X) * stride_dx + (d % X) * stride_d
-    row = block.to(tl.int64) * stride_n + offset.to(tl.int64) * stride_b
+        column = (d // SIDE.x) * SIDE.dx + (d % SIDE.x) * SIDE.d
+    row = block.to(tl.int64) * SIDE.n + offset.to(tl.int64) * SIDE.b
     mask = readable[:, None]
-    if SIZE < PADDED:
-        mask = mask & (d < SIZE)[None, :]
+    if SIDE.size < PADDED:
+        mask = mask & (d < SIDE.size)[None, :]
     place = row[:, None] + column[None, :]
+    RUN: tl.constexpr = SIDE.run
     if RUN > 1:
         place = tl.max_contiguous(tl.multiple_of(place, (RUN, 1)), (RUN, 1))
     tile = tl.load(base + place, mask=mask, other=0.0)
@@ -63,29 +84,27 @@ def load_tile(
 
 
 @triton.jit
-def load_pairs(base, block, offset, live, stride_n, stride_b, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def load_pairs(base, block, offset, live, SIDE: tl.constexpr, PADDED: tl.constexpr):
     """What :func:`load_tile` loads of an fp8 cache as float16, its even and its odd elements apart: ``[N, PADDED/2]``.
 
     Two 8-bit numbers travel as one of 16 bits, which tensor cores' operands are loaded in straight from shared memory.
     """
     d = tl.arange(0, PADDED // 2)
-    row = block.to(tl.int64) * (stride_n // 2) + offset.to(tl.int64) * (stride_b // 2)
+    row = block.to(tl.int64) * (SIDE.n // 2) + offset.to(tl.int64) * (SIDE.b // 2)
     mask = live[:, None]
-    if SIZE < PADDED:
-        mask = mask & (d < SIZE // 2)[None, :]
+    if SIDE.size < PADDED:
+        mask = mask & (d < SIDE.size // 2)[None, :]
     pairs = tl.load(base.to(tl.pointer_type(tl.int16)) + row[:, None] + d[None, :], mask=mask, other=0)
     return widen_pairs(pairs, base.dtype.element_ty == tl.float8e4nv)
 
 
 @triton.jit
-def load_queries(
-    query, row_token, row_head, row_live, stride_t, stride_h, stride_d, SIZE: tl.constexpr, PADDED: tl.constexpr
-):
+def load_queries(query, row_token, row_head, row_live, SPEC: tl.constexpr, PADDED: tl.constexpr):
     """``[M, PADDED]`` packed query rows."""
     d = tl.arange(0, PADDED)
-    row = row_token.to(tl.int64) * stride_t + row_head.to(tl.int64) * stride_h
-    mask = row_live[:, None] & (d < SIZE)[None, :]
-    return tl.load(query + row[:, None] + d[None, :] * stride_d, mask=mask, other=0.0)
+    row = row_token.to(tl.int64) * SPEC.query[0] + row_head.to(tl.int64) * SPEC.query[1]
+    mask = row_live[:, None] & (d < SPEC.k_side.size)[None, :]
+    return tl.load(query + row[:, None] + d[None, :] * SPEC.query[2], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -133,36 +152,27 @@ def apply_soft_cap(logits, soft_cap, EXACT: tl.constexpr):
 
 
 @triton.jit
-def logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr):
-    """log2(e) * (cap(factor * qk) + slope * (j - i)); all operands broadcast to the shape of ``qk``."""
+def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
+    """log2(e) * (cap(factor * qk) + slope * (j - i)); all broadcast to the shape of ``qk``."""
     if SOFT_CAP:
-        logits = apply_soft_cap(qk * factor, soft_cap, EXACT) * LOG2E
+        logits = apply_soft_cap(qk * rows.factor, soft_cap, EXACT) * LOG2E
     else:
-        logits = qk * (factor * LOG2E)
-    if ALIBI:
-        logits += slopes * LOG2E * (j - i).to(tl.float32)
+        logits = qk * (rows.factor * LOG2E)
+    if rows.slopes is not None:
+        logits += rows.slopes * LOG2E * (j - rows.i).to(tl.float32)
     return logits
 
 
 @triton.jit
-def keep(
-    i,
-    j,
-    live,
-    window,
-    chunk,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def keep(i, j, live, numbers, MASKS: tl.constexpr):
     """Whether the queries at positions ``i`` see the keys at ``j``, of which ``live`` exist; operands broadcast."""
     kept = live
-    if CAUSAL:
+    if MASKS.causal:
         kept = kept & (j <= i)
-    if WINDOW:
-        kept = kept & (i - j < window)
-    if CHUNK:
-        kept = kept & (i // chunk == j // chunk)
+    if MASKS.window:
+        kept = kept & (i - j < numbers.window)
+    if MASKS.chunk:
+        kept = kept & (i // numbers.chunk == j // numbers.chunk)
     return kept
 
 
@@ -173,23 +183,29 @@ def keep_between(j, sees, live):
 
 
 @triton.jit
-def keep_block_sparse(i, j, offset, sparse_block, local_blocks, vert_stride):
+def keep_block_sparse(i, j, offset, numbers):
     """Local blocks or a vertical stripe that slides over heads by ``offset``; causality is not included."""
-    qb = i // sparse_block
-    kb = j // sparse_block
-    return (qb - kb < local_blocks) | ((kb + offset) % vert_stride == 0)
+    qb = i // numbers.sparse_block
+    kb = j // numbers.sparse_block
+    return (qb - kb < numbers.local_blocks) | ((kb + offset) % numbers.vert_stride == 0)
 
 
 @triton.jit
-def next_seen_tile(tile, first_i, offset, sparse_block, local_blocks, vert_stride, BLOCK_N: tl.constexpr):
-    """The first of the tiles from ``tile`` on in which a row may see a key by a block-sparse pattern.
+def stripe_offset(head, numbers, MASKS: tl.constexpr):
+    """The offset of the block-sparse stripes of query heads."""
+    return numbers.first_offset + (head // MASKS.heads_an_offset) * numbers.offset_step
+
+
+@triton.jit
+def next_seen_tile(tile, first_i, offset, numbers, N: tl.constexpr):
+    """The first of the tiles of N keys from ``tile`` on in which a row may see a key by a block-sparse pattern.
 
     The rows stand at or after ``first_i``, the first of which sees most of what is local; their heads have ``offset``.
     """
-    block = tile * BLOCK_N // sparse_block
-    near = tl.maximum(block, first_i // sparse_block - local_blocks + 1)
-    stripe = tl.min(block + (vert_stride - 1 - (block + offset - 1) % vert_stride), 0)
-    return tl.maximum(tile, tl.minimum(near, stripe) * sparse_block // BLOCK_N)
+    block = tile * N // numbers.sparse_block
+    near = tl.maximum(block, first_i // numbers.sparse_block - numbers.local_blocks + 1)
+    stripe = tl.min(block + (numbers.vert_stride - 1 - (block + offset - 1) % numbers.vert_stride), 0)
+    return tl.maximum(tile, tl.minimum(near, stripe) * numbers.sparse_block // N)
 
 
 @triton.jit
@@ -208,20 +224,17 @@ def softmax_step(logits, m, l):
 
 
 @triton.jit
-def weigh(
-    qk, m, l, factor, i, j, sees, live, slopes, soft_cap, window, chunk, sparse, offset, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SPARSE: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def weigh(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """From products of queries and keys to what :func:`softmax_step` returns; operands broadcast to the products."""
-    logits = logits2(qk, factor, i, j, slopes, soft_cap, SOFT_CAP, ALIBI, EXACT)
+    MASKS: tl.constexpr = SPEC.masks  # triton 3.6: only a name of its own makes a constant of a part of one
+    logits = logits2(qk, rows, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
     if MASKED:
-        if sees is None:
-            kept = keep(i, j, live, window, chunk, CAUSAL, WINDOW, CHUNK)
+        if rows.sees is None:
+            kept = keep(rows.i, j, live, numbers, MASKS)
         else:
-            kept = keep_between(j, sees, live)
-        if SPARSE:
-            kept = kept & keep_block_sparse(i, j, offset, sparse[0], sparse[1], sparse[2])
+            kept = keep_between(j, rows.sees, live)
+        if MASKS.sparse:
+            kept = kept & keep_block_sparse(rows.i, j, rows.offset, numbers)
         logits = tl.where(kept, logits, float("-inf"))
     return softmax_step(logits, m, l)
 
@@ -247,87 +260,60 @@ def finish(acc, m, l):
 @triton.jit
 def see_tile(
     acc,
-    acc_odd,  # where PAIRED: acc has the even columns, this the odd ones
+    acc_odd,  # where TILE.paired: acc has the even columns, this the odd ones
     m,
     l,
-    q,
-    i,  # [M] positions of the rows
-    sees,  # None, or the first of the keys that each row sees [M] and their end [M]: see reach_of_ranges
+    rows,
+    keys,
     tile,
     seen,  # whether any row sees a key of the tile: if not, nothing is loaded
-    slopes,  # [M]
-    factor,
-    seq_len,
-    oldest,  # no row sees a key before it
-    block_table,
-    keys,  # of the head
-    values,
-    soft_cap,
-    window,
-    chunk,
-    sparse,  # tuple: block, local blocks, vertical stride, offset of each row [M]
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SPARSE: tl.constexpr,
+    numbers,
+    SPEC: tl.constexpr,
+    TILE: tl.constexpr,
     MASKED: tl.constexpr,  # off where every row sees every key of the tiles
-    B: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    X: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RUN: tl.constexpr,
-    PAIRED: tl.constexpr,  # 8-bit keys and values are loaded in pairs
-    KEY: tl.constexpr,  # strides n, b, k, dx, d
-    VALUE: tl.constexpr,  # strides n, b, k, d
-    TABLE: tl.constexpr,  # stride m
-    BLOCK_N: tl.constexpr,
 ):
-    """Let the rows ``q [M, D]`` see one tile of keys: ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``."""
+    """Let the rows see one tile of keys: ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``."""
+    q = rows.q
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
-    j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = j < seq_len
-    if WINDOW or CHUNK:
-        live = live & (j >= oldest)
-    if SPARSE:
+    FORMAT: tl.constexpr = SPEC.storage.format
+    K_SIDE: tl.constexpr = SPEC.k_side
+    V_SIDE: tl.constexpr = SPEC.v_side
+    RUN: tl.constexpr = V_SIDE.run
+    j = tile * TILE.N + tl.arange(0, TILE.N)
+    live = j < keys.seq_len
+    if SPEC.masks.window or SPEC.masks.chunk:
+        live = live & (j >= keys.oldest)
+    if SPEC.masks.sparse:
         live = live & seen
     readable = live
     if RUN > 1:  # to the end of a run, which lies in one block
-        readable = tl.max_constancy(j // RUN * RUN < seq_len, RUN)
-    block = tl.load(block_table + (j // B) * TABLE, mask=readable, other=0)
-    offset = j % B
-    if PAIRED:
-        q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], D_PAD // 2, 2)))
-        k_even, k_odd = load_pairs(keys, block, offset, live, KEY[0], KEY[1], D, D_PAD)
+        readable = tl.max_constancy(j // RUN * RUN < keys.seq_len, RUN)
+    block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=readable, other=0)
+    offset = j % SPEC.B
+    if TILE.paired:
+        q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], TILE.D // 2, 2)))
+        k_even, k_odd = load_pairs(keys.k, block, offset, live, K_SIDE, TILE.D)
         qk = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
     else:
-        k = load_tile(keys, block, offset, live, live, KEY[0], KEY[1], KEY[3], KEY[4], D, D_PAD, X, FORMAT, q.dtype, 1)
+        k = load_tile(keys.k, block, offset, live, live, K_SIDE, TILE.D, FORMAT, q.dtype)
         qk = dot_keys(q, k)
+    slopes, sees = rows.slopes, rows.sees
     offset_of_row = None
-    if ALIBI:
+    if slopes is not None:
         slopes = slopes[:, None]
-    if SPARSE:
-        offset_of_row = sparse[3][:, None]
+    if SPEC.masks.sparse:
+        offset_of_row = rows.offset[:, None]
     if sees is not None:
         sees = (sees[0][:, None], sees[1][:, None])
-    p, decay, m, l = weigh(
-        qk, m, l, factor, i[:, None], j[None, :], sees, live[None, :], slopes, soft_cap, window, chunk, sparse,
-        offset_of_row, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, MASKED, EXACT,
-    )  # fmt: skip
-    if PAIRED:
-        v_even, v_odd = load_pairs(values, block, offset, live, VALUE[0], VALUE[1], Dv, DV_PAD)
+    across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
+    p, decay, m, l = weigh(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    if TILE.paired:
+        v_even, v_odd = load_pairs(keys.v, block, offset, live, V_SIDE, TILE.Dv)
         acc = tl.dot(p.to(tl.float16), v_even, acc * decay)
         acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd * decay)
     else:
-        v = load_tile(
-            values, block, offset, live, readable, VALUE[0], VALUE[1], 0, VALUE[3], Dv, DV_PAD, Dv, FORMAT, q.dtype,
-            RUN,
-        )  # fmt: skip
+        v = load_tile(keys.v, block, offset, live, readable, V_SIDE, TILE.Dv, FORMAT, q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * decay, input_precision=PRECISION)
     return acc, acc_odd, m, l
 
@@ -335,84 +321,60 @@ def see_tile(
 @triton.jit
 def see_slices(
     acc,
-    acc_odd,  # where PAIRED: acc has the even columns, this the odd ones
+    acc_odd,  # where TILE.paired: acc has the even columns, this the odd ones
     m,
     l,
-    q,
-    i,  # [M] positions of the rows
-    sees,  # None, or the first of the keys that each row sees [M] and their end [M]: see reach_of_ranges
+    rows,  # factor is [1, 1, M] or a number
+    keys,
     tile,
     seen,  # whether any row sees a key of the tile
-    slopes,  # [M]
-    factor,  # [1, 1, M] or a number
-    seq_len,
-    oldest,  # no row sees a key before it
-    block_table,
-    keys,  # of the head
-    values,
-    soft_cap,
-    window,
-    chunk,
-    sparse,  # tuple: block, local blocks, vertical stride, offset of each row [M]
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SPARSE: tl.constexpr,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    Dv: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    PAIRED: tl.constexpr,  # 8-bit keys and values are loaded in pairs
-    KEY: tl.constexpr,  # strides n, b, k, dx, d
-    VALUE: tl.constexpr,  # strides n, b, k, d
-    TABLE: tl.constexpr,  # stride m
-    BLOCK_N: tl.constexpr,
-    SLICES: tl.constexpr,
+    numbers,
+    SPEC: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """:func:`see_tile` for few rows, a slice of keys a warp: ``acc [W, Dv, M]``, maxima and totals ``[W, M]``.
 
     Each of the W slices, which lies in one block, has a softmax of its own until :func:`join_slices`: warps wait for
     each other's loads only. Products are of keys by queries, so that 8 rows fill a matrix instruction.
     """
-    N: tl.constexpr = BLOCK_N // SLICES
+    q = rows.q
+    K_SIDE: tl.constexpr = SPEC.k_side
+    V_SIDE: tl.constexpr = SPEC.v_side
+    N: tl.constexpr = TILE.N // TILE.W
     M: tl.constexpr = q.shape[0]
-    first = tile * BLOCK_N + tl.arange(0, SLICES) * N
+    first = tile * TILE.N + tl.arange(0, TILE.W) * N
     j = first[:, None] + tl.arange(0, N)[None, :]
-    live = j < seq_len
-    entered = first < seq_len
-    if WINDOW or CHUNK:
-        live = live & (j >= oldest)
-        entered = entered & (first + N > oldest)
-    if SPARSE:
+    live = j < keys.seq_len
+    entered = first < keys.seq_len
+    if SPEC.masks.window or SPEC.masks.chunk:
+        live = live & (j >= keys.oldest)
+        entered = entered & (first + N > keys.oldest)
+    if SPEC.masks.sparse:
         live = live & seen
         entered = entered & seen
-    block = tl.load(block_table + (first // B) * TABLE, mask=entered, other=0).to(tl.int64)
-    offset = (first % B).to(tl.int64)
+    block = tl.load(keys.block_table + (first // SPEC.B) * SPEC.table, mask=entered, other=0).to(tl.int64)
+    offset = (first % SPEC.B).to(tl.int64)
     # Keys that no row sees are masked as logits: what is there is read, of a block that exists.
-    k = load_slices(keys, block, offset, seq_len > 0, KEY[0], KEY[1], KEY[4], D, D_PAD, N, PAIRED, False)
-    if PAIRED:
-        q_even, q_odd = tl.split(tl.reshape(q, (M, D_PAD // 2, 2)))
-        k_even, k_odd = widen_pairs(k, keys.dtype.element_ty == tl.float8e4nv)
-        qk = tl.dot(k_odd, beside(q_odd, SLICES), tl.dot(k_even, beside(q_even, SLICES)))
+    k = load_slices(keys.k, block, offset, keys.seq_len > 0, K_SIDE, TILE.D, N, TILE.paired, False)
+    if TILE.paired:
+        q_even, q_odd = tl.split(tl.reshape(q, (M, TILE.D // 2, 2)))
+        k_even, k_odd = widen_pairs(k, keys.k.dtype.element_ty == tl.float8e4nv)
+        qk = tl.dot(k_odd, beside(q_odd, TILE.W), tl.dot(k_even, beside(q_even, TILE.W)))
     else:
-        qk = tl.dot(k, beside(q, SLICES))
+        qk = tl.dot(k, beside(q, TILE.W))
+    slopes, sees = rows.slopes, rows.sees
     offset_of_row = None
-    if ALIBI:
+    if slopes is not None:
         slopes = slopes[None, None, :]
-    if SPARSE:
-        offset_of_row = sparse[3][None, None, :]
+    if SPEC.masks.sparse:
+        offset_of_row = rows.offset[None, None, :]
     if sees is not None:
         sees = (sees[0][None, None, :], sees[1][None, None, :])
-    p, decay, m, l = weigh(
-        qk, m, l, factor, i[None, None, :], j[:, :, None], sees, live[:, :, None], slopes, soft_cap, window, chunk,
-        sparse, offset_of_row, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, SPARSE, True, False,
-    )  # fmt: skip
-    v = load_slices(values, block, offset, live[:, None, :], VALUE[0], VALUE[1], VALUE[3], Dv, DV_PAD, N, PAIRED, True)
-    if PAIRED:
-        v_even, v_odd = widen_pairs(v, values.dtype.element_ty == tl.float8e4nv)
+    across = Rows(None, rows.i[None, None, :], sees, slopes, rows.factor, offset_of_row)
+    p, decay, m, l = weigh(qk, m, l, across, j[:, :, None], live[:, :, None], numbers, SPEC, True, False)
+    v = load_slices(keys.v, block, offset, live[:, None, :], V_SIDE, TILE.Dv, N, TILE.paired, True)
+    if TILE.paired:
+        v_even, v_odd = widen_pairs(v, keys.v.dtype.element_ty == tl.float8e4nv)
         acc = tl.dot(v_even, p.to(tl.float16), acc * decay)
         acc_odd = tl.dot(v_odd, p.to(tl.float16), acc_odd * decay)
     else:
@@ -422,24 +384,24 @@ def see_slices(
 
 @triton.jit
 def load_slices(
-    base, block, offset, live, stride_n, stride_b, stride_d, SIZE: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
-    PAIRED: tl.constexpr, COLUMNS_FIRST: tl.constexpr,
+    base, block, offset, live, SIDE: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, PAIRED: tl.constexpr,
+    COLUMNS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """N keys or values from each place (``block [W]``, ``offset [W]``) of one head: ``[W, N, PADDED]``, COLUMNS_FIRST
     ``[W, PADDED, N]``; pairs of 8-bit numbers as int16, half as many columns."""
     PAIR: tl.constexpr = 2 if PAIRED else 1
     if PAIRED:
         base = base.to(tl.pointer_type(tl.int16))
-    place = (block * (stride_n // PAIR) + offset * (stride_b // PAIR))[:, None, None]
-    n = tl.arange(0, N) * (stride_b // PAIR)
+    place = (block * (SIDE.n // PAIR) + offset * (SIDE.b // PAIR))[:, None, None]
+    n = tl.arange(0, N) * (SIDE.b // PAIR)
     d = tl.arange(0, PADDED // PAIR)
-    column = d if PAIRED else d * stride_d
+    column = d if PAIRED else d * SIDE.d
     if COLUMNS_FIRST:
         place = place + (column[None, :, None] + n[None, None, :])
-        mask = live & (d < SIZE // PAIR)[None, :, None]
+        mask = live & (d < SIDE.size // PAIR)[None, :, None]
     else:
         place = place + (n[None, :, None] + column[None, None, :])
-        mask = live & (d < SIZE // PAIR)[None, None, :]
+        mask = live & (d < SIDE.size // PAIR)[None, None, :]
     return tl.load(base + place, mask=mask, other=0)
 
 
@@ -476,48 +438,45 @@ def join_slices(acc, m, l):
 
 
 @triton.jit
-def store_rows(out, lse, result, lse2, row_token, row_head, row_live, d, output_scale, H, Dv: tl.constexpr):
+def store_rows(tensors, result, lse2, row_token, row_head, row_live, d, H, Dv: tl.constexpr):
     """Columns d of rows of ``out [T, H, Dv]`` (contiguous), e4m3 with an output_scale, and their lse in natural log."""
     row = row_token.to(tl.int64) * H + row_head
     mask = row_live[:, None] & (d < Dv)[None, :]
-    if output_scale is not None:
-        result = encode_fp8(result / tl.load(output_scale), E4M3FN, False)
-    tl.store(out + row[:, None] * Dv + d[None, :], result.to(out.dtype.element_ty), mask=mask)
-    if lse is not None:
-        tl.store(lse + row, lse2 * LN2, mask=row_live)
+    if tensors.output_scale is not None:
+        result = encode_fp8(result / tl.load(tensors.output_scale), E4M3FN, False)
+    tl.store(tensors.out + row[:, None] * Dv + d[None, :], result.to(tensors.out.dtype.element_ty), mask=mask)
+    if tensors.lse is not None:
+        tl.store(tensors.lse + row, lse2 * LN2, mask=row_live)
 
 
 @triton.jit
-def oldest_key(first_i, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that the query at ``first_i``, and so any later one, may see."""
+def oldest_key(first_i, numbers, MASKS: tl.constexpr):
+    """The first key that the query at ``first_i``, and so any later one, may see by window and chunk."""
     first_i = tl.maximum(first_i, 0)
     oldest = first_i * 0
-    if WINDOW:
-        oldest = tl.maximum(oldest, first_i - window + 1)
-    if CHUNK:
-        oldest = tl.maximum(oldest, first_i // chunk * chunk)
+    if MASKS.window:
+        oldest = tl.maximum(oldest, first_i - numbers.window + 1)
+    if MASKS.chunk:
+        oldest = tl.maximum(oldest, first_i // numbers.chunk * numbers.chunk)
     return oldest
 
 
 @triton.jit
 def ranges_at(bidirectional_ranges, RANGES: tl.constexpr):
-    """What :func:`reach_of_ranges` takes: where the ranges of the first sequence are, and how many a sequence has.
-
-    Called where there are some: with triton 3.6 a function cannot return None.
-    """
+    """What :class:`Batch` has. Called where there are some: with triton 3.6 a function cannot return None."""
     n = tl.arange(0, triton.next_power_of_2(RANGES))
-    return bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2, RANGES
+    return bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2
 
 
 @triton.jit
-def reach_of_ranges(ranges, s, first_i, end_i, low, high):
+def reach_of_ranges(ranges, s, first_i, end_i, low, high, RANGES: tl.constexpr):
     """Widen the keys ``low : high`` of queries ``first_i : end_i`` of sequences ``s``, all of one shape, by the
     bidirectional ranges that hold one of these queries.
 
     The ranges that hold a query hold its own key: they and what the other masks leave of the keys are one interval.
     """
     AXIS: tl.constexpr = len(low.shape)
-    at = ranges[0] + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (ranges[1] * 2)
+    at = ranges + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (RANGES * 2)
     start = tl.load(at)
     end = tl.load(at + 1)
     holds = (start >= 0) & (start < end)
@@ -528,7 +487,7 @@ def reach_of_ranges(ranges, s, first_i, end_i, low, high):
 
 
 @triton.jit
-def reach_of_rows(spans, s, i, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def reach_of_rows(batch, s, i, MASKS: tl.constexpr):
     """The first key that each of the rows at positions ``i [M]`` of sequence ``s`` sees, and the end of those: ``[M]``
-    each, with all masks of ``spans`` (window, chunk, ranges)."""
-    return reach_of_ranges(spans[2], s, i, i + 1, oldest_key(i, spans[0], spans[1], WINDOW, CHUNK), i + 1)
+    each, with all masks."""
+    return reach_of_ranges(batch.ranges, s, i, i + 1, oldest_key(i, batch.numbers, MASKS), i + 1, MASKS.ranges)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paged_ops.lowerings.gpu.device import Target
+
 NOT_FP8 = tl.constexpr(0)
 E4M3FN = tl.constexpr(1)  # bias 7, largest 448, no infinities, NaN 0x7f
 E5M2 = tl.constexpr(2)  # bias 15, largest 57344, the upper byte of a float16
@@ -22,6 +24,12 @@ FP8_FORMATS = {
     torch.float8_e4m3fnuz: E4M3FNUZ.value,
     torch.float8_e5m2fnuz: E5M2FNUZ.value,
 }
+
+
+def stored_format(stored: torch.dtype, dtype: torch.dtype, target: Target) -> int:
+    """The format of a cache whose elements are ``stored`` in ``dtype``; uint8 has the target's flavour. 0: not fp8."""
+    bits = FP8_FORMATS.get(stored, 0)
+    return bits + 2 if bits and dtype == torch.uint8 and target.fp8_is_fnuz else bits
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,12 +18,14 @@ class Launcher:
     ::
 
         launcher = Launcher(kernel, {"BLOCK": 128, "num_warps": 4}, x.device)   # once for each kind of call
-        launcher((grid, 1, 1), (x, None, out), (n, scale))                      # kernel[grid](x, None, out, n, scale)
+        launcher((grid, 1, 1), (x, None, out), (n, 0.5))                        # kernel[grid]((x, None, out), n, 0.5)
 
-    The kernel takes pointers first, then numbers, then constants. A launcher serves one *kind* of call, which its owner
-    tells apart: one device, the dtypes of the tensors and which of them are None; integers that the kernel specialises
-    on keep their value (those that vary are ``do_not_specialize``). What Triton specialises pointers on, whether they
-    are multiples of 16 bytes, is seen to here: each combination gets a kernel of its own.
+    The kernel takes a tuple of pointers, then numbers, what else it wants, and constants. Numbers are each a parameter,
+    ``do_not_specialize``, which Triton would not heed of numbers in a tuple.
+    A launcher serves one *kind* of call, which its owner tells apart: one device, the dtypes of the tensors and which
+    of them are None. Where that is so for some only because the kernel does not take them, :meth:`at` may be given any
+    address for them. What Triton specialises pointers on, whether they are multiples of 16 bytes, is seen to here: each
+    combination gets a kernel of its own.
 
     Triton launches the first call of each combination, and every call in its interpreter, on ROCm (which specialises on
     the sizes of storages too), under a profiler's launch hooks, and if it is newer than the newest known here. It is
@@ -41,22 +43,34 @@ class Launcher:
         self._stream: Any = None
 
     def __call__(
-        self, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], numbers: Sequence[int | float] = ()
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[int | float | None] = (),
+        *more: Any,
+        addresses: tuple[int, ...] | None = None,
     ) -> None:
-        """Launch on the current stream of the launcher's device."""
-        addresses = [0 if each is None else each.data_ptr() for each in tensors]
-        if self.at(grid, addresses, numbers):
+        """Launch on the current stream of the launcher's device; ``addresses`` as :meth:`at` was given them."""
+        if addresses is None:
+            addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
+        if self.at(grid, addresses, numbers, *more):
             return
         with on_device(self._device):
-            compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **FUSED)
+            compiled = self._kernel[grid](tensors, *numbers, *more, **self._constants, **FUSED)
             if compiled is None or torch.version.hip is not None or TRITON > NEWEST_KNOWN:
                 return
-            parameters = self._kernel.arg_names[len(tensors) + len(numbers) :]
+            parameters = self._kernel.arg_names[1 + len(numbers) + len(more) :]
             self._values = tuple(self._constants[name] for name in parameters)
             self._stream = triton.runtime.driver.active.get_current_stream
             self._compiled[_alignment(addresses)] = _entry(compiled)
 
-    def at(self, grid: tuple[int, int, int], addresses: Sequence[int], numbers: Sequence[int | float] = ()) -> bool:
+    def at(
+        self,
+        grid: tuple[int, int, int],
+        addresses: tuple[int, ...],
+        numbers: Sequence[int | float | None] = (),
+        *more: Any,
+    ) -> bool:
         """Launch on what lies at these addresses (0 for None) and return True, if nothing is new about the call.
 
         After False call the launcher itself. For owners that would make views only to name an address and a dtype.
@@ -66,13 +80,57 @@ class Launcher:
         if known is None or getattr(hook, "calls", hook):
             return False
         launch, kernel = known
-        arguments = (*grid, self._stream(self._index), *kernel, *addresses, *numbers, *self._values)
+        arguments = (*grid, self._stream(self._index), *kernel, addresses, *numbers, *more, *self._values)
         if torch.cuda.current_device() == self._index:
             launch(*arguments)
         else:
             with torch.cuda.device(self._index):
                 launch(*arguments)
         return True
+
+
+class Launch:
+    """One kernel of a call that launches several: all are given the call's pointers and numbers, tuples with named
+    fields, and each leaves out what it is ``without``."""
+
+    __slots__ = ("_grid", "_launcher", "_without")
+
+    def __init__(self, launcher: Launcher, grid: tuple[int, int, int], without: Iterable[str] = ()) -> None:
+        self._launcher, self._grid, self._without = launcher, grid, frozenset(without)
+
+    def at(self, addresses: tuple[int, ...], numbers: Any) -> bool:
+        """As :meth:`Launcher.at`."""
+        return self._launcher.at(self._grid, addresses, numbers)
+
+    def __call__(self, tensors: Any, numbers: Any, addresses: tuple[int, ...]) -> None:
+        """As :meth:`Launcher.__call__`."""
+        self._launcher(self._grid, self._taken(tensors), self._taken(numbers), addresses=addresses)
+
+    def _taken(self, given: Any) -> Any:
+        return given._replace(**dict.fromkeys(self._without.intersection(given._fields)))
+
+
+class Plan(NamedTuple):
+    """What a call launches, in this order, and the float32s of its workspace: to the parts' lse, to the counters of
+    work that was taken, and in all."""
+
+    launches: tuple[Launch, ...]
+    workspace: tuple[int, int, int]
+
+
+_launchers: dict[Any, Launcher] = {}
+# So many kinds of calls are remembered; then all are planned anew.
+MOST_KINDS = 4096
+
+
+def launcher_of(kernel: Any, constants: dict[str, Any], device: torch.device) -> Launcher:
+    """The launcher of these constants, all of which are hashable: they tell the kind of call apart."""
+    key = (kernel, device, *constants.items())
+    if key not in _launchers:
+        if len(_launchers) >= MOST_KINDS:
+            _launchers.clear()
+        _launchers[key] = Launcher(kernel, constants, device)
+    return _launchers[key]
 
 
 def _entry(compiled: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -60,12 +60,7 @@ def _launcher(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
-    out,  # [T, H, Dv], contiguous
-    lse,  # [T, H], contiguous
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
+    tensors,  # out [T, H, Dv] and lse [T, H], contiguous, then those of the two sides
     num_rows,  # T * H
     H: tl.constexpr,
     Dv: tl.constexpr,
@@ -77,6 +72,7 @@ def merge_kernel(
     LSE_B: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    out, lse, out_a, lse_a, out_b, lse_b = tensors
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

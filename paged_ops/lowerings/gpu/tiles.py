@@ -9,12 +9,11 @@ import torch
 import triton
 
 from paged_ops.lowerings.gpu.device import Target
+from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, is_sliceable
 
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.
 INTERPRETER_PROGRAMS = 5
-# Keys of a slice: so many as a matrix instruction takes rows.
-SLICE = 16
 # Packed query rows of a sequence up to which equal lengths have tiles of their own.
 SAME_LENGTH = 64
 # Tiles of so many rows are multiplied by warpgroups on sm_90 (wgmma).
@@ -63,14 +62,35 @@ def padded_values(D: int, Dv: int, itemsize: int) -> int:
     return max(padded(Dv, itemsize), min(padded(D, itemsize), 128 // itemsize))
 
 
-def spans(sliding_window: int, attention_chunk: int) -> tuple[int, int]:
-    """A window and a chunk as kernels take them: positions are int32s there, and longer ones are as good."""
-    return min(sliding_window, 2**31 - 1), min(attention_chunk, 2**31 - 1)
-
-
 def sequences_at_once(S: int) -> int:
     """How many sequences a program counts in one vector."""
     return min(max(64, triton.next_power_of_2(S)), 1024)
+
+
+def too_large(spec: Spec) -> list[str]:
+    """Why no tile holds these heads."""
+    sizes = {"head_size": spec.k_side.size, "value_head_size": spec.v_side.size}
+    return [f"{name}: at most {LARGEST_HEAD}, got {size}" for name, size in sizes.items() if size > LARGEST_HEAD]
+
+
+def shape(tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, weighed: bool = True) -> TileShape:
+    """A tile for a kernel; ``weighed``: it multiplies weights by values, by warpgroups if it has rows for them."""
+    D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.storage.dtype.itemsize
+    wide = weighed and tile.block_m >= WARPGROUP_ROWS
+    value_size = padded_values(D, Dv, itemsize) if wide else padded(Dv, itemsize)
+    return TileShape(tile.block_m, tile.block_n, padded(D, itemsize), value_size, slices, paired)
+
+
+def division(rows: int, S: int, short: int = -1, everyone: bool = False) -> Division:
+    """Of a batch of S sequences."""
+    at_once = sequences_at_once(S)
+    return Division(rows, everyone, short, at_once, -(-S // at_once))
+
+
+def plan_of(spec: Spec, target: Target, T: int, S: int) -> Plan:
+    """:func:`plan` for a call."""
+    D, Dv, masks = spec.k_side.size, spec.v_side.size, spec.masks
+    return plan(spec.dtype, spec.storage.dtype, T, S, spec.G, D, Dv, target, masks.sparse, is_sliceable(spec))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,7 +108,7 @@ def plan(
 ) -> Plan:
     """The tiles for a batch of T rows in S sequences; shapes only bound it, so any batch within them is right.
 
-    ``sliceable``: whether the cache is one that :func:`~paged_ops.lowerings.gpu.features.see_slices` can read.
+    ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.is_sliceable`.
     """
     group = triton.next_power_of_2(G)
     # Decode and speculative widths: tiles of as many rows as a sequence has if all have the same, which only the device

@@ -1,0 +1,290 @@
+"""What an attention kernel is compiled for and called with: values that kernels and their helpers take whole.
+
+``Pointers`` and ``Numbers`` change from call to call. The others are constants: a :class:`Spec` says what is computed
+and how everything lies in memory, the same for all kernels of a call; a :class:`TileShape` is one kernel's own, and a
+:class:`Division` says which sequences are whose. All are tuples with named fields, which every Triton from 3.5 on takes
+as arguments and as constants. Their properties would be lost there: Triton 3.8 makes a tuple of its own of a constant.
+
+Letters as in :mod:`paged_ops.lowerings.gpu.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_ops import masks
+from paged_ops.features import Features
+from paged_ops.layouts import PagedKV
+from paged_ops.lowerings.gpu.device import Target
+from paged_ops.lowerings.gpu.fp8 import stored_format
+
+# Keys of a slice: so many as a matrix instruction takes rows.
+SLICE = 16
+
+
+class Pointers(NamedTuple):
+    """What the kernels read and write: tensors for Triton, their addresses for a launch past it. A kernel is given None
+    for what it does not take."""
+
+    out: Any  # [T, H, Dv]
+    lse: Any  # [T, H] float32
+    parts: Any  # [P, 2, M, Dv] float32: of a unit that began before a program's share (0), that goes on after it (1)
+    part_lse: Any  # [P, 2, M] float32, to base 2
+    taken: Any  # [4] int32 counters of hopper.py, which split_kernel zeroes
+    query: Any  # [T, H, D]
+    key_cache: Any  # [N, B, K, D/x, x]
+    value_cache: Any  # [N, B, K, Dv]
+    block_tables: Any  # [S, M]
+    seq_lens: Any  # [S]
+    query_start_loc: Any  # [S + 1]
+    alibi_slopes: Any  # [H]
+    sinks: Any  # [H]
+    k_scale: Any  # [1] or [K]
+    v_scale: Any  # [1] or [K]
+    bidirectional_ranges: Any  # [S, R, 2]
+    output_scale: Any  # [1]
+
+
+# Tensors among the keyword arguments of attention, by their names.
+OPTIONAL = Pointers._fields[Pointers._fields.index("alibi_slopes") :]
+
+
+class Numbers(NamedTuple):
+    """What is passed by value; kernels are compiled for no value in particular."""
+
+    scale: float
+    soft_cap: float
+    window: int
+    chunk: int
+    sparse_block: int
+    local_blocks: int
+    vert_stride: int
+    first_offset: int  # query head h has the stripes' offset first_offset + h // heads_an_offset * offset_step
+    offset_step: int
+    table_stride: int
+    S: int
+    T: int
+
+
+class Masks(NamedTuple):
+    """Which keys a row sees."""
+
+    causal: bool
+    window: bool
+    chunk: bool
+    ranges: int  # of a sequence; 0: none
+    sparse: bool
+    heads_an_offset: int
+
+
+class Logits(NamedTuple):
+    """What becomes of the products of queries and keys."""
+
+    soft_cap: bool
+    alibi: bool
+    sinks: bool
+
+
+class Storage(NamedTuple):
+    """What the elements of a cache are, whatever their places and scales."""
+
+    dtype: torch.dtype  # that kernels see: torch.uint8 where they convert by bits
+    format: int  # of fp8 bits, see fp8.py; 0: the dtype says what they are
+    paired: bool  # two 8-bit elements can be read as one of 16 bits, to be converted to float16 by instruction
+
+
+class Side(NamedTuple):
+    """How keys, or values, lie in the cache ``[N, B, K, D/x, x]``; strides in elements."""
+
+    size: int  # of a head
+    x: int  # elements of a head that lie together: all where not packed
+    run: int  # so many tokens lie together; 1 where elements do
+    n: int
+    b: int
+    k: int
+    dx: int
+    d: int
+    scale: int | None  # from one head's scale to the next; 0: all have one; None: there is none
+
+
+class Spec(NamedTuple):
+    """What the attention kernels of a call compute, and on what."""
+
+    masks: Masks
+    logits: Logits
+    storage: Storage
+    dtype: torch.dtype  # of the queries
+    out: torch.dtype  # fp8 is output / output_scale
+    lse: bool  # whether it is wanted
+    K: int
+    G: int
+    B: int
+    k_side: Side
+    v_side: Side
+    query: tuple[int, ...]  # strides t, h, d
+    table: int  # stride m
+
+    def of_merge(self) -> Spec:
+        """What merge_kernel needs of it: calls that differ in nothing else have the same."""
+        one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
+        logits, storage = Logits(False, False, False), Storage(torch.float32, 0, False)
+        return self._replace(
+            logits=logits, storage=storage, dtype=torch.float32, B=1, k_side=one, v_side=one, query=(), table=1
+        )
+
+
+class Shapes(NamedTuple):
+    """What a launch depends on besides the spec: it differs from step to step, or cannot be seen in a kernel."""
+
+    T: int
+    S: int
+    N: int
+    columns: int  # of the block tables
+    aligned: bool  # whether the first key and the first value lie at multiples of 16 bytes
+    numbers: Numbers
+
+
+class TileShape(NamedTuple):
+    """The tile of a kernel: packed query rows, keys, padded head sizes, slices (see see_slices; 0: not sliced)."""
+
+    M: int
+    N: int
+    D: int
+    Dv: int
+    W: int
+    paired: bool  # 8-bit keys and values are loaded in pairs
+
+
+class Division(NamedTuple):
+    """Which sequences are split_kernel's: those of at most ``rows`` packed query rows and of more than ``short`` keys,
+    or every one. The sequences are counted ``at_once``, so many ``times``."""
+
+    rows: int
+    everyone: bool
+    short: int
+    at_once: int
+    times: int
+
+
+def spec_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_format: int,
+    block_tables: Tensor,
+    sparse: masks.SparsePattern | None,
+    f: Features,
+    out: torch.dtype,
+    lse: bool,
+) -> Spec:
+    """Of a call, with the caches as :func:`readable` gives them."""
+    B, K = key.shape[1:3]
+    H = query.shape[1]
+    ranges = 0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1]
+    key_scale, value_scale = (None if each is None else int(each.shape[0] > 1) for each in (f.k_scale, f.v_scale))
+    D, Dv = key.shape[3] * key.shape[4], value.shape[3]
+    key_n, key_b, key_k, key_dx, key_d = key.stride()
+    n, b, k, d = value.stride()
+    return Spec(
+        masks=Masks(
+            bool(f.causal),
+            f.sliding_window > 0,
+            f.attention_chunk > 0,
+            ranges,
+            sparse is not None,
+            H // K if sparse is not None and sparse.homo_head_group else 1,
+        ),
+        logits=Logits(f.soft_cap > 0, f.alibi_slopes is not None, f.sinks is not None),
+        storage=Storage(key.dtype, cache_format, _paired(query, key, value, cache_format)),
+        dtype=query.dtype,
+        out=out,
+        lse=lse,
+        K=K,
+        G=H // K,
+        B=max(B, 1),
+        k_side=Side(D, key.shape[4], 1, key_n, key_b, key_k, key_dx, key_d, key_scale),
+        v_side=Side(Dv, Dv, _run(value, max(B, 1)), n, b, k, 0, d, value_scale),
+        query=query.stride(),
+        table=block_tables.stride(1),
+    )
+
+
+def numbers_of(
+    f: Features, sparse: masks.SparsePattern | None, H: int, K: int, scale: float, table_stride: int, S: int, T: int
+) -> Numbers:
+    """Of a call."""
+    first_offset, offset_step = 1, 0
+    if sparse is not None and not sparse.homo_head:
+        heads = K if sparse.homo_head_group else H
+        offset_step = max(1, int(sparse.vert_stride / (sparse.world_size * heads)))
+        first_offset = sparse.rank * heads * offset_step + 1
+    window, chunk = spans(f.sliding_window, f.attention_chunk)
+    block, local_blocks, vert_stride = (1, 0, 1) if sparse is None else sparse[:3]
+    return Numbers(
+        float(scale),
+        float(f.soft_cap),
+        window,
+        chunk,
+        block,
+        local_blocks,
+        vert_stride,
+        first_offset,
+        offset_step,
+        table_stride,
+        S,
+        T,
+    )
+
+
+def spans(sliding_window: int, attention_chunk: int) -> tuple[int, int]:
+    """A window and a chunk as kernels take them: positions are int32s there, and longer ones are as good."""
+    return min(sliding_window, 2**31 - 1), min(attention_chunk, 2**31 - 1)
+
+
+def readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tensor, Tensor, int]:
+    """Key and value views as a kernel reads them: fp8 in its own type where the target converts it, else its bits."""
+    bits = stored_format(stored, paged.key.dtype, target)
+    if not bits:
+        return paged.key, paged.value, 0
+    if target.has_fp8_cvt:
+        return paged.key.view(stored), paged.value.view(stored), 0
+    return paged.key.view(torch.uint8), paged.value.view(torch.uint8), bits
+
+
+def is_sliceable(spec: Spec) -> bool:
+    """Whether tiles can be taken in slices that lie in one block each, of elements as tensor cores take them."""
+    return (
+        torch.version.hip is None
+        and spec.dtype.itemsize == 2
+        and (spec.storage.paired or spec.storage.dtype == spec.dtype)
+        and spec.B % SLICE == 0
+        and spec.k_side.x == spec.k_side.size  # not packed
+        and spec.v_side.run == 1
+        and max(spec.k_side.b, spec.v_side.b) * SLICE < 2**31
+    )
+
+
+def _run(value: Tensor, B: int) -> int:
+    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; else 1."""
+    stride_n, stride_b, stride_k, stride_d = value.stride()
+    if stride_b != 1 or stride_d == 1:
+        return 1
+    return math.gcd(
+        16 // value.element_size(), B, stride_n, stride_k, stride_d, value.data_ptr() // value.element_size()
+    )
+
+
+def _paired(query: Tensor, key: Tensor, value: Tensor, cache_format: int) -> bool:
+    """See :class:`Storage`."""
+    numbers = (key.shape[4], *key.stride()[:4], value.shape[3], *value.stride()[:3])
+    return (
+        key.element_size() == 1
+        and cache_format == 0
+        and query.element_size() == 2
+        and key.shape[3] == key.stride(4) == value.stride(3) == 1
+        and not any(number % 2 for number in (*numbers, key.data_ptr(), value.data_ptr()))
+    )
