@@ -225,7 +225,7 @@ class GenerationLoop:
         Tokens that an earlier call left, and the ends of aborted requests, come first, without a step.
 
         Raises:
-            OutOfBlocks: nothing can run, as others hold the cache's blocks. Free some, or abort a request.
+            OutOfBlocks: no request can run, because others hold the cache's blocks. Free some, or abort a request.
             Exception: whatever the model, a processor or a criterion raises. The step has not happened then.
         """
         self._fill(self._events)

@@ -1,7 +1,7 @@
 """What torch.compile made of a program: graphs, graph breaks, recompiles, and copies of the cache in generated code.
 
 A mutating op that inductor cannot run in place gets a copy of its cache, which costs far more than the op itself and
-changes no result: only the generated code shows it. Inductor's own counters miss some of these copies (two slices of
+changes no result. Only the generated code shows it. Inductor's own counters miss some of these copies (two slices of
 one tensor that enter a graph as two inputs), so :class:`CompileReport` reads the code.
 """
 
@@ -42,10 +42,10 @@ class CompileReport:
       whole storage that it is a slice of: this finds copies made by other ops too.
 
     ``cache_copies`` is the larger of these and of inductor's own count of mutations that it did not run in place.
-    Judge with inductor only: the ``aot_eager`` backend always copies. A C++ wrapper (AOTInductor) is not Python, so
-    there only inductor's own count tells.
+    Use it with inductor only: the ``aot_eager`` backend always copies. A C++ wrapper (AOTInductor) is not Python, so
+    for it there is only inductor's own count.
 
-    The caches of whole graphs are off while the context is open: a graph from there would not be seen being made, and
+    Inductor's caches of whole graphs are off while the context is open: a graph from a cache would not be seen, and
     their keys do not cover an op's schema.
 
     Args:
@@ -53,7 +53,7 @@ class CompileReport:
 
     Attributes:
         code: the generated code of each graph, in order.
-        copies: one line for each copy that was found in it.
+        copies: one line for each copy that was found.
         recompile_reasons: the guard that failed, for each recompile.
     """
 
@@ -117,7 +117,7 @@ class CompileReport:
 def find_cache_copies(
     code: str, sizes: set[tuple[torch.dtype, int]] | None = None, hints: dict[str, int] | None = None
 ) -> list[str]:
-    """The copies of caches in the Python that inductor generated for one graph, a line for each.
+    """The copies of caches in the Python that inductor generated for one graph: one line each.
 
     Args:
         code: a module of generated code; one that is not Python has no findings.
@@ -217,7 +217,7 @@ def _sizes_of(cache: Tensor) -> Iterator[tuple[torch.dtype, int]]:
 
 
 def _size_hints() -> dict[str, int]:
-    """What the symbols of the graph that is being compiled stood for when it was traced."""
+    """The values that the symbols of the graph being compiled had when it was traced."""
     shape_env: Any = V.graph.sizevars.shape_env
     values = getattr(shape_env, "backed_var_to_val", None)  # the name until torch 2.12 is var_to_val
     if values is None:

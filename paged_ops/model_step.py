@@ -1,4 +1,4 @@
-"""What a generation loop asks of a model, and how it compiles it.
+"""What a generation loop asks of a model, and how the model is compiled.
 
 Letters: T tokens of a step (padded), S sequences (padded), V vocabulary.
 """
@@ -17,9 +17,9 @@ from paged_ops.metadata import AttentionMetadata
 class ModelStep(Protocol):
     """One step of a model: writes keys and values of the new tokens into the caches and returns logits.
 
-    A loop takes more from a step that has these attributes: ``max_model_len``, ``vocab_size`` (ids from there on are
-    refused), ``stop_token_ids`` (what ends a text by default), ``pad_token_id`` (to refuse padded prompts) and
-    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model).
+    A step may have these attributes, which a loop then uses: ``max_model_len``, ``vocab_size`` (ids from there on are
+    refused), ``stop_token_ids`` (the tokens that end a text by default), ``pad_token_id`` (to refuse padded prompts)
+    and ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model).
     """
 
     def __call__(
@@ -27,14 +27,14 @@ class ModelStep(Protocol):
     ) -> Tensor:
         """Logits ``[S, V]`` of the rows ``last_rows`` (int64 ``[S]``) of ``input_ids`` (int64 ``[T]``).
 
-        Tensors have the padded sizes T and S and stay where they are from one step to the next of equal sizes, so that
-        a step may be compiled or captured. No value may be read on the host.
+        Tensors have the padded sizes T and S. Steps of equal sizes get the same tensors, so that a step can be compiled
+        or captured. It must read no value on the host.
         """
 
 
 def compile_step(step: ModelStep, keeps_state: bool) -> ModelStep:
-    """The step compiled, as a function with code of its own: the limit of recompiles is one for each code object, and
-    the steps of all models would share it. With states only for decodes: other steps run as they are."""
+    """The step compiled, as a function with code of its own: torch limits recompiles per code object, and all models
+    would share that limit. With states only decodes are compiled; other steps run eagerly."""
 
     def run(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Sequence[Tensor]) -> Tensor:
         return step(input_ids, metadata, last_rows, kv_caches)

@@ -1,4 +1,4 @@
-"""What a step of a generation loop is to change, decided before anything is changed."""
+"""The changes of a step of a generation loop, all decided before the first is made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paged_ops.scheduling import Scheduled, Scheduler
 
 @dataclass
 class Outcome:
-    """What a step changes, or an abort. Each change can be made twice, so that an interrupted one is made again."""
+    """The changes of a step, or of an abort. Each can be made twice, so an interrupted one is made again."""
 
     commits: list[Scheduled] = field(default_factory=list)
     forks: list[tuple[Request, Request]] = field(default_factory=list)
     # with the position and the log-probabilities
     tokens: list[tuple[Request, int, int, TokenLogprobs | None]] = field(default_factory=list)
-    starts: list[tuple[Request, tuple[Request, ...]]] = field(default_factory=list)  # that wait from now on
-    ends: list[tuple[Request, str, str | None]] = field(default_factory=list)  # with the reason, and that of an error
+    starts: list[tuple[Request, tuple[Request, ...]]] = field(default_factory=list)  # samples that wait from now on
+    ends: list[tuple[Request, str, str | None]] = field(default_factory=list)  # finish_reason, and of an error why
     events: list[tuple[deque[NewToken], NewToken]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -33,8 +33,8 @@ class Outcome:
         self.events.append((request.events, NewToken(request.request_id, None, reason, error)))
 
     def add_samples(self, rows: list[int], requests: list[Request], num_free: int) -> None:
-        """Further samples of prompts that are through: they choose from the same rows, as many as can run; the others
-        wait, and find the prompt in the cache."""
+        """Further samples of prompts that are computed. As many as can run choose from the same rows; the others wait,
+        and find the prompt in the cache."""
         for row, request in list(zip(rows, requests, strict=True)):
             others = [other for other in request.others if other.finish_reason is None]
             running, waiting = others[:num_free], others[num_free:]
@@ -45,7 +45,7 @@ class Outcome:
             num_free -= len(running)
 
     def take(self, requests: Sequence[Request], choices: Choices) -> None:
-        """The tokens that were chosen for ``requests``, and the ends that they bring."""
+        """The tokens that were chosen for ``requests``, and the requests that these end."""
         for i, (request, token) in enumerate(zip(requests, choices.tokens, strict=True)):
             if token < 0:
                 self.end(request, "error", "the logits hold NaN or inf, or leave no token to choose")
@@ -100,11 +100,11 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
 
 
 def rows_of(requests: Sequence[Scheduled]) -> tuple[list[int], list[Request]]:
-    """For which requests of a step a token is chosen, and from which rows of its logits."""
+    """The requests of a step for which a token is chosen, and their rows of the logits."""
     rows: list[int] = []
     through: list[Request] = []
     for row, (request, start, num_tokens) in enumerate(requests):
-        if start + num_tokens == len(request.tokens):  # else its prompt is not through: there is no token to choose
+        if start + num_tokens == len(request.tokens):  # else a part of its prompt is not yet computed
             rows.append(row)
             through.append(request)
     return rows, through

@@ -21,7 +21,7 @@ class NewToken(NamedTuple):
     """A token that a step produced, or the end of a request without one.
 
     ``finish_reason`` is None, "stop" (a stop token or criterion), "length", "abort" or "error"; every request ends with
-    exactly one that is not None. ``token`` is None where the end brought none: "abort" and "error".
+    exactly one that is not None. ``token`` is None if the end has none: "abort" and "error".
     """
 
     request_id: int
@@ -61,7 +61,7 @@ class GenerationStats:
     """Counts since the loop was made."""
 
     steps: int = 0
-    prompt_tokens: int = 0  # computed, those computed again after a preemption included
+    prompt_tokens: int = 0  # computed, including those computed again after a preemption
     cached_tokens: int = 0  # of prompts, found in the cache
     generated_tokens: int = 0
     seconds: float = 0.0  # within steps
@@ -76,16 +76,16 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the time of all steps, prefill included."""
+        """Generated tokens per second of all steps, prefill included."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(eq=False)
 class Request:
-    """A request as the loop keeps it. It is itself the key of its sequence in the cache."""
+    """A request inside the loop. The object itself is the key of its sequence in the cache."""
 
     request_id: int
-    sample: int  # which of the prompt's n
+    sample: int  # which of the prompt's n samples
     tokens: list[int]  # prompt and output
     num_prompt: int
     params: SamplingParams
@@ -95,10 +95,10 @@ class Request:
     processors: tuple[Callable[..., Any], ...]
     criteria: tuple[Callable[..., Any], ...]
     events: deque[NewToken]  # where its new tokens go
-    others: tuple[Request, ...] = ()  # further samples of the prompt, which start when it is computed
+    others: tuple[Request, ...] = ()  # further samples of the prompt, which start when the prompt is computed
     row: int = -1  # of the block table; -1 when not running
     num_blocks: int = 0  # written to that row
-    num_given_back: int = 0  # of the sequence's blocks when it was written
+    num_given_back: int = 0  # blocks that the sequence had given back when the row was written
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
@@ -107,17 +107,17 @@ class Request:
 
     def __post_init__(self) -> None:
         asks = self.params.logprobs is not None or self.params.temperature or self.processors or self.criteria
-        self.is_special = bool(asks)  # more than the likeliest token
+        self.is_special = bool(asks)  # needs more than the likeliest token
 
     def __repr__(self) -> str:
         return f"request {self.request_id}"
 
     def random_key(self) -> int:
-        """Of the random numbers that choose the next token."""
+        """The key of the random numbers that choose the next token."""
         return random_key(self.seed, self.sample, len(self.tokens))
 
     def input_ids(self, device: torch.device, newest: int | None = None) -> Tensor:
-        """The tokens as int64 ``[1, n]``, with a newest one that the request has not taken yet."""
+        """The tokens as int64 ``[1, n]``, and a newest one that is not yet the request's."""
         count, size = len(self.tokens), self.num_prompt + self.params.max_new_tokens
         if self._ids is None:
             self._ids, self._num_ids = torch.zeros(1, size, dtype=torch.int64, device=device), 0
@@ -134,7 +134,7 @@ class Request:
         return "length" if len(self.tokens) + 1 - self.num_prompt >= self.params.max_new_tokens else None
 
     def output(self) -> Output:
-        """What came so far."""
+        """The output so far."""
         logprobs = None if self.params.logprobs is None else list(self.logprobs)
         return Output(self.tokens[self.num_prompt :], self.finish_reason, self.error, logprobs)
 
@@ -223,13 +223,13 @@ class RequestMaker:
 
 
 class TokenStream(Iterator[NewToken]):
-    """The tokens of one prompt as they come; made by :meth:`GenerationLoop.stream`.
+    """The tokens of one prompt as they are generated; made by :meth:`GenerationLoop.stream`.
 
-    The next token runs steps, in which all other requests take part. ``close``, leaving its ``with`` block, or
-    dropping the stream aborts what is unfinished.
+    Asking for the next token runs steps, in which all other requests take part. ``close``, leaving its ``with`` block,
+    or deleting the stream aborts what is unfinished.
 
     Attributes:
-        request_ids: of the prompt's samples.
+        request_ids: the ids of the prompt's samples.
     """
 
     def __init__(
@@ -254,11 +254,11 @@ class TokenStream(Iterator[NewToken]):
 
     @property
     def outputs(self) -> list[Output]:
-        """What each sample has so far."""
+        """The output of each sample so far."""
         return [request.output() for request in self._requests]
 
     def close(self) -> None:
-        """Aborts what is unfinished; no token comes any more."""
+        """Aborts what is unfinished; the stream then ends."""
         self._drop(self._requests)
         self._events.clear()
 
@@ -275,10 +275,9 @@ class TokenStream(Iterator[NewToken]):
 
 
 def read_prompts(prompts: Any) -> list[Any]:
-    """The prompts of a batch, one by one: of a list of them, a tensor ``[S, n]``, or what a tokenizer returns.
+    """The prompts of a batch as a list: from a list, a tensor ``[S, n]``, or what a tokenizer returns.
 
-    A mapping gives its ``input_ids``, of which those are kept whose ``attention_mask`` is not 0: padding, on either
-    side, is taken off.
+    Of a mapping the ``input_ids`` are taken, except where ``attention_mask`` is 0: padding on either side is removed.
     """
     if isinstance(prompts, str):
         _refuse_text("prompts")
@@ -294,10 +293,11 @@ def read_prompts(prompts: Any) -> list[Any]:
 
 
 def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]:
-    """The token ids of one prompt: of a list, a tensor ``[n]`` or ``[1, n]``, or what a tokenizer returns for one.
+    """The token ids of one prompt: from a list, a tensor ``[n]`` or ``[1, n]``, or what a tokenizer returns for one
+    text.
 
     Raises:
-        ValueError: it is text or empty, or an id is no integer or not in the vocabulary; names the prompt.
+        ValueError: it is text or empty, or an id is no integer or not in the vocabulary. The message names the prompt.
     """
     if isinstance(prompt, str):
         _refuse_text(argument)
@@ -366,7 +366,7 @@ def _rows(values: Any) -> list[list[Any]]:
 def _is_index(value: Any) -> bool:
     try:
         operator.index(value)
-    except (TypeError, ValueError):  # a tensor of several elements says ValueError
+    except (TypeError, ValueError):  # a tensor of several elements raises ValueError
         return False
     return not isinstance(value, bool)
 

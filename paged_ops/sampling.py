@@ -1,7 +1,7 @@
 """From logits to tokens: how a sequence is continued, for all rows of a step at once.
 
-Random numbers are a hash of (seed, sample, position, token): a draw depends on nothing else in the batch, needs no
-state that a step which is given up would have to restore, and is the same on every device.
+Random numbers are a hash of (seed, sample, position, token): a draw does not depend on the rest of the batch,
+has no state that a failed step would have to restore, and is the same on every device.
 
 Sources of the ideas: nucleus sampling of Holtzman et al. (2019, arXiv:1904.09751); counter-based random numbers of
 Salmon et al. (SC 2011), here with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); logits processors and stopping
@@ -36,16 +36,16 @@ class SamplingParams:
     """How one prompt is continued.
 
     Args:
-        max_new_tokens: at most so many tokens.
+        max_new_tokens: the most tokens to generate.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it before the softmax.
         top_p: sample from the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
-        seed: of this request's random numbers, which depend on nothing else in the batch; None draws a fresh one from
-            the loop.
-        stop_token_ids: tokens that end the sequence; the one that did is its last. None is the model's own end of
-            text, ``()`` is none.
-        n: samples of the prompt, which is computed once.
-        logprobs: give with each token its log-probability and those of so many likeliest tokens, by the model's own
-            logits: before processors, temperature and top_p. None gives none.
+        seed: the seed of this request's random numbers, which do not depend on the rest of the batch. None takes a new
+            one from the loop.
+        stop_token_ids: tokens that end the sequence, and are then its last token. None means the model's own end of
+            text, ``()`` means no token.
+        n: the number of samples of the prompt, which is computed once.
+        logprobs: with each token, give its log-probability and those of this many likeliest tokens, from the model's
+            own logits: before processors, temperature and top_p. None gives none.
         logits_processor: ``(input_ids [1, n], scores [1, V]) -> scores``, or several, called before the choice: those
             of transformers (``LogitsProcessorList``), or any function. Scores are float32; ``input_ids`` are prompt and
             output.
@@ -85,14 +85,14 @@ class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities at one position."""
 
     logprob: float  # of the token that was chosen
-    top: tuple[tuple[int, float], ...]  # (token, its own), the likeliest first
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), the likeliest first
 
 
 class Choices(NamedTuple):
     """What :func:`choose` found for R requests."""
 
     tokens: list[int]  # -1 where the logits hold NaN, or no finite value
-    stops: set[int]  # which of the requests a stopping criterion ends
+    stops: set[int]  # indices of the requests that a stopping criterion ends
     logprobs: dict[int, TokenLogprobs]  # of those that asked for them
 
 
@@ -109,7 +109,7 @@ def functions(argument: str, given: Any) -> tuple[Callable[..., Any], ...]:
 def choose(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> Choices:
     """The next token of each request, from its row of ``logits [S, V]``; a row may serve several requests.
 
-    Where all requests are greedy and ask for nothing more, one transfer brings all tokens to the host.
+    If all requests are greedy and ask for nothing more, one transfer brings all tokens to the host.
     """
     if not rows:
         return Choices([], set(), {})
@@ -123,7 +123,7 @@ def choose(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> 
     of_row = _finite(torch.cat((best, best_special)), torch.cat((likeliest, chosen)))
     tokens = [of_row[row] for row in rows]
     for k, i in enumerate(special):
-        if tokens[i] >= 0:  # else a processor may have hidden NaN, which is wrong all the same
+        if tokens[i] >= 0:  # else the logits hold NaN, even if a processor has hidden it
             tokens[i] = of_row[len(logits) + k]
     stops = {
         i
@@ -134,15 +134,15 @@ def choose(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> 
 
 
 def draw(scores: Tensor, temperature: Tensor, top_p: Tensor | None, keys: Tensor) -> Tensor:
-    """One token a row, int64 ``[R]``, from scores ``[R, V]`` by temperature and top-p.
+    """One token per row, int64 ``[R]``, from scores ``[R, V]`` by temperature and top-p.
 
     Args:
         scores: float32; -inf is never drawn.
         temperature: float32 ``[R]``, above 0.
         top_p: float32 ``[R]``; None is 1, all tokens, in all rows.
-        keys: int64 ``[R]``: the random numbers of a row are a function of its key alone, see :func:`random_key`.
+        keys: int64 ``[R]``: a row's random numbers are a function of its key only; see :func:`random_key`.
     """
-    # The largest is 0 before the division: a temperature however small gives 0 and -inf, not inf.
+    # The largest is 0 before the division, so even the smallest temperature gives 0 and -inf, not inf.
     scaled = (scores - scores.amax(-1, keepdim=True)) / temperature.clamp(min=1e-30)[:, None]
     probabilities = torch.softmax(scaled, -1)
     if top_p is not None:
@@ -150,7 +150,7 @@ def draw(scores: Tensor, temperature: Tensor, top_p: Tensor | None, keys: Tensor
         before = ordered.cumsum(-1) - ordered  # the likeliest token always stays
         ordered.masked_fill_((before >= top_p[:, None]) & (top_p < 1)[:, None], 0)
         probabilities.scatter_(-1, order, ordered)
-    # The first of V exponential clocks of these rates to ring is distributed as the probabilities are.
+    # Of V exponential clocks with these rates, each rings first with its token's probability.
     return (probabilities.double() / exponentials(keys, scores.shape[-1])).argmax(-1)
 
 
@@ -163,7 +163,7 @@ def random_key(seed: int, sample: int, position: int) -> int:
 
 
 def exponentials(keys: Tensor, size: int) -> Tensor:
-    """Exponential random numbers of rate 1, float64 ``[R, size]``, a function of the keys (int64 ``[R]``) alone.
+    """Exponential random numbers of rate 1, float64 ``[R, size]``: a function of the keys (int64 ``[R]``) only.
 
     Element i of a row is ``-log(u)``, where u in (0, 1) are the upper 53 bits of the i-th output of SplitMix64 that
     starts at the row's key.
@@ -177,7 +177,7 @@ def exponentials(keys: Tensor, size: int) -> Tensor:
 
 
 def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on a device, without waiting for it."""
+    """Numbers of the host as a tensor on a device, without waiting for the device."""
     on_gpu = device.type == "cuda"
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu).to(device, non_blocking=True)
 
@@ -199,12 +199,12 @@ def _signed(bits: int) -> int:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """The shift to the right that brings in zeros; that of int64 brings in the sign."""
+    """A shift to the right that fills with zeros; int64's own fills with the sign."""
     return (bits >> by) & (2 ** (64 - by) - 1)
 
 
 def _finite(best: Tensor, tokens: Tensor) -> list[int]:
-    """Tokens ``[R]`` on the host; -1 where the best logit is not finite: NaN is the largest of a row that has one."""
+    """Tokens ``[R]`` on the host; -1 where the best logit is not finite. In a row with NaN the best is NaN."""
     if tokens.device.type == "cpu":
         values, found = best.tolist(), tokens.tolist()
     else:
@@ -231,7 +231,7 @@ def _choose_special(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor
             row.copy_(processed)
     best, tokens = scores.max(-1)
     draws = [k for k, request in enumerate(requests) if request.params.temperature]
-    most = max(1, 2**24 // scores.shape[-1])  # bounds the memory that random numbers take
+    most = max(1, 2**24 // scores.shape[-1])  # bounds the memory of the random numbers
     for start in range(0, len(draws), most):
         part = draws[start : start + most]
         params = [requests[k].params for k in part]
@@ -253,7 +253,7 @@ def _stops(request: Request, token: int, scores: Tensor) -> bool:
 
 
 def _of_request(request: Request, argument: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Calls a function of the user's, and says in its errors whose it was."""
+    """Calls a function of the user; a note in its errors names the request."""
     try:
         return function(*inputs)
     except Exception as error:

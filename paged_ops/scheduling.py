@@ -1,7 +1,7 @@
 """Which requests run, and which of their tokens a step computes.
 
-What counts are the unfinished requests and the cache, which knows whose sequence is there, swapped out, or neither. The
-lists of those that wait, run and are swapped out follow from that, and are made anew when a step was given up.
+The state is the unfinished requests and the cache, which knows whose sequence is there, swapped out, or neither. The
+lists of requests that wait, run and are swapped out follow from it, and are rebuilt after a step that failed.
 
 Letters: M columns of a block table, B tokens per block.
 """
@@ -25,11 +25,11 @@ Scheduled = tuple[Request, int, int]  # a request, how many of its tokens are co
 
 
 class Plan(NamedTuple):
-    """A step: whose slots are reserved."""
+    """A step, for which slots are reserved."""
 
     requests: list[Scheduled]  # decodes, then parts of prompts
-    prompt_tokens: int  # that it computes
-    cached_tokens: int  # of the requests that it admits, found in the cache
+    prompt_tokens: int  # that the step computes
+    cached_tokens: int  # found in the cache, of the requests that the step admits
     has_admitted: bool
 
 
@@ -39,8 +39,8 @@ class Scheduler:
     Of the cache it uses: ``admit``, ``can_admit``, ``append``, ``reserve``, ``num_reservable``, ``rollback``, ``fork``,
     ``free``, ``swap_out``, ``swap_in``, ``can_swap_out``, ``can_swap_in``, ``recover``, ``block_ids``, ``num_tokens``,
     ``num_computed_tokens``, ``num_given_back``, ``reserves_in_parts``, ``is_swapped_out``, ``in``, ``pools``,
-    ``states``, and numbers of blocks. Its sequences are keyed by the requests themselves, so that sequences of others
-    may live beside them.
+    ``states``, and numbers of blocks. The requests themselves are the keys of its sequences, so the cache may also
+    hold sequences of others.
 
     Args:
         kv_cache: the cache.
@@ -78,7 +78,7 @@ class Scheduler:
         self.waiting += requests
 
     def join(self, request: Request) -> None:
-        """A further sample takes part: it runs if it has blocks, else it waits."""
+        """Adds a further sample: it runs if it has blocks, else it waits."""
         self.unfinished[request] = None
         if request in self._kv_cache:
             self._start(request)
@@ -86,15 +86,14 @@ class Scheduler:
             bisect.insort(self.waiting, request, key=_id_of)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Puts a further sample on the blocks of the one whose prompt is computed; without room for it nothing
-        happens."""
+        """Forks a further sample from the one whose prompt is computed. Does nothing if there is no room for it."""
         if child not in self._kv_cache and parent in self._kv_cache:
-            with contextlib.suppress(OutOfBlocks):  # of a cache that keeps more than blocks
+            with contextlib.suppress(OutOfBlocks):  # a cache with states may have no slot
                 self._kv_cache.fork(parent, child)
-        parent.num_blocks = 0  # who appends first gets a block of its own
+        parent.num_blocks = 0  # the first that appends gets a block of its own
 
     def leave(self, request: Request) -> None:
-        """Off the list that the request is on."""
+        """Removes the request from the list that it is on."""
         if request.row >= 0:
             self.running.remove(request)
             self.free_rows.append(request.row)
@@ -105,11 +104,11 @@ class Scheduler:
             self.swapped.remove(request)
 
     def plan(self) -> Plan:
-        """The next step. Without room for any request's tokens it is empty, if one had to leave; then others find room
-        in the step after.
+        """Plans the next step. It is empty if there was no room for any request's tokens, but one was preempted: then
+        others find room in the step after it.
 
         Raises:
-            OutOfBlocks: nothing can run, as others hold the cache's blocks.
+            OutOfBlocks: no request can run, because others hold the cache's blocks.
         """
         self._admitted = []
         decodes: list[Scheduled] = []
@@ -162,11 +161,11 @@ class Scheduler:
         return Batch(query_lens, computed, tables, other_block_ids=others, state_slots=state_slots), input_ids
 
     def settled(self) -> None:
-        """The step that was planned is done: what it admitted stays."""
+        """Records that the planned step is done: what it admitted stays."""
         self._admitted = []
 
     def give_up(self) -> None:
-        """Gives back what the step that was planned has reserved; what it admitted waits again."""
+        """Gives back what the planned step has reserved; what it admitted waits again."""
         cache = self._kv_cache
         cache.recover()
         for request in self._admitted:
@@ -175,13 +174,13 @@ class Scheduler:
         for request in self.unfinished:
             if request in cache and not cache.is_swapped_out(request):
                 reserved = cache.num_tokens(request) - cache.num_computed_tokens(request)
-                if reserved == 1:  # a decode, or a prompt's last token, which is like one: the rest of a prompt stays
+                if reserved == 1:  # a decode, or a prompt's last token; the slots of a longer rest of a prompt stay
                     cache.rollback(request)
         self.relist()
         self._admitted = []
 
     def relist(self) -> None:
-        """The lists and rows anew, from the requests and the cache."""
+        """Rebuilds the lists and rows from the requests and the cache."""
         running: list[Request] = []
         swapped: list[Request] = []
         waiting: list[Request] = []
@@ -203,8 +202,8 @@ class Scheduler:
         request.num_blocks, request.num_given_back = min(counts), self._kv_cache.num_given_back(request)
 
     def _go_on(self, decodes: list[Scheduled], prefills: list[Scheduled]) -> bool:
-        """The next tokens of the requests that run, decodes first; the youngest are preempted where blocks run out.
-        Whether any was."""
+        """Plans the next tokens of the running requests, decodes first. The youngest are preempted if blocks run out;
+        returns whether any was."""
         cache = self._kv_cache
         prefilling: list[Scheduled] = []
         preempted = False
@@ -215,7 +214,7 @@ class Scheduler:
             if start < num_tokens:
                 prefilling.append((request, start, num_tokens - start))
                 continue
-            while request.row >= 0:  # until it has its slot, or was preempted itself
+            while request.row >= 0:  # until it has its slot, or is preempted itself
                 try:
                     cache.append(request, request.tokens[start : start + 1])
                     decodes.append((request, start, 1))
@@ -234,11 +233,12 @@ class Scheduler:
                     break
                 self._preempt(self.running[-1])
                 preempted = True
-        decodes[:] = [each for each in decodes if each[0].row >= 0]  # a prompt may be older, and have taken its place
+        decodes[:] = [each for each in decodes if each[0].row >= 0]  # an older prompt may have preempted it
         return preempted
 
     def _resume(self, budget: int, decodes: list[Scheduled], prefills: list[Scheduled]) -> int:
-        """Swaps sequences in, oldest first, while that leaves a block for each that runs: else they were back soon."""
+        """Swaps sequences in, oldest first, while a block is left for each running one: else they would soon be swapped
+        out."""
         cache = self._kv_cache
         while self.swapped and budget and self.free_rows:
             request = self.swapped[0]
@@ -260,14 +260,14 @@ class Scheduler:
         return budget
 
     def _admit(self, budget: int, prefills: list[Scheduled]) -> int:
-        """Admits waiting requests, oldest first, while that leaves a block for each that runs; how many of their
+        """Admits waiting requests, oldest first, while a block is left for each running one. Returns how many of their
         tokens were in the cache."""
         cache = self._kv_cache
         num_cached = index = 0
         while budget and self.free_rows and index < len(self.waiting):
             request = self.waiting[index]
             if any(self._shares_unfinished_prefix(request, other, start) for other, start, _ in prefills):
-                index += 1  # one step later its prefix is in the cache
+                index += 1  # in the next step its prefix will be in the cache
                 continue
             tokens, key, chunk = request.tokens, request.extra_key, budget
             while not cache.can_admit(tokens, key, first_chunk=chunk, spare_blocks=len(self.running)):
@@ -299,7 +299,7 @@ class Scheduler:
         bisect.insort(self.running, request, key=_id_of)
 
     def _preempt(self, request: Request) -> None:
-        """Takes a running sequence's blocks away: by swapping, or, if the host has no room, to be computed again."""
+        """Takes a running sequence's blocks: it is swapped out, or, if the host has no room, computed again later."""
         if self._kv_cache.can_swap_out(request):
             self._kv_cache.swap_out(request)
             self.leave(request)
@@ -313,7 +313,7 @@ class Scheduler:
 
 
 def give_back(kv_cache: KVCache | HybridCache, requests: Iterable[Request]) -> None:
-    """Frees the sequences of a loop that nobody holds any more."""
+    """Frees the sequences of a loop that no longer exists."""
     for request in requests:
         if request in kv_cache:
             kv_cache.free(request)

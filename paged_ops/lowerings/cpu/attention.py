@@ -1,9 +1,9 @@
 """How every op runs on the CPU: torch ops, one sequence at a time. Letters as in :mod:`paged_ops.ops`; also G = H/K,
 the query heads that share a key/value head, n keys of a sequence and q rows of a tile.
 
-Attention is one C++ function (:mod:`paged_ops.lowerings.cpu.fused`) where it can be compiled and knows the features.
-Else it gathers the blocks of a sequence into scratch that stays warm in cache, then runs the CPU flash kernel of
-PyTorch where the features allow it and plain float32 matmuls over tiles where they do not.
+Attention is one C++ function (:mod:`paged_ops.lowerings.cpu.fused`), if it can be compiled and serves the features.
+Else the blocks of a sequence are gathered into scratch that stays in the processor's cache. Then PyTorch's flash kernel
+of the CPU runs if the features allow it, and plain float32 matrix products over tiles if they do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused
 
-# The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
+# The keyword arguments of attention that this lowering uses or refuses by name (a test compares them with all).
 KNOWS = frozenset(
     {
         "value_cache",
@@ -42,13 +42,13 @@ KNOWS = frozenset(
 
 # On processors with a matrix unit for bfloat16, which only the flash kernel uses, it takes sequences of more rows.
 MATRIX_ROWS = 32
-# Keys of a sequence, and values, that decode gathers at once: few enough to stay in a cache that others use too.
+# Keys (and values) that decode gathers at once: few enough to stay in a processor cache that others use, too.
 SCRATCH_BYTES = 1 << 22
-# From this many rows on it is prefill: larger chunks mean fewer merges.
+# From this many rows on it is prefill, whose chunks are larger: fewer merges.
 PREFILL_ROWS, PREFILL_BYTES = 64, 1 << 24
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
-# Rows that share a mask: more see keys of their neighbours in vain, fewer make smaller products.
+# Rows of a tile. With more, rows compute keys that only their neighbours see; with fewer, products are smaller.
 MASKED_ROWS = 128
 # Copies between blocks go through a buffer of this many bytes.
 COPY_BYTES = 1 << 24
@@ -61,9 +61,9 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     if not kv_cache.numel():
         return
-    slot_mapping = slot_mapping.clone()  # checked and used, whatever another thread may write
+    slot_mapping = slot_mapping.clone()  # so that another thread cannot change it between check and use
     checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
-    # Of rows that share a slot the last one stays: parallel writes would mix them.
+    # Of rows that share a slot only the last one is kept: parallel writes would mix them.
     row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
     rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
     block, offset = slots // paged.block_size, slots % paged.block_size
@@ -139,7 +139,7 @@ def gather_kv(
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     B, row = paged.block_size, 0
     if kv_cache.numel():
-        seq_lens = seq_lens.clone()  # checked and used, whatever another thread may write
+        seq_lens = seq_lens.clone()  # so that another thread cannot change it between check and use
         checks.lengths("seq_lens", seq_lens, block_tables.shape[1], B)
         ns = seq_lens.tolist()
         block_tables = block_tables.narrow(1, 0, -(-max(ns, default=0) // B)).clone()
@@ -168,11 +168,11 @@ def _attend(
 ) -> None:
     """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output."""
     if query.stride(2) != 1:
-        query = query.contiguous()  # the flash kernel takes it for granted
+        query = query.contiguous()  # the flash kernel assumes it
     paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     stored, N, B = element_dtype(kv_cache, f.kv_cache_dtype), paged.num_blocks, max(paged.block_size, 1)
-    # Copies are checked and used: another thread may write the caller's tensors meanwhile.
+    # Copies, because another thread may write the caller's tensors between check and use.
     starts, ns, M = query_start_loc.tolist(), [0] * len(seq_lens) if empty else seq_lens.tolist(), block_tables.shape[1]
     block_tables = block_tables.narrow(1, 0, min(max(-(-max(ns, default=0) // B), 0), M)).clone()
     if not _plainly_right(block_tables, ns, starts, len(query), N, M * B):
@@ -229,10 +229,11 @@ def _attend(
 
 
 def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: int, N: int, most: int) -> bool:
-    """Whether the checks of a batch would find nothing, in a tenth of their time; False where they must look closer."""
+    """Whether a batch is surely right, in a tenth of the time of its checks; False means that the checks must
+    decide."""
     if not (block_tables.numel() and min(ns) >= 0 and max(ns) <= most):
         return False
-    low, high = block_tables.aminmax()  # of entries that no length needs too
+    low, high = block_tables.aminmax()  # also of entries that no length needs
     return starts[0] == 0 and starts[-1] <= T and starts == sorted(starts) and int(low) >= 0 and int(high) < N
 
 
@@ -272,7 +273,7 @@ class _Cache:
     def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, dtype: torch.dtype, blocks_per_chunk: int):
         self.paged, self.f, self.stored, self.dtype, self.blocks_per_chunk = paged, f, stored, dtype, blocks_per_chunk
         padded = paged.num_kv_heads * max(paged.head_size, paged.value_head_size) + 64 // dtype.itemsize
-        # One allocation: the allocator keeps the pages of one this size for the next call, and returns those of two.
+        # One allocation, as the allocator keeps the pages of one this large for the next call, but not those of two.
         scratch = torch.empty(2, blocks_per_chunk, paged.block_size, padded, dtype=dtype, device="cpu")
         self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
         self.value = _Plane(paged.value, stored, f.v_scale, scratch[1])
@@ -308,7 +309,7 @@ def _sequence(
 ) -> tuple[Tensor, Tensor]:
     """Out ``[q, K, G, Dv]`` and lse ``[q, K, G]`` of rows ``q [q, K, G, D]``, the first at position first of n tokens.
 
-    Keys come in chunks, each meets its rows in tiles, and partial results merge by their lse: memory stays bounded.
+    Keys come in chunks, which are computed in tiles of rows; partial results merge by their lse. So memory is bounded.
     """
     q, B, chunk = q.to(cache.dtype), cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
     total = None
@@ -328,7 +329,7 @@ def _sequence(
 
 
 def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Which rows of q meet which of the keys a..b: tiles (row, end of rows, key, end of keys)."""
+    """The tiles of rows of q with keys of a..b: (row, end of rows, key, end of keys)."""
     rows, K, G, _ = q.shape
     oldest, last = _oldest_key(first, f), first + rows - 1
     alike = _oldest_key(last, f) == oldest and not _opened(first, rows, f)
@@ -345,7 +346,7 @@ def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> I
     elif rows == 1 or not f.causal:
         yield 0, rows, a, b
     else:
-        if a < first:  # history, which every row sees whole
+        if a < first:  # history, all of which every row sees
             yield 0, rows, a, min(b, first)
         a = max(a, first)
         if a < b:
@@ -358,7 +359,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     """A tile through PyTorch's flash kernel (D = Dv, no cap, no bias): rows from position i, keys from position j."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     (rows, K, G, _), n = q.shape, k.shape[1]
-    if scale < 0:  # the kernel masks before it scales: a key that is hidden would get the logit +inf
+    if scale < 0:  # the kernel masks before it scales: a hidden key would get the logit +inf
         q, scale = -q, -scale
     if _all_seen(rows, n, i, j, f):  # the query heads of a group are rows of one product
         folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
@@ -371,8 +372,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
         kept = _kept(rows, n, i, j, f)
         bias = q.new_zeros(kept.shape, dtype=torch.float32).masked_fill_(~kept, -torch.inf)
         out, lse = flash(*groups, attn_mask=bias, scale=scale)
-        lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel says 0 of a row that sees nothing
-    if out.isnan().any() or lse.isnan().any():  # perhaps of a key that the row does not see
+        lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel gives 0 for a row that sees nothing
+    if out.isnan().any() or lse.isnan().any():  # perhaps from a key that the row does not see
         return _softmax(q.float(), k.float(), v.float(), scale, _kept(rows, n, i, j, f), f)
     return out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
 
@@ -394,7 +395,7 @@ def _sparse_sequence(
     sparse = masks.check_block_sparse(f.block_sparse, B)
     offsets = torch.tensor(masks.block_sparse_offsets(sparse, K * G, K), device="cpu").view(K, G, 1, 1)
     total = _nothing(q, cache.value.tokens)
-    # Heads of one pattern go together, others one key/value head at a time, so that each skips its own blocks.
+    # Heads with one pattern are computed together, others by key/value head, so that each skips its own blocks.
     together = bool((offsets == offsets[0, 0]).all())
     groups = [(slice(0, K), cache)] if together else [(slice(h, h + 1), head) for h, head in enumerate(cache.heads)]
     for r in range(0, rows, sparse.block_size):
@@ -430,7 +431,7 @@ def _softmax(
     lse = logits.logsumexp(3)
     weights = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
     out = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (G, -1))
-    if kept is not None and out.isnan().any():  # perhaps of a value that the row does not see: 0 * NaN is NaN
+    if kept is not None and out.isnan().any():  # perhaps from a value that the row does not see: 0 * NaN is NaN
         out = torch.bmm(weights.flatten(1, 2), v.where(v.isfinite(), 0.0)).unflatten(1, (G, -1))
         seen = kept.expand(weights.shape).to(v.dtype).flatten(1, 2)
         for number, where in ((torch.inf, v == torch.inf), (-torch.inf, v == -torch.inf), (torch.nan, v.isnan())):
@@ -467,7 +468,7 @@ def _reach(i: int, rows: int, f: Features) -> tuple[int, int]:
 
 
 def _oldest_key(i: int, f: Features) -> int:
-    """The first key that a row at position i may see, ranges apart."""
+    """The first key that a row at position i may see, apart from ranges."""
     return masks.oldest_key(i, f.sliding_window, f.attention_chunk)
 
 
@@ -487,12 +488,12 @@ def _positions(start: int, end: int, step: int = 1) -> Tensor:
 
 
 def _share(lse: Tensor, other: Tensor) -> Tensor:
-    """The weight of a part beside another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if it is empty."""
+    """The weight of a part when merged with another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if it is empty."""
     return torch.sub(lse, other).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)[..., None]
 
 
 def _take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
-    """``cache[blocks]`` into out, in parallel and by 16 bytes where rows divide by them; index_select is serial."""
+    """``cache[blocks]`` into out, in parallel, by 16 bytes if rows are a multiple of that; index_select is serial."""
     wide = 16 // cache.element_size()
     wide_cache, wide_out = cache, out
     if cache.stride(-1) == out.stride(-1) == 1 and all(
@@ -514,7 +515,7 @@ def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
 
 
 def _quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``real / scale``, saturated, NaN kept; scale is ``[1]`` or one a head of ``real [T, K, D]``."""
+    """``real / scale``, saturated, NaN kept; scale is ``[1]`` or one per head of ``real [T, K, D]``."""
     if dtype not in FP8_DTYPES:
         return real.contiguous()
     wide = real.float() if scale is None else real / scale[:, None]
@@ -523,7 +524,7 @@ def _quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _real(cells: Tensor, stored: torch.dtype) -> Tensor:
-    """What the cells hold, not yet scaled; bytes of fp8 as float32."""
+    """The numbers that the cells hold, without the scale; bytes of fp8 as float32."""
     if stored not in FP8_DTYPES:
         return cells
     # Looked up: PyTorch converts float8_e4m3fn one element at a time.
@@ -532,7 +533,7 @@ def _real(cells: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def _storage(cache: Tensor) -> Tensor:
-    """fp8 as bytes: indexing knows few float8 types."""
+    """fp8 as bytes: indexing supports few float8 types."""
     return cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache
 
 

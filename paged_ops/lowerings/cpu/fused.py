@@ -1,10 +1,10 @@
 """Attention on the CPU as one C++ function, ``fused.cpp``, for every feature but block-sparse.
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
-reads each once for all the rows of a decode. It is compiled at the first call that it could serve, in about two
-seconds, by the compiler that torch would take for a C++ extension, and kept in torch's folder of extensions, a folder
-for each user, under a hash of source, compiler, flags and machine and one of its own bytes: later processes load what
-has both. Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, slower and within the
+reads each once for all the rows of a decode. It is compiled at the first call that it can serve, in about two seconds,
+by the compiler that torch takes for C++ extensions. It is kept in torch's folder of extensions, in a folder of the
+user, under a hash of source, compiler, flags and machine and a hash of its own bytes; later processes load it if both
+fit. Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more slowly and within the
 same error budget.
 """
 
@@ -35,7 +35,7 @@ from paged_ops.layouts import PagedKV
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
-# The features that it computes with, or that the lowering sees to; with another one it is not called.
+# The features that it computes, or that the lowering adds; with any other one it is not called.
 KNOWS = frozenset(
     {
         "value_cache",
@@ -52,12 +52,12 @@ KNOWS = frozenset(
         "bidirectional_ranges",
     }
 )
-# What the source may use of the processor: no more than torch itself does, so that a folder may be shared.
+# The instructions that the source may use: no more than torch itself uses, so that machines can share a folder.
 FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
 }
-# What load may raise.
+# The errors of load.
 FAILURES = (OSError, subprocess.SubprocessError, AttributeError)
 # How long a compiler may take, and how much of what it says is shown.
 MOST_SECONDS, LINES_SAID = 300, 5
@@ -94,12 +94,12 @@ def attend(
 ) -> None:
     """Fill the rows of some sequences: out float32 ``[T, H, Dv]``, lse float32 ``[T, H]``. For what :func:`serves`.
 
-    Nothing here or in C++ looks at the values again: they are right, and no other thread writes block_tables.
+    Values are not checked here or in C++: they must be right, and no other thread may write block_tables.
     """
     function = compiled()
     assert function is not None, "no compiled function"
     K = paged.num_kv_heads
-    # Named, so that they live until the call returns.
+    # They have names so that they live until the call returns.
     integers = [array.array("i", each) for each in (seq_lens, query_start_loc, sequences)]
     tensors = (
         query.to(torch.float32).contiguous(),
@@ -151,9 +151,9 @@ def serves(stored: torch.dtype, f: Features) -> bool:
 
 @functools.cache
 def compiled() -> Callable[[Any], None] | None:
-    """The C++ function, or None where there is no compiler that can make it: with a warning, if there is one at all."""
+    """The C++ function, or None if no compiler can make it. If there is a compiler, a warning says why it failed."""
     if sys.platform == "win32":
-        return None  # its own compiler lacks the vectors that the source is written in
+        return None  # its own compiler lacks the vector types of the source
     try:
         # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); the import needs setuptools.
         from torch.utils import cpp_extension
@@ -172,7 +172,7 @@ def compiled() -> Callable[[Any], None] | None:
         return load(compiler, processor, own_folder(Path(cpp_extension._get_build_directory("paged_ops", False))))
     except FAILURES:
         pass
-    try:  # the folder may be read-only, full or unsafe: a library for this process alone
+    try:  # the folder may be read-only, full or unsafe: then a library for this process only
         with tempfile.TemporaryDirectory() as folder:
             return load(compiler, processor, Path(folder))
     except FAILURES as error:
@@ -187,9 +187,9 @@ def _warn(why: Exception) -> None:
 
 
 def own_folder(shared: Path) -> Path:
-    """A folder in it that only this user can write: what others could have written is never loaded.
+    """A folder in it that only this user can write, so that no library of others is ever loaded.
 
-    Raises OSError where there can be none.
+    Raises OSError if there can be none.
     """
     folder = shared / f"user-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -200,7 +200,7 @@ def own_folder(shared: Path) -> Path:
 
 
 def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], None]:
-    """The function from a library in folder, which is compiled unless it is there, whole and as it was compiled.
+    """The function from a library in folder. It is compiled unless it is there, complete and unchanged.
 
     Raises OSError, subprocess.SubprocessError or AttributeError (no such function in what the compiler made).
     """
@@ -211,7 +211,7 @@ def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Cal
         if library == _named_by_content(library, stem):
             return _function(library)
         library.unlink(missing_ok=True)  # loading it could kill the process
-    # Under another name first: a process that finds the library finds all of it.
+    # Under another name first, so that no process finds a part of the library.
     handle, path = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     unfinished = Path(path)
@@ -219,7 +219,7 @@ def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Cal
         run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
         run([*command, str(SOURCE), "-o", path])
         with unfinished.open("rb") as file:
-            os.fsync(file.fileno())  # a full disk may show only now
+            os.fsync(file.fileno())  # a full disk may raise only here
         function = _function(unfinished)
         unfinished.replace(_named_by_content(unfinished, stem))
     finally:

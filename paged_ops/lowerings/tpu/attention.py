@@ -3,10 +3,10 @@ query heads that share a key/value head, n = M*B the keys that a row of block ta
 
 On a TPU attention is the ragged paged attention kernel that torch_xla brings, and a write to the cache moves runs of
 neighbouring slots (:mod:`paged_ops.lowerings.tpu.write`). What that kernel lacks raises, with the reason. XLA's CPU
-device has no such kernel: there a formulation in plain torch serves every feature, with shapes that no value decides.
+device has no such kernel: there plain torch serves every feature, with shapes that do not depend on values.
 
-Every function here is called on values: :mod:`paged_ops.lowerings.tpu.functional` makes a write to an argument the new
-value of it. Nothing reads a value on the host, except the block mapping of copies, which lies there.
+The functions here return values: :mod:`paged_ops.lowerings.tpu.functional` turns a write to an argument into its new
+value. Only the block mapping of copies is read on the host, where it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paged_ops.lowerings.tpu import functional, write
 from paged_ops.lowerings.tpu.functional import functionalized
 from paged_ops.lowerings.tpu.write import write_runs
 
-# Keys and values, in bytes of float32, that a tile of rows gathers on XLA's CPU device.
+# Bytes of float32 keys and values that a tile of rows gathers on XLA's CPU device.
 TILE_BYTES = 1 << 26
 # XLA's names of the dtypes that uint8 storage may hold.
 XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2"}
@@ -36,7 +36,7 @@ KERNEL_HEAD_SIZE = 128
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of a TPU's 1 MiB of scalar memory that the block tables may fill; the rest is lengths and the compiler's own.
 BLOCK_TABLE_BYTES = 15 << 16
-# Of the 16 MiB of vector memory of a TPU v4 what the kernel's two buffers of pages may take; later ones have 128.
+# Bytes that the kernel's two buffers of pages may take of the 16 MiB of vector memory of a TPU v4; others have 128.
 V4_PAGES_BYTES = 4 << 20
 
 
@@ -60,7 +60,7 @@ def install_torch_tpu() -> None:
     """Experimental: the ops on the device ``tpu`` of TorchTPU (``torch_tpu``), the announced successor of torch_xla.
 
     Registers the functional twins and the formulation in plain torch, without the TPU's kernels, under the dispatch key
-    of that device. Graphs that torch.compile traces for it are right in shape and free of mutation; none has run.
+    of that device. Graphs that torch.compile traces for it have the right shapes and no mutation; none has been run.
     """
     from paged_ops import registry
 
@@ -126,7 +126,7 @@ def reshape_and_cache(
     if checks.debug_checks():
         checks.slots(slot_mapping.cpu(), num_slots)
     slots = slot_mapping.long()
-    slots = torch.where((slots < 0) | (slots > num_slots), num_slots, slots)  # past the end, where rows are dropped
+    slots = torch.where((slots < 0) | (slots > num_slots), num_slots, slots)  # one past the end, where rows are dropped
     key, value = (_quantise(real[:T], scale, stored) for real, scale in ((key, k_scale), (value, v_scale)))
     key, value = _reinterpret(key, kv_cache.dtype), _reinterpret(value, kv_cache.dtype)
     if value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
@@ -142,7 +142,8 @@ def reshape_and_cache(
 
 
 def _with_rows(flat: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """``flat`` with ``rows`` at ``slots``. A slot one past the end is dropped: by XLA, elsewhere in a spare row."""
+    """``flat`` with ``rows`` at ``slots``. A slot one past the end is dropped: XLA does so, and elsewhere a spare row
+    takes it."""
     if flat.device.type == "xla":
         return flat.index_copy(0, slots, rows)
     bits = torch.uint8 if flat.element_size() == 1 else flat.dtype
@@ -390,10 +391,10 @@ def _ragged_kernel(
     query_start_loc: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention of a batch by torch_xla's kernel, made to keep the padding contract: float32 ``[T, H, D]``.
+    """Attention of a batch by torch_xla's kernel, with the rules of padding added: float32 ``[T, H, D]``.
 
-    The kernel wants the sequences that have queries first, each with at least one key; it leaves rows of padding, and
-    rows that stand before the start of their sequence, as garbage.
+    The kernel needs the sequences with queries first, each with at least one key. It leaves garbage in rows of padding,
+    and in rows before the start of their sequence.
     """
     if not (query.numel() and kv_cache.numel() and block_tables.numel()):
         return torch.zeros_like(query, dtype=torch.float32)
@@ -439,7 +440,7 @@ def _ragged_kernel(
 
 
 def _block_sizes(kv_cache: Tensor, T: int, M: int) -> dict[str, int]:
-    """How many pages and rows the kernel takes at once: its own tables say, but for a v4 without regard to the page."""
+    """How many pages and rows the kernel takes at once: by its own tables, which for a v4 ignore the size of pages."""
     if tpu_version() > 4:
         return {}
     pages = V4_PAGES_BYTES // (2 * kv_cache[0].numel() * kv_cache.element_size())
@@ -460,7 +461,7 @@ def _per_query_head(scale: Tensor, H: int, K: int) -> Tensor:
     return scale[:, None].expand(K, H // K).reshape(H, 1)
 
 
-# The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
+# The keyword arguments of attention that this lowering uses or refuses by name (a test compares them with all).
 KNOWS = frozenset(
     {
         "value_cache",
@@ -481,7 +482,7 @@ KNOWS = frozenset(
 
 
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
-    """Why an op would not run on ``device`` (``"xla"``): on the TPU, unless torch_xla is loaded and has another."""
+    """Why an op would not run on ``device`` (``"xla"``): a TPU, unless torch_xla is loaded with another device."""
     if "torch_xla" in sys.modules and not on_tpu():
         return []
     if op in ("paged_attention_with_lse", "cascade_attention"):
@@ -492,7 +493,7 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
 
 
 def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> dict[str, Any]:
-    """A call as :func:`unsupported` would be asked for it."""
+    """A call's features, as :func:`unsupported` takes them."""
     named: dict[str, Any] = {name: value for name, value in f._asdict().items() if value is not None}
     (_, H, D), (S, M) = query.shape, block_tables.shape
     named |= {"dtype": query.dtype, "cache_dtype": kv_cache.dtype, "num_heads": H, "head_size": D}
