@@ -35,7 +35,7 @@ BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
     "query_past_keys": ((9, 4), (2, 1), (1, 3)),
     "long": ((1, 700), (130, 390), (1, 257)),
     "padding_only": (),
-    # As many rows as eight sequences of seven tokens have: what decides by shapes must not take it for those.
+    # As many rows as eight sequences of seven tokens: what chooses by shapes must serve both.
     "uneven": ((0, 3), (40, 90), (0, 0), (8, 30), (2, 2), (0, 7), (1, 200), (5, 5)),
 }
 SPARSE = masks.SparsePattern(block_size=16, local_blocks=2, vert_stride=3)
@@ -94,7 +94,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
         for batch in ("long", "mixed", "decode"):
             name = f"sparse-{next(iter(kind))}-{batch}"
             yield case(name, batch, features=(("block_sparse", [*sparse]), FEATURES["sinks"]))
-    # Masks go wrong at their seams: long histories, whole prompts, rows before position 0, empty queries.
+    # Masks go wrong at edges: long histories, whole prompts, rows before position 0, empty queries.
     for size in (1, 2):
         for names in itertools.combinations(FEATURES, size):
             if _allowed(*names):
@@ -102,7 +102,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
                 for batch in ("long", "prefill", "query_past_keys") + (("holes",) if size == 1 else ()):
                     yield case(f"{'-'.join(names)}-{batch}", batch, features=chosen)
     tiles = ((128, 16, "nhd", 8, 2), (128, 48, "hnd", 12, 2), (64, 8, "nhd", 8, 1), (128, 64, "plane_first", 8, 8))
-    for D, B, form, H, K in (*tiles, (64, 128, "separate", 6, 1)):  # prefill as tensor cores like it
+    for D, B, form, H, K in (*tiles, (64, 128, "separate", 6, 1)):  # prefill that suits tensor cores
         shape = {"head_size": D, "block_size": B, "form": form, "num_heads": H, "num_kv_heads": K}
         yield case(f"long-d{D}-b{B}-{form}-bf16", "long", dtype=torch.bfloat16, strided_query=True, **shape)
         for name in ("noncausal", "sinks"):
@@ -123,7 +123,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
 
 
 def _random_cases(count: int) -> Iterator[AttentionCase]:
-    """Seeded mixtures of everything, for what no list of pairs thinks of."""
+    """Seeded mixtures of everything, for what the lists of pairs miss."""
     for n in range(count):
         rng = random.Random(n)
         form = rng.choice(FORMS)
@@ -134,7 +134,7 @@ def _random_cases(count: int) -> Iterator[AttentionCase]:
         Dv = rng.choice((None, 32, 56)) if form == "separate" else None
         scales = rng.choice((None, "tensor", "head")) if stored else None
         spec = CacheSpec(form, K, D, Dv, rng.choice((1, 8, 16, 48, 64)), dtype, stored, "auto", scales)
-        names = [name for name in FEATURES if random.Random(f"{name}-{n}").random() < 0.4]  # a new one moves no other
+        names = [name for name in FEATURES if random.Random(f"{name}-{n}").random() < 0.4]  # independent of others
         while not _allowed(*names):
             names.remove(rng.choice(names))
         if "sparse" in names and 16 % spec.block_size:
@@ -248,7 +248,7 @@ def case_named(op: str, name: str) -> Case:
     return found[0]
 
 
-# What compiled runs take from the full list: at most 60, every feature and form at least once.
+# The cases of compiled runs: at most 60 of the full list, with every feature and form at least once.
 COMPILED: dict[str, tuple[str, ...]] = {
     "reshape_and_cache": ("nhd-fp32", "hnd-bf16", "plane_first-fp16", "interleaved-fp32", "separate-e4m3-head-bf16",
                           "x_packed-fp16", "x_packed-e4m3-tensor-fp16-strided", "uint8-fp8_e5m2", "only-padding"),

@@ -56,7 +56,7 @@ LSE_ULPS = 4
 def assert_close(name: str, got: Tensor, plain: Tensor, truth: Tensor, largest: float) -> None:
     """Raise AssertionError unless ``got`` is within the error budget of ``truth``; infinities must agree exactly."""
     assert got.shape == truth.shape, f"{name}: shape {list(got.shape)} instead of {list(truth.shape)}"
-    where = got.device if got.is_cuda else torch.device("cpu")  # large ones are compared where they are
+    where = got.device if got.is_cuda else torch.device("cpu")  # large ones are compared on their device
     got_, plain_, truth_ = (each.detach().to(where).double() for each in (got, plain, truth))
     assert not got_.isnan().any(), f"{name}: NaN in {int(got_.isnan().sum())} of {got_.numel()} elements"
     infinite = truth_.isinf()

@@ -127,7 +127,7 @@ class AttentionCase:
     features: tuple[tuple[str, Any], ...] = ()
     fp8_output: bool = False
     strided_query: bool = False
-    strided_vectors: bool = False  # those of a number a head or a sequence
+    strided_vectors: bool = False  # vectors with one number per head or per sequence
     padding: tuple[int, int] = (2, 3)  # sequences, tokens
     seed: int = 0
 
@@ -196,8 +196,8 @@ class AttentionCase:
         return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
 
     def _ranges(self, memory: Memory, generator: torch.Generator) -> Tensor:
-        """Two ranges per sequence, the first of which holds a row; they may overlap and end past it. And padding that
-        would show more."""
+        """Two ranges per sequence, the first of which holds a row. They may overlap and end past the sequence. Also
+        padding that would open more keys if it were read."""
 
         def number(low: int, high: int) -> int:
             return int(torch.randint(low, high, (), generator=generator))
@@ -227,7 +227,7 @@ class AttentionCase:
 
 @dataclasses.dataclass(frozen=True)
 class GatherCase(AttentionCase):
-    """gather_kv of a batch; ``capacity`` is num_tokens over the batch's tokens."""
+    """gather_kv of a batch; ``capacity`` is num_tokens minus the batch's tokens."""
 
     capacity: int = 5
     out_dtype: torch.dtype | None = None
@@ -249,7 +249,7 @@ class CascadeCase(AttentionCase):
     prefix: int = 64
 
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        # The prefix is one more sequence of the batch, split off again.
+        # The prefix is made as one more sequence of the batch, and split off again.
         seqs = (*self.seqs, (0, self.prefix))
         whole = dataclasses.replace(self, seqs=seqs, padding=(0, self.padding[1]))
         made = AttentionCase.inputs(whole, device)
@@ -271,7 +271,7 @@ class WriteCase:
     num_blocks: int = 4
     strided: bool = False
     slots: torch.dtype = torch.int64
-    special: bool = False  # among the values: NaN, infinities, and what saturates
+    special: bool = False  # some values are NaN, infinite, or saturate
     seed: int = 0
 
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
