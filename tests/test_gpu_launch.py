@@ -18,7 +18,8 @@ pytestmark = [
 
 
 @triton.jit(do_not_specialize=["n"])
-def add_kernel(x, y, out, n, scale, SHIFT: tl.constexpr, SIZE: tl.constexpr):
+def add_kernel(tensors, n, scale, SHIFT: tl.constexpr, SIZE: tl.constexpr):
+    x, y, out = tensors
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     total = tl.load(x + i, mask=i < n) * scale + SHIFT
     if y is not None:
