@@ -31,7 +31,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The case in words, unique: what ``--cases`` matches and what a record is found by."""
+        """The case in words, unique: ``--cases`` matches it, and records are found by it."""
         return f"{self.group} {self.num_heads}/{self.num_kv_heads} {self.name}"
 
     @property
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of both products, over the pairs of query and key that causality leaves."""
+        """Operations of both products, over the pairs of query and key that causality allows."""
         pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in self.seqs)
         return 4 * self.num_heads * self.head_size * pairs
 
@@ -92,8 +92,8 @@ def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 
 
     Args:
         case: the batch.
-        device: of the tensors.
-        cache_bytes: several times the device's last cache, so that no call finds its data there.
+        device: the device of the tensors.
+        cache_bytes: several times the device's last-level cache, so that no call finds its data there.
         most: calls at most (at least 2).
     """
     needed = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
@@ -127,7 +127,7 @@ def decode(batch: int, context: int) -> tuple[tuple[int, int], ...]:
 
 
 def ragged(batch: int, shortest: int = 16, longest: int = 16384) -> tuple[tuple[int, int], ...]:
-    """Decode of lengths between two bounds, log-uniform, always the same."""
+    """A decode batch with lengths between two bounds, log-uniform, always the same."""
     generator = random.Random(0)
     bounds = math.log(shortest), math.log(longest)
     return tuple((1, int(math.exp(generator.uniform(*bounds)))) for _ in range(batch))
@@ -150,7 +150,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def gpu_cases() -> list[Case]:
-    """The tables of docs/performance.md, a group each, and cases outside of what the kernels were tuned for."""
+    """The cases of docs/performance.md, one group per table, and cases for which the kernels were not tuned."""
     cases = [
         Case("decode", name, seqs, H, K)
         for H, K in ((32, 8), (64, 8), (32, 32), (8, 1))

@@ -1,8 +1,8 @@
 """How a case is measured: graph replays over rotated inputs, poisoned and verified results, ceilings of the same run.
 
-On a GPU all calls of a case are captured in one CUDA graph, one call a set of inputs, and the sets together are several
-times the last cache. The results are filled with NaN, the graph is replayed, and the first and the last result are
-compared with a float32 reference before anything is timed. A replay is timed by events; a read of other memory goes
+On a GPU all calls of a case are captured in one CUDA graph, one call per set of inputs, and the sets together are
+several times the last cache. The results are filled with NaN, the graph is replayed, and the first and the last result
+are compared with a float32 reference before anything is timed. A replay is timed by events; a read of other memory goes
 before it, so that the launch of the graph is not in the time and nothing is left in the cache. Times are medians, taken
 twice. On a CPU the calls run one after the other, in memory that is filled with NaN where it is uninitialised.
 """
@@ -28,19 +28,19 @@ Call = Callable[[], Tensor]
 CPU_CACHE_BYTES = 64 << 20
 LARGEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 LOGITS_AT_ONCE = 1 << 28  # elements of the reference's logits
-REST_SECONDS = 0.02  # between replays that are bound by arithmetic: speeds in bursts, before the power limit
+REST_SECONDS = 0.02  # between replays that are bound by arithmetic, so that the power limit does not act
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches in this run: bytes a second read or copied, operations a second of bf16 products."""
+    """What the device reaches in this run: bytes per second read or copied, operations per second of bf16 products."""
 
     read: float
     copy: float
     matmul: float
 
     def floor_us(self, case: Case) -> float:
-        """The time that the bytes or the operations of a case need at the least."""
+        """The least time that the bytes or the operations of a case need."""
         return max(case.bytes / self.read, case.flops / self.matmul) * 1e6
 
     def is_compute_bound(self, case: Case) -> bool:
@@ -48,7 +48,7 @@ class Ceilings:
 
 
 class WrongResultError(RuntimeError):
-    """A provider's result is not that of the reference: its time means nothing."""
+    """A provider's result differs from the reference, so its time means nothing."""
 
 
 def device_name(device: torch.device) -> str:
@@ -67,13 +67,13 @@ def inputs_of(case: Case, device: torch.device) -> list[Inputs]:
 
 
 class Replay:
-    """Calls, one after the other, as one thing to run again: a CUDA graph, or on a CPU the calls themselves."""
+    """Several calls that can be run again: as a CUDA graph, or on a CPU one after the other."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         self._calls = calls
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.results = [call() for call in calls]  # compiles what must be compiled
+        self.results = [call() for call in calls]  # so that everything is compiled
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
@@ -91,7 +91,7 @@ class Replay:
             self.results = [call() for call in self._calls]
 
     def run_poisoned(self) -> list[Tensor]:
-        """The results of a run into memory full of NaN."""
+        """The results of a run that writes into memory full of NaN."""
         if self._graph is None:
             with _nan_memory():
                 self.run()
@@ -127,7 +127,7 @@ class Replay:
 
 @contextlib.contextmanager
 def _nan_memory() -> Iterator[None]:
-    """Uninitialised memory holds NaN."""
+    """Inside it, uninitialised memory holds NaN."""
     deterministic: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = deterministic.fill_uninitialized_memory
@@ -141,7 +141,7 @@ def _nan_memory() -> Iterator[None]:
 
 
 def reference(inputs: Inputs) -> Tensor:
-    """softmax(scale · q·kᵀ)·v in float32, ``[T, H, D]``, a sequence at a time."""
+    """softmax(scale · q·kᵀ)·v in float32, ``[T, H, D]``, one sequence at a time."""
     case = inputs.case
     out = torch.empty_like(inputs.query, dtype=torch.float32)
     G, start = case.num_heads // case.num_kv_heads, 0
@@ -217,7 +217,7 @@ def measure(calls: Sequence[Call], sets: Sequence[Inputs], ceilings: Ceilings, r
 
 
 def host_us(call: Callable[[], object], device: torch.device, calls: int = 20, repeats: int = 20) -> float:
-    """Microseconds of host time that a call takes to enqueue, the device waiting for it: the median of averages."""
+    """Microseconds of host time to enqueue a call while the device waits: the median of averages."""
     times = []
     for _ in range(repeats):
         if device.type == "cuda":
@@ -251,7 +251,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def _reader(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What reads a tensor as fast as the device can and writes next to nothing."""
+    """A function that reads a tensor as fast as the device can, and writes almost nothing."""
     if device.type == "cpu":
         return torch.sum
     from paged_ops.bench.read import read

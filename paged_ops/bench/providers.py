@@ -1,8 +1,8 @@
-"""Who computes attention: this package and its peers, behind one protocol.
+"""The implementations of attention that are compared: this package and others, behind one protocol.
 
 A provider is a class with a name, reasons why it does not serve a case, and ``prepare``, which turns the inputs of a
-case into one call each. Whatever is not the call itself (plans, masks, other layouts of the same data) is made there
-and not timed. To add a provider, write such a class and add it to ``PROVIDERS``.
+case into one call each. Whatever is not the call itself (plans, masks, other layouts of the same data) is made there,
+and is not timed. To add a provider, write such a class and add it to ``PROVIDERS``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Provider(Protocol):
     """One way to compute paged attention."""
 
     name: str
-    distribution: str  # whose version a record names
+    distribution: str  # the package whose version a record has
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
-        """Why it does not compute the case on the device; empty if it does."""
+        """Why it cannot compute the case on the device; empty if it can."""
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        """For each set of inputs a call without arguments that returns attention, ``[T, H, D]`` in any shape."""
+        """For each set of inputs, a call without arguments that returns attention, ``[T, H, D]`` in any shape."""
 
 
 class PagedOps:
@@ -73,12 +73,12 @@ class FlashInfer:
         return reasons
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        # Plans live in each wrapper; what calls compute in between is used one call at a time.
+        # Each wrapper has its plan; the workspace for intermediate results is shared, as one call runs at a time.
         workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=sets[0].query.device)
         return [self._prepare(each, workspace)[1] for each in sets]
 
     def plan(self, inputs: Inputs) -> Callable[[], object]:
-        """What an engine calls once a step, on the host, before the first layer."""
+        """What an engine calls once per step, on the host, before the first layer."""
         workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.query.device)
         return self._prepare(inputs, workspace)[0]
 
@@ -170,7 +170,7 @@ class Flex:
 
 
 class DenseSDPA:
-    """``scaled_dot_product_attention`` over dense keys and values: what paging must not lose against."""
+    """``scaled_dot_product_attention`` over dense keys and values: paging should not be slower."""
 
     name = "SDPA dense"
     distribution = "torch"

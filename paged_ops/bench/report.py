@@ -1,4 +1,4 @@
-"""Tables and plots of the records, so that documents cannot go stale: each is regenerated from data by one command.
+"""Tables and plots of the records. One command regenerates them from data, so that documents stay true.
 
 A document marks the place of a table by ``<!-- bench: GROUP, DEVICE -->`` before and ``<!-- /bench -->`` after it.
 """
@@ -19,7 +19,7 @@ COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#b08ea2", "#e3a857", "#5c677d")
 
 
 def file_name(device: str) -> str:
-    """A device's name as part of a file's."""
+    """A device's name as a part of a file name."""
     return re.sub(r"\W+", "_", device.lower()).strip("_")
 
 
@@ -30,7 +30,7 @@ def load(data: Path) -> list[Record]:
 
 
 def latest(records: Iterable[Record], device: str, group: str) -> list[Record]:
-    """Of each case and provider the last record that has a speed, in the order of the first ones."""
+    """For each case and provider, the last record that has a speed, in the order of first records."""
     found: dict[tuple[str, ...], Record] = {}
     for record in records:
         if (record["device"], record["group"]) == (device, group) and "failed" not in record:
@@ -39,18 +39,18 @@ def latest(records: Iterable[Record], device: str, group: str) -> list[Record]:
 
 
 def key(record: Record) -> tuple[str, str, str]:
-    """What a case is found by."""
+    """The key by which a case is found."""
     return record["group"], record.get("heads", ""), record["case"]
 
 
 def load_others(data: Path, device: str) -> dict[tuple[str, str, str], Record]:
-    """What others reached and what is aimed at, where ``targets_<device>.json`` says it."""
+    """The times of others and the targets, from ``targets_<device>.json`` if it exists."""
     path = data / f"targets_{file_name(device)}.json"
     return {key(entry): entry for entry in json.loads(path.read_text())} if path.exists() else {}
 
 
 def table(records: Sequence[Record], device: str, group: str, others: dict[tuple[str, str, str], Record]) -> str:
-    """A group as a Markdown table: a row a case, a column a provider; under it where the numbers come from."""
+    """A group as a Markdown table, one row per case and one column per provider; below it the versions and commits."""
     chosen = latest(records, device, group)
     if not chosen:
         return f"No records of {group} on {device} yet.\n"
@@ -163,7 +163,7 @@ def _providers(chosen: Sequence[Record]) -> list[str]:
 
 
 def _percent(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
-    """Bars: how much of the floor each case reaches, by provider; a stroke for the best that others reached."""
+    """Bars: the share of the floor that each case reaches, by provider, and a line for the best of others."""
     groups = ("decode", "fp8", "prefill")
     chosen = [r for group in groups for r in latest(records, device, group) if SHOWN.items() <= r.items()]
     if not chosen:
@@ -222,7 +222,7 @@ def _by_batch(records: Sequence[Record], device: str, others: dict[tuple[str, st
 
 
 def _roofline(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
-    """Operations a second against operations a byte, under the two ceilings."""
+    """Operations per second by operations per byte, under the two ceilings."""
     groups = ("decode", "fp8", "prefill", "sizes")
     chosen = [r for group in groups for r in latest(records, device, group) if r["provider"] == OURS]
     ceiling = {record["case"]: record for record in latest(records, device, "ceiling")}

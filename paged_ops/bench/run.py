@@ -1,4 +1,4 @@
-"""Runs cases × providers and the costs that are no case of attention, and yields records."""
+"""Runs cases × providers, and the other costs (host, cache ops), and yields records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CACHE_PARTS = ("write", "copy", "merge", "gather", "swap")
 
 
 def about(device: torch.device, commit: str | None = None) -> Record:
-    """Device, versions, commit and date: what every record carries."""
+    """Device, versions, commit and date, for every record."""
     return {
         "device": measure.device_name(device),
         **({"threads": torch.get_num_threads()} if device.type == "cpu" else {}),
@@ -45,7 +45,7 @@ def version(distribution: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package lies in, with a + where files differ from it."""
+    """The commit of this package's checkout, with a + if files differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -81,7 +81,7 @@ def describe(case: Case) -> Record:
 def attention_records(
     case: Case, providers: Iterable[Provider], device: torch.device, ceilings: Ceilings, repeats: int
 ) -> Iterator[Record]:
-    """One record a provider that serves the case; one that fails says why and has no speed."""
+    """One record per provider that serves the case. The record of a failure says why, and has no speed."""
     able = [provider for provider in providers if not provider.reasons_against(case, device)]
     if not able:
         return
@@ -137,12 +137,12 @@ def _host_write_records(device: torch.device) -> Iterator[Record]:
 
 
 def has_cache_ops() -> bool:
-    """Whether this is a checkout: what measures the cache ops is not installed."""
+    """Whether this is a checkout: the benchmark of the cache ops is not installed with the package."""
     return CACHE_OPS.exists()
 
 
 def cache_records(ceilings: Ceilings) -> Iterator[Record]:
-    """The cache ops on the current device, by the checkout's ``benchmarks/gpu_cache.py``; swaps have no floor there."""
+    """The cache ops on the current device, by the checkout's ``benchmarks/gpu_cache.py``; swaps have no floor."""
     module = _load(CACHE_OPS)
     for part in CACHE_PARTS:
         for row in module.PARTS[part]():

@@ -1,9 +1,9 @@
-"""The tiles of the GPU kernels, swept on the device at hand: descent along one number at a time.
+"""Tuning the tiles of the GPU kernels on the present device: descent along one number at a time.
 
-What can be tuned is what ``lowerings/gpu/configs/*.json`` hold: any tree of objects, lists and whole numbers. Nothing
-here knows what a number means. A workload is run once over a tree that notes which of its numbers are read; then each
-of those is moved to its neighbours, and a neighbour stays if the workloads that read it are right and faster by more
-than the noise. Values that do not compile, or give a wrong result, are dropped.
+The numbers are those of ``lowerings/gpu/configs/*.json``: any tree of objects, lists and whole numbers. This module
+does not know what a number means. A workload is run once with a tree that notes which of its numbers are read. Then
+each of these is replaced by its neighbours, and a neighbour is kept if the workloads that read it are right, and faster
+by more than the noise. Values that do not compile, or that give a wrong result, are dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Place = tuple[str, ...]  # where a number is in the tree
 
 @dataclasses.dataclass
 class Workload:
-    """Something to time: ``make`` returns one call a set of inputs, and what raises if their results are wrong."""
+    """Something to time: ``make`` returns one call per set of inputs, and a check that raises if results are wrong."""
 
     name: str
     make: Callable[[], tuple[list[Call], Callable[[Replay], object]]]
@@ -79,7 +79,7 @@ class WatchedList(list[Any]):
 
 
 def watch(tree: Any, place: Place, seen: set[Place]) -> Any:
-    """The same tree; what is read of it is added to ``seen``."""
+    """The same tree, which adds the places of numbers that are read to ``seen``."""
     if isinstance(tree, dict):
         return Watched(tree, place, seen)
     return WatchedList(tree, place, seen) if isinstance(tree, list) else tree
@@ -98,13 +98,13 @@ def put(tree: Any, place: Place, value: int) -> None:
 
 
 def neighbours(n: int) -> list[int]:
-    """What is tried instead of a number: half and double, and small ones one less and one more; 0 stays what it is."""
+    """The numbers to try instead: half and double; for small ones also one less and one more; none for 0."""
     near = {n // 2, 2 * n, *((n - 1, n + 1) if n < 16 else ())} if n else set()
     return sorted(near - {0, n})
 
 
 def forget() -> None:
-    """Has the lowering read the numbers again: plans of earlier calls are dropped, the trees themselves are not."""
+    """Makes the lowering read the numbers again: drops the plans of earlier calls, but not the trees."""
     for name, module in list(sys.modules.items()):
         if name.startswith("paged_ops.lowerings.gpu"):
             for each in list(vars(module).values()):
@@ -114,12 +114,12 @@ def forget() -> None:
             getattr(module, "forget", lambda: None)()
 
 
-LOADERS = {"target_of"}  # whose results hold the trees that are changed in place
+LOADERS = {"target_of"}  # their results hold the trees, which are changed in place
 
 
 @dataclasses.dataclass
 class Step:
-    """A number that was moved, and what it gave."""
+    """A number that was changed, and what it gained."""
 
     place: Place
     before: int
@@ -134,14 +134,14 @@ def descend(
     repeats: int = 10,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Step]:
-    """Moves the numbers of ``tree``, in place, to where the workloads that read them are fastest; yields each move.
+    """Changes the numbers of ``tree``, in place, until the workloads that read them are fastest; yields each change.
 
     Args:
-        tree: what the lowering reads: not a copy.
-        workloads: each is run once as it is; one that fails then takes no part.
+        tree: the tree that the lowering reads, not a copy.
+        workloads: each is first run once with the present numbers; one that fails is left out.
         device: to run on.
         repeats: replays of each measurement.
-        progress: gets a line before each measurement.
+        progress: is called with a line before each measurement.
     """
     readers: dict[Place, list[Workload]] = {}
     times: dict[str, float] = {}
@@ -172,7 +172,7 @@ def descend(
                 forget()
                 try:
                     new = {each.name: each.us(device, repeats) for each in readers[place]}
-                except Exception:  # does not compile, does not fit, is wrong
+                except Exception:  # it does not compile, does not fit, or is wrong
                     new = {}
                 ratio = math.prod(new[name] / times[name] for name in new) ** (1 / max(len(new), 1)) if new else 1.0
                 if ratio < 1 - GAIN:
@@ -194,7 +194,7 @@ def attention_workload(case: Case, device: torch.device) -> Workload:
 
 
 def attention_workloads(device: torch.device) -> list[Workload]:
-    """Every kind of element and width of heads that the tables tell apart; most head sizes by one case only."""
+    """Each kind of element and each width of heads that has a table of its own; one case for most head sizes."""
     bf16, fp8 = Case("tune", "bf16", ()), Case("tune", "fp8", (), cache_dtype=cases.FP8)
     fp32 = Case("tune", "fp32", (), dtype=torch.float32)
     shapes = [("decode", cases.DECODE[name]) for name in ("64x4096", "ragged128", "8x8192", "1x131072")]
@@ -215,7 +215,7 @@ def attention_workloads(device: torch.device) -> list[Workload]:
 
 
 def cache_workloads(device: torch.device) -> dict[str, list[Workload]]:
-    """By the op whose numbers they read."""
+    """Workloads of the cache ops, by the op whose numbers they read."""
 
     def write(tokens: int, stored: torch.dtype) -> Workload:
         def make() -> tuple[list[Call], Callable[[Replay], object]]:
@@ -304,7 +304,7 @@ def _expect_equal(got: Tensor, want: Tensor) -> None:
 
 
 def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> str:
-    """JSON in which what fits a line, after ``before``, is on one."""
+    """JSON in which each part that fits on a line, after ``before``, is on one line."""
     line = json.dumps(tree)
     if not isinstance(tree, dict) or (before and len(before) + len(line) <= width):
         return line
@@ -315,13 +315,14 @@ def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> s
 
 
 def write(folder: Path, kind: str, device_name: str, tree: dict[str, Any]) -> Path:
-    """Writes ``<kind>_<device>.json``, which the lowering takes on devices of that name; what else it had stays."""
+    """Writes ``<kind>_<device>.json``, which the lowering reads on devices of that name; other entries of the file are
+    kept."""
     from paged_ops.lowerings.gpu import device
 
     path = device.config_path(folder, kind, device_name)
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     if "triton" in before:
-        before["triton"] = device.later(before)  # what holds for this Triton is in the tree
+        before["triton"] = device.later(before)  # the tree has what holds for this Triton
     path.write_text(render({**before, **tree}) + "\n")
     return path

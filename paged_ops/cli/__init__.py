@@ -1,6 +1,6 @@
 """``paged-ops demo | generate | support | bench | tune``: see it work, run a model, ask what runs where and how fast.
 
-What is for people goes to stdout, or to stderr with ``--json``: then stdout holds one line, a JSON object.
+Text for people goes to stdout. With ``--json`` it goes to stderr, and stdout has one line, a JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ app.command("tune")(bench.tune_tiles)
 
 def main() -> None:
     """The entry point: an error is one line on stderr and exit code 1; a wrong option is code 2."""
-    warnings.filterwarnings("ignore", module=r"(torch|transformers)\.")  # they would tear the live display
+    warnings.filterwarnings("ignore", module=r"(torch|transformers)\.")  # they would disturb the live display
     try:
         app()
     except (ValueError, OSError, ImportError, RuntimeError) as error:  # NotImplementedError and out of memory too

@@ -154,7 +154,7 @@ def tune_tiles(
         names = _found("--workloads", match, all_names)
 
         def descend(kind: str, place: str, tree: dict[str, Any], workloads: list[tune.Workload]) -> None:
-            """Each move is written at once: what is found before Ctrl-C stays."""
+            """Each improvement is written at once, so that Ctrl-C loses nothing."""
             chosen = [each for each in workloads if each.name in names]
             whole = {place: tree} if place else tree
             tune.write(folder, kind, tuned.name, whole)
@@ -175,7 +175,7 @@ def tune_tiles(
 
 
 def _found(option: str, pattern: str, names: list[str]) -> list[str]:
-    """The names that a regular expression finds: all of them if there is none, and not none of them."""
+    """The names that a regular expression matches: all names if it is empty. A match of none is an error."""
     try:
         found = [name for name in names if re.search(pattern, name)]
     except re.error as error:
@@ -196,7 +196,7 @@ def _report(console: Console, data: Path, docs: Path) -> None:
 
 
 def _table(group: str, records: Lines) -> Table:
-    """The records of a group for people."""
+    """The records of a group as a table for people."""
     table = Table("case", "provider", "µs", "% of floor", "GB/s", "TFLOP/s", "error", title=group, title_justify="left")
     for record in records:
         words = [record.get("heads", ""), record["case"]]

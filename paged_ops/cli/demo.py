@@ -1,4 +1,5 @@
-"""``paged-ops demo`` and ``paged-ops generate``: a model of transformers over a paged cache, its text as it comes."""
+"""``paged-ops demo`` and ``paged-ops generate``: a model of transformers over a paged cache, with its text as it is
+generated."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def demo(
     params = SamplingParams(max_new_tokens=max_new_tokens)
     target = choose_device(device)
     if target.type == "cpu":
-        torch.set_num_threads(1)  # threads wait for each other longer than so small a model computes
+        torch.set_num_threads(1)  # for so small a model, threads would wait longer than they compute
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     prompts: list[str] = json_module.loads((DEMO_MODEL / "prompts.json").read_text())
@@ -132,7 +133,7 @@ def generate(
 
 
 def one_line(error: Exception) -> str:
-    """The first line of a message, and what follows it if that announces more."""
+    """The first line of a message, and the rest if the first line ends with a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
 
@@ -154,9 +155,9 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any
             name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # readers of damaged files raise whatever they do
+    except Exception as error:  # readers of damaged files raise all kinds of errors
         raise ValueError(f"--model: cannot load {name}: {one_line(error)}") from None
-    # Transformers would make them up.
+    # transformers would fill them with random numbers.
     for what, keys in (("lack", found["missing_keys"]), ("have other sizes of", found["mismatched_keys"])):
         if keys:
             first = min(key if isinstance(key, str) else key[0] for key in keys)
@@ -222,7 +223,8 @@ def serve(
     compile: bool,
     graphs: bool | None,
 ) -> Result:
-    """Generates for all prompts by continuous batching, showing text as it comes; the model's end of text stops it."""
+    """Generates for all prompts by continuous batching, showing text as it is generated; the model's end of text ends
+    it."""
     from paged_ops.inspection import CompileReport
     from paged_ops.integrations.transformers import PagedCausalLM
 
@@ -337,7 +339,7 @@ class StreamView:
         self._console.print(Text.assemble((start, "dim"), (self._text(i), "bold")), end="\n\n", soft_wrap=True)
 
     def _render(self) -> Group:
-        """The end of each text on a line of its own, as many as the screen has, and the bar."""
+        """The end of each text on its own line, as many as the screen has, and the bar."""
         width, height = self._console.size
         lines = []
         for i in range(min(len(self._prompts), max(1, height - 3))):

@@ -45,7 +45,7 @@ def _reasons_against(kind: str) -> list[str]:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Says in one line what inductor would say in many."""
+    """Raises an error of one line if there is no compiler; inductor's own has many lines."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

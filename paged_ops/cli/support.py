@@ -18,7 +18,7 @@ from paged_ops.support import supports
 
 Rows = dict[str, dict[str, dict[str, Any]]]  # row -> device -> {"ok": bool, "reasons": [...]}
 
-# What is asked of paged_attention, a row each.
+# The features of paged_attention that are asked about, one row each.
 _FEATURES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "float16": {"dtype": torch.float16},
@@ -136,7 +136,7 @@ def _cell(answer: dict[str, Any], numbers: dict[str, int], yes: str) -> str:
 
 
 def _without_op(reason: str) -> str:
-    """A reason that names its op, without the name: one footnote serves all ops."""
+    """A reason without the name of its op, so that one footnote serves all ops."""
     return reason.partition(": ")[2] if reason.startswith("paged_ops.") else reason
 
 

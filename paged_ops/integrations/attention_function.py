@@ -21,7 +21,7 @@ from paged_ops.layouts import split_joined_cache, split_kv_cache
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import paged_attention, reshape_and_cache
 
-PROBE = "paged_ops_probe"  # while a model is wrapped: masks are asked for by what they are
+PROBE = "paged_ops_probe"  # the implementation while a model is being wrapped, when its masks are examined
 
 
 def attention(
@@ -50,17 +50,17 @@ def attention(
         query: ``[1, H, T, D]``.
         key: ``[1, K, T, D]``.
         value: ``[1, K, T, Dv]``.
-        kv_caches: one tensor a layer, as ``KVCache.layers``.
+        kv_caches: one tensor per layer, as ``KVCache.layers``.
         attention_metadata: the step.
         scaling: by default ``D ** -0.5``.
-        sliding_window: not read: what the model's mask says holds, and that was noted.
+        sliding_window: not read: the window of the model's mask holds, which was noted when the model was wrapped.
         softcap, s_aux: bound of the logits, sinks ``[H]``; None is off.
 
     Returns:
         ``[1, T, H, Dv]`` and no attention weights.
 
     Raises:
-        ValueError: for what a paged cache cannot serve: masks, dropout, weights, attention to later tokens.
+        ValueError: something that a paged cache cannot serve: masks, dropout, weights, attention to later tokens.
     """
     if kv_caches is None or attention_metadata is None:
         if _implementation(module) == PROBE:
@@ -69,7 +69,7 @@ def attention(
             "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
             f" PagedCausalLM, or {UNDO}"
         )
-    if is_causal is None:  # PaliGemma's masks know better than its layers, and a wrapped model was asked
+    if is_causal is None:  # PaliGemma's masks are right, not its layers; wrapping has checked them
         knows_better = not isinstance(kv_caches, Probe) or kv_caches.masks_by_type
         is_causal = knows_better or getattr(module, "is_causal", True)
     refused = {
@@ -121,10 +121,10 @@ def attention(
 
 
 def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> None:
-    """What transformers asks for a mask: there is none, the op masks by positions.
+    """The function that transformers asks for a mask. There is none: the op masks by positions.
 
     Raises:
-        ValueError: the model wants attention to later tokens.
+        ValueError: the model needs attention to later tokens.
     """
     if allow_is_bidirectional_skip:
         raise ValueError(
@@ -138,7 +138,7 @@ def _implementation(module: Any) -> str | None:
 
 
 def _at_temperature(module: Any, query: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Queries ``[T, H, D]``, scaled by their positions where a model scaled them by their rows (Llama-4)."""
+    """Queries ``[T, H, D]``, scaled by their positions if the model has scaled them by their rows (Llama-4)."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 

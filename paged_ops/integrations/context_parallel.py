@@ -1,8 +1,8 @@
-"""Attention over a cache whose tokens are spread over ranks (context parallelism), as engines ask for it.
+"""Attention over a cache whose tokens are spread over ranks (context parallelism), for engines.
 
-Each rank has some tokens of every sequence, and some query heads. All ranks attend with all heads of the group to the
-history that they hold, weigh what came by their share of the softmax, and give each rank the sum for its own heads. The
-step's own tokens are at every rank: they are attended to once, causally, and merged. No length is read on the host.
+Each rank has some tokens of every sequence, and some query heads. Each rank attends with all heads of the group to the
+history that it holds. The results are weighted by their share of the softmax and summed, each head at its own rank.
+Every rank has the step's own tokens; they are attended to once, causally, and merged. No length is read on the host.
 
 Letters: T tokens of the step, S sequences, H query heads of a rank, W ranks, K key/value heads, D head size, Dv value
 head size, N blocks, B tokens per block. Ideas: Helix (arXiv:2507.07120), ring attention's merge (arXiv:2310.01889).
@@ -19,7 +19,7 @@ from paged_ops.checks import expect
 
 
 class Group(Protocol):
-    """What is asked of a group of ranks."""
+    """The methods that a group of ranks must have."""
 
     world_size: int
     rank_in_group: int
@@ -50,7 +50,7 @@ def attend(
     soft_cap: float = 0.0,
     **cache: Any,
 ) -> Tensor:
-    """Fill ``out [T, H, Dv]``, the same as attention over the whole cache would.
+    """Fill ``out [T, H, Dv]`` with attention over the whole cache.
 
     Args:
         query: ``[T, H, D]``, of this rank's heads.
@@ -65,7 +65,7 @@ def attend(
         cache: how keys and values are stored (``k_scale``, ``v_scale``, ``kv_cache_dtype``).
 
     Raises:
-        ValueError: more key/value heads than one, which engines spread over ranks before they spread tokens.
+        ValueError: more than one key/value head; engines spread heads over ranks before they spread tokens.
     """
     expect(key.shape[1] == 1, "key", "one key/value head at each rank, in [T, K, D]", key)
     with_lse = torch.ops.paged_ops.paged_attention_with_lse.default
@@ -89,7 +89,7 @@ def attend(
     share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
     weighed = group.all_reduce(part.float() * share[:, :, None])
     history = weighed[:, mine * H : (mine + 1) * H].to(query.dtype).contiguous()
-    # The step's own tokens, as pages of one.
+    # The step's own tokens, as pages of one token.
     places = torch.arange(max_query_len, dtype=torch.int32, device=query.device)
     own, own_lse = with_lse(
         query,

@@ -5,16 +5,16 @@
     use_paged_attention(model)
     outputs = model.generate_batch(prompts, generation_config)
 
-The scheduler, the cache and its blocks stay those of transformers. Layers of full attention write and attend to its
-pages directly, in decode and in (chunked) prefill, where its own functions first gather all keys and values. A layer
-with a window keeps its last tokens in a ring, in which no position can be told from a page: it gathers, as transformers
-does, and attends to what was gathered.
+The scheduler, the cache and its blocks stay those of transformers. Layers of full attention write to the pages and
+attend to them directly, in decode and in (chunked) prefill; transformers' own functions first gather all keys and
+values. A layer with a window keeps its last tokens in a ring, whose pages do not tell positions. So its tokens are
+gathered, as in transformers, and then attended to.
 
-Versions of transformers: before 5.18 any registered function serves, as ``"paged|NAME"``. Later ones take no names but
-their own and those of flash attention, whose module this one then tells that the function is loaded already; it does so
-only if that module is as it was in 5.19 to 5.23, and raises otherwise.
+Versions of transformers: before 5.18 any registered function can be used, as ``"paged|NAME"``. Later versions take only
+their own names and those of flash attention. So this module tells transformers' flash-attention module that a function
+is already loaded. It does so only if that module is as it was in 5.19 to 5.23, and raises an error otherwise.
 
-Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, B tokens a page, M pages of
+Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, B tokens per page, M pages of
 the longest sequence.
 """
 
@@ -30,10 +30,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from paged_ops.integrations.attention_function import no_mask
 from paged_ops.ops import paged_attention, reshape_and_cache
 
-# Decode by block tables and CUDA graphs are for names that hold "flash" and a 2 or 3.
+# transformers uses block tables and CUDA graphs only for names that hold "flash" and a 2 or 3.
 NAME = "paged_ops_flash_3"
 _PAGED_NAME = f"paged|{NAME}"
-# What is known of a step: a tensor for each group of layers, made by the first layer of the group.
+# What is known of a step: one value for each group of layers, made by the first layer of the group.
 _STEP = "_paged_ops_step"
 _LOADED = {
     "_loaded_implementation",
@@ -54,13 +54,13 @@ class _Step(NamedTuple):
 
 
 def use_paged_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Let ``model.generate_batch`` attend by paged_ops; in place, returns the model.
+    """Let ``model.generate_batch`` attend by paged_ops. Changes the model in place, and returns it.
 
-    ``model.set_attn_implementation("sdpa")``, or another, undoes it; ``model.generate`` fails clearly until then. Call
-    it again after another model of the process used flash attention.
+    ``model.set_attn_implementation("sdpa")``, or another, undoes it; until then ``model.generate`` raises an error.
+    Call it again if another model of the process has used flash attention since.
 
     Raises:
-        ValueError: this version of transformers takes no function that it does not know.
+        ValueError: this version of transformers takes only functions that it knows.
     """
     until_5_17 = hasattr(modeling_flash_attention_utils, "lazy_import_paged_flash_attention")
     missing = [name for name in sorted(_LOADED) if not hasattr(modeling_flash_attention_utils, name)]
@@ -78,7 +78,7 @@ def use_paged_attention(model: PreTrainedModel) -> PreTrainedModel:
     loaded._pad_fn = loaded._unpad_fn = _not_called
     loaded._loaded_implementation = name
     for part in model.modules():
-        # gpt-oss lists the functions that know sinks.
+        # gpt-oss lists the functions that take sinks.
         listed = getattr(part, "_compatible_flash_implementations", None)
         if listed and NAME not in listed:
             part._compatible_flash_implementations = [*listed, NAME]
@@ -126,7 +126,7 @@ def attention(
         ``[1, T, H, D]`` and no attention weights.
 
     Raises:
-        ValueError: a call from outside ``generate_batch``, or a mask.
+        ValueError: the call is not from ``generate_batch``, or has a mask.
     """
     if cache is None:
         raise ValueError(
@@ -167,10 +167,10 @@ def attention(
 class _Group(NamedTuple):
     """Where a layer's pages are, and the layers that share its block table."""
 
-    owner: Any  # keeps what is known of the step
-    place: int  # of the group in read_index, write_index and block_table
+    owner: Any  # the object that keeps what is known of the step
+    place: int  # the group's index in read_index, write_index and block_table
     layer: int
-    first: bool  # the first layer of the group: it makes what the others use
+    first: bool  # whether it is the first layer of the group, which makes what the others use
     layer_type: str
     window: int
     keys: Tensor | None  # [N, B, K, D]
@@ -210,7 +210,7 @@ def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
         # A decode: row s is the one of sequence s.
         step = _Step(starts, seq_lens, block_tables, slots[:num_tokens])
     else:
-        # Rows of the cache, one a token; a step without history reads none, and its own tokens are the sequences.
+        # Rows of the cache, one per token; a step without history reads none, and its own tokens are the sequences.
         rows, begins = kwargs["read_index"][group.place], key_starts
         slots = kwargs["write_index"][group.place]
         if rows.numel() == 0:
@@ -261,7 +261,7 @@ def _of_type(by_type: Any, group: _Group) -> Any:
 
 
 def _longest(kwargs: dict[str, Any]) -> Any:
-    # Named differently before 5.19.
+    # They have other names before 5.19.
     return kwargs["max_length_k"] if "max_length_k" in kwargs else kwargs["max_seqlen_k"]
 
 

@@ -1,9 +1,9 @@
-"""What a model asks of attention, found by watching it run a few tokens rather than by trusting its config.
+"""What a model needs of attention, found by observing a run of a few tokens instead of trusting its config.
 
-A model of transformers describes each layer's mask by a function of positions, and hands queries, keys and values to an
-attention function. :class:`Probe` stands for the caches of such a run: it makes one for each module that attends, as
-large as its keys and values are, and reads window and chunk from the mask's function. What a paged cache cannot serve
-shows here, before anything is generated.
+A model of transformers describes each layer's mask as a function of positions, and passes queries, keys and values to
+an attention function. :class:`Probe` provides the caches of such a run. For each module that attends it makes one with
+the sizes of its keys and values, and reads window and chunk from the function of its mask. What a paged cache cannot
+serve is found here, before anything is generated.
 
 Letters: K key/value heads, D head size, Dv value head size.
 """
@@ -26,7 +26,7 @@ from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.states import StateCache
 
-MOST_POSITIONS = 2**24  # of those that a mask's function is asked about
+MOST_POSITIONS = 2**24  # at most so many are passed to the function of a mask
 
 
 class CacheSpec(NamedTuple):
@@ -45,19 +45,19 @@ class Attending:
 
     cache: int  # index into the step's caches
     place: int  # index among the caches of its decoder layer
-    writes: bool  # or reads what another module wrote (Gemma-3n)
+    writes: bool  # else it reads what another module wrote (Gemma-3n)
     window: int
     chunk: int
-    pool: int = 0  # of a cache with a pool for each distance that layers see
+    pool: int = 0  # of a cache with a pool for each window or chunk
 
 
 @dataclass
 class MaskRequest:
-    """What a model asked the mask interface for; it travels with the mask as the attribute ``request``."""
+    """What a model asked the mask interface for. The mask has it as the attribute ``request``."""
 
     mask_function: Callable[..., Tensor] | None
     device: torch.device
-    reach: tuple[int, int] | None = None  # once it was asked for
+    reach: tuple[int, int] | None = None  # set when it is first asked for
 
 
 def request_mask(
@@ -69,7 +69,7 @@ def request_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """A mask of zeros that knows what it was asked to be."""
+    """A mask of zeros that carries the request for it."""
     rows = q_length if isinstance(q_length, int) else len(q_length)
     mask: Any = torch.zeros(1, 1, rows, kv_length, dtype=dtype, device=device)
     mask.request = MaskRequest(mask_function, mask.device)
@@ -79,7 +79,7 @@ def request_mask(
 @dataclass
 class _Call:
     name: str
-    key: Tensor  # held, so that no later one lies in the same place
+    key: Tensor  # kept, so that no later tensor has the same address
     value: Tensor
     cache: int
     writes: bool
@@ -88,11 +88,11 @@ class _Call:
 
 @dataclass
 class Probe:
-    """The caches of a model's first steps, made as they are asked for.
+    """The caches of a model's first steps, made when they are needed.
 
     Args:
         names: of the model's modules.
-        length: the longest sequence, for which masks are understood.
+        length: the longest sequence; masks are examined up to it.
         num_blocks, block_size: of each cache.
         layout: of the caches.
         states: the tensors of layers that keep state.
@@ -118,8 +118,8 @@ class Probe:
         """How ``module`` attends, and its cache.
 
         Raises:
-            ValueError: it attends twice in a step, to keys of another shape than before, or by a mask that is neither
-                causal, nor causal with a window or chunks.
+            ValueError: it attends twice in a step, its keys change their shape, or its mask is neither causal nor
+                causal with a window or chunks.
         """
         name = self.names.get(module, type(module).__name__)
         if module in self._called:
@@ -140,7 +140,7 @@ class Probe:
         return Attending(call.cache, call.cache, call.writes, *call.reach)
 
     def reaches(self) -> list[tuple[int, int]]:
-        """The window and the chunk of each cache: what those who read it see, or all of it if they differ."""
+        """The window and the chunk of each cache: those of the modules that read it, or none if these differ."""
         of_caches: list[set[tuple[int, int]]] = [set() for _ in self.caches]
         for call in self.calls.values():
             of_caches[call.cache].add(call.reach)
@@ -178,7 +178,7 @@ class Probe:
 
 
 def _seen(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
-    """What a function of transformers' masks, ``(batch, head, query position, key position) -> seen``, says."""
+    """The result of a function of transformers' masks, ``(batch, head, query position, key position) -> seen``."""
     zero = torch.zeros((), dtype=torch.int64, device=queries.device)
     result = mask_function(zero, zero, queries, keys)
     return torch.as_tensor(result, device=queries.device).expand(torch.broadcast_shapes(queries.shape, keys.shape))
@@ -187,10 +187,10 @@ def _seen(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -
 def ranges_of(
     mask_function: Callable[..., Tensor], reach: tuple[int, int], length: int, device: torch.device | str = "cpu"
 ) -> list[tuple[int, int]] | None:
-    """The bidirectional ranges of a mask of a text of ``length`` tokens that has the window and the chunk ``reach``
-    outside of them; None if it is another mask than that of :func:`paged_ops.paged_attention` with these ranges."""
+    """The bidirectional ranges of the mask of a text of ``length`` tokens, with the window and the chunk ``reach``
+    outside of the ranges. None if :func:`paged_ops.paged_attention` with these ranges has another mask."""
     positions = torch.arange(length, device=device)
-    # tokens of one range see the next one; nobody else does
+    # only tokens of one range see the next token
     linked = _seen(mask_function, positions[:-1], positions[1:]).tolist()
     ranges, start = [], None
     for i, sees_next in enumerate([*linked, False]):
@@ -226,7 +226,7 @@ def reach_of(
         keys = keys.clamp(0, length - 1).unique()[None]
         queries = queries[:, None]
         got = seen(queries, keys)
-    except Exception:  # a function of more than positions: of tokens, or of the batch
+    except Exception:  # it depends on more than positions: on tokens, or on the batch
         return None
     causal = keys <= queries
     if size == length and torch.equal(got, causal):
@@ -242,14 +242,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-# A step on trial: two sequences, each in two chunks
+# The step that is tried: two sequences, each in two chunks
 _LENGTHS = (7, 5)
 _CHUNKS = ((4, 3), (3, 2))
 _BLOCK_SIZE = 8
-# How much of the logits' norm paged and eager attention may differ by; what is served wrong differs by much of it.
+# The most by which paged and eager attention may differ, as a part of the logits' norm. Errors are much larger.
 _TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
 _TOLERANCE_OF_HALF = 0.25
-_TIMES_NOISE = 4.0  # in half precision, where experts may be chosen otherwise: of the model's own two attentions
+_TIMES_NOISE = 4.0  # in half precision: times the difference of the model's own two attentions
 
 
 def _trial_tokens(model: Any) -> list[Tensor]:
@@ -262,7 +262,7 @@ def _trial_tokens(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def run_dense(model: Any) -> list[Tensor]:
-    """The logits of each sequence on trial, by the model itself, attending eagerly."""
+    """The logits of each tried sequence, by the model itself with eager attention."""
     try:
         return [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in _trial_tokens(model)]
     except torch.OutOfMemoryError:
@@ -286,7 +286,7 @@ def run_probe(
     states: StateLayers | None = None,
     noise: Callable[[], float] | None = None,
 ) -> Probe:
-    """Runs ``step`` of ``model`` on the sequences on trial, with a probe for caches; its logits must be as ``dense``.
+    """Runs ``step`` of ``model`` on the tried sequences, with a probe as caches. Its logits must equal ``dense``.
 
     ``noise`` gives by how much the model's own attentions differ from each other, for half precision.
 
@@ -359,5 +359,5 @@ def _expect_alike(
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Of any row of ``a [T, V]`` from ``b``, as a part of its norm."""
+    """The largest difference of a row of ``a [T, V]`` from ``b``, as a part of its norm."""
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max())

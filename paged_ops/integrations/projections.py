@@ -1,4 +1,4 @@
-"""One matrix product where a model makes several of one input: queries, keys and values; gate and up.
+"""One matrix product instead of several with the same input: queries, keys and values; gate and up.
 
 A decode step is bound by reading weights, and one product over all of them reads faster than three. Works on any model
 whose modules name their projections as Llama does, compiled or not; the idea is that of every serving engine's fused
@@ -20,11 +20,11 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def fuse_projections(model: nn.Module) -> int:
     """Fuse the projections of a model, in place, and return how many products are saved in one pass.
 
-    The results are the same: rows of the weights are laid one after the other and multiplied at once. Call it after
-    weights are loaded, on the device where they stay (for a moment one layer's are there twice), and before compiling.
+    The results are the same: the rows of all weights are joined and multiplied at once. Call it after weights are
+    loaded, on the device where they stay (one layer's weights are there twice for a moment), and before compiling.
     ``state_dict`` and ``load_state_dict``, and so ``save_pretrained``, keep the names and weights of the original;
     those of ``named_parameters`` change. :func:`split_projections` undoes it. Projections that are not plain
-    ``nn.Linear`` of one input size, dtype and device, all with a bias or all without, stay as they are.
+    ``nn.Linear`` of one input size, dtype and device, all with a bias or all without, are not changed.
     """
     saved = 0
     for module in list(model.modules()):
@@ -40,7 +40,8 @@ def fuse_projections(model: nn.Module) -> int:
 
 
 def split_projections(model: nn.Module) -> int:
-    """Undo :func:`fuse_projections`, in place: plain ``nn.Linear`` again, with the weights of now; returns how many."""
+    """Undo :func:`fuse_projections`, in place: plain ``nn.Linear`` again, with the present weights; returns how
+    many."""
     split = 0
     for module in list(model.modules()):
         for name, part in list(module.named_children()):
@@ -51,7 +52,8 @@ def split_projections(model: nn.Module) -> int:
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers of one input as one. From the first to the last part of a pass it holds their result."""
+    """Several linear layers with one input as one layer. It keeps the result from the first part's call to the
+    last's."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
@@ -67,10 +69,10 @@ class FusedLinear(nn.Module):
         self.left = 0
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Nothing: its parts save their rows."""
+        """Saves nothing: its parts save their rows."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: its parts load their rows."""
+        """Loads nothing: its parts load their rows."""
 
     def parts(self) -> list[FusedPart]:
         ends = torch.tensor(self.sizes).cumsum(0).tolist()
@@ -87,7 +89,7 @@ class FusedLinear(nn.Module):
 
 
 class FusedPart(nn.Module):
-    """What a model calls: the rows ``start : stop`` of a :class:`FusedLinear`."""
+    """The layer that a model calls: the rows ``start : stop`` of a :class:`FusedLinear`."""
 
     def __init__(self, fused: FusedLinear, start: int, stop: int) -> None:
         super().__init__()

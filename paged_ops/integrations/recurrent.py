@@ -1,12 +1,12 @@
 """Layers of transformers that keep state instead of keys, in a ragged batch: linear attention, convolutions, Mamba.
 
-Such a layer takes a cache of transformers, reads there the state of each row of its batch, and writes the new one. In a
-paged step all sequences lie in one row. So the layer runs once for all sequences with one token, as a batch
-``[S, 1, ...]``, and once for each longer chunk, with a cache of transformers' own class that holds the rows of
-:class:`paged_ops.states.StateCache` which belong to those sequences.
+Such a layer takes a cache of transformers, reads the state of each row of its batch from it, and writes the new state.
+In a paged step all sequences lie in one row. So the layer runs once for all sequences with one token, as a batch
+``[S, 1, ...]``, and once for each longer chunk. Each time its cache, of transformers' own class, holds those rows of
+:class:`paged_ops.states.StateCache` that belong to the sequences.
 
-Which modules these are, what they keep, and whether they take up a state in the middle of a prompt is not looked up by
-name: :meth:`StateLayers.find` observes it.
+Which modules these are, what they keep, and whether they continue from a state in the middle of a prompt is not looked
+up by name: :meth:`StateLayers.find` observes it.
 
 Letters: T tokens of the batch, S sequences, n sequences of one call, R rows of a tensor of states.
 """
@@ -27,35 +27,35 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.states import PADDING_ROW, StateSpec
 
-_NUM_OBSERVED = 11  # tokens by which a model is observed; no other size of an argument is likely to be this
-_NUM_BEFORE = 6  # of them are in the first chunk
-_OURS = ("kv_caches", "attention_metadata")  # arguments that are for the attention function alone
+_NUM_OBSERVED = 11  # tokens of the observed run: a number that is unlikely to be another size
+_NUM_BEFORE = 6  # so many of them are in the first chunk
+_OURS = ("kv_caches", "attention_metadata")  # arguments that only the attention function takes
 
 
 class StateKey(NamedTuple):
     """One tensor of a layer's state in transformers' cache."""
 
     kind: str  # "conv" or "recurrent"
-    number: int  # among those of its layer
+    number: int  # its index among those of its layer
 
 
 class _Rows(NamedTuple):
-    """The tokens of one call of a layer and where their states are."""
+    """The tokens of one call of a layer, and where their states are."""
 
     tokens: Tensor | slice  # which of the T tokens: int64 [n], one for each sequence; or a slice, of one sequence
     read: Tensor  # int64 [n]
     write: Tensor  # int64 [n]
-    is_first: bool = False  # no token came before: there is no state to read
+    is_first: bool = False  # no token came before, so there is no state to read
 
 
 class StepStates(Cache):
-    """The states of one step, in the place of transformers' cache: what a model hands to its layers.
+    """The states of one step, in the place of transformers' cache, which a model passes to its layers.
 
-    Layers with attention get their new keys and values back, as the attention function writes those to the paged cache.
+    Layers with attention get their new keys and values back, because the attention function writes them to the cache.
     Layers that keep state find it in ``groups``.
 
     Attributes:
-        groups: of each module that keeps state, in order, its tensors ``[R, ...]``.
+        groups: the tensors ``[R, ...]`` of each module that keeps state, in order.
         num_tokens: T, padding included.
     """
 
@@ -67,7 +67,7 @@ class StepStates(Cache):
         sequence_of_token: Tensor | None,
         of_one_layer: bool = False,
     ) -> None:
-        # not Cache's own: there are no layers to make
+        # without Cache's own, which would make layers
         self.layers: list[Any] = []
         self.groups, self.num_tokens = groups, num_tokens
         self.calls, self.sequence_of_token = calls, sequence_of_token
@@ -77,12 +77,12 @@ class StepStates(Cache):
     def of(metadata: AttentionMetadata, num_tokens: int, groups: Sequence[Sequence[Tensor]]) -> StepStates:
         """The states of the step that ``metadata`` describes, of ``num_tokens`` with padding.
 
-        A step of one token for each sequence, none of them its first, is a *decode*. Compiled code takes any step
-        without a longer chunk for one, as it cannot read the lengths on the host.
+        A step with one token for each sequence, and no sequence's first token, is a *decode*. Compiled code treats any
+        step without a longer chunk as one, because it cannot read the lengths on the host.
         """
         assert metadata.state_slots is not None, "the cache has states"
         begins, ends = metadata.query_start_loc[:-1], metadata.query_start_loc[1:]
-        # a sequence without a token in this step reads and writes what padding does
+        # a sequence without a token in this step reads and writes the rows of padding
         read = torch.where(ends > begins, metadata.state_slots, PADDING_ROW).to(torch.int64)
         write = read ^ 1
         first_tokens = begins.clamp(max=num_tokens - 1).to(torch.int64)
@@ -107,7 +107,7 @@ class StepStates(Cache):
 
     @property
     def is_decode(self) -> bool:
-        """One token for each sequence, none of them its first: what may be compiled."""
+        """One token for each sequence, and no sequence's first: a step that may be compiled."""
         return self.sequence_of_token is not None
 
     def of_layer(self, groups: Sequence[Sequence[Tensor]]) -> StepStates:
@@ -118,7 +118,7 @@ class StepStates(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions come as an argument
+        return 0  # the positions are an argument
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
@@ -127,11 +127,11 @@ class StepStates(Cache):
         return query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return False  # a model that asks for itself wants to know about its mask, and there is none
+        return False  # models ask this about their mask, and there is none
 
 
 class _Same:
-    """A list with one layer everywhere: the numbers of layers are then not read, and compiled code serves them all."""
+    """A list with the same layer at each index, so that one compiled code serves all numbers of layers."""
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
         self.layer = layer
@@ -141,9 +141,9 @@ class _Same:
 
 
 class _LayerCache(Cache):
-    """A cache of transformers that has one layer, whichever is asked for.
+    """A cache of transformers with one layer, for any number of a layer.
 
-    The methods are those of transformers, but do not read the number of the layer: compiled code then serves them all.
+    The methods are those of transformers, but do not read the number, so that one compiled code serves all layers.
     """
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
@@ -152,8 +152,8 @@ class _LayerCache(Cache):
 
     @staticmethod
     def of(keys: Sequence[StateKey], states: Sequence[Tensor], is_first: bool) -> _LayerCache:
-        """With the states of one call's sequences, ``[n, ...]``, which the layer overwrites. If ``is_first``, these are
-        only room: no token came before."""
+        """Holds the states of one call's sequences, ``[n, ...]``, which the layer overwrites. If ``is_first``, no token
+        came before, and they are only memory to write to."""
         count = max(key.number for key in keys) + 1
         layer = LinearAttentionLayer(number_of_states=count)
         layer.device, layer.dtype = states[0].device, states[0].dtype
@@ -200,13 +200,13 @@ class _LayerCache(Cache):
 class StateLayer:
     """A module that keeps state, and its forward for a step of many sequences.
 
-    With any other cache, or none, the forward is the module's own.
+    With any other cache, or none, it runs the module's own forward.
 
     Attributes:
         name: within the model.
-        keys, specs: the states that it keeps, and what one sequence's are like.
+        keys, specs: the states that it keeps, and their shapes and dtypes for one sequence.
         index: among the modules that keep state; ``position``: among those of its decoder layer.
-        continues: it takes up a state before several tokens. If not, a later chunk of a prompt goes token by token.
+        continues: whether it continues from a state with several tokens. If not, later chunks go token by token.
     """
 
     def __init__(self, module: nn.Module, name: str, keys: Sequence[StateKey], specs: Sequence[StateSpec]) -> None:
@@ -217,9 +217,9 @@ class StateLayer:
         self.forward: Callable[..., Any] = module.forward
 
     def install(self) -> None:
-        """Become the module's forward: an attribute of the instance, which comes before that of its class."""
+        """Become the module's forward: an attribute of the instance, which has precedence over its class."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:  # a function, which a compiler knows by its code
+        def forward(*args: Any, **kwargs: Any) -> Any:  # a plain function, which dynamo identifies by its code
             return self(*args, **kwargs)
 
         self.module.__dict__["forward"] = forward
@@ -242,7 +242,7 @@ class StateLayer:
         merged: Any = None
         for rows in step.calls:
             out = self._call(args, kwargs, step, rows, tensors)
-            if merged is None:  # tokens of padding stay zero
+            if merged is None:  # the rows of padding stay zero
                 merged = _map(lambda x: x.new_zeros(1, step.num_tokens, *x.shape[2:]), out)
             _place(merged, out, rows.tokens)
         return merged
@@ -250,7 +250,7 @@ class StateLayer:
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], step: StepStates, rows: _Rows, tensors: Sequence[Tensor]
     ) -> Any:
-        """Run the module for some of a step's tokens; reads and writes their sequences' states."""
+        """Run the module on some of a step's tokens, reading and writing the states of their sequences."""
         if rows.is_first:
             states = [tensor.new_zeros(1, *tensor.shape[1:]) for tensor in tensors]
         else:
@@ -278,8 +278,8 @@ class StateLayers:
 
     Attributes:
         layers: in the order in which the model runs them.
-        specs: their states, in order: what :class:`paged_ops.states.StateCache` takes.
-        argument: of the model's forward, for the cache.
+        specs: their states, in order, for :class:`paged_ops.states.StateCache`.
+        argument: the name of the model's argument for the cache.
     """
 
     def __init__(self, layers: Sequence[StateLayer], argument: str) -> None:
@@ -290,14 +290,14 @@ class StateLayers:
 
     @staticmethod
     def find(model: PreTrainedModel) -> StateLayers | None:
-        """Run a few tokens through the model, as it is, and observe which modules keep state. None if none does.
+        """Run a few tokens through the unchanged model, and observe which modules keep state. None if none does.
 
         Raises:
             ValueError: a module keeps more state than transformers' cache holds, or shares it with another.
         """
         try:
             cache = DynamicCache(config=model.config)
-        except KeyError:  # layers that this cache does not have
+        except KeyError:  # the cache has no such layers
             return None
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             return None
@@ -332,7 +332,7 @@ class StateLayers:
         return groups
 
     def step(self, metadata: AttentionMetadata, num_tokens: int, tensors: Sequence[Tensor]) -> StepStates:
-        """What to hand to the model as its cache, for one step."""
+        """The value for the model's argument for the cache, for one step."""
         return StepStates.of(metadata, num_tokens, self.groups(tensors))
 
 
@@ -358,7 +358,7 @@ class _Observed:
 
 def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Observed]:
     """The calls that update states in a forward of a few tokens."""
-    running: list[_Observed] = []  # modules that were given the cache, the innermost last
+    running: list[_Observed] = []  # the modules being called with the cache, the innermost last
     found: dict[int, _Observed] = {}
     name = type(model).__name__
 
@@ -382,7 +382,7 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
     ids = torch.arange(1, _NUM_OBSERVED + 1, device=model.get_input_embeddings().weight.device)
     ids = ids % model.get_input_embeddings().weight.shape[0]
     more: dict[str, Any] = {argument: cache}
-    if "position_ids" in inspect.signature(model.forward).parameters:  # not all can ask a cache without attention
+    if "position_ids" in inspect.signature(model.forward).parameters:  # for some, positions need a cache with attention
         more["position_ids"] = torch.arange(_NUM_OBSERVED, device=ids.device)[None]
     try:
         with _calls_with(model, cache, running), torch.no_grad():
@@ -427,8 +427,8 @@ def _calls_with(model: nn.Module, cache: Cache, running: list[_Observed]) -> Ite
 
 @torch.no_grad()
 def _check(layer: StateLayer, call: _Observed, model: PreTrainedModel) -> None:
-    """Sees that the layer gives the same as with a cache of transformers; finds out whether it takes up a state before
-    several tokens."""
+    """Checks that the layer gives the same as with a cache of transformers, and finds out whether it continues from a
+    state with several tokens."""
     cache = next(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
     tables = [state.new_zeros(2, *state.shape[1:]) for state in call.states.values()]
     device = tables[0].device
@@ -468,9 +468,9 @@ def _takes_up(
     before: Sequence[Tensor],
     index: int,
 ) -> bool:
-    """Whether the effect that one state has on the tokens after it is the same for these at once as one by one.
+    """Whether a state has the same effect on later tokens when they run at once as when they run one by one.
 
-    The state is made larger until its effect is large, so that rounding cannot hide that it is left out.
+    The state is scaled up until its effect is large, so that a missing effect cannot be mistaken for rounding.
     """
     begin, end = _NUM_BEFORE, _NUM_BEFORE + 3
     zeros = [torch.zeros_like(state) for state in before]
@@ -526,12 +526,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cat(outs: Sequence[Any]) -> Any:
-    """One result from those of successive tokens."""
+    """One result from the results of successive tokens."""
     parts = iter(zip(*(_tensors(out) for out in outs), strict=True))
     return _map(lambda each: torch.cat(next(parts), 1) if isinstance(each, Tensor) else each, outs[0])
 
 
 def _place(whole: Any, part: Any, tokens: Tensor | slice) -> None:
-    """Writes the result for some tokens into that for all, ``[1, T, ...]``."""
+    """Writes the result for some tokens into the result for all, ``[1, T, ...]``."""
     for target, source in zip(_tensors(whole), _tensors(part), strict=True):
         target[0, tokens] = source[:, 0] if isinstance(tokens, Tensor) else source[0]

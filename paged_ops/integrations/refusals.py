@@ -15,7 +15,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def refuse(model: Any) -> None:
-    """What shows before anything is run."""
+    """Refuses what can be seen before anything is run."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
@@ -39,7 +39,7 @@ def refuse(model: Any) -> None:
 
 
 def refuse_layers(model: Any, states: StateLayers | None) -> None:
-    """Layers that are neither attention nor keep state in transformers' cache."""
+    """Refuses layers that are neither attention nor keep state in transformers' cache."""
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     for layer_type in layer_types:
         served = layer_type in _LAYER_TYPES or (states is not None and layer_type not in _OTHER_ATTENTION)
@@ -57,7 +57,7 @@ def expect_arguments_of_attention(model: Any) -> None:
 
 
 def expect_windows_of_cache(model: Any, probe: Probe, length: int | None) -> None:
-    """Refuses a model whose mask shows what its own cache of transformers forgets: its text depends on the chunks."""
+    """Refuses a model whose mask shows tokens that transformers' cache drops: its text depends on the chunks."""
     cached = DynamicCache(config=model.config).layers
     for module, call in probe.calls.items():
         index = getattr(module, "layer_idx", None)

@@ -1,4 +1,4 @@
-"""Position embeddings whose frequencies depend on a text's length, made those of one length."""
+"""Position embeddings whose frequencies depend on a text's length, fixed to those of one length."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class FrozenRotary(nn.Module):
-    """A rotary embedding whose frequencies depend on a text's length, with those of one length.
+    """A rotary embedding whose frequencies depend on a text's length, fixed to those of one length.
 
-    Raises when called by a model that does not attend through paged_ops: its texts want frequencies of their own.
+    Raises when called by a model that does not attend through paged_ops, whose texts need their own frequencies.
     """
 
     def __init__(self, rotary: nn.Module, config: Any, length: int | None) -> None:
@@ -35,7 +35,7 @@ class FrozenRotary(nn.Module):
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](frozen.config, device, seq_len=length, **options)
             frozen._buffers[f"{prefix}inv_freq"] = inv_freq
             setattr(frozen, f"{prefix}attention_scaling", scaling)
-        # by another name, forward computes nothing anew
+        # with another name here, forward does not compute them again
         frozen.rope_type = dict.fromkeys(each, "frozen") if isinstance(rope_types, dict) else "frozen"
         self.rotary, self.config, self.armed = frozen, config, False
 
@@ -56,7 +56,7 @@ def length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modu
 
 
 def stretch(rotary: Any) -> float:
-    """By how much longer texts may be than the model's positions."""
+    """The factor by which texts may be longer than the model's positions."""
     parameters = rotary.config.rope_parameters
     each = parameters.values() if isinstance(rotary.rope_type, dict) else (parameters,)
     return max(one.get("factor", 1.0) if one.get("rope_type") == "dynamic" else 1.0 for one in each)

@@ -1,7 +1,7 @@
-"""What the sequences of an engine's step begin with in common, found on the device from their block tables.
+"""The common prefix of the sequences of an engine's step, found on the device from their block tables.
 
-Nothing is read on the host and no shape depends on what is found, so that a captured step can attend by
-:func:`paged_ops.cascade_attention`: where nothing is shared its prefix has no tokens.
+Nothing is read on the host and no shape depends on what is found, so a captured step can attend by
+:func:`paged_ops.cascade_attention`. If nothing is shared, the prefix has no tokens.
 
 Letters: S sequences, B tokens per block, M columns of the block tables.
 """
@@ -26,12 +26,12 @@ class SharedPrefix(NamedTuple):
 
 
 class PrefixFinder:
-    """Finds the shared prefix of each step, into tensors that stay where they are: captured graphs read them.
+    """Finds the shared prefix of each step. The results are in tensors that never move, as captured graphs read them.
 
     Args:
         block_size: B.
-        most_sequences: of any step.
-        least_tokens, least_sequences: shorter prefixes and those of fewer sequences are not worth a second call of
+        most_sequences: the most sequences of a step.
+        least_tokens, least_sequences: shorter prefixes, and those of fewer sequences, are not worth a second call of
             attention, and count as none.
     """
 
@@ -41,9 +41,9 @@ class PrefixFinder:
         self._found: SharedPrefix | None = None
 
     def find(self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> SharedPrefix:
-        """The prefix of a step. Sequences of no tokens are padding, and share with all.
+        """The prefix of a step. Sequences of no tokens are padding, and are ignored.
 
-        Only keys before the step's own tokens are shared: every row of the step sees them all.
+        Only keys before the step's own tokens are shared, so that every row of the step sees all of them.
 
         Args:
             block_tables: int32 ``[S, M]``; M is the same in each step.
@@ -75,7 +75,7 @@ class PrefixFinder:
 
     @staticmethod
     def renew(prefix: SharedPrefix, seq_lens: Tensor) -> None:
-        """The same prefix for a later step of the same sequences: what remains of each is longer."""
+        """The same prefix for a later step of the same sequences, with longer suffixes."""
         torch.sub(seq_lens, prefix.length, out=prefix.suffix_lens).clamp_(min=0)
 
     def _make(self, M: int, device: torch.device) -> SharedPrefix:

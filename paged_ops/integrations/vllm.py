@@ -41,7 +41,7 @@ _attend_by_cascade = torch.ops.paged_ops.cascade_attention.out
 
 
 class PagedOpsBackend(AttentionBackend):
-    """What the engine asks before it chooses: what is not served is refused here, and never in a step."""
+    """What the engine asks before it chooses a backend. What is not served is refused here, never in a step."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -71,7 +71,7 @@ class PagedOpsBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The order in memory of these dimensions, with the layers' before them if asked for. Before 0.29."""
+        """The order of these dimensions in memory, with that of the layers first if asked for. Before 0.29."""
         if vllm_plugin.heads_first():
             return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
         return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
@@ -98,7 +98,7 @@ class PagedOpsBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Tokens of an image that see each other (Gemma-3, PaliGemma): yes, if no window bounds what they see."""
+        """Tokens of an image that see each other (Gemma-3, PaliGemma): yes, unless a window limits what they see."""
         return True
 
     @classmethod
@@ -138,7 +138,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         kv_cache_dtype: ``"auto"`` or the model's, or one of fp8.
         logits_soft_cap: bound of the logits.
         attn_type: ``"decoder"``.
-        kv_sharing_target_layer_name: the layer whose cache is read; the engine then writes none for this one.
+        kv_sharing_target_layer_name: the layer whose cache is read; the engine then writes no cache for this layer.
         sinks: ``[H]``, a parameter of the model.
 
     Raises:
@@ -184,11 +184,11 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         self._slopes: Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """The op takes sinks in float32: converted here, and not in each step."""
+        """Converts sinks to float32, which the op takes, once instead of in each step."""
         self._sinks = None if self.sinks is None else self.sinks.detach().to(torch.float32)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Output in float8_e4m3fn by one scale can be fused, but not before ranks add up what they have."""
+        """Output in float8_e4m3fn by one scale can be fused, but not if ranks still have to sum their results."""
         return self.dcp_world_size == 1 and quant_key == kFp8StaticTensorSym
 
     def forward(
@@ -205,8 +205,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     ) -> Tensor:
         """Attend: ``query [T', H, D]`` over the cache, into ``output [T', H, Dv]``; T' is T or more.
 
-        ``attn_metadata`` None is the profiling run, before there is a cache. ``key`` and ``value`` are in the cache
-        already.
+        ``attn_metadata`` is None in the profiling run, before there is a cache. ``key`` and ``value`` are already in
+        the cache.
         """
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: expected none, as output has one scale, got a tensor")
@@ -260,7 +260,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
                 kv_cache_dtype=self._stored_as,
             )
             return
-        # A group may hold layers with a window beside those without: they see it in full tables.
+        # A group may have layers with and without a window; all have full block tables.
         ranges = attn_metadata.mm_prefix_range_tensor
         if attn_metadata.prefix is not None and not self.sliding_window and self._slopes is None and ranges is None:
             _attend_by_cascade(
@@ -301,7 +301,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         )
 
     def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
-        """On a GPU, with a cache, outside a capture, and with rows whose stride shows."""
+        """Whether it is on a GPU, with a cache, outside of a capture, and with rows whose stride is known."""
         is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
         if not is_ready or self.dcp_world_size > 1:
             return False
@@ -312,7 +312,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
     ) -> None:
-        """Compile the kernels of the engine's steps, by steps of padding alone: of decodes and of prompts among them.
+        """Compile the kernels of the engine's steps, by running batches that are only padding.
 
         The engine runs the model with its cache before it takes requests, in whichever mode: :meth:`forward` calls this
         then, so that no request waits for a compiler. Triton keeps what it compiled for later starts. Left out is what

@@ -1,4 +1,4 @@
-"""The metadata of a step for :mod:`paged_ops.integrations.vllm`: vLLM's own tensors, and what little is made of them.
+"""The metadata of a step for :mod:`paged_ops.integrations.vllm`: vLLM's own tensors, and a few derived ones.
 
 Nothing waits for the device, and what captured graphs read stays where it is. Letters: T tokens of the step, S
 sequences, M columns of the block tables, R ranges.
@@ -30,13 +30,13 @@ class PagedOpsMetadata(AttentionMetadata):
     """A step, as the ops take it. All tensors are the engine's own.
 
     Attributes:
-        num_actual_tokens: T; rows past it are padding that no one reads.
+        num_actual_tokens: T; later rows are padding, which is not read.
         query_start_loc: int32 ``[S + 1]``.
         seq_lens: int32 ``[S]``.
         block_table: int32 ``[S, M]``.
         slot_mapping: ``[T]``.
-        causal: False where tokens of a step see later ones.
-        prefix: what the requests share, if the engine was told to look for it.
+        causal: False if tokens of a step see later ones.
+        prefix: the prefix that the requests share, if the engine was told to look for it.
         mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
             Gemma-4 sets it to None for layers that have none, by this name.
         history_lens: int32 ``[S]``, with context parallelism: the tokens before the step's that this rank holds.
@@ -56,7 +56,7 @@ class PagedOpsMetadata(AttentionMetadata):
 
 
 class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
-    """Hands the engine's tensors on. Nothing depends on their values, so every step can be a CUDA graph."""
+    """Passes the engine's tensors on. Nothing depends on their values, so every step can be a CUDA graph."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = True
@@ -64,11 +64,11 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Layers of drafts may be whole at every rank.
+        # A rank may hold all tokens of a draft model's layers.
         is_spread = getattr(kv_cache_spec, "dcp_sharded", True)
         self._group = vllm_plugin.context_group() if is_spread else None
         if self._group is not None:
-            self.supports_draft_decode_metadata_update = False  # what a rank holds of the history is derived
+            self.supports_draft_decode_metadata_update = False  # a rank's part of the history is derived
             self._interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
             most = vllm_config.scheduler_config.max_num_seqs
             self._history_lens = torch.zeros(most, dtype=torch.int32, device=device)  # where captured graphs read them
@@ -90,7 +90,7 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         ``common_prefix_len`` is 0: see :meth:`use_cascade_attention`.
 
         Raises:
-            ValueError: causality is given by request.
+            ValueError: causality differs between requests.
         """
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
@@ -110,17 +110,18 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Every step; of models with ranges, which prompts alone have, and each its own number of, decodes."""
+        """Every step can be captured; of models with ranges only decodes, as the number of ranges differs between
+        prompts."""
         if vllm_config is not None and vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_BATCH
         return cls._cudagraph_support
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the engine should tell what requests share (0.26 asks): no, it would then replay no whole graph."""
+        """Whether the engine should look for a shared prefix (0.26 asks): no, it would then not replay whole graphs."""
         return False
 
     def _history(self, common: CommonAttentionMetadata) -> Tensor:
-        """Of each request the tokens before the step's that this rank holds."""
+        """For each request, the number of tokens before the step's that this rank holds."""
         lens = self._history_lens[: common.seq_lens.shape[0]]
         history = common.seq_lens - common.query_start_loc.diff()
         group = self._group
@@ -129,9 +130,9 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         return lens
 
     def _shared(self, common: CommonAttentionMetadata) -> SharedPrefix | None:
-        """What the requests of a step share; None where no prefix, however long, would be worth it.
+        """The prefix that the requests of a step share; None if no prefix, however long, would be worth it.
 
-        Looked for in either case: a graph that was captured with a prefix serves steps of fewer requests too.
+        It is looked for in any case: a graph that was captured with a prefix also serves steps of fewer requests.
         """
         S = common.seq_lens.shape[0]
         if self._finder is None or not common.causal or S < self._finder.least_sequences:
@@ -144,28 +145,29 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
     def update_block_table(
         self, metadata: PagedOpsMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> PagedOpsMetadata:
-        """The same step for a group of layers with other blocks."""
+        """The metadata of the same step for a group of layers with other blocks."""
         updated = copy.copy(metadata)
         updated.block_table, updated.slot_mapping, updated.prefix = blk_table, slot_mapping, None
         return updated
 
     def update_draft_decode_metadata(self, metadata: PagedOpsMetadata) -> None:
-        """Of what is derived from the engine's tensors, the lengths behind a shared prefix."""
+        """Updates the derived lengths behind a shared prefix."""
         assert self._group is None, "supports_draft_decode_metadata_update"
         if metadata.prefix is not None:
             PrefixFinder.renew(metadata.prefix, metadata.seq_lens)
 
 
 def _ranges(common: CommonAttentionMetadata) -> Tensor | None:
-    """The ranges that hold tokens of the step, ``[S, R, 2]`` padded with 0: vLLM gives first and last token of each.
+    """The ranges that hold tokens of the step, ``[S, R, 2]`` padded with 0. vLLM gives the first and last token of
+    each.
 
-    R is a power of two and at least 4, as kernels are compiled for it. Of a range that goes on after the step, the keys
-    that are there are seen, as by vLLM's own backends.
+    R is a power of two and at least 4, as kernels are compiled for it. If a range goes on after the step, the keys that
+    are there are seen, as in vLLM's own backends.
     """
     num_rows = common.seq_lens.shape[0]
     rows = [[(first, last + 1) for first, last in common.mm_req_doc_ranges.get(s, ())] for s in range(num_rows)]
     if common.seq_lens_cpu_upper_bound is not None:
-        # Exact for prompts, and no range is behind them.
+        # Exact for prompts; no range lies after them.
         ends = common.seq_lens_cpu_upper_bound.tolist()
         lens = common.query_start_loc_cpu.diff().tolist()
         rows = [

@@ -1,6 +1,6 @@
 """How vLLM finds :mod:`paged_ops.integrations.vllm`, and what differs between its versions, 0.26 to 0.33.
 
-Importing this module imports nothing of vLLM but its table of backends: every process of the engine does it.
+Importing this module imports only vLLM's table of backends, because every process of the engine does so.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _CLASS_PATH = "paged_ops.integrations.vllm.PagedOpsBackend"
 def register() -> None:
     """Make the backend known to vLLM, as ``CUSTOM`` and by its name: an entry point of ``vllm.general_plugins``.
 
-    Processes of the engine load plugins more than once: the second call changes nothing.
+    Processes of the engine load plugins more than once; the second call changes nothing.
     """
     members = registry.AttentionBackendEnum
     registry.register_backend(members.CUSTOM, _CLASS_PATH)
-    # vLLM 0.26 takes no new names.
+    # vLLM 0.26 does not take new names.
     if NAME not in members.__members__ and hasattr(members, "register"):
         registry.register_backend(NAME, _CLASS_PATH)
 
 
 def replace_cpu_backend() -> None:
-    """Use this backend on vLLM's CPU platform, which takes no choice: call it in each process of the engine."""
+    """Use this backend on vLLM's CPU platform, which offers no choice. Call it in each process of the engine."""
     register()
     registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, _CLASS_PATH)
 
 
 def name() -> str:
-    """The member of vLLM's table that the backend is: ``PAGED_OPS``, or ``CUSTOM`` in versions without new names."""
+    """The name of the backend in vLLM's table: ``PAGED_OPS``, or ``CUSTOM`` in versions without new names."""
     members = registry.AttentionBackendEnum
     return NAME if NAME in members.__members__ else members.CUSTOM.name
 
@@ -40,7 +40,7 @@ def name() -> str:
 def largest_batch() -> tuple[int, int] | None:
     """The most tokens and the most sequences of a step, of the engine that is being made; None outside of one.
 
-    None too where it shall not compile ahead: ``--additional-config '{"paged_ops_warm_up": false}'``.
+    Also None if it must not compile ahead: ``--additional-config '{"paged_ops_warm_up": false}'``.
     """
     from vllm.config import vllm as config
 
@@ -66,13 +66,13 @@ def context_group() -> Any:
 
     try:
         group = parallel_state.get_dcp_group()
-    except AssertionError:  # none was made: outside of an engine
+    except AssertionError:  # there is no group outside of an engine
         return None
     return group if group.world_size > 1 else None
 
 
 def heads_first() -> bool:
-    """Whether vLLM wants the heads of a block before its tokens in memory; asked for before 0.29 only."""
+    """Whether vLLM wants the heads of a block before its tokens in memory. Only asked before 0.29."""
     from vllm.v1.attention.backends import utils
 
     return utils.get_kv_cache_layout() == "HND"

@@ -1,4 +1,4 @@
-"""What wrapping a model for paged attention changes in it, and how that is undone."""
+"""What wrapping for paged attention changes in a model, and how that is undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNDO = "undo the wrapping by PagedCausalLM.unwrap()"
 
 
 class LayerCaches(NamedTuple):
-    """The caches of one decoder layer alone, which is compiled without its number."""
+    """The caches of one decoder layer, which is compiled without its number."""
 
     caches: tuple[Tensor, ...]
 
@@ -38,12 +38,12 @@ class Wrapping:
         model.paged_wrapping = self
 
     def set_implementation(self, name: str) -> None:
-        # as model.set_attn_implementation does, which also reaches, and warns of, configs without a model
+        # as model.set_attn_implementation does, without its warnings about configs that have no model
         for config, _ in self._implementations:
             config._attn_implementation_internal = name
 
     def leave_others(self) -> None:
-        """Let modules attend as before that are no part of the decoder's, such as those of a vision tower."""
+        """Let modules outside of the decoder, such as those of a vision tower, attend as before."""
         names = {module: name for name, module in self.model.named_modules()}
         paths = [names[module] for module in self.attending]
         within = [m for m, name in names.items() if any(f"{path}.".startswith(f"{name}.") for path in paths)]
@@ -72,7 +72,7 @@ class Wrapping:
         states.install()
 
     def arm(self) -> None:
-        """From here on the model is to attend as it does now."""
+        """Records how the model attends now: it must not change from here on."""
         configs = {id(config): config for config in (getattr(m, "config", self.model.config) for m in self.attending)}
         self.configs, self._is_armed = tuple(configs.values()), True
         for parent, name, _ in self._replaced:
@@ -89,7 +89,7 @@ class Wrapping:
                 )
 
     def place_of(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """The module that holds the list of decoder layers, and the layer, of a module that attends."""
+        """For a module that attends: the module with the list of decoder layers, and its decoder layer."""
         names = {each: name for name, each in self.model.named_modules()}
         path = names[module].split(".")
         for end in range(1, len(path)):
@@ -125,7 +125,7 @@ class Wrapping:
 
 
 class CompiledLayer:
-    """The forward of one decoder layer by the code that all layers of its kind share."""
+    """The forward of one decoder layer, by code that all layers of its kind share."""
 
     def __init__(self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int], states: list[int]) -> None:
         self.run_layer, self.layer, self.caches, self.states = run_layer, layer, caches, states
@@ -149,10 +149,10 @@ class CompiledLayer:
 
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The number of the layer is not read, or each layer would be compiled by itself.
+    # The number of the layer is not read, as each layer would then be compiled by itself.
     return type(layer).forward(layer, *args, **kwargs)
 
 
 def copy_of(function: Any) -> Any:
-    """The function with code of its own: the limit of recompiles is one for each code object."""
+    """The function with code of its own: torch limits recompiles per code object."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

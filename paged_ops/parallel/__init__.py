@@ -1,1 +1,1 @@
-"""One model on several devices, by torch.distributed."""
+"""One model on several devices, with torch.distributed."""
