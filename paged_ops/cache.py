@@ -168,7 +168,7 @@ class KVCache(BlockAllocator):
         pairs = self.pending_copies()
         if pairs:
             mapping = torch.tensor(pairs, dtype=torch.int64, device="cpu")
-            copy_blocks(self._by_block(self.layers), mapping)
+            copy_blocks(self.by_block(self.layers), mapping)
             self.take_copies()
 
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
@@ -187,7 +187,7 @@ class KVCache(BlockAllocator):
     def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
         if not pairs:
             return
-        caches = self._by_block(self.layers), self._by_block(self.host_layers)
+        caches = self.by_block(self.layers), self.by_block(self.host_layers)
         source, target = caches if to_host else reversed(caches)
         mapping = torch.tensor(pairs, dtype=torch.int64, device="cpu")
         if self._swapped_event is None:
@@ -198,7 +198,7 @@ class KVCache(BlockAllocator):
         swap_blocks(source, target, mapping)
         self._swapped_event.record(stream)
 
-    def _by_block(self, layers: list[Tensor]) -> list[Tensor]:
+    def by_block(self, layers: list[Tensor]) -> list[Tensor]:
         """The layers as tensors whose first dimension is the block: the two planes of the flat x-packed allocation."""
         if self.layout is not Layout.X_PACKED:
             return layers

@@ -1,0 +1,272 @@
+"""Blocks of a cache that go to another process: from one that computes prompts, say, to one that decodes.
+
+    send_blocks(kv_cache, block_ids, dst)  # on rank src
+    recv_blocks(kv_cache, block_ids, src)  # on rank dst: into blocks of its own, in the same order
+
+Both ranks first say what their blocks are made of. If that differs, or one of them was called with what it cannot use,
+both raise, and nothing is written. Then the bytes go as messages of ``torch.distributed``: from device to device by
+NCCL, through host memory by gloo. The idea of separate processes for prompts and for decodes is from DistServe (Zhong
+et al. 2024, arXiv:2401.09670) and Splitwise (Patel et al. 2023, arXiv:2311.18677).
+
+``memory_regions`` says where the blocks lie, for an engine that moves memory between hosts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import get_backend_config
+
+from paged_ops.cache import KVCache
+from paged_ops.checks import expect
+
+STAGING = 64 << 20  # bytes of messages under way on a rank, at most, beside the largest block of all layers
+
+
+class MemoryRegion(NamedTuple):
+    """Where the blocks of one tensor lie: block ``i`` is ``nbytes`` bytes at ``address + i * stride``.
+
+    A layer has one region, or two where its keys and its values are allocated apart (X_PACKED: keys first). Within a
+    block the order is that of the cache's layout, so both ends need the same layout, block size and heads.
+    """
+
+    layer: int
+    address: int
+    num_blocks: int
+    stride: int  # bytes
+    nbytes: int
+    bytes_of_blocks: Tensor  # uint8 [num_blocks, nbytes]: the same memory; keep it while the address is used
+
+
+def memory_regions(kv_cache: KVCache) -> list[MemoryRegion]:
+    """The memory of a cache for transfer engines: base addresses, strides and tensors of each layer.
+
+    The memory neither moves nor changes its size while the cache lives. Work that writes it is on the current stream
+    of its device: synchronise before another engine reads.
+
+    Args:
+        kv_cache: a cache, or a pool of a :class:`paged_ops.HybridCache`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    expect(isinstance(kv_cache, KVCache), "kv_cache", "a KVCache (of a HybridCache: one of its pools)", kv_cache)
+    return [
+        region
+        for index, layer in enumerate(kv_cache.layers)
+        for region in (_region(index, part) for part in kv_cache.by_block([layer]))
+    ]
+
+
+def send_blocks(
+    kv_cache: KVCache, block_ids: Sequence[int], dst: int, *, group: dist.ProcessGroup | None = None
+) -> None:
+    """Send blocks, all layers of them, to a rank that receives as many by :func:`recv_blocks`.
+
+    Returns when the messages are handed over: with NCCL the current stream of the cache's device waits for them, so
+    that later work on it may change the blocks.
+
+    Args:
+        kv_cache: where they are; copies that it has queued are done first.
+        block_ids: of the blocks, as of :meth:`paged_ops.KVCache.block_ids`. A block may be named twice.
+        dst: the other rank, by its number in the whole world.
+        group: the process group that both are in; the default group when None.
+
+    Raises:
+        ValueError: ``block_ids`` are wrong on one rank, or the caches differ in layers, layout, block size, heads
+            or dtype: on both ranks. Another argument is wrong: on this one, before anything is sent.
+    """
+    regions, peer = _agree("send", kv_cache, block_ids, dst, group)
+    kv_cache.flush_copies()
+    ids = torch.tensor(list(block_ids), dtype=torch.int64, device=kv_cache.device)
+    sent: list[Any] = [None, None]
+    messages = [_Messages(regions, kv_cache.device, peer.device) for _ in sent]
+    for turn, part in zip(itertools.cycle((0, 1)), _parts(ids, regions), strict=False):
+        if sent[turn] is not None:
+            sent[turn].wait()
+        sent[turn] = dist.isend(messages[turn].packed(part), dst, group)
+    for work in sent:
+        if work is not None:
+            work.wait()
+
+
+def recv_blocks(
+    kv_cache: KVCache, block_ids: Sequence[int], src: int, *, group: dist.ProcessGroup | None = None
+) -> None:
+    """Receive blocks, all layers of them, that a rank sends by :func:`send_blocks`.
+
+    Later work on the current stream of the cache's device finds them written. To keep them, commit the sequence that
+    they were reserved for::
+
+        kv_cache.admit(seq_id, tokens)                        # 0 cached: all blocks are new
+        recv_blocks(kv_cache, kv_cache.block_ids(seq_id), src)
+        kv_cache.commit(seq_id, len(tokens))                  # from now on others share them
+
+    Args:
+        kv_cache: where they go; copies that it has queued are done first.
+        block_ids: of the blocks, each named once, in the order in which the other rank names its own.
+        src: the other rank, by its number in the whole world.
+        group: the process group that both are in; the default group when None.
+
+    Raises:
+        ValueError: as of :func:`send_blocks`.
+    """
+    regions, peer = _agree("recv", kv_cache, block_ids, src, group)
+    kv_cache.flush_copies()
+    ids = torch.tensor(list(block_ids), dtype=torch.int64, device=kv_cache.device)
+    messages = [_Messages(regions, kv_cache.device, peer.device) for _ in range(2)]
+    expected: tuple[Any, Tensor, _Messages] | None = None
+    for turn, part in zip(itertools.cycle((0, 1)), _parts(ids, regions), strict=False):
+        work = dist.irecv(messages[turn].buffer(len(part)), src, group)
+        if expected is not None:  # while the next message is under way
+            expected[0].wait()
+            expected[2].unpack(expected[1])
+        expected = work, part, messages[turn]
+    if expected is not None:
+        expected[0].wait()
+        expected[2].unpack(expected[1])
+
+
+def _region(layer: int, tensor: Tensor) -> MemoryRegion:
+    size, stride = tensor.element_size(), tensor.stride(0) * tensor.element_size()
+    nbytes = tensor.shape[1:].numel() * size
+    last = sum((n - 1) * step for n, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    assert (last + 1) * size == nbytes, "the elements of a block lie together, in some order"
+    blocks = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.shape[0], nbytes), (stride, 1)
+    )
+    return MemoryRegion(layer, tensor.data_ptr(), tensor.shape[0], stride, nbytes, blocks)
+
+
+def _parts(ids: Tensor, regions: Sequence[MemoryRegion]) -> Iterator[Tensor]:
+    """The blocks that one message holds, message by message."""
+    at_once = max(1, STAGING // 2 // max(1, sum(region.nbytes for region in regions)))
+    return iter(ids.split(at_once)) if len(ids) else iter(())
+
+
+class _Messages:
+    """One buffer for messages of several blocks: region by region, each with all blocks of the message."""
+
+    def __init__(self, regions: Sequence[MemoryRegion], device: torch.device, between: torch.device) -> None:
+        self._regions = regions
+        self._device, self._between = device, between  # of the cache, and of what torch.distributed is given
+        self._room = torch.empty(0, dtype=torch.uint8, device=between)
+
+    def buffer(self, blocks: int) -> Tensor:
+        """Room for so many blocks."""
+        nbytes = blocks * sum(region.nbytes for region in self._regions)
+        if len(self._room) < nbytes:
+            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self._between)
+        return self._room[:nbytes]
+
+    def packed(self, ids: Tensor) -> Tensor:
+        """The bytes of these blocks."""
+        buffer = self.buffer(len(ids))
+        for place, region in self._places(buffer, len(ids)):
+            if self._between == self._device:
+                torch.index_select(region.bytes_of_blocks, 0, ids, out=place)
+            else:
+                place.copy_(region.bytes_of_blocks.index_select(0, ids))
+        return buffer
+
+    def unpack(self, ids: Tensor) -> None:
+        """Write what has arrived to these blocks."""
+        for place, region in self._places(self.buffer(len(ids)), len(ids)):
+            region.bytes_of_blocks.index_copy_(0, ids, place.to(self._device))
+
+    def _places(self, buffer: Tensor, blocks: int) -> Iterator[tuple[Tensor, MemoryRegion]]:
+        sizes = [blocks * region.nbytes for region in self._regions]
+        for part, region in zip(buffer.split(sizes), self._regions, strict=True):
+            yield part.view(blocks, region.nbytes), region
+
+
+class _Peer(NamedTuple):
+    """The other rank, and where the tensors of messages to it are."""
+
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    def exchange(self, mine: bytes) -> bytes:
+        """What the other rank says, for what this one says."""
+        length = torch.tensor([len(mine)], dtype=torch.int64, device=self.device)
+        expected = int(self._swapped(length, torch.empty_like(length)))
+        text = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        theirs = self._swapped(text, torch.empty(expected, dtype=torch.uint8, device=self.device))
+        return bytes(theirs.tolist())
+
+    def _swapped(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """The lower rank sends first, so that neither waits for the other."""
+        if dist.get_rank() < self.rank:
+            dist.send(mine, self.rank, self.group)
+            dist.recv(theirs, self.rank, self.group)
+        else:
+            dist.recv(theirs, self.rank, self.group)
+            dist.send(mine, self.rank, self.group)
+        return theirs
+
+
+def _agree(
+    does: str, kv_cache: KVCache, block_ids: Sequence[int], rank: int, group: dist.ProcessGroup | None
+) -> tuple[list[MemoryRegion], _Peer]:
+    """Check the call here and there, by one exchange that both ranks make whatever they find."""
+    name = {"send": "dst", "recv": "src"}[does]
+    expect(isinstance(kv_cache, KVCache), "kv_cache", "a KVCache (of a HybridCache: one of its pools)", kv_cache)
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    others = f"another rank of the group {ranks} than {dist.get_rank()}, this one"
+    expect(rank in ranks and rank != dist.get_rank(), name, others, rank)
+    peer = _Peer(rank, _between(kv_cache.device, group), group)
+    wrong = _wrong_ids(kv_cache, block_ids, once=does == "recv")
+    form = {"error": wrong} if wrong else {"does": does, "block_ids": len(block_ids), **_form(kv_cache)}
+    theirs = json.loads(peer.exchange(json.dumps(form).encode()))
+    if wrong:
+        raise ValueError(wrong)
+    if "error" in theirs:
+        raise ValueError(f"on rank {rank}: {theirs['error']}")
+    other = {"send": "receives", "recv": "sends"}[does]
+    expect(theirs["does"] != does, name, f"a rank that {other} blocks", f"{rank}, which called {does}_blocks too")
+    same = theirs["block_ids"] == len(block_ids)
+    expect(same, "block_ids", f"{theirs['block_ids']} blocks as on rank {rank}", len(block_ids))
+    for what, value in _form(kv_cache).items():
+        expect(theirs[what] == value, f"kv_cache.{what}", f"{theirs[what]} as on rank {rank}", value)
+    return memory_regions(kv_cache), peer
+
+
+def _wrong_ids(kv_cache: KVCache, block_ids: Sequence[int], once: bool) -> str:
+    """What is wrong with the blocks that a call names, or nothing."""
+    N = kv_cache.num_blocks
+    for block in block_ids:
+        if type(block) is not int or not 0 <= block < N:
+            return f"block_ids: expected blocks from 0 to {N - 1}, got {block!r}"
+    if once and len(set(block_ids)) < len(block_ids):
+        twice = next(block for block in block_ids if list(block_ids).count(block) > 1)
+        return f"block_ids: expected each block to receive once, got {twice} twice"
+    return ""
+
+
+def _form(kv_cache: KVCache) -> dict[str, Any]:
+    """What two caches must have in common, as JSON gives it back."""
+    return {
+        "layers": len(kv_cache.layers),
+        "layout": kv_cache.layout.value,
+        "block_size": kv_cache.block_size,
+        "dtype": str(kv_cache.dtype),
+        "num_kv_heads": list(kv_cache.num_kv_heads),
+        "head_size": list(kv_cache.head_size),
+        "value_head_size": list(kv_cache.value_head_size),
+    }
+
+
+def _between(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """The device of messages: the cache's, or the host where the group has none but gloo, which sends from there."""
+    backends = dist.BackendConfig(dist.Backend(get_backend_config(group))).get_device_backend_map()
+    backend = backends.get(device.type)
+    if backend is None and "cpu" not in backends:
+        raise ValueError(f"group: expected one with a backend for {device.type} or cpu, got {backends}")
+    return device if backend not in (None, dist.Backend.GLOO) else torch.device("cpu")
