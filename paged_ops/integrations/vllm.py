@@ -15,7 +15,6 @@ B tokens per block.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +34,6 @@ from paged_ops.support import supports
 
 _MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
-_COMPILERS = 16  # threads that compile kernels at once, at most
 _attend = torch.ops.paged_ops.paged_attention.out
 _attend_by_cascade = torch.ops.paged_ops.cascade_attention.out
 
@@ -326,19 +324,9 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         out = output.new_empty_strided((most_tokens, *output.shape[1:]), output.stride())
         nothing = torch.zeros(most_sequences + 1, dtype=torch.int32, device=query.device)
         no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
-        inference = torch.is_inference_mode_enabled()
-        stream = torch.cuda.current_stream(query.device) if query.is_cuda else None
-
-        def attend(batch: tuple[int, int]) -> None:
-            T, S = batch
+        for T, S in covering_batches(most_tokens, most_sequences, equal_lengths=False):
             step = PagedOpsMetadata(T, nothing[: S + 1], nothing[:S], nothing[:S, None], no_slots)
-            # Each thread has a mode and a current stream of its own.
-            with torch.inference_mode(inference), torch.cuda.stream(stream):
-                self._attend(layer, rows[:T], rows[:0], rows[:0], kv_cache, step, out[:T], output_scale)
-
-        # Threads: Triton's passes and the assembler hold no lock of Python's.
-        with ThreadPoolExecutor(_COMPILERS) as pool:
-            list(pool.map(attend, covering_batches(most_tokens, most_sequences, equal_lengths=False)))
+            self._attend(layer, rows[:T], rows[:0], rows[:0], kv_cache, step, out[:T], output_scale)
         self._warm = kv_cache
 
     def do_kv_cache_update(
