@@ -190,16 +190,42 @@ def test_swaps_are_in_order_of_the_stream():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_swap_between_two_gpus():
+@pytest.mark.parametrize("peers", [True, False], ids=["peers", "through a copy"])
+@pytest.mark.parametrize(("source", "target"), [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])
+def test_swap_between_two_gpus(source, target, peers, monkeypatch):
+    """In order on streams of both that are busy: after what wrote the blocks, and before what reads them."""
+    from paged_ops.lowerings.gpu import blocks
+
+    if peers:
+        assert blocks._reaches(torch.device(source), torch.device(target))
+    else:
+        monkeypatch.setattr(blocks, "_reaches", lambda *devices: False)
     shape = (300, 2, 16, 8, 64)
-    sources = [torch.randn(shape, device="cuda:0") for _ in range(3)]
-    targets = [torch.randn(shape, device="cuda:1") for _ in range(3)]
-    want = [each.cpu() for each in targets]
+    content = [torch.randn(shape) for _ in range(3)]
+    want = [torch.randn(shape) for _ in range(3)]
+    sources, given = [torch.full(shape, torch.nan, device=source) for _ in range(3)], [c.to(source) for c in content]
+    targets, before = [torch.full(shape, torch.nan, device=target) for _ in range(3)], [w.to(target) for w in want]
     mapping = torch.stack([torch.randperm(300)[:200] for _ in range(2)], 1)
-    paged_ops.swap_blocks(sources, targets, mapping)
-    reference.swap_blocks([each.cpu() for each in sources], want, mapping)
-    for got, expected in zip(targets, want, strict=True):
-        assert torch.equal(got.cpu(), expected)
+    reference.swap_blocks(content, want, mapping)
+    streams = [torch.cuda.Stream(source), torch.cuda.Stream(target)]
+    for device in (source, target):
+        torch.cuda.synchronize(device)
+    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+        for cache, wrote, stream in ((sources, given, streams[0]), (targets, before, streams[1])):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000_000)  # the host is long past the swap when the writes begin
+                for each, value in zip(cache, wrote, strict=True):
+                    each.copy_(value)
+        with torch.cuda.device(0):
+            paged_ops.swap_blocks(sources, targets, mapping)
+        with torch.cuda.stream(streams[0]):
+            for each in sources:
+                each.fill_(torch.nan)
+        with torch.cuda.stream(streams[1]):
+            got = [each.clone() for each in targets]
+    torch.cuda.synchronize(target)
+    for each, expected in zip(got, want, strict=True):
+        assert torch.equal(each.cpu(), expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -50,8 +50,9 @@ def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], bloc
       of adjacent host blocks, where those are long;
     * mapped: a kernel reads or writes pinned host memory itself.
 
-    A host cache that is not pinned goes through pageable copies, synchronously. Between two GPUs blocks are gathered,
-    copied and scattered. The caller keeps a pinned cache alive until its swaps are done.
+    A host cache that is not pinned goes through pageable copies, synchronously. Between two GPUs a kernel of the source
+    writes into the target's memory, which torch must have allocated; where one cannot reach the other, blocks are
+    gathered, copied and scattered. The caller keeps a pinned cache alive until its swaps are done.
     """
     fake.swap_blocks(src_caches, dst_caches, block_mapping)
     pairs = [(src, dst) for src, dst in zip(src_caches, dst_caches, strict=True) if src.numel() and dst.numel()]
@@ -69,7 +70,7 @@ def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], bloc
             numbers = target_of(device).numbers["copy_blocks"]
             _launch(_table(sources, targets, device), _upload(block_mapping, device), numbers)
         elif source.type == target.type:
-            _swap_devices(sources, targets, block_mapping)
+            (_swap_peers if _reaches(source, target) else _swap_devices)(sources, targets, block_mapping)
         elif not all(cache.is_pinned() for cache in (targets if target.type == "cpu" else sources)):
             _swap_pageable(sources, targets, block_mapping)
         else:
@@ -264,8 +265,30 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(device) for _ in range(2)]
 
 
+def _swap_peers(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
+    """Between two GPUs of which one maps the other's memory: a kernel there writes the blocks here, for all layers.
+
+    Ordered on both current streams, as if the kernel ran on either.
+    """
+    source, target = sources[0].device, targets[0].device
+    here, there = torch.cuda.current_stream(source), torch.cuda.current_stream(target)
+    table, pairs = _table(sources, targets, source), _upload(mapping, source)
+    here.wait_stream(there)
+    _launch(table, pairs, target_of(source).numbers["copy_blocks"])
+    there.wait_stream(here)
+
+
+@functools.cache
+def _reaches(source: torch.device, target: torch.device) -> bool:
+    """Whether a kernel of one GPU can write the other's memory. torch maps it with the first copy between them."""
+    if torch.version.hip is not None or not torch.cuda.can_device_access_peer(source, target):
+        return False
+    torch.empty(1, dtype=torch.uint8, device=source).to(target)
+    return True
+
+
 def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
-    """Between two GPUs: gathered on one, copied by torch (which orders their streams), scattered on the other."""
+    """Between two GPUs without that: gathered on one, copied by torch (which orders their streams), then scattered."""
     source, target = sources[0].device, targets[0].device
     gathering, scattering = (target_of(each).numbers["copy_blocks"] for each in (source, target))
     most = target_of(source).numbers["swap_blocks"]["staging_bytes"]
