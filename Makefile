@@ -4,6 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TORCH := $(shell sed -n '/^dev = /,$$ s/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 PYTEST := $(BIN)/python -m pytest -q
+# Two processes: one that is done takes over tests of the other.
+TWO := -n 2 --dist worksteal
 # One thread per process: two workers on two cores would otherwise fight. Inductor's caches of graphs do not key on an
 # op's schema or kernels, so tests never read them; tests/conftest.py keeps what is compiled from C++ for one run.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FX_GRAPH_CACHE=0 TORCHINDUCTOR_AUTOGRAD_CACHE=0 \
@@ -31,14 +33,14 @@ demo: compiler $(INSTALLED)
 test: test-cpu test-fuzz $(if $(INTERPRETER_TESTS),test-interpreter) $(if $(AOT_TESTS),test-aot)
 
 test-cpu: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) -n 2 -m "not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)" --ignore tests/parallel tests
+	$(TEST_ENV) $(PYTEST) $(TWO) -m "not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)" --ignore tests/parallel tests
 
 # Groups of two and four processes, by gloo: one worker starts them.
 test-parallel: compiler $(INSTALLED)
 	$(TEST_ENV) $(PYTEST) tests/parallel
 
 test-fuzz: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) -n 2 -m fuzz tests/test_fuzz.py
+	$(TEST_ENV) $(PYTEST) $(TWO) -m fuzz tests/test_fuzz.py
 
 # At length: what is found is printed with the command that runs it again, and lies in .fuzz/ with all counts.
 fuzz: compiler $(INSTALLED)
@@ -47,10 +49,10 @@ fuzz: compiler $(INSTALLED)
 	    --processes $(PROCESSES) --out .fuzz/$$campaign.json || status=1; done; exit $$status
 
 test-interpreter: compiler $(INSTALLED)
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interpreter $(or $(INTERPRETER_TESTS),tests)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) $(TWO) -m interpreter $(or $(INTERPRETER_TESTS),tests)
 
 test-aot: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) -n 2 -m aot $(or $(AOT_TESTS),tests)
+	$(TEST_ENV) $(PYTEST) $(TWO) -m aot $(or $(AOT_TESTS),tests)
 
 # XLA has an environment of its own: torch_xla needs an older torch. 8 GB, and not part of `test`.
 test-xla: compiler .venv-xla/.installed
@@ -74,7 +76,7 @@ test-wheel: compiler $(INSTALLED)
 test-aot-versions: compiler $(INSTALLED) .venv-versions/triton-$(OLDER_TRITON)
 	export PYTHONPATH=$(CURDIR)/.venv-versions/triton-$(OLDER_TRITON) && \
 	  $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDER_TRITON)", triton' && \
-	  $(TEST_ENV) $(PYTEST) -n 2 -m aot -k "cuda:90" $(AOT_TESTS)
+	  $(TEST_ENV) $(PYTEST) $(TWO) -m aot -k "cuda:90" $(AOT_TESTS)
 
 # The reference of all public names, from their docstrings: build/docs/index.html. A warning is an error.
 docs: $(INSTALLED)

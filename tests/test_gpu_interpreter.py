@@ -29,7 +29,9 @@ REPEATED = {
         r"random-\d\d+|(d8|d32|d40|d72|d112|d120|d128)(-fp16-decode)?|b(8|32|64|128)(-decode)?"
         r"|(hnd|plane_first|interleaved|separate)-(all-features|.*fp8.*|e4m3.*|e5m2.*)"
         r"|long-d128-b64-.*|(?!sinks-sparse|noncausal-cap)[a-z]+-[a-z]+-(long|prefill|query_past_keys)|(nhd|x_packed)-uint8-.*"
-        r"|(chunk|alibi|noncausal|sinks)-(long|holes)|sparse-(rank|local_blocks)-long|h(4|6|16).*"
+        r"|(chunk|alibi|noncausal|sinks|cap)-(long|holes)|noncausal-cap-long|h(4|6|16).*"
+        r"|sparse-(rank|local_blocks|homo_head_group)-(long|decode)"
+        r"|long-(d64-b128-separate|d128-b16-nhd)-sinks-fp16|long-(d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
     ),
 }
 
