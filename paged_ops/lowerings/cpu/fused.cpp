@@ -1,14 +1,14 @@
 // Attention over a paged cache in one pass: each key and value is read once for all the query heads that share it.
-// paged_ops/lowerings/cpu/fused.py compiles and calls this. It is written in the vectors that GCC and clang share, so
-// that one text serves SSE, AVX2, AVX-512 and NEON.
+// paged_ops/lowerings/cpu/fused.py compiles and calls this. It is written with the vector types of GCC and clang, so
+// that one source serves SSE, AVX2, AVX-512 and NEON.
 //
-// Letters as in paged_ops/ops.py; also G = H/K query heads a key/value head, q rows of a sequence.
+// Letters as in paged_ops/ops.py; also G = H/K query heads per key/value head, q rows of a sequence.
 //
-// The rows of a sequence are cut into spans and the keys of a span into pieces, threads take pieces, and the partial
-// softmaxes of a span's pieces merge in the order of their keys: results depend on shapes and lengths, not on how many
-// threads there are. A piece goes through its keys by tiles, and in each through the heads, whose rows meet the tile in
-// an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Beside each load stands a fetch of what is read next:
-// memory works while the processor computes.
+// The rows of a sequence are divided into spans, and the keys of a span into pieces. Threads take pieces, and the
+// partial softmaxes of a span's pieces merge in the order of their keys, so results depend on shapes and lengths, not
+// on the number of threads. A piece goes through its keys by tiles. For each tile it goes through the heads, whose rows
+// are added by an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Each load is accompanied by a prefetch of
+// what is read next, so that memory works while the processor computes.
 
 #include <algorithm>
 #include <cmath>
@@ -27,11 +27,11 @@ constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
-constexpr int TILE = 64;                      // keys that meet their rows at once
+constexpr int TILE = 64;                      // keys that are computed with their rows at once
 constexpr int ROWS = 16;                      // rows whose logits are held at once
 constexpr int64_t SPAN = 128;                 // rows of a key/value head that go through the keys together
 constexpr int64_t PIECE = 256;                // the fewest keys of a piece
-constexpr int64_t PIECES = 512;               // about the most pieces of one row each: they keep partial results
+constexpr int64_t PIECES = 512;               // about the most pieces of one row each, as they keep partial results
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(WIDTH * 4)));
@@ -47,7 +47,7 @@ struct Call {
     const int32_t* block_tables;
     const int32_t* seq_lens;
     const int32_t* query_start_loc;
-    const int32_t* sequences;   // the ones to serve
+    const int32_t* sequences;   // the sequences to serve
     const float* alibi_slopes;  // [H], or null, as the next four
     const float* sinks;         // [H]
     const float* k_scale;       // [K]
@@ -111,9 +111,9 @@ inline Floats sums_of(Floats* v) {
 
 // Formats of a cache --------------------------------------------------------------------------------------------------
 
-// A word of 32 bits holds PARTS cells, and part p of a vector of words is every PARTS-th cell: keys and values keep
-// this order, which queries share and which outputs are put back from. Zeros are zero in each format. For more than
-// DIRECT rows it pays to convert a tile once, by measurement.
+// A word of 32 bits holds PARTS cells, and part p of a vector of words is every PARTS-th cell. Keys and values keep
+// this order; queries are put into it, and outputs back from it. Zeros are zero in each format. By measurement,
+// converting a tile once pays for more than DIRECT rows.
 
 struct Float32 {
     static constexpr int PARTS = 1;
@@ -127,8 +127,8 @@ struct BFloat16 {
     static Floats part(Words words, int p) { return bits<Floats>(p == 0 ? words << 16 : words & 0xffff0000u); }
 };
 
-// What is narrower: numbers of exponent 0 by their integer magnitude, others by moving their bits to float32's places.
-// From the magnitude SPECIAL on it is infinity and NaN.
+// Narrower formats: numbers of exponent 0 are converted by their integer magnitude, others by moving their bits to
+// their places in float32. From the magnitude SPECIAL on they are infinity and NaN.
 template <int BITS, int MANTISSA, int BIAS, uint32_t SPECIAL>
 struct Narrow {
     static constexpr int PARTS = 32 / BITS;
@@ -154,11 +154,11 @@ typedef Narrow<8, 2, 15, 0x7c> Float8_e5m2;
 struct Rows {
     const char* const* at;  // TILE of them
     int64_t offset;
-    int shift = 0;  // log2 of how many times narrower these cells are than the ones beside whose loads they are fetched
+    int shift = 0;  // log2 of the factor by which cells are narrower than those that are loaded meanwhile
     const char* operator[](int64_t j) const { return at[j] + offset; }
 };
 
-// logits[r][j] = q[r] . k[j] for R rows and n keys; what follows them up to a whole vector is arbitrary. Fetches next.
+// logits[r][j] = q[r] . k[j] for R rows and n keys; the rest of the last vector is arbitrary. Fetches next.
 template <class Cell, int R>
 void multiply(const float* q, Rows keys, Rows next, float* logits, int64_t n, int64_t D) {
     constexpr int KEYS = WIDTH / R, P = Cell::PARTS;
@@ -208,7 +208,7 @@ inline void add(const float* weights, const float* decay, Rows values, Rows next
 
 template <class Cell, int R>
 void accumulate(const float* weights, const float* decay, Rows values, Rows next, float* sums, int64_t n, int64_t Dv) {
-    constexpr int P = Cell::PARTS, W = std::max(1, (WIDTH == 16 ? 4 : 2) / P);  // what the registers hold
+    constexpr int P = Cell::PARTS, W = std::max(1, (WIDTH == 16 ? 4 : 2) / P);  // as much as the registers hold
     int64_t d = 0;
     for (; d + W * P * WIDTH <= Dv; d += W * P * WIDTH) add<Cell, R, W>(weights, decay, values, next, sums, n, Dv, d);
     if constexpr (W > 1)
@@ -226,7 +226,7 @@ void widen(Rows rows, float* to, int64_t n, int64_t D) {
         }
 }
 
-// One row of cells, packs of x that are `pack` apart with steps inside, made contiguous.
+// Makes one row of cells contiguous; it lies in packs of x cells that are `pack` apart, with steps inside.
 template <class T>
 void gather(char* to, const char* from, int64_t size, int64_t x, int64_t pack, int64_t step) {
     const T* cells = reinterpret_cast<const T*>(from);
@@ -266,7 +266,7 @@ const Format FORMATS[] = {format<Float32>(), format<Float16>(), format<BFloat16>
 // exp(x) - 1 is power (1 + result) - 1: with x = n ln 2 + f, power = 2^n and the result, exp(f) - 1, is its Taylor
 // series up to f^7. To about a unit in the last place; for |x| < 87.
 inline Floats expm1(Floats x, Floats& power) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+    const float round = 12582912.0f;  // 1.5 * 2^23: a number added to it loses its fraction
     const Floats t = x * 1.44269504f + round, n = t - round;
     power = bits<Floats>((bits<Ints>(t) - bits<int32_t>(round) + 127) << 23);
     Floats f = x - n * 0.693145752f;  // the leading bits of ln 2, so that the product is exact, and the rest
@@ -279,7 +279,7 @@ inline Floats expm1(Floats x, Floats& power) {
     return series * f * f + f;
 }
 
-inline Floats exp(Floats x) {  // of what is not positive; NaN stays NaN
+inline Floats exp(Floats x) {  // for numbers that are not positive; NaN stays NaN
     Floats power;
     const Floats rest = expm1(x, power);
     return x < -87.0f ? Floats{} : power + power * rest;
@@ -297,12 +297,12 @@ inline Floats tanh(Floats x) {  // by exp(2x) - 1, which keeps the digits of a s
 
 // Rows of one sequence that go through its keys together.
 struct Span {
-    int64_t sequence, start, rows;  // start: the first one in query
-    int64_t position, keys;         // of the first row; of the sequence
+    int64_t sequence, start, rows;  // start: the index of the first one in query
+    int64_t position, keys;         // position of the first row; keys of the sequence
 };
 
-// The part of a span that meets keys [first, last). Of the only one `row` is negative; others leave their results in
-// shared rows from `row` on.
+// The part of a span's work with keys [first, last). A span's only piece has a negative `row`; others leave their
+// results in shared rows from `row` on.
 struct Piece {
     int64_t span, first, last, row;
 };
@@ -315,7 +315,7 @@ struct Buffer {
     Buffer(const Buffer&) = delete;
 };
 
-// A row each of a head and a token, head by head: the largest logit, the sum of exponentials below it, the weighted
+// One row per head and token, head by head: the largest logit, the sum of exponentials relative to it, the weighted
 // values.
 struct State {
     float *largest, *total, *values;
@@ -332,8 +332,8 @@ struct Attention {
     const Call& c;
     const Format format;
     const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv in whole vectors of words
-    const int64_t span;                        // the most rows of one
-    std::vector<int32_t> place;                // where a column lies in the order of parts
+    const int64_t span;                        // the most rows of a span
+    std::vector<int32_t> place;                // the place of a column in the order of parts
 
     explicit Attention(const Call& call)
         : c(call),
@@ -354,8 +354,8 @@ struct Attention {
     }
     int64_t last(const Span& s, int64_t i) const { return c.causal ? std::min(i + 1, s.keys) : s.keys; }
 
-    // The keys [low, high) that rows at positions [i, i + rows) see: all between the first of one and the last of one.
-    // The bidirectional ranges that hold a row hold its own key, so that they and what the masks leave are one interval.
+    // The keys [low, high) that rows at positions [i, i + rows) see: from the first to the last that any of them sees.
+    // The bidirectional ranges that hold a row also hold its own key, so all keys that it sees are one interval.
     void reach(const Span& s, int64_t i, int64_t rows, int64_t& low, int64_t& high) const {
         low = first(i);
         high = last(s, i + rows - 1);
@@ -378,11 +378,11 @@ struct Attention {
 
 // The scratch of one thread, and what it does with a piece.
 struct Worker : Attention {
-    const bool direct;           // rows can be read where they lie
+    const bool direct;           // whether rows can be read in place
     Buffer queries, logits;
     Buffer staged;               // rows that are not contiguous, or not whole vectors
     Buffer wide;                 // rows as float32
-    States own;                  // of a span's only piece
+    States own;                  // the states of a span's only piece
     Buffer sums;                 // a row of out
     const char* at[2][2][TILE];  // [this tile or the next][keys or values]: tokens in the cache, at head 0
     const char *staged_at[2][TILE], *wide_at[2][TILE];
@@ -418,7 +418,7 @@ struct Worker : Attention {
 
     Rows rows_of(int which, int plane, int64_t head) const { return {at[which][plane], head * head_stride(plane)}; }
 
-    // Copies n rows to where they are contiguous and end in zeros.
+    // Copies n rows so that they are contiguous and padded with zeros.
     Rows stage(int plane, Rows rows, int64_t n) {
         const int64_t size = plane ? c.Dv : c.D, x = plane ? c.Dv : c.x, pack = plane ? 0 : c.key_strides[3];
         const int64_t step = plane ? c.value_strides[3] : c.key_strides[4];
@@ -468,10 +468,10 @@ struct Worker : Attention {
         }
     }
 
-    // Rows [row, row + count) of a head meet n keys, the first at position `from`.
+    // Computes rows [row, row + count) of a head with n keys, the first at position `from`.
     void meet(const Format& products, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from,
               int64_t n, const float* q, const Rows* tile, const Rows* next, State state) {
-        int64_t low[ROWS], high[ROWS], seen = 0;  // keys that rows see: [low, high), all below `seen`
+        int64_t low[ROWS], high[ROWS], seen = 0;  // the keys [low, high) that each row sees; all are below `seen`
         for (int64_t r = 0; r < count; r++) {
             reach(span, span.position + (row + r) / G, 1, low[r], high[r]);
             low[r] = std::max<int64_t>(low[r] - from, 0);
@@ -488,7 +488,7 @@ struct Worker : Attention {
             decay[r] = softmax(logits.data + r * TILE, seen, low[r], high[r], head, h, distance, state.largest[r],
                                state.total[r]);
         }
-        // 0 * NaN is NaN: values meet the rows that see them, several rows at once where all of these do.
+        // 0 * NaN is NaN, so values are only multiplied for rows that see them; several rows at once if all of them do.
         const auto weigh = [&](int64_t r, int log2, int64_t begin, int64_t end) {
             if (begin >= end) return;
             const Rows values = {tile[1].at + begin, tile[1].offset};
@@ -506,8 +506,8 @@ struct Worker : Attention {
         }
     }
 
-    // Products of one row with n keys become weights below its largest logit so far; keys outside [first, last) are not
-    // seen. Returns by what the sums so far shrink.
+    // Turns the products of one row with n keys into weights relative to its largest logit so far. Keys outside of
+    // [first, last) are not seen. Returns the factor by which the sums so far shrink.
     float softmax(float* row, int64_t n, int64_t first, int64_t last, int64_t head, int64_t h, int64_t distance,
                   float& largest, float& total) const {
         Floats lane;
