@@ -5,9 +5,8 @@ prompts take the rest in chunks. Full blocks of equal prefixes are shared; when 
 swapped to the host cache, or, without room there, freed and computed again.
 
 A step happens whole or not at all. All that can fail comes first: slots are reserved, the model runs, tokens are
-chosen. What is to change by that is written down as one ``Outcome``, and done. An exception before that, wherever it
-comes from, gives the reserved slots back; one after it, which can only be an interrupt, leaves the rest to the next
-call.
+chosen. The changes that follow from it are recorded as one ``Outcome``, and then made. An exception before that gives
+the reserved slots back. An exception after it, which can only be an interrupt, leaves the rest to the next call.
 
 Sources of the ideas: iteration-level scheduling of Orca (Yu et al., OSDI 2022), preemption of PagedAttention (Kwon et
 al. 2023, arXiv:2309.06180), chunked prefill of Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310), the redo log of
@@ -67,37 +66,37 @@ __all__ = [
 ]
 
 KEPT_OUTPUTS = 1024  # finished requests whose output can still be asked for
-WARM_UP_LIMIT = 1800.0  # seconds that ranks wait for each other's compilation
+WARM_UP_LIMIT = 1800.0  # seconds for which ranks wait for each other's compilation
 
 
 class GenerationLoop:
     """Continuous batching: ``submit`` requests, then ``step`` (or ``run``) until none is left; or ``generate``.
 
-    A step happens whole or not at all, whatever is raised in it, Ctrl-C included: the next one gives the tokens that
-    would have come. Calls must come from one thread at a time. Used as a context manager it is closed at the end.
+    A step happens whole or not at all, whatever is raised in it, Ctrl-C included: the next step then gives the same
+    tokens. Call it from one thread at a time. As a context manager it is closed at the end.
 
     Args:
         step: the model.
-        kv_cache: the cache that the step writes. Sequences of others may live in it; the loop's are freed when they
-            finish, when the loop is closed, and when it is garbage.
+        kv_cache: the cache that the step writes. It may also hold sequences of others. The loop's sequences are freed
+            when they finish, when the loop is closed, and when it is garbage collected.
         max_num_seqs: most sequences of a step.
         max_num_tokens: the token budget of a step, at least max_num_seqs.
         max_model_len: longest sequence, prompt and output; by default the step's ``max_model_len``, at most what the
             cache can hold.
         compile: run the step through ``torch.compile(fullgraph=True)``. The sizes T and S are dynamic, so one graph
-            serves every batch; :meth:`warm_up` compiles it, at the latest in the first step. With states in the cache
-            that holds for decodes, and steps with parts of prompts run as they are.
-        graph_mode: which batches are captured in CUDA graphs, by :meth:`warm_up` too.
+            serves every batch; it is compiled by :meth:`warm_up`, or else in the first step. If the cache has states,
+            only decodes are compiled, and steps with parts of prompts run eagerly.
+        graph_mode: which batches are captured in CUDA graphs, also by :meth:`warm_up`.
         logits_processor, stopping_criteria: as in :class:`SamplingParams`, for all requests, before their own.
-        seed: of the seeds of requests that have none; None differs from loop to loop.
+        seed: makes the seeds of requests that have none; with None these differ from loop to loop.
         group: the ``torch.distributed`` group of ranks that run the step together, each with a loop of its own; by
             default the step's ``process_group``. See :mod:`paged_ops.parallel` for what they must call.
-        rank_time_limit: seconds after which a rank that does not come is named, on all others.
+        rank_time_limit: seconds after which a missing rank is named in an error on all others.
 
     Raises:
         ValueError: a size is not positive, the budget is smaller than max_num_seqs, max_model_len is larger than the
             step's.
-        RankError: the ranks made loops that differ, or one of them is gone or late.
+        RankError: the loops of the ranks differ, or a rank is gone or late.
     """
 
     def __init__(
@@ -157,13 +156,13 @@ class GenerationLoop:
         )
         self._is_warm = not compile and self._runner.mode is GraphMode.NONE
         self._scheduler = Scheduler(kv_cache, max_num_seqs, max_num_tokens, max_model_len, self.stats)
-        self._events: deque[NewToken] = deque()  # of submitted requests, not delivered yet
-        self._requests: dict[int, Request] = {}  # unfinished ones and the last that finished
+        self._events: deque[NewToken] = deque()  # events of submitted requests that are not yet delivered
+        self._requests: dict[int, Request] = {}  # the unfinished ones, and the last that finished
         self._finished: deque[int] = deque()
         self._closed = False
         self._aborting: set[Request] = set()
         self._is_open = False  # whether changes are being made
-        self._outcome: Outcome | None = None  # changes that are decided
+        self._outcome: Outcome | None = None  # the changes that are decided
         self._num_begun = 0
         self._team = Team.of(self, step, group, rank_time_limit)
         weakref.finalize(self, give_back, kv_cache, self._scheduler.unfinished).atexit = False
@@ -203,11 +202,11 @@ class GenerationLoop:
         return True
 
     def output(self, request_id: int) -> Output:
-        """The tokens of a request so far, with its finish_reason, error and logprobs. Of those that finished, the last
-        1024 are kept.
+        """The tokens of a request so far, with its finish_reason, error and logprobs. The outputs of the last 1024
+        finished requests are kept.
 
         Raises:
-            ValueError: no request ever had this id, or it is not kept any more.
+            ValueError: no request ever had this id, or its output is no longer kept.
         """
         request = self._request(request_id)
         if request is None:
@@ -216,13 +215,13 @@ class GenerationLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, or has tokens that ``step`` has not given yet."""
+        """Whether any request is unfinished, or has tokens that ``step`` has not yet returned."""
         return bool(self._scheduler.unfinished or self._events)
 
     def step(self) -> list[NewToken]:
-        """Schedules and runs one step; the tokens that it produced (none for prompts that are not through yet).
+        """Schedules and runs one step. Returns the tokens that it produced: none for prompts that are not yet computed.
 
-        Tokens that an earlier call left, and the ends of aborted requests, come first, without a step.
+        Tokens that an earlier call left, and the ends of aborted requests, are returned first, without a step.
 
         Raises:
             OutOfBlocks: no request can run, because others hold the cache's blocks. Free some, or abort a request.
@@ -234,13 +233,14 @@ class GenerationLoop:
         try:
             events.clear()
             return new
-        except BaseException:  # an interrupt: the caller has not got them
+        except BaseException:  # an interrupt: the caller did not get them
             events.clear()
             events.extend(new)
             raise
 
     def run(self, on_token: Callable[[NewToken], None] | None = None) -> dict[int, Output]:
-        """Steps until no request is left; returns the new tokens by request id. ``on_token`` sees each as it comes."""
+        """Runs steps until no request is left; returns the new tokens by request id. ``on_token`` is called with each
+        token."""
         outputs: dict[int, Output] = {}
         while self.has_work:
             self._fill(self._events)
@@ -260,21 +260,21 @@ class GenerationLoop:
         *,
         extra_key: Hashable = None,
     ) -> list[Output]:
-        """The continuations of prompts, in their order.
+        """Generates the continuations of prompts, in the order of the prompts.
 
         All prompts are checked before any is queued. Whatever is raised, none of them stays queued. Requests that were
-        submitted before run along; their tokens are kept for :meth:`step` and :meth:`run`.
+        submitted before run at the same time; their tokens are kept for :meth:`step` and :meth:`run`.
 
         Args:
             prompts: a list of what :meth:`submit` takes, a tensor ``[S, n]``, or what a tokenizer returns for several
-                texts; where it has an ``attention_mask``, padding is taken off.
-            params: one for all, or one for each.
-            on_token: called with each token as it comes, and with the ends of requests that bring none.
+                texts; if there is an ``attention_mask``, padding is removed.
+            params: one for all prompts, or one for each.
+            on_token: called with each new token, and with the ends of requests that have no token.
             extra_key: as in :meth:`submit`.
 
         Returns:
-            The tokens of each as an :class:`Output`, ``n`` of them in a row for each prompt. A request that fails, or
-            that ``on_token`` aborts, has those that it got; its ``finish_reason`` and ``error`` say so.
+            An :class:`Output` for each sample: ``n`` of them in a row for each prompt. A request that fails, or that
+            ``on_token`` aborts, has its tokens up to then; its ``finish_reason`` and ``error`` say so.
         """
         has_mask = isinstance(prompts, Mapping) and prompts.get("attention_mask") is not None
         prompts = read_prompts(prompts)
@@ -308,12 +308,12 @@ class GenerationLoop:
         return stream
 
     def follow(self) -> None:
-        """Takes part in all that rank 0 does with its loop, until that is closed: for the other ranks, where rank 0
-        alone has the requests.
+        """Takes part in all that rank 0 does with its loop, until that loop is closed. For the other ranks, if only
+        rank 0 has the requests.
 
         Raises:
             ValueError: on rank 0, or without a group.
-            RankError: the ranks can go on no more.
+            RankError: the ranks cannot go on.
         """
         may = self._team is not None and not self._team.leads
         expect(may, "follow", "a rank other than 0 of a group", "rank 0, or no group")
@@ -321,13 +321,14 @@ class GenerationLoop:
         while not self._closed:
             try:
                 self._advance(FOLLOW)
-            except Exception:  # which rank 0 has too, and decides about
+            except Exception:  # rank 0 has it too, and decides what to do
                 if self._team.lost:
                     raise
             self._events.clear()
 
     def close(self) -> None:
-        """Aborts all requests and gives their blocks back; the loop takes no more. Among several ranks all close."""
+        """Aborts all requests and gives their blocks back; the loop then takes no more requests. Of several ranks, all
+        close."""
         if self._team is not None and not self._closed:
             self._team.leave()
         self._close()
@@ -351,7 +352,7 @@ class GenerationLoop:
         """Forgets all computed prefixes: call it when the model's weights have changed.
 
         Raises:
-            ValueError: requests are unfinished, or others have sequences in the cache; finish or abort them first, as
+            ValueError: requests are unfinished, or others have sequences in the cache. Finish or abort them first, as
                 they would go on with keys and values of the old weights.
         """
         if self._team is not None:
@@ -370,11 +371,12 @@ class GenerationLoop:
 
     @property
     def graph_stats(self) -> GraphStats:
-        """How many steps were replayed from CUDA graphs, of which sizes, with how much padding."""
+        """Counts of the steps that were replayed from CUDA graphs, by size, and of their padding."""
         return self._runner.stats
 
     def warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
-        """Runs a step of padding only, and so compiles the graph that all batches use; captures, if a mode says so.
+        """Compiles the graph that all batches use, by a step that is only padding, and captures graphs if there is a
+        mode.
 
         The cache is not touched. ``on_capture`` is called with (sizes captured, sizes in all).
         """
@@ -392,8 +394,8 @@ class GenerationLoop:
 
     @torch.no_grad()
     def _run_first(self, on_capture: Callable[[int, int], None] | None) -> None:
-        # eager first: the model's own errors, not wrapped by the compiler's. In the loop's sizes: layers that are
-        # compiled would be once more for another width of the block tables.
+        # Eagerly first, so that the model's errors are not wrapped in the compiler's. In the loop's sizes, as compiled
+        # layers would be compiled again for another width of the block tables.
         first = DecodeGraphs(
             self._eager_step,
             self.kv_cache,
@@ -415,7 +417,7 @@ class GenerationLoop:
         return self._maker.make(prompts, params, extra_key, events)
 
     def _queue(self, requests: list[Request]) -> None:
-        """All of them, or none."""
+        """Queues all of them, or none."""
         within, self._is_open = self._is_open, True
         try:
             self._requests.update({each.request_id: each for first in requests for each in (first, *first.others)})
@@ -441,34 +443,34 @@ class GenerationLoop:
         self._aborting.update(self._requests[each] for each in request_ids if each in self._requests)
 
     def _request(self, request_id: int) -> Request | None:
-        """The request of that id, None if it is long gone."""
+        """The request with that id, or None if it is no longer kept."""
         request = self._requests.get(request_id)
         num_given = self._maker.next_id
         expect(0 <= request_id < num_given, "request_id", f"one of {num_given} that were given", request_id)
         return request
 
     def _drop(self, requests: Iterable[Request]) -> None:
-        """Aborts those that are unfinished: now, when the step that is running is over, or when all ranks know."""
+        """Aborts the unfinished ones: now, after the step that is running, or when all ranks know."""
         where = self._aborting if self._team is None else self._team.aborted
         where.update(request for request in requests if request.finish_reason is None)
         if not self._is_open and self._team is None:
             self._settle()
 
     def _shared_errors(self) -> contextlib.AbstractContextManager[None]:
-        """What is raised within, between steps, is raised on all ranks."""
+        """An exception inside it, between steps, is raised on all ranks."""
         return contextlib.nullcontext() if self._team is None else self._team.shared_errors()
 
     # A step
 
     def _fill(self, events: deque[NewToken]) -> None:
-        """Runs a step if there is nothing to deliver yet."""
-        if self._outcome is not None:  # an interrupted call may have brought a part of its events
+        """Runs a step if nothing is left to deliver."""
+        if self._outcome is not None:  # an interrupted call may have delivered a part of its events
             self._settle()
         if not events:
             self._advance()
 
     def _advance(self, call: str = "step") -> None:
-        """Runs one step, if there is work; its tokens go to the events of their requests."""
+        """Runs one step, if there is work. Its tokens are added to the events of their requests."""
         if self._team is not None and (self._scheduler.unfinished or call == FOLLOW):
             call = self._team.meet(call)
             if call != "step":
@@ -490,20 +492,20 @@ class GenerationLoop:
                     raise RuntimeError("step: another step was run within this one, which was given up")
                 self._outcome = outcome  # from here on the step has happened
                 self._apply(outcome)
-                if plan.has_admitted or outcome.forks:  # only then can more blocks be shared than before
+                if plan.has_admitted or outcome.forks:  # only then can there be more shared blocks than before
                     shared = self.kv_cache.stats().shared_blocks
                     self.stats.peak_shared_blocks = max(self.stats.peak_shared_blocks, shared)
         except BaseException:
-            torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of the block above
+            torch.set_grad_enabled(grad_mode)  # an interrupt may have skipped the end of the block above
             self._settle()
             raise
-        if self._aborting:  # by whom the step called
+        if self._aborting:  # by a function that the step called
             self._settle()
         self.stats.seconds += time.perf_counter() - started
 
     def _compute(self) -> tuple[Plan, Outcome]:
-        """Plans the step, runs the model, chooses tokens, and says what is to change. Nothing that counts has changed
-        then."""
+        """Plans the step, runs the model, chooses tokens, and returns the changes to make. No request has changed
+        by then."""
         plan, outcome, requests = Plan([], 0, 0, False), Outcome(), list[Request]()
 
         def run() -> Choices:
@@ -539,7 +541,7 @@ class GenerationLoop:
         return plan, outcome
 
     def _apply(self, outcome: Outcome, again: bool = False) -> None:
-        """Makes the changes; ``again`` after an interrupt, when any part of them may be made already."""
+        """Makes the changes; ``again`` after an interrupt, when a part of them may already be made."""
         apply(outcome, self.kv_cache, self._scheduler, again)
         for request, _, _ in outcome.ends:
             self._finished.append(request.request_id)
@@ -551,7 +553,7 @@ class GenerationLoop:
         self._is_open = False
 
     def _settle(self) -> None:
-        """Ends what an earlier call left: changes that were decided are made, others given up. Then aborts."""
+        """Finishes what an earlier call left: makes the changes that were decided, drops the others. Then aborts."""
         if self._outcome is not None:
             self._apply(self._outcome, again=True)
         elif self._is_open:
@@ -564,7 +566,7 @@ class GenerationLoop:
             if request.finish_reason is None:
                 outcome.end(request, "abort")
                 others = [other for other in request.others if other.finish_reason is None and other not in aborting]
-                if others:  # the first of them computes the prompt now
+                if others:  # the first of them now computes the prompt
                     outcome.starts.append((others[0], tuple(others[1:])))
         self._is_open, self._outcome = True, outcome
         self._apply(outcome)
