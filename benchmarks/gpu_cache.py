@@ -30,7 +30,7 @@ import triton
 import paged_ops
 from paged_ops import reference
 from paged_ops.lowerings.gpu import cache, merge
-from paged_ops.lowerings.gpu.device import target_of
+from paged_ops.lowerings.gpu.target import target_of
 
 DEVICE = "cuda"
 L2_SEVERAL = 5 * 64 << 20

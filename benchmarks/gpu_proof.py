@@ -35,7 +35,7 @@ from paged_ops.bench import measure
 from paged_ops.bench.cases import Case, host_case
 
 DEVICE = torch.device("cuda")
-HOPPER = Path(__file__).parents[1] / "paged_ops/lowerings/gpu/hopper.py"
+HOPPER = sorted((Path(__file__).parents[1] / "paged_ops/lowerings/gpu/attention").glob("hopper*.py"))
 ONLY_THERE = [f"tests/test_{name}.py" for name in ("gpu_device", "gpu_hopper", "gpu_launch", "cache", "metadata")]
 # What to run, and with how many workers: caches of the cache ops' matrices take tens of gigabytes.
 PYTEST: dict[str, tuple[list[str], int]] = {
@@ -107,23 +107,21 @@ def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, An
 ORDERED = (
     ("def prefill_kernel(", "def prefill_kernel("),
     ("def prefill_kernel(", "gl.warp_specialize("),
-    ("return gl.sum(items.index(", "items.index("),
+    ("return gl.sum(items.index(", "shared.items.index("),
 )
 
 
 def unexplained_races(text: str) -> list[str]:
     """The races in a report of racecheck that are not ORDERED, each once."""
-    lines = HOPPER.read_text().splitlines()
+    code = {(path.name, n): line.strip() for path in HOPPER for n, line in enumerate(path.read_text().splitlines(), 1)}
     found = []
     for report in text.split("Race reported between")[1:]:
         accesses = re.findall(r"(Read|Write) access at \S+ in (\S+):(\d+)", report)
         for other in accesses[1:]:
             pair = sorted((accesses[0], other))  # Read before Write
-            known = [kind for kind, _, _ in pair] == ["Read", "Write"] and all(
-                file.endswith(HOPPER.name) and int(line) <= len(lines) for _, file, line in pair
-            )
-            code = [lines[int(line) - 1].strip() if known else "" for _, _, line in pair]
-            if not any(code[0].startswith(read) and code[1].startswith(write) for read, write in ORDERED):
+            first, second = (code.get((Path(file).name, int(line)), "") for _, file, line in pair)
+            known = any(first.startswith(read) and second.startswith(write) for read, write in ORDERED)
+            if not known or [kind for kind, _, _ in pair] != ["Read", "Write"]:
                 found.append(" and ".join(f"{kind} {file}:{line}" for kind, file, line in pair))
     return list(dict.fromkeys(found))
 

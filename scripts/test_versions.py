@@ -291,7 +291,7 @@ The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same sour
 * The Hopper kernel spills with Triton 3.9: 24 to 40 bytes for head sizes 64 and 128, 152 for 256. `spills`
   in `tests/aot_variants_hopper.py` keeps it from becoming more.
 * A Triton newer than 3.9 gets the plain Triton kernels and Triton's own launches until its Gluon is known
-  (`NEWEST_KNOWN` in `paged_ops/lowerings/gpu/device.py`).
+  (`NEWEST_KNOWN` in `paged_ops/lowerings/gpu/target.py`).
 """
 
 

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
-from paged_ops.lowerings.gpu import device
+from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942", "hip:gfx950", "hip:gfx1100")
 NUM_PROCESSORS = {"cuda:80": 108, "cuda:90": 132, "cuda:100": 148}
@@ -230,7 +230,7 @@ def variants(target: str | None) -> list[Variant]:
     import aot_variants_cache
     import aot_variants_hopper
 
-    has_gluon = device.OLDEST_GLUON <= device.TRITON <= device.NEWEST_KNOWN
+    has_gluon = OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
     hopper = aot_variants_hopper.VARIANTS if target is None or (target == "cuda:90" and has_gluon) else []
     listed = [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *hopper]
     return [variant for variant in listed if target is None or target in (variant.targets or (target,))]

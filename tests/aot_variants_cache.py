@@ -6,7 +6,7 @@ from aot import Variant, gpu
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 from paged_ops.lowerings.gpu import blocks
-from paged_ops.lowerings.gpu.device import target_of
+from paged_ops.lowerings.gpu.target import target_of
 
 LOAD, STORE = (rf"(global|buffer)_{op}_(dwordx4|b128)" for op in ("load", "store"))
 WIDE = {"cuda": (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"), "hip": (LOAD, STORE)}

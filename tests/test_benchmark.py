@@ -382,12 +382,12 @@ def test_a_workload_that_is_wrong_is_not_timed(monkeypatch):
 
 def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    from paged_ops.lowerings.gpu import device
+    from paged_ops.lowerings.gpu import target as targets
 
     tree = {"split": {"16bit": {"128": [64, 4, 3]}}, "prefill": [128]}
-    target = device.Target(torch.device("cuda", 1), "Some GPU", "cuda", 90, 132, 227 << 10)
+    target = targets.Target(torch.device("cuda", 1), "Some GPU", "cuda", 90, 132, 227 << 10)
     monkeypatch.setitem(vars(target), "tiles", tree)
-    monkeypatch.setattr(device, "target_of", {target.device: target}.get)
+    monkeypatch.setattr(targets, "target_of", {target.device: target}.get)
     monkeypatch.setattr(cli.bench, "choose_device", lambda name: target.device)
     path, seen = tmp_path / "attention_some_gpu.json", []
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 import aot
 
-from paged_ops.lowerings.gpu import device
+from paged_ops.lowerings.gpu.target import TRITON
 
 pytestmark = pytest.mark.aot
 
@@ -67,7 +67,7 @@ def found_wrong(row, variant, target):
             yield f"{row['name']}: {kernel} reads registers that nothing has set: {unset}"
     for pattern in row["missing"]:
         yield f"{row['name']}: no {pattern} in its assembly"
-    known = variant.spills.get(device.TRITON, 0) if target == "cuda:90" else 0
+    known = variant.spills.get(TRITON, 0) if target == "cuda:90" else 0
     for kernel, spilled in row["kernels"].items():
         if spilled is None:
             yield f"{row['name']}: the tools do not tell what {kernel} spills"

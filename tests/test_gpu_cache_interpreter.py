@@ -19,7 +19,7 @@ import triton.language as tl
 
 from paged_ops import reference, testing
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import blocks, cache, device, fp8
+from paged_ops.lowerings.gpu import blocks, cache, fp8, target
 
 pytestmark = pytest.mark.interpreter
 
@@ -111,7 +111,7 @@ def test_uint8_is_fnuz_on_gfx94x(monkeypatch):
     key = torch.randn(4, 1, 16)
     slots = torch.arange(4)
     got, want = torch.zeros(1, 2, 4, 1, 16, dtype=torch.uint8), torch.zeros(1, 2, 4, 1, 16, dtype=torch.float8_e4m3fnuz)
-    gfx942 = device.Target(key.device, device.DEFAULT, "hip", "gfx942", 304, 64 << 10)
+    gfx942 = target.Target(key.device, target.DEFAULT, "hip", "gfx942", 304, 64 << 10)
     monkeypatch.setattr(cache, "target_of", lambda _: gfx942)
     gpu.reshape_and_cache(key, key, got, slots, kv_cache_dtype="fp8")
     reference.reshape_and_cache(key, key, want, slots)
@@ -302,7 +302,7 @@ def test_routes_of_swaps(route, layout, staging_bytes, monkeypatch):
     if staging_bytes != 1200 and route in ("direct", "mapped"):
         staging_bytes = 1 << 20
     memory, sources, targets, mapping = swap_inputs(layout, torch.float16)
-    monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], "staging_bytes", staging_bytes)
+    monkeypatch.setitem(target.target_of(torch.device("cpu")).numbers["swap_blocks"], "staging_bytes", staging_bytes)
     want = [each.clone() for each in targets]
     reference.swap_blocks(sources, want, mapping)
     here = torch.device("cpu")
@@ -310,8 +310,8 @@ def test_routes_of_swaps(route, layout, staging_bytes, monkeypatch):
         blocks._swap_pageable(sources, targets, mapping)
     elif route in ("direct", "mapped"):
         most = 0 if route == "direct" else 1 << 40
-        monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], "direct_bytes", most)
-        monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], "staged_bytes", 1 << 40)
+        monkeypatch.setitem(target.target_of(torch.device("cpu")).numbers["swap_blocks"], "direct_bytes", most)
+        monkeypatch.setitem(target.target_of(torch.device("cpu")).numbers["swap_blocks"], "staged_bytes", 1 << 40)
         blocks._swap_pinned(sources, targets, mapping, here)
     else:
         to_host = route == "staged to the host"
@@ -338,7 +338,7 @@ def test_choice_of_the_route(pairs, route, monkeypatch):
     monkeypatch.setattr(blocks, "_launch", lambda *args: took.append("mapped"))
     caches = torch.zeros(16, 1024), torch.zeros(16, 1024)
     for name in ("direct_bytes", "staged_bytes"):
-        monkeypatch.setitem(device.target_of(torch.device("cpu")).numbers["swap_blocks"], name, 4 * 4096)
+        monkeypatch.setitem(target.target_of(torch.device("cpu")).numbers["swap_blocks"], name, 4 * 4096)
     blocks._swap_pinned([caches[0]], [caches[1]], torch.tensor(pairs), torch.device("cpu"))
     assert took == [route]
 
@@ -382,9 +382,9 @@ def test_empty_calls():
 def test_config_of_a_device_must_be_known(tmp_path, monkeypatch):
     (tmp_path / "cache_default.json").write_text('{"copy_blocks": {"chunk_bytes": 1}}')
     (tmp_path / "cache_some_gpu.json").write_text('{"copy_blocks": {"chunk_byte": 2}}')
-    monkeypatch.setattr(device, "CONFIGS", tmp_path)
+    monkeypatch.setattr(target, "CONFIGS", tmp_path)
     with pytest.raises(ValueError, match=r"cache_some_gpu\.json: expected \['chunk_bytes'\] for copy_blocks"):
-        device.read_numbers("Some GPU")
+        target.read_numbers("Some GPU")
     (tmp_path / "cache_some_gpu.json").write_text('{"copy_blocks": {"chunk_bytes": 2}}')
-    assert device.read_numbers("Some GPU") == {"copy_blocks": {"chunk_bytes": 2}}
-    assert device.read_numbers("Another GPU") == {"copy_blocks": {"chunk_bytes": 1}}
+    assert target.read_numbers("Some GPU") == {"copy_blocks": {"chunk_bytes": 2}}
+    assert target.read_numbers("Another GPU") == {"copy_blocks": {"chunk_bytes": 1}}

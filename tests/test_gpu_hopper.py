@@ -13,7 +13,9 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 import paged_ops
 from paged_ops import layouts, masks
 from paged_ops.features import Features
-from paged_ops.lowerings.gpu import attention, device, features, hopper, spec, tiles
+from paged_ops.lowerings.gpu import spec, target
+from paged_ops.lowerings.gpu.attention import hopper, hopper_items, hopper_rows, tuning
+from paged_ops.lowerings.gpu.attention import plan as attention
 
 N, H = 5, 8
 CACHES = [("NHD", 16, 2, 128), ("NHD", 128, 2, 64), ("NHD", 16, 1, 64), ("HND", 8, 4, 128), ("HND", 48, 1, 256)]
@@ -127,10 +129,12 @@ def as_torch(monkeypatch):
         int32=torch.int32,
         int64=torch.int64,
     )
-    monkeypatch.setattr(hopper, "gl", language)
-    monkeypatch.setattr(features, "tl", language)
-    for name in ("oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "softmax_tile"):
-        monkeypatch.setattr(hopper, name, getattr(hopper, name).fn)
+    monkeypatch.setattr("paged_ops.lowerings.gpu.attention.tile.tl", language)
+    for module in (hopper_items, hopper_rows):
+        monkeypatch.setattr(module, "gl", language)
+        for name in ("oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "softmax_tile"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(module, name).fn)
 
 
 @pytest.mark.parametrize("reach", [(0, 0), (50, 0), (0, 96), (70, 64)], ids=str)
@@ -149,14 +153,14 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
     num_tiles = int(starts[-1]) // TOKENS + len(sequences)
     done = torch.zeros(int(starts[-1]), dtype=torch.bool)
     seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1)
-    constants = SimpleNamespace(masks=seen, K=K, G=G), tiles.division(0, 64), SimpleNamespace(M=32, N=BLOCK_N), 4
+    constants = SimpleNamespace(masks=seen, K=K, G=G), tuning.division(0, 64), SimpleNamespace(M=32, N=BLOCK_N), 4
     tensors = SimpleNamespace(
         seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=Pointer(ranges)
     )
     numbers = SimpleNamespace(window=window, chunk=chunk, S=len(sequences))
     for item in range(num_tiles * K):
         kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end = (
-            int(each) for each in hopper.work_item(item, num_tiles, tensors, numbers, -1, *constants)
+            int(each) for each in hopper_items.work_item(item, num_tiles, tensors, numbers, -1, *constants)
         )
         if count == 0 or kh:
             continue
@@ -166,14 +170,14 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
             i, torch.arange(n), 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges[s].tolist()
         )[0]
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
-        low, last = hopper.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
+        low, last = hopper_rows.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
         for tile in range(end_tile - count, end_tile):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)
             masked = tile == end_tile - 1 or tile >= full_end or (bounded and tile < full_start)
             nothing = torch.full((len(i),), -torch.inf)
             qk = torch.zeros(len(i), BLOCK_N)
-            p, *_ = hopper.softmax_tile(qk, nothing, 1.0, (0, 0), last, low, j, n, masked, True, bounded, False)
+            p, *_ = hopper_rows.softmax_tile(qk, nothing, 1.0, (0, 0), last, low, j, n, masked, True, bounded, False)
             got[:, j] = p > 0
         assert torch.equal(got[:, :n], want[:, : got.shape[1]]) and not want[:, got.shape[1] :].any()
         assert not got[:, n:].any()
@@ -210,7 +214,7 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, **options):
     attention.forget()
     got, got_lse = paged_ops.paged_attention_with_lse(*call, **options)
     assert bounds == [short]
-    other = dataclasses.replace(device.target_of(query.device), arch=89)  # which has no such kernel
+    other = dataclasses.replace(target.target_of(query.device), arch=89)  # which has no such kernel
     monkeypatch.setattr(attention, "target_of", lambda _: other)
     attention.forget()
     want, want_lse = paged_ops.paged_attention_with_lse(*call, **options)

@@ -15,12 +15,14 @@ pytest.importorskip("triton")
 
 from paged_ops import testing
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import attention, decode, device, tiles
+from paged_ops.lowerings.gpu import target
+from paged_ops.lowerings.gpu.attention import decode, tuning
+from paged_ops.lowerings.gpu.attention import plan as attention
 
 pytestmark = pytest.mark.interpreter
 
 
-class OnHopper(device.Target):
+class OnHopper(target.Target):
     """The interpreter, with the kernel that it cannot run: a stand-in serves."""
 
     has_hopper_gluon = True
@@ -60,10 +62,10 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
 
     def plan(spec, target, shapes):
         assert spec.masks.causal
-        tile_plan = tiles.plan_of(spec, target, shapes.T, shapes.S)
+        tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
         if tile_plan.all_split and short < 0:
             return None
-        division = tiles.division(tile_plan.split.block_m, shapes.S, short)
+        division = tuning.division(tile_plan.split.block_m, shapes.S, short)
 
         class StandIn:
             def at(self, addresses, numbers):
@@ -76,7 +78,7 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
 
     hopper = SimpleNamespace(serves=lambda *_: [], plan=plan)
     here = torch.device("cpu")
-    monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, device.DEFAULT, "interpreter", 0, 0, 0))
+    monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, target.DEFAULT, "interpreter", 0, 0, 0))
     monkeypatch.setattr(attention, "_hopper", lambda: hopper)
     attention.forget()
     try:

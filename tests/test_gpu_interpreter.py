@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 
 from paged_ops import layouts, registry, testing
 from paged_ops.lowerings import cpu, gpu
-from paged_ops.lowerings.gpu import attention, tiles
+from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import tuning
 
 pytestmark = pytest.mark.interpreter
 
@@ -67,7 +68,7 @@ def test_matches_reference(name, case):
 @pytest.mark.parametrize("case", ["decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode"])
 def test_any_number_of_programs(case, programs, monkeypatch):
     """Shares of no tile, of less than a unit, of several units: the same numbers within the error budget."""
-    monkeypatch.setattr(tiles, "INTERPRETER_PROGRAMS", programs)
+    monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
     attention.forget()
     try:
         named = testing.case_named("paged_attention_with_lse", case)
@@ -79,7 +80,7 @@ def test_any_number_of_programs(case, programs, monkeypatch):
 @pytest.mark.parametrize(("programs", "heads"), [(3, (71, 1)), (20, (8, 2)), (100, (8, 1)), (70, (6, 1))])
 def test_one_sequence_in_many_parts(programs, heads, monkeypatch):
     """Few parts are merged by rows, many by columns."""
-    monkeypatch.setattr(tiles, "INTERPRETER_PROGRAMS", programs)
+    monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
     H, K = heads
     tokens = 32 * programs + 7
     blocks = -(-tokens // 16)
@@ -127,13 +128,13 @@ def test_nan_reaches_the_rows_that_see_it(case):
 def test_key_tiles_are_sliced_where_they_can_be(sliced, changes, monkeypatch):
     """What chooses between the two ways to see a tile of keys; test_matches_reference runs both."""
     plans = []
-    plan = tiles.plan
+    plan = tuning.plan
 
     def noted(*arguments):
         plans.append(plan(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(tiles, "plan", noted)
+    monkeypatch.setattr(tuning, "plan", noted)
     settings = {
         "layout": "NHD",
         "B": 16,

@@ -143,9 +143,9 @@ def test_swap_matrix(order, head_size, block_size, num_blocks, direction):
 @pytest.mark.parametrize("route", ["direct", "staged", "mapped"])
 @pytest.mark.parametrize("form", ["nhd", "hnd", "plane_first", "x_packed"])
 def test_swap_routes(form, route, direction, staging_bytes, monkeypatch):
-    from paged_ops.lowerings.gpu import device
+    from paged_ops.lowerings.gpu import target
 
-    numbers = device.target_of(GPU).numbers["swap_blocks"]
+    numbers = target.target_of(GPU).numbers["swap_blocks"]
     monkeypatch.setitem(numbers, "staging_bytes", staging_bytes)
     monkeypatch.setitem(numbers, "direct_bytes", 0 if route == "direct" else 1 << 40)
     monkeypatch.setitem(numbers, "staged_bytes", 0 if route == "staged" else 1 << 40)

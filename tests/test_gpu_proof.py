@@ -21,31 +21,30 @@ def proof():
 
 
 def line_of(proof, start):
-    lines = proof.HOPPER.read_text().splitlines()
-    return next(n for n, line in enumerate(lines, 1) if line.strip().startswith(start))
+    lines = [(path.name, each) for path in proof.HOPPER for each in enumerate(path.read_text().splitlines(), 1)]
+    return next(f"{name}:{n}" for name, (n, line) in lines if line.strip().startswith(start))
 
 
-def report(read, *writes, file="hopper.py"):
-    first = f"========= Error: Race reported between Read access at prefill_kernel+0x130 in {file}:{read}\n"
+def report(read, *writes):
+    first = f"========= Error: Race reported between Read access at prefill_kernel+0x130 in {read}\n"
     return first + "".join(
-        f"=========     and Write access at prefill_kernel+0x11920 in {file}:{write} [4 hazards]\n" for write in writes
+        f"=========     and Write access at prefill_kernel+0x11920 in {write} [4 hazards]\n" for write in writes
     )
 
 
 def test_ordered_races_are_known(proof):
     start, workers = line_of(proof, "def prefill_kernel("), line_of(proof, "gl.warp_specialize(")
-    read, write = line_of(proof, "return gl.sum(items.index("), line_of(proof, "items.index(")
-    assert proof.unexplained_races(report(start, start, workers) + report(read, write)) == []
+    read, write = line_of(proof, "return gl.sum(items.index("), line_of(proof, "shared.items.index(")
+    assert proof.unexplained_races(report(start, start, workers) + report(read, f"/somewhere/{write}")) == []
     assert proof.unexplained_races("no hazards") == []
 
 
 def test_others_are_named(proof):
     start, workers = line_of(proof, "def prefill_kernel("), line_of(proof, "gl.warp_specialize(")
-    assert proof.unexplained_races(report(start, workers + 1)) == [
-        f"Read hopper.py:{start} and Write hopper.py:{workers + 1}"
-    ]
+    other = line_of(proof, "def serves(")
+    assert proof.unexplained_races(report(start, other)) == [f"Read {start} and Write {other}"]
     assert len(proof.unexplained_races(report(workers, start))) == 1
-    assert len(proof.unexplained_races(report(start, workers, file="decode.py"))) == 1
-    assert len(proof.unexplained_races(report(10**6, workers))) == 1
+    assert len(proof.unexplained_races(report(start, workers.replace("hopper", "decode")))) == 1
+    assert len(proof.unexplained_races(report("hopper.py:1000000", workers))) == 1
     written = report(start, workers).replace("Read access", "Write access")
     assert len(proof.unexplained_races(written)) == 1

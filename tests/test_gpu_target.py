@@ -18,7 +18,9 @@ from paged_ops import KVCache, Layout, layouts
 from paged_ops.bench import tune
 from paged_ops.hybrid import HybridCache
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import attention, blocks, device, launch, tiles
+from paged_ops.lowerings.gpu import blocks, launch, target
+from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.states import StateCache, StateSpec
 
@@ -94,7 +96,7 @@ class Event:
 
 def forget():
     tune.forget()
-    device.target_of.cache_clear()
+    target.target_of.cache_clear()
     for each in (launch._launchers, blocks._tables, blocks._captured):
         each.clear()
 
@@ -150,15 +152,15 @@ def test_attention_of_each_device(machine, current):
         assert by_module.keys() == {"decode", "hopper" if is_hopper else "prefill"}
         assert [each["PDL"] for module, _, each in machine.launches if module == "decode"] == [is_hopper] * 2
         split = next(each for module, _, each in machine.launches if module == "decode")
-        keys, warps, stages, *_ = device.read_tiles(PROPERTIES[where.index].name)["split"]["16bit"]["128"]
+        keys, warps, stages, *_ = target.read_tiles(PROPERTIES[where.index].name)["split"]["16bit"]["128"]
         assert (split["TILE"].N, split["num_warps"], split["num_stages"]) == (keys, warps, stages)
 
 
 def test_the_tables_of_both_differ():
     """Or the tests here would show nothing."""
-    tables = [device.read_tiles(each.name)["split"]["16bit"]["128"] for each in PROPERTIES]
+    tables = [target.read_tiles(each.name)["split"]["16bit"]["128"] for each in PROPERTIES]
     assert tables[0] != tables[1]
-    numbers = [device.read_numbers(each.name) for each in PROPERTIES]
+    numbers = [target.read_numbers(each.name) for each in PROPERTIES]
     for op in ("reshape_and_cache", "gather_kv", "merge_attention_states", "copy_blocks"):
         assert numbers[0][op] != numbers[1][op]
 
@@ -179,7 +181,7 @@ def test_cache_ops_of_each_device(machine, current):
         assert {each["PDL"] for *_, each in machine.launches} == {where == H200}
         write, gather, merge, copy = (each for *_, each in machine.launches)
         assert write["NATIVE"] is (where == H200)
-        numbers = device.read_numbers(PROPERTIES[where.index].name)
+        numbers = target.read_numbers(PROPERTIES[where.index].name)
         assert write["BLOCK_T"] * write["BLOCK_C"] == numbers["reshape_and_cache"]["elements"]
         assert gather["BLOCK_T"] * gather["BLOCK_C"] == numbers["gather_kv"]["elements"]
         assert merge["num_warps"] == numbers["merge_attention_states"]["num_warps"]
@@ -190,8 +192,8 @@ def test_cache_ops_of_each_device(machine, current):
 def test_fp8_bits_of_each_device(machine, monkeypatch, arch, flavour):
     """uint8 is fnuz on gfx94x alone, also beside another."""
     rocm = {
-        H200: device.Target(H200, "AMD", "hip", arch, 304, 64 << 10),
-        A100: device.Target(A100, "AMD", "hip", "gfx90a", 104, 64 << 10),
+        H200: target.Target(H200, "AMD", "hip", arch, 304, 64 << 10),
+        A100: target.Target(A100, "AMD", "hip", "gfx90a", 104, 64 << 10),
     }
     monkeypatch.setattr(gpu.cache, "target_of", rocm.get)
     for where, wanted in ((A100, 1), (H200, flavour), (A100, 1)):
@@ -242,7 +244,7 @@ def test_launchers_are_bounded(machine, monkeypatch):
     assert 0 < len(launch._launchers) <= 4
 
 
-@pytest.mark.skipif(device.TRITON > device.NEWEST_KNOWN, reason="launches by itself")
+@pytest.mark.skipif(target.TRITON > target.NEWEST_KNOWN, reason="launches by itself")
 def test_beside_the_current_device_triton_is_asked_once(machine, monkeypatch):
     launched = []
 
@@ -390,7 +392,7 @@ def test_no_batch_waits_for_a_compiler_after_the_covering_ones(variants, where, 
     def attend(T, S, columns):
         gpu.paged_attention(query[:T], kv_cache, tables[:S, :columns], starts[:S], starts[: S + 1], 0.1)
 
-    batches = tiles.covering_batches(*most)
+    batches = tuning.covering_batches(*most)
     for T, S in batches:
         attend(T, S, 1)
     covered = set(variants)
@@ -415,7 +417,7 @@ def test_half_of_the_kernels_serve_decodes_and_unequal_prompts(variants, where):
     def attend(T, S):
         gpu.paged_attention(query[:T], kv_cache, tables[:S], starts[:S], starts[: S + 1], 0.1)
 
-    for T, S in tiles.covering_batches(*most, equal_lengths=False):
+    for T, S in tuning.covering_batches(*most, equal_lengths=False):
         attend(T, S)
     covered = set(variants)
     assert len(covered) <= 24

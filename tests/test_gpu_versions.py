@@ -14,7 +14,7 @@ import triton
 
 import paged_ops
 from paged_ops.bench import tune
-from paged_ops.lowerings.gpu import device, launch
+from paged_ops.lowerings.gpu import launch, target
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return device.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
+    return target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def on_hopper(monkeypatch):
     ids=str,
 )
 def test_gluon_between_the_versions_that_are_known(version, known, on_hopper, monkeypatch):
-    monkeypatch.setattr(device, "TRITON", version)
+    monkeypatch.setattr(target, "TRITON", version)
     assert on_hopper.has_hopper_gluon is known
 
 
-@pytest.mark.skipif(device.TRITON < device.OLDEST_GLUON, reason="a Gluon older than any that is used")
+@pytest.mark.skipif(target.TRITON < target.OLDEST_GLUON, reason="a Gluon older than any that is used")
 def test_gluon_has_the_functions():
     from paged_ops.lowerings.gpu import gluon_names
 
@@ -85,7 +85,7 @@ def test_tables_are_by_triton(monkeypatch, tmp_path):
         "triton": {"3.10": {"split": {"fp8": {"64": [9]}}}, "3.8": {"split": {"16bit": {"128": [7]}}}},
     }
     (tmp_path / "attention_default.json").write_text(json.dumps(written))
-    monkeypatch.setattr(device, "CONFIGS", tmp_path)
+    monkeypatch.setattr(target, "CONFIGS", tmp_path)
     split = {version: table_under(version, monkeypatch)["split"] for version in [(3, 7), (3, 9), (3, 10)]}
     assert split[3, 7] == written["split"]
     assert split[3, 9] == {"16bit": {"64": [1], "128": [7]}, "fp8": {"64": [3]}}
@@ -93,22 +93,22 @@ def test_tables_are_by_triton(monkeypatch, tmp_path):
 
 
 def test_tuned_numbers_replace_those_of_this_triton(monkeypatch, tmp_path):
-    monkeypatch.setattr(device, "TRITON", (3, 9))
-    monkeypatch.setattr(device, "CONFIGS", tmp_path)
+    monkeypatch.setattr(target, "TRITON", (3, 9))
+    monkeypatch.setattr(target, "CONFIGS", tmp_path)
     changes = {"3.8": {"split": {"16bit": {"64": [2]}}}, "3.10": {"split": {"16bit": {"64": [3]}}}}
     before = {"split": {"16bit": {"64": [1]}}, "triton": changes}
     (tmp_path / "attention_default.json").write_text(json.dumps(before))
-    tune.write(tmp_path, "attention", device.DEFAULT, {"split": {"16bit": {"64": [4]}}})
+    tune.write(tmp_path, "attention", target.DEFAULT, {"split": {"16bit": {"64": [4]}}})
     assert table_under((3, 9), monkeypatch)["split"] == {"16bit": {"64": [4]}}
     assert table_under((3, 10), monkeypatch)["split"] == {"16bit": {"64": [3]}}
 
 
 def table_under(version, monkeypatch):
-    monkeypatch.setattr(device, "TRITON", version)
-    return device.read_tiles(device.DEFAULT)
+    monkeypatch.setattr(target, "TRITON", version)
+    return target.read_tiles(target.DEFAULT)
 
 
-@pytest.mark.parametrize("path", sorted(device.CONFIGS.glob("attention_*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(target.CONFIGS.glob("attention_*.json")), ids=lambda path: path.stem)
 def test_what_differs_by_triton_is_there_without(path):
     """Another Triton changes numbers; it adds no kind of call."""
     numbers = json.loads(path.read_text())

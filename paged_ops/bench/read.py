@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_ops.lowerings.gpu.device import on_device, target_of
+from paged_ops.lowerings.gpu.target import on_device, target_of
 
 PROGRAMS_A_PROCESSOR, TILE, WARPS = 4, 8192, 8
 

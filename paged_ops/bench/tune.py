@@ -317,12 +317,12 @@ def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> s
 def write(folder: Path, kind: str, device_name: str, tree: dict[str, Any]) -> Path:
     """Writes ``<kind>_<device>.json``, which the lowering reads on devices of that name; other entries of the file are
     kept."""
-    from paged_ops.lowerings.gpu import device
+    from paged_ops.lowerings.gpu import target
 
-    path = device.config_path(folder, kind, device_name)
+    path = target.config_path(folder, kind, device_name)
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     if "triton" in before:
-        before["triton"] = device.later(before)  # the tree has what holds for this Triton
+        before["triton"] = target.later(before)  # the tree has what holds for this Triton
     path.write_text(render({**before, **tree}) + "\n")
     return path

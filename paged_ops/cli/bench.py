@@ -137,7 +137,7 @@ def tune_tiles(
     expect(target.type == "cuda", "--device", "a GPU, whose kernels have tiles to tune", str(target))
     expect(only in ("", "attention", "cache"), "--only", "attention or cache", only)
     expect(repeats >= 1, "--repeats", "at least 1", repeats)
-    from paged_ops.lowerings.gpu.device import CONFIGS, target_of
+    from paged_ops.lowerings.gpu.target import CONFIGS, target_of
 
     tuned = target_of(target)
     with console.status("") as status, torch.no_grad():

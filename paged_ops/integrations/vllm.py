@@ -303,7 +303,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
         if not is_ready or self.dcp_world_size > 1:
             return False
-        from paged_ops.lowerings.gpu.device import capturing
+        from paged_ops.lowerings.gpu.target import capturing
 
         return not capturing(query.device)
 
@@ -316,7 +316,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         then, so that no request waits for a compiler. Triton keeps what it compiled for later starts. Left out is what
         only requests of equal lengths need: drafts have them, in graphs that are captured before requests come.
         """
-        from paged_ops.lowerings.gpu.tiles import covering_batches
+        from paged_ops.lowerings.gpu.attention.tuning import covering_batches
 
         assert self._largest_batch is not None
         most_tokens, most_sequences = self._largest_batch

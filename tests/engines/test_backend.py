@@ -474,7 +474,7 @@ def test_the_package_imports_no_engine() -> None:
 def test_steps_of_padding_compile_what_later_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches are those of covering_batches, which test_gpu_target.py shows to cover all; the cache stays."""
     pytest.importorskip("triton")
-    from paged_ops.lowerings.gpu.tiles import covering_batches
+    from paged_ops.lowerings.gpu.attention.tuning import covering_batches
 
     monkeypatch.setattr(vllm_plugin, "largest_batch", lambda: (64, 8))
     step, (impl, layer) = Step(), make(sinks=FEATURES["sinks"]["sinks"])

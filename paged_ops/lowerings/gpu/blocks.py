@@ -22,8 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.checks import expect
-from paged_ops.lowerings.gpu.device import capturing, on_device, target_of
 from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.target import capturing, on_device, target_of
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:

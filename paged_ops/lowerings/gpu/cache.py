@@ -19,9 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.gpu.device import FUSED, Target, on_device, target_of
 from paged_ops.lowerings.gpu.fp8 import decode_fp8, encode_fp8, stored_format
 from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.target import FUSED, Target, on_device, target_of
 
 
 def reshape_and_cache(

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged_ops.lowerings.gpu.device import Target
+from paged_ops.lowerings.gpu.target import Target
 
 NOT_FP8 = tl.constexpr(0)
 E4M3FN = tl.constexpr(1)  # bias 7, largest 448, no infinities, NaN 0x7f

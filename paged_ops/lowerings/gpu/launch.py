@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_ops.lowerings.gpu.device import FUSED, NEWEST_KNOWN, TRITON, on_device
+from paged_ops.lowerings.gpu.target import FUSED, NEWEST_KNOWN, TRITON, on_device
 
 
 class Launcher:

@@ -11,8 +11,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import fake
-from paged_ops.lowerings.gpu.device import target_of
 from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.target import target_of
 
 
 def merge_attention_states(

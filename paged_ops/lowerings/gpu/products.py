@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.integrations.projections import FusedLinear
-from paged_ops.lowerings.gpu.device import FUSED, on_device, target_of
+from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
 
 MOST_ROWS = 16
 STEPS = 64, 256  # O and C are multiples of them

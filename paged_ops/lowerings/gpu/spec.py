@@ -5,7 +5,7 @@ and how everything lies in memory, the same for all kernels of a call; a :class:
 :class:`Division` says which sequences are whose. All are tuples with named fields, which every Triton from 3.5 on takes
 as arguments and as constants. Their properties would be lost there: Triton 3.8 makes a tuple of its own of a constant.
 
-Letters as in :mod:`paged_ops.lowerings.gpu.attention`.
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.plan`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from paged_ops import masks
 from paged_ops.features import Features
 from paged_ops.layouts import PagedKV
-from paged_ops.lowerings.gpu.device import Target
 from paged_ops.lowerings.gpu.fp8 import stored_format
+from paged_ops.lowerings.gpu.target import Target
 
 # Keys of a slice: so many as a matrix instruction takes rows.
 SLICE = 16

@@ -32,8 +32,7 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import element_dtype, paged_kv
-from paged_ops.lowerings.gpu import decode, prefill, tiles
-from paged_ops.lowerings.gpu.device import Target, target_of
+from paged_ops.lowerings.gpu.attention import decode, prefill, tuning
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
 from paged_ops.lowerings.gpu.spec import (
     OPTIONAL,
@@ -45,24 +44,14 @@ from paged_ops.lowerings.gpu.spec import (
     readable,
     spec_of,
 )
+from paged_ops.lowerings.gpu.target import Target, target_of
 
 # The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
 KNOWS = frozenset(
-    {
-        "value_cache",
-        "causal",
-        "sliding_window",
-        "attention_chunk",
-        "soft_cap",
-        "alibi_slopes",
-        "sinks",
-        "block_sparse",
-        "k_scale",
-        "v_scale",
-        "output_scale",
-        "kv_cache_dtype",
-        "bidirectional_ranges",
-    }
+    (
+        *OPTIONAL,
+        *("value_cache", "kv_cache_dtype", "causal", "sliding_window", "attention_chunk", "soft_cap", "block_sparse"),
+    )
 )
 
 
@@ -86,8 +75,8 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
     D, Dv = features.get("head_size"), features.get("value_head_size")
     for name, size in (("head_size", D), ("value_head_size", Dv)):
-        if size is not None and size > tiles.LARGEST_HEAD:
-            reasons.append(f"{name}: at most {tiles.LARGEST_HEAD} on {device}, got {size}")
+        if size is not None and size > tuning.LARGEST_HEAD:
+            reasons.append(f"{name}: at most {tuning.LARGEST_HEAD} on {device}, got {size}")
     return reasons
 
 
@@ -186,9 +175,9 @@ def _attend(
 
 
 def forget() -> None:
-    """Plan known kinds of calls anew: for tests and tuning, which change what :func:`tiles.plan` says."""
+    """Plan known kinds of calls anew: for tests and tuning, which change what :func:`tuning.plan` says."""
     _calls.clear()
-    tiles.plan.cache_clear()
+    tuning.plan.cache_clear()
 
 
 def _kind(value: Any) -> Any:
@@ -264,7 +253,7 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
 
 @functools.cache
 def _hopper() -> ModuleType:
-    from paged_ops.lowerings.gpu import hopper
+    from paged_ops.lowerings.gpu.attention import hopper
 
     return hopper
 

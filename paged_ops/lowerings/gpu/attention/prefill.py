@@ -1,6 +1,6 @@
 """Prefill and chunks: one program a tile of query rows, for the sequences that :mod:`decode` does not serve.
 
-Letters as in :mod:`paged_ops.lowerings.gpu.attention`.
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.plan`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paged_ops.lowerings.gpu import decode, tiles
-from paged_ops.lowerings.gpu.device import Target
-from paged_ops.lowerings.gpu.features import (
+from paged_ops.lowerings.gpu.attention import decode, tuning
+from paged_ops.lowerings.gpu.attention.tile import (
     Batch,
     Keys,
     Rows,
@@ -29,21 +28,22 @@ from paged_ops.lowerings.gpu.features import (
 )
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
+from paged_ops.lowerings.gpu.target import Target
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """Why not these calls; none: it does."""
-    return tiles.too_large(spec)
+    return tuning.too_large(spec)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
     """What serves any batch: the longer sequences here, the others in decode.py."""
-    tile_plan = tiles.plan_of(spec, target, shapes.T, shapes.S)
-    tile, division = tile_plan.prefill, tiles.division(tile_plan.split.block_m, shapes.S)
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
+    tile, division = tile_plan.prefill, tuning.division(tile_plan.split.block_m, shapes.S)
     constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "TILE": tiles.shape(tile, spec),
+        "TILE": tuning.shape(tile, spec),
         **target.overlap(),
         **tile.options(target.backend != "hip"),
     }

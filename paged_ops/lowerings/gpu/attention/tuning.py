@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from paged_ops.lowerings.gpu.device import Target
 from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, is_sliceable
+from paged_ops.lowerings.gpu.target import Target
 
 LARGEST_HEAD = 256
 # Where there is no device to ask (Triton's interpreter) so many programs share the work.

@@ -1,7 +1,7 @@
 """Decode and speculative widths: key tiles of all sequences in one row, cut into equal shares, and the merge.
 
-Letters as in :mod:`paged_ops.lowerings.gpu.attention`. A *unit* is one key/value head of one sequence with one tile of
-packed query rows; a *share* is a program's contiguous part of all key tiles of all units.
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.plan`. A *unit* is one key/value head of one sequence with one
+tile of packed query rows; a *share* is a program's contiguous part of all key tiles of all units.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paged_ops.lowerings.gpu import tiles
-from paged_ops.lowerings.gpu.device import Target
-from paged_ops.lowerings.gpu.features import (
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.tile import (
     Batch,
     Keys,
     Rows,
@@ -36,6 +35,7 @@ from paged_ops.lowerings.gpu.features import (
 )
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec
+from paged_ops.lowerings.gpu.target import Target
 
 
 class Cut(NamedTuple):
@@ -53,15 +53,15 @@ class Cut(NamedTuple):
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """Why not these calls; none: it does."""
-    return tiles.too_large(spec)
+    return tuning.too_large(spec)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """What serves every sequence of a batch; None if it has some of more rows than this kernel should take."""
-    tile_plan = tiles.plan_of(spec, target, shapes.T, shapes.S)
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     if not tile_plan.all_split:
         return None
-    return plan_around((), spec, target, shapes, tiles.division(tile_plan.split.block_m, shapes.S, everyone=True))
+    return plan_around((), spec, target, shapes, tuning.division(tile_plan.split.block_m, shapes.S, everyone=True))
 
 
 def plan_around(
@@ -69,13 +69,13 @@ def plan_around(
 ) -> Plan:
     """What serves the sequences that are split_kernel's by ``division``, around the launch that serves the others;
     ``counted``: that one takes its work by counters."""
-    tile_plan = tiles.plan_of(spec, target, shapes.T, shapes.S)
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     split, P, is_cuda = tile_plan.split, tile_plan.programs, target.backend != "hip"
     paired = spec.storage.paired
     split_constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "TILE": tiles.shape(split, spec, slices=tile_plan.slices, paired=paired),
+        "TILE": tuning.shape(split, spec, slices=tile_plan.slices, paired=paired),
         **target.overlap(),
         **split.options(is_cuda),
     }
@@ -83,7 +83,7 @@ def plan_around(
     merge_constants = {
         "SPEC": spec.of_merge(),
         "DIVISION": division,
-        "TILE": tiles.shape(merge, spec, weighed=False)._replace(D=0),
+        "TILE": tuning.shape(merge, spec, weighed=False)._replace(D=0),
         **target.overlap(),
         **merge.options(is_cuda),
     }

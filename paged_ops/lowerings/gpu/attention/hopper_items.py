@@ -1,0 +1,256 @@
+"""The Hopper kernel's work: which items there are, which program takes them, and who brings what they need.
+
+Letters, and who works beside whom, in hopper.py.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from paged_ops.lowerings.gpu.attention.tile import oldest_key
+from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
+
+# What the scheduler tells the others of an item, by its place.
+KV_HEAD, SEQUENCE, ROW_START, Q_LEN, SEQ_LEN = (gl.constexpr(n) for n in range(5))
+FIRST_TOKEN, COUNT, END_TILE, FULL_START, FULL_END = (gl.constexpr(n) for n in range(5, 10))
+FIELDS = gl.constexpr(10)
+# What a key of few rows counts against one of a whole tile when programs are divided: half of it, or half more, lost.
+LIGHT = gl.constexpr(0.45)
+
+
+@gluon.jit
+def reach_of_ranges(ranges, s, first_i, last_i, low, end, RANGES: gl.constexpr):
+    """Widen the keys ``low : end`` of queries first_i to last_i of sequence s by the bidirectional ranges that hold one
+    of them. All these hold the query's own key: what it sees stays one interval."""
+    for n in range(RANGES):
+        at = ranges + (s.to(gl.int64) * RANGES + n) * 2
+        start = gl.load(at)
+        stop = gl.load(at + 1)
+        holds = (start >= 0) & (start < stop) & (start <= last_i) & (stop > first_i)
+        low = gl.where(holds, gl.minimum(low, start), low)
+        end = gl.where(holds, gl.maximum(end, stop), end)
+    return low, end
+
+
+@gluon.jit
+def work_item(
+    item, tiles, tensors, numbers, short, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Of the item-th tile of query rows: key/value head, sequence, its first row, rows and keys, the tile's first
+    token, and its key tiles: their number (0 if this is no tile of a long sequence) and end, and the first and the end
+    of those without mask."""
+    MASKS: gl.constexpr = SPEC.masks
+    G: gl.constexpr = SPEC.G
+    N: gl.constexpr = SHAPE.N
+    TOKENS: gl.constexpr = SHAPE.M // G
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    kh = item % SPEC.K
+    query_tile = tiles - 1 - item // SPEC.K  # later tiles see more keys: they start first
+    s = -1
+    for start in range(0, numbers.S, DIVISION.at_once):
+        s_ = start + gl.arange(0, DIVISION.at_once, lanes)
+        tile_ = gl.load(tensors.query_start_loc + s_, mask=s_ < numbers.S, other=0) // TOKENS + s_
+        s += gl.sum(((tile_ <= query_tile) & (s_ < numbers.S)).to(gl.int32), 0)
+    row_start = gl.load(tensors.query_start_loc + s)
+    q_len = gl.load(tensors.query_start_loc + s + 1) - row_start
+    seq_len = gl.load(tensors.seq_lens + s)
+    first_token = (query_tile - row_start // TOKENS - s) * TOKENS
+    first_i = seq_len - q_len + first_token
+    last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
+    newest = seq_len
+    full_end = seq_len // N
+    if MASKS.causal:
+        newest = gl.minimum(seq_len, last_i + 1)
+        full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
+    opened = seq_len
+    if MASKS.ranges:
+        ranges = tensors.bidirectional_ranges
+        opened, newest = reach_of_ranges(ranges, s, first_i, last_i, opened, newest, MASKS.ranges)
+        newest = gl.minimum(newest, seq_len)
+    end_tile = gl.maximum(gl.cdiv(newest, N), 1)  # one masked tile where nothing is seen
+    count = end_tile
+    full_start = 0
+    if MASKS.window or MASKS.chunk:
+        oldest = oldest_key(first_i, numbers, MASKS)
+        if MASKS.ranges:
+            oldest = gl.minimum(oldest, opened)
+        count = gl.maximum(end_tile - oldest // N, 1)
+        full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
+    return kh, s, row_start, q_len, seq_len, first_token, gl.where(mine, count, 0), end_tile, full_start, full_end
+
+
+@gluon.jit
+def get(items, slot, field: gl.constexpr, WARPS: gl.constexpr):
+    return gl.sum(items.index(slot * FIELDS + field).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def light_programs(
+    tensors, S, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr
+):
+    """How many programs take short sequences of few rows first, which wait for memory, while the others take those of
+    many rows, which wait for tensor cores: by the work of both; negative if the short ones come first in the batch."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    few_work = 0.0
+    many_work = 0.0
+    few_at = 0.0
+    many_at = 0.0
+    for start in range(0, S, DIVISION.at_once):
+        s = start + gl.arange(0, DIVISION.at_once, lanes)
+        live = s < S
+        first_row = gl.load(tensors.query_start_loc + s, mask=live, other=0)
+        q_len = gl.load(tensors.query_start_loc + s + 1, mask=live, other=0) - first_row
+        seq_len = gl.load(tensors.seq_lens + s, mask=live, other=0)
+        many = q_len * G > DIVISION.rows
+        few = (q_len > 0) & (seq_len <= short) & (q_len * G <= DIVISION.rows)
+        few_cost = gl.where(few, seq_len.to(gl.float32), 0.0)
+        many_cost = gl.where(many, (seq_len - q_len // 2).to(gl.float32) * (q_len * G).to(gl.float32) / M, 0.0)
+        few_work += gl.sum(few_cost, 0)
+        many_work += gl.sum(many_cost, 0)
+        few_at += gl.sum(few_cost * s.to(gl.float32), 0)
+        many_at += gl.sum(many_cost * s.to(gl.float32), 0)
+    few_work = few_work * LIGHT
+    few_at = few_at * LIGHT
+    share = (programs * (few_work / gl.maximum(few_work + many_work, 1.0))).to(gl.int32)
+    if few_at * many_work < many_at * few_work:
+        share = -share
+    return share
+
+
+@gluon.jit
+def take(taken, reverse, start, programs, last):
+    """A ticket, and the item that it is for if it is one of the batch."""
+    ticket = programs + gl.atomic_add(taken, 1)
+    item = start
+    if ticket <= last:
+        item = start + gl.atomic_add(taken + 1 + reverse.to(gl.int32), 1)
+    return ticket, item
+
+
+@gluon.jit
+def scheduler(
+    tensors, numbers, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Takes items, longest first, and brings their query rows, packed (token, head of the group).
+
+    ``taken`` counts items: all, from the front, from the back. Programs on short sequences start at the end of the
+    batch where these are, the others at the other end, until they meet.
+    """
+    G: gl.constexpr = SPEC.G
+    D: gl.constexpr = SPEC.v_side.size
+    M: gl.constexpr = SHAPE.M
+    SLOTS: gl.constexpr = SHAPE.slots
+    TOKENS: gl.constexpr = M // G
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = 8
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    tiles = numbers.T // TOKENS + numbers.S
+    last = tiles * SPEC.K - 1
+    programs = gl.num_programs(0)
+    few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, 4)
+    light_first = few < 0
+    few = gl.maximum(few, -few)
+    rank = gl.program_id(0) * few // programs
+    light = (gl.program_id(0) + 1) * few // programs > rank
+    reverse = (light == light_first) & (few > 0)  # from the batch's start
+    start = gl.where(light, few, programs - few)
+    item = gl.where(light, rank, gl.program_id(0) - rank)
+    ticket = gl.program_id(0)
+    n = 0
+    while ticket <= last:
+        item = gl.where(reverse, last - item, item)
+        kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end = work_item(
+            item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, 4
+        )
+        # The last items are for whoever is free first: they are not taken ahead.
+        ends = ticket + 2 * programs > last
+        if not ends:
+            ticket, item = take(tensors.taken, reverse, start, programs, last)
+        if count > 0:
+            slot = n % SLOTS
+            mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+            fields = (kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end)
+            for field in gl.static_range(FIELDS):
+                shared.items.index(slot * FIELDS + field).store(zero + fields[field])
+            for part in range(M // ROWS):
+                r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+                d = gl.arange(0, D, gl.SliceLayout(0, layout))
+                token = first_token + r // G
+                live = (r < TOKENS * G) & (token < q_len)
+                head = kh * G + r % G
+                row = (row_start + token).to(gl.int64) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
+                load_rows(
+                    shared.q_groups.index(slot * (M // ROWS) + part),
+                    tensors.query + row[:, None] + d[None, :],
+                    mask=live[:, None],
+                )
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+            fence_async_shared()
+            mbarrier.arrive(shared.item_full.index(slot), count=1)
+            n += 1
+        if ends:
+            of_before = n + SLOTS - 1
+            mbarrier.wait(shared.item_empty.index(of_before % SLOTS), ((of_before // SLOTS) & 1) ^ 1)
+            ticket, item = take(tensors.taken, reverse, start, programs, last)
+    slot = n % SLOTS
+    mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more
+    mbarrier.arrive(shared.item_full.index(slot), count=1)
+
+
+@gluon.jit
+def producer(k_desc, v_desc, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Brings the items' tiles of keys and values, the last of a sequence first."""
+    B: gl.constexpr = SPEC.B
+    N: gl.constexpr = SHAPE.N
+    PAGE: gl.constexpr = SHAPE.page
+    PAGES: gl.constexpr = N // PAGE
+    STAGES: gl.constexpr = SHAPE.stages
+    SLOTS: gl.constexpr = SHAPE.slots
+    BYTES: gl.constexpr = N * SPEC.v_side.size * 2
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    mbarrier.wait(shared.item_full.index(0), 0)
+    count = get(shared.items, 0, COUNT, 1)
+    n = 0
+    total = 0
+    while count > 0:
+        slot = n % SLOTS
+        kh = get(shared.items, slot, KV_HEAD, 1)
+        block_table = block_tables + get(shared.items, slot, SEQUENCE, 1).to(gl.int64) * table_stride
+        seq_len = get(shared.items, slot, SEQ_LEN, 1)
+        end_tile = get(shared.items, slot, END_TILE, 1)
+        mbarrier.arrive(shared.item_empty.index(slot), count=1)
+        head_row = kh * SHAPE.rows_head
+        column = kh * SHAPE.columns_head // 64
+        j = (end_tile - 1) * N + lane % PAGES * PAGE
+        ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
+        for t in range(count):
+            tile = end_tile - 1 - t
+            stage = (total + t) % STAGES
+            free = (((total + t) // STAGES) & 1) ^ 1
+            rows = ()
+            first = ids * SHAPE.rows_n + head_row + (tile * N + lane % PAGES * PAGE) % B
+            for page in gl.static_range(PAGES):
+                rows += (gl.sum(gl.where(lane == page, first, 0), 0) // 8,)  # type: ignore[assignment]
+            # of the next tile, a tile ahead: their latency is hidden; keys past the end are masked
+            j = gl.maximum(tile - 1, 0) * N + lane % PAGES * PAGE
+            ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
+            full = shared.k_full.index(stage)
+            mbarrier.wait(shared.k_empty.index(stage), free)
+            mbarrier.expect(full, BYTES)
+            for page in gl.static_range(PAGES):
+                load_box(k_desc, [rows[page], column, 0, 0], full, shared.k_pages.index(stage * PAGES + page))
+            full = shared.v_full.index(stage)
+            mbarrier.wait(shared.v_empty.index(stage), free)
+            mbarrier.expect(full, BYTES)
+            for page in gl.static_range(PAGES):
+                load_box(v_desc, [rows[page], column, 0, 0], full, shared.v_pages.index(stage * PAGES + page))
+        total += count
+        n += 1
+        mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
+        count = get(shared.items, n % SLOTS, COUNT, 1)
