@@ -1,11 +1,11 @@
 """A short suite under every torch that the package claims, each in an environment of its own: ``make test-versions``.
 
 ``python scripts/test_versions.py [2.9 2.15 ...]`` makes ``.venv-versions/<version>``, runs the suite there, replaces
-its line in benchmarks/data/versions.jsonl, writes docs/versions.md anew, and deletes the environment (``--keep``
+its line in benchmarks/data/versions.jsonl, writes docs/versions.md, and deletes the environment (``--keep``
 leaves it). With ``--markdown`` it only writes the page from what is recorded. It exits with 1 if a test failed.
 
-PyTorch's wheels for CUDA need CUDA's libraries to be imported. Without a GPU hardly one of their functions is called:
-three small libraries are installed, and the others are stood in for, which saves 6 GB for each version.
+PyTorch's wheels for CUDA cannot be imported without CUDA's libraries. Without a GPU hardly any of their functions is
+called. So three small libraries are installed, and stubs take the place of the others, which saves 6 GB per version.
 """
 
 from __future__ import annotations
@@ -246,11 +246,11 @@ def markdown() -> str:
     """The page of the results."""
     rows = {row["version"]: row for row in recorded()}
     lines = [
-        "# Every torch it claims",
+        "# Supported versions of torch",
         "",
-        "Written by `make test-versions` from [versions.jsonl](../benchmarks/data/versions.jsonl): the last run of a",
-        'short suite under each supported torch, on a CPU. `make test-versions VERSIONS="2.9 2.15"` runs these again.',
-        "A cell has the number of tests that passed; those that failed are named below the table.",
+        "`make test-versions` writes this page from [versions.jsonl](../benchmarks/data/versions.jsonl): the last run",
+        "of a short suite with each supported torch, on a CPU. `make test-versions VERSIONS=2.15` runs one again.",
+        "A cell has the number of tests that passed. Tests that failed are named below the table.",
         "",
         "| torch | triton | numpy | Python | " + " | ".join(PARTS) + " | date | commit |",
         "|" + "---|" * (len(PARTS) + 6),
@@ -277,10 +277,17 @@ def markdown() -> str:
 
 
 NOTES = """\
-ops: against their references, opcheck, schemas. compile: compiled calls against eager ones, no copy of the cache,
-exports and packages. cache, metadata: the allocator, the cache, the builder. graphs: captured steps on a CPU.
-versions: what is done for which Triton. interpreter: some Triton kernels in its interpreter. aot: every kernel variant
-compiled ahead of time for sm_90, with the instructions that it must have, and spills within their bounds.
+| part | what is tested |
+|---|---|
+| ops | the ops, compared with their references; opcheck; schemas |
+| compile | compiled calls, compared with eager ones; no copy of the cache; exports and packages |
+| cache, metadata | the allocator, the cache, the metadata builder |
+| graphs | captured steps, on a CPU |
+| versions | what the code does for each Triton |
+| interpreter | some Triton kernels, in Triton's interpreter |
+| aot | every variant of the kernels, compiled ahead of time for sm_90: its instructions, and what it spills |
+
+`make test-aot-versions` repeats the last part with Triton 3.6 alone, in CI.
 
 The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same source compiles with Triton
 3.5, 3.6, 3.7.1, 3.8 and 3.9; how fast it is there has not been measured. Known differences, all for sm_90:
