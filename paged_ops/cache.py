@@ -21,7 +21,8 @@ from torch import Tensor
 
 from paged_ops.allocator import BlockAllocator
 from paged_ops.block_pool import OutOfBlocks
-from paged_ops.checks import at_least, with_index
+from paged_ops.checks import at_least
+from paged_ops.device import with_index
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout, split_kv_cache
 from paged_ops.ops import copy_blocks, swap_blocks
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import masks
+from paged_ops.fp8 import dequantise, quantise
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 
 
@@ -176,25 +177,6 @@ def gather_kv(
         key[row : row + fits], value[row : row + fits] = k[:fits], v[:fits]
         row += len(k)
     return key, value
-
-
-def quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``real / scale`` as ``dtype``. For fp8: in float32, nearest even, saturated, NaN kept; scale [1] or [K]."""
-    if dtype not in FP8_DTYPES:
-        return real.to(dtype)
-    real = real.float()
-    if scale is not None:
-        real = real / scale[:, None]
-    largest = torch.finfo(dtype).max
-    return real.clamp(-largest, largest).to(dtype)
-
-
-def dequantise(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``stored * scale`` in ``dtype``; the product is taken in float32 at least."""
-    if scale is None:
-        return stored.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    return (stored.to(wide) * scale[:, None].to(wide)).to(dtype)
 
 
 def _read_sequence(

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from paged_ops.block_pool import OutOfBlocks
-from paged_ops.checks import expect, with_index
+from paged_ops.checks import expect
+from paged_ops.device import with_index
 
 PADDING_ROW = 0  # padding sequences read it, and write its partner, row 1
 

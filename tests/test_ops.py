@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from collections import namedtuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import paged_ops
 from paged_ops import fake, reference, registry, testing
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DTYPES
-from paged_ops.lowerings import cpu, gpu, tpu
+from paged_ops.lowerings.tpu import ragged
 
 ALL = [(name, case) for name, cases in testing.CASES.items() for case in cases]
 COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
@@ -87,10 +88,17 @@ def test_results_have_one_home(key):
         registry.lowering("teleport_blocks", key)
 
 
-def test_each_lowering_knows_each_feature_of_attention():
-    """A lowering that has not heard of a new argument would ignore it."""
-    for module in (cpu, gpu.attention, tpu):
-        assert module.KNOWS == set(Features._fields), module.__name__
+def test_each_argument_of_attention_has_a_case():
+    """A lowering that has not heard of an argument ignores it: no other test would see that."""
+    cases = [testing.case_named("paged_attention", name) for name in testing.COMPILED["paged_attention"]]
+    assert {name for case in cases for name in case.inputs().kwargs} == set(Features._fields)
+
+
+def test_the_ragged_kernel_refuses_what_it_has_not_heard_of(monkeypatch):
+    future = namedtuple("Features", [*Features._fields, "tree_mask"])
+    monkeypatch.setattr(ragged, "Features", future)
+    assert ragged._kernel_reasons({"tree_mask": True}) == ["the ragged kernel has no tree_mask"]
+    assert ragged._kernel_reasons(dict.fromkeys(ragged.KERNEL_ARGUMENTS[2:], 1) | {"kv_cache_dtype": "auto"}) == []
 
 
 def test_requires_grad_is_refused(device):

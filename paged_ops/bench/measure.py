@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.bench.cases import Case, Inputs, make_inputs
-from paged_ops.checks import as_current
+from paged_ops.device import as_current
 
 Call = Callable[[], Tensor]
 CPU_CACHE_BYTES = 64 << 20

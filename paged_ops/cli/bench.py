@@ -16,8 +16,9 @@ from rich.table import Table
 
 from paged_ops.bench import cases, measure, report, run, tune
 from paged_ops.bench.providers import PROVIDERS
-from paged_ops.checks import as_current, expect
+from paged_ops.checks import expect
 from paged_ops.cli.device import choose_device
+from paged_ops.device import as_current
 
 Lines = list[dict[str, Any]]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from paged_ops.checks import with_index
+from paged_ops.device import with_index
 from paged_ops.support import supports
 
 Device = Annotated[

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake
+from paged_ops.fp8 import saturated
 from paged_ops.layouts import paged_kv
 
 
@@ -60,5 +61,4 @@ def cascade_attention(
         merge.out(*prefix, *suffix, out=out, lse=torch.empty_like(prefix[1]))
         return out
     merged, _ = merge.default(*prefix, *suffix)
-    largest = torch.finfo(out.dtype).max
-    return out.copy_((merged.float() / output_scale).clamp(-largest, largest))
+    return out.copy_(saturated(merged, output_scale, out.dtype))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paged_ops.checks import as_current
+from paged_ops.device import as_current
 from paged_ops.metadata.step import PoolMetadata
 
 

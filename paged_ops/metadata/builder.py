@@ -17,7 +17,8 @@ from torch import Tensor
 
 from paged_ops.batch import Batch, blocks_for, largest, not_negative
 from paged_ops.bidirectional import ranges_of_step
-from paged_ops.checks import expect, with_index
+from paged_ops.checks import expect
+from paged_ops.device import with_index
 from paged_ops.metadata.buffers import Buffers, Staging, prefers_compact
 from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, GraphSupport
 from paged_ops.states import PADDING_ROW

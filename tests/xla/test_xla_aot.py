@@ -17,7 +17,7 @@ import torch_xla
 import tpu_compiler
 
 import paged_ops
-from paged_ops.lowerings.tpu import attention as tpu
+from paged_ops.lowerings.tpu import ragged
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -143,7 +143,7 @@ def test_compiles_without_a_copy_of_the_cache(kind, name):
 
 
 def accepted(S, M):
-    return tpu._kernel_reasons({"block_tables": (S, M)}) == []
+    return ragged._kernel_reasons({"block_tables": (S, M)}) == []
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_scalar_memory_is_our_error_before_it_is_the_compilers(S, M, fits):
         return
     with pytest.raises(ValueError, match="use larger blocks"):
         attention(target, T=16, H=8, K=4, S=S, M=M)
-    tables = tpu.BLOCK_TABLE_BYTES
-    tpu.BLOCK_TABLE_BYTES = 1 << 30
+    tables = ragged.BLOCK_TABLE_BYTES
+    ragged.BLOCK_TABLE_BYTES = 1 << 30
     try:
         module, _ = attention(target, T=16, H=8, K=4, S=S, M=M)
     finally:
-        tpu.BLOCK_TABLE_BYTES = tables
+        ragged.BLOCK_TABLE_BYTES = tables
     with pytest.raises(Exception, match="smem"):
         tpu_compiler.compile_for(target, module)
 

@@ -8,8 +8,7 @@ import tpu_interpreter
 
 import paged_ops
 from paged_ops import testing
-from paged_ops.lowerings.tpu import attention as tpu
-from paged_ops.lowerings.tpu import write
+from paged_ops.lowerings.tpu import ragged, write
 from paged_ops.testing import BATCHES, F8_E4M3, F8_E5M2, FEATURES, AttentionCase, CacheSpec, WriteCase
 
 pytestmark = pytest.mark.xla
@@ -141,7 +140,7 @@ def test_what_the_kernel_lacks_is_known_beforehand_and_raises(asked):
 
 @pytest.mark.parametrize("op", ["paged_attention_with_lse", "cascade_attention"])
 def test_no_lse(op):
-    assert paged_ops.supports(op, "xla") == [tpu.NO_LSE]
+    assert paged_ops.supports(op, "xla") == [ragged.NO_LSE]
     name = {"cascade_attention": "decode-prefix16"}.get(op, "decode-fp32")
     inputs = testing.case_named(op, name).inputs("xla")
     with pytest.raises(ValueError, match="returns no lse"):
@@ -150,7 +149,7 @@ def test_no_lse(op):
 
 def test_head_size_64_by_padding():
     """What the error advises: padded to 128 the result is that of head size 64, padded."""
-    wide, T = tpu.KERNEL_HEAD_SIZE, 5
+    wide, T = ragged.KERNEL_HEAD_SIZE, 5
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(T, heads, 64, generator=generator) for heads in (8, 2, 2))
     batch = [
@@ -162,7 +161,7 @@ def test_head_size_64_by_padding():
 
     def attend(device, pad):
         kv_cache = paged_ops.allocate_kv_cache("INTERLEAVED", 4, 16, 2, wide if pad else 64, torch.float32, device)
-        q, k, v = ((tpu.pad_head_size(t) if pad else t).to(device) for t in (query, key, value))
+        q, k, v = ((ragged.pad_head_size(t) if pad else t).to(device) for t in (query, key, value))
         paged_ops.reshape_and_cache(k, v, kv_cache, slots.to(device))
         return paged_ops.paged_attention(q, kv_cache, *(t.to(device) for t in batch), 64**-0.5).cpu()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_xla.experimental import custom_kernel
 from torch_xla.experimental.pallas_kernels import ragged_paged_attention_v2
 
-from paged_ops.lowerings.tpu import attention as tpu
+from paged_ops.lowerings.tpu import runtime
 
 
 class Target(NamedTuple):
@@ -55,7 +55,7 @@ def tracing_for(target: Target) -> Iterator[None]:
     jax.clear_caches()  # block sizes are chosen while tracing, and jax would remember those of another TPU
     with contextlib.ExitStack() as patches:
         for where, name, value in (
-            (tpu, "on_tpu", lambda: True),
+            (runtime, "on_tpu", lambda: True),
             (custom_kernel, "trace_pallas", trace_pallas),
             (ragged_paged_attention_v2, "get_tpu_version", lambda: target.version),
             (ragged_paged_attention_v2, "get_device_name", lambda n=None: target.device_name),

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch_xla.core import xla_builder
 from torch_xla.experimental.pallas_kernels import ragged_paged_attention_v2 as kernels
 
-from paged_ops.lowerings.tpu import attention as tpu
-from paged_ops.lowerings.tpu import write
+from paged_ops.lowerings.tpu import ragged, runtime, write
 
 
 def ragged_paged_attention(*args: Tensor, **static: Any) -> Tensor:
@@ -44,9 +43,9 @@ def pretending_a_tpu() -> Iterator[None]:
     jax.clear_caches()
     with contextlib.ExitStack() as patches:
         for where, name, value in (
-            (tpu, "on_tpu", lambda: True),
-            (tpu, "ragged_paged_attention", ragged_paged_attention),
-            (tpu, "write_runs", functools.partial(write.write_runs, interpret=True)),
+            (runtime, "on_tpu", lambda: True),
+            (ragged, "ragged_paged_attention", ragged_paged_attention),
+            (write, "write_runs", functools.partial(write.write_runs, interpret=True)),
             (pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True)),
             (lax, "while_loop", while_loop),
             (pl, "store", store),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,27 +18,10 @@ from torch import Tensor
 
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
-from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
+from paged_ops.fp8 import quantise
+from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused
-
-# The keyword arguments of attention that this lowering uses or refuses by name (a test compares them with all).
-KNOWS = frozenset(
-    {
-        "value_cache",
-        "causal",
-        "sliding_window",
-        "attention_chunk",
-        "soft_cap",
-        "alibi_slopes",
-        "sinks",
-        "block_sparse",
-        "k_scale",
-        "v_scale",
-        "output_scale",
-        "kv_cache_dtype",
-        "bidirectional_ranges",
-    }
-)
+from paged_ops.lowerings.cpu.cache import bytes_of_fp8, real_of
 
 # On processors with a matrix unit for bfloat16, which only the flash kernel uses, it takes sequences of more rows.
 MATRIX_ROWS = 32
@@ -50,27 +33,6 @@ PREFILL_ROWS, PREFILL_BYTES = 64, 1 << 24
 TILE_ELEMENTS = 1 << 22
 # Rows of a tile. With more, rows compute keys that only their neighbours see; with fewer, products are smaller.
 MASKED_ROWS = 128
-# Copies between blocks go through a buffer of this many bytes.
-COPY_BYTES = 1 << 24
-
-
-def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
-    fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
-    f = Features(**options)
-    stored = element_dtype(kv_cache, f.kv_cache_dtype)
-    paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
-    if not kv_cache.numel():
-        return
-    slot_mapping = slot_mapping.clone()  # so that another thread cannot change it between check and use
-    checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
-    # Of rows that share a slot only the last one is kept: parallel writes would mix them.
-    row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
-    rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
-    block, offset = slots // paged.block_size, slots % paged.block_size
-    # All is read before anything is written: key and value may be views of the cache.
-    cells = [_quantise(real[rows], scale, stored) for real, scale in ((key, f.k_scale), (value, f.v_scale))]
-    for plane, new in zip(paged, cells, strict=True):
-        plane[block, offset] = new.view(plane.dtype).view(len(rows), *plane.shape[2:])
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
@@ -103,58 +65,6 @@ def merge_attention_states(
     return output, lse
 
 
-def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
-    fake.copy_blocks(kv_caches, block_mapping)
-    caches, block_mapping = [cache for cache in kv_caches if cache.numel()], block_mapping.clone()
-    for cache in caches:
-        checks.block_mapping(block_mapping, len(cache), len(cache), same_cache=True)
-    for cache in caches:
-        _copy_blocks(cache, cache, block_mapping)
-
-
-def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
-    fake.swap_blocks(src_caches, dst_caches, block_mapping)
-    pairs = [(src, dst) for src, dst in zip(src_caches, dst_caches, strict=True) if src.numel() and dst.numel()]
-    block_mapping = block_mapping.clone()
-    for src, dst in pairs:
-        same = src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr() and src.data_ptr() == dst.data_ptr()
-        checks.block_mapping(block_mapping, len(src), len(dst), same_cache=same)
-    for src, dst in pairs:
-        _copy_blocks(src, dst, block_mapping)
-
-
-def gather_kv(
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    num_tokens: int,
-    *,
-    dtype: torch.dtype | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, out=out, **options)
-    f = Features(**options)
-    stored = element_dtype(kv_cache, f.kv_cache_dtype)
-    paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
-    B, row = paged.block_size, 0
-    if kv_cache.numel():
-        seq_lens = seq_lens.clone()  # so that another thread cannot change it between check and use
-        checks.lengths("seq_lens", seq_lens, block_tables.shape[1], B)
-        ns = seq_lens.tolist()
-        block_tables = block_tables.narrow(1, 0, -(-max(ns, default=0) // B)).clone()
-        checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, B)
-        for s, n in enumerate(ns):
-            n = min(n, num_tokens - row)
-            blocks = block_tables[s, : -(-n // B)]
-            for result, plane, scale in ((key, paged.key, f.k_scale), (value, paged.value, f.v_scale)):
-                tokens = _real(plane.index_select(0, blocks), stored).flatten(0, 1).flatten(2)[:n]
-                result[row : row + n] = tokens if scale is None else tokens * scale[:, None]
-            row += n
-    key[row:], value[row:] = 0, 0
-    return key, value
-
-
 def _attend(
     f: Features,
     out: Tensor,
@@ -169,7 +79,7 @@ def _attend(
     """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output."""
     if query.stride(2) != 1:
         query = query.contiguous()  # the flash kernel assumes it
-    paged = _bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
+    paged = bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     stored, N, B = element_dtype(kv_cache, f.kv_cache_dtype), paged.num_blocks, max(paged.block_size, 1)
     # Copies, because another thread may write the caller's tensors between check and use.
@@ -223,7 +133,7 @@ def _attend(
             real[start:end].view(part.shape).copy_(part)
             lse[start:end].view(part_lse.shape).copy_(part_lse)
     if f.output_scale is not None:
-        out.copy_(_quantise(real, f.output_scale, out.dtype))
+        out.copy_(quantise(real, f.output_scale, out.dtype))
     elif real is not out:
         out.copy_(real)
 
@@ -261,7 +171,7 @@ class _Plane:
         direct = self.stored == self.scratch.dtype
         cells = _take(self.cells, blocks, out=(self.scratch if direct else self.staging)[: len(blocks)])
         if not direct:
-            self.scratch[: len(blocks)].copy_(_real(cells, self.stored))
+            self.scratch[: len(blocks)].copy_(real_of(cells, self.stored))
         if self.scale is not None:
             self.tokens[:, : len(blocks) * self.cells.shape[1]].mul_(self.scale[:, None, None])
         return self.tokens
@@ -505,37 +415,3 @@ def _take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
         wide_cache, wide_out = cache.view(torch.complex128), out.view(torch.complex128)
     torch.ops.aten.index.Tensor_out(wide_cache, [blocks], out=wide_out)
     return out
-
-
-def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
-    src, dst = _storage(src), _storage(dst)
-    block_bytes = src[0].numel() * src.element_size()
-    for pairs in mapping.split(max(1, COPY_BYTES // block_bytes)):
-        dst.index_copy_(0, pairs[:, 1], src.index_select(0, pairs[:, 0]))
-
-
-def _quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``real / scale``, saturated, NaN kept; scale is ``[1]`` or one per head of ``real [T, K, D]``."""
-    if dtype not in FP8_DTYPES:
-        return real.contiguous()
-    wide = real.float() if scale is None else real / scale[:, None]
-    largest = torch.finfo(dtype).max
-    return wide.clamp(-largest, largest).to(dtype)
-
-
-def _real(cells: Tensor, stored: torch.dtype) -> Tensor:
-    """The numbers that the cells hold, without the scale; bytes of fp8 as float32."""
-    if stored not in FP8_DTYPES:
-        return cells
-    # Looked up: PyTorch converts float8_e4m3fn one element at a time.
-    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(stored).float()
-    return table.index_select(0, cells.flatten().int()).view(cells.shape)
-
-
-def _storage(cache: Tensor) -> Tensor:
-    """fp8 as bytes: indexing supports few float8 types."""
-    return cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache
-
-
-def _bytes_of_fp8(paged: PagedKV) -> PagedKV:
-    return PagedKV(_storage(paged.key), _storage(paged.value))

@@ -35,23 +35,8 @@ from paged_ops.layouts import PagedKV
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
-# The features that it computes, or that the lowering adds; with any other one it is not called.
-KNOWS = frozenset(
-    {
-        "value_cache",
-        "causal",
-        "sliding_window",
-        "attention_chunk",
-        "soft_cap",
-        "alibi_slopes",
-        "sinks",
-        "k_scale",
-        "v_scale",
-        "output_scale",
-        "kv_cache_dtype",
-        "bidirectional_ranges",
-    }
-)
+# Features that it does not compute: a call with one of them goes to the torch ops.
+LACKS = ("block_sparse",)
 # The instructions that the source may use: no more than torch itself uses, so that machines can share a folder.
 FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
@@ -142,9 +127,9 @@ def attend(
 
 def serves(stored: torch.dtype, f: Features) -> bool:
     """Whether :func:`attend` can run with these features here."""
-    for name, off in Features._field_defaults.items():
-        value = getattr(f, name)
-        if name not in KNOWS and (value is not None if off is None else value != off):
+    for name in LACKS:
+        value, off = getattr(f, name), Features._field_defaults[name]
+        if value is not None if off is None else value != off:
             return False
     return stored in CELLS and compiled() is not None
 

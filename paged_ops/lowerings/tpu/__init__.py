@@ -1,25 +1,21 @@
 """How every op runs through XLA: on a TPU, or on XLA's own CPU device."""
 
+from typing import Any
+
+import torch
+
+from paged_ops import registry
+from paged_ops.lowerings.tpu import functional
 from paged_ops.lowerings.tpu.attention import (
-    KNOWS,
     cascade_attention,
-    copy_blocks,
-    gather_kv,
-    install,
-    install_torch_tpu,
-    install_twins,
-    lowering,
     merge_attention_states,
-    pad_head_size,
     paged_attention,
     paged_attention_with_lse,
-    reshape_and_cache,
-    swap_blocks,
-    unsupported,
 )
+from paged_ops.lowerings.tpu.cache import copy_blocks, gather_kv, reshape_and_cache, swap_blocks
+from paged_ops.lowerings.tpu.ragged import pad_head_size, unsupported
 
 __all__ = [
-    "KNOWS",
     "cascade_attention",
     "copy_blocks",
     "gather_kv",
@@ -35,3 +31,34 @@ __all__ = [
     "swap_blocks",
     "unsupported",
 ]
+
+
+def install() -> None:
+    """Make the mutating ops known to torch_xla, for programs that import it after paged_ops.
+
+    Programs that import torch_xla first need not call this. Without it XLA refuses the ops that write a cache.
+    """
+    for name in registry.OPS:
+        install_twins(registry.LIBRARY, name)
+
+
+def install_twins(library: torch.library.Library, name: str) -> None:
+    """The functional twins of one op, for torch_xla."""
+    functional.install(library, name, lowering, "XLA")
+
+
+def install_torch_tpu() -> None:
+    """Experimental: the ops on the device ``tpu`` of TorchTPU (``torch_tpu``), the announced successor of torch_xla.
+
+    Registers the functional twins and the formulation in plain torch, without the TPU's kernels, under the dispatch key
+    of that device. Graphs that torch.compile traces for it have the right shapes and no mutation; none has been run.
+    """
+    for name in registry.OPS:
+        functional.install(registry.LIBRARY, name, lowering, "PrivateUse1")
+        if not functional.mutates(name):
+            registry.LIBRARY.impl(name, lowering(name), "PrivateUse1")
+
+
+def lowering(name: str) -> Any:
+    """The function of this module that runs an op: what functional twins call."""
+    return globals()[name]

@@ -46,14 +46,6 @@ from paged_ops.lowerings.gpu.spec import (
 )
 from paged_ops.lowerings.gpu.target import Target, target_of
 
-# The keyword arguments of attention that this lowering computes with or refuses by name (a test wants all of them).
-KNOWS = frozenset(
-    (
-        *OPTIONAL,
-        *("value_cache", "kv_cache_dtype", "causal", "sliding_window", "attention_chunk", "soft_cap", "block_sparse"),
-    )
-)
-
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
     return _attend(False, (out, None), features, query, *args)[0]

@@ -1,0 +1,142 @@
+"""The ops of the cache on the CPU, in torch ops. Letters as in :mod:`paged_ops.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_ops import checks, fake
+from paged_ops.fp8 import quantise
+from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
+
+# Copies between blocks go through a buffer of this many bytes.
+COPY_BYTES = 1 << 24
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    fake.reshape_and_cache(
+        key,
+        value,
+        kv_cache,
+        slot_mapping,
+        value_cache=value_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    stored = element_dtype(kv_cache, kv_cache_dtype)
+    paged = bytes_of_fp8(paged_kv(kv_cache, value_cache))
+    if not kv_cache.numel():
+        return
+    slot_mapping = slot_mapping.clone()  # so that another thread cannot change it between check and use
+    checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
+    # Of rows that share a slot only the last one is kept: parallel writes would mix them.
+    row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
+    rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
+    block, offset = slots // paged.block_size, slots % paged.block_size
+    # All is read before anything is written: key and value may be views of the cache.
+    cells = [quantise(real[rows], scale, stored).contiguous() for real, scale in ((key, k_scale), (value, v_scale))]
+    for plane, new in zip(paged, cells, strict=True):
+        plane[block, offset] = new.view(plane.dtype).view(len(rows), *plane.shape[2:])
+
+
+def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    fake.copy_blocks(kv_caches, block_mapping)
+    caches, block_mapping = [cache for cache in kv_caches if cache.numel()], block_mapping.clone()
+    for cache in caches:
+        checks.block_mapping(block_mapping, len(cache), len(cache), same_cache=True)
+    for cache in caches:
+        _copy_blocks(cache, cache, block_mapping)
+
+
+def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    fake.swap_blocks(src_caches, dst_caches, block_mapping)
+    pairs = [(src, dst) for src, dst in zip(src_caches, dst_caches, strict=True) if src.numel() and dst.numel()]
+    block_mapping = block_mapping.clone()
+    for src, dst in pairs:
+        same = src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr() and src.data_ptr() == dst.data_ptr()
+        checks.block_mapping(block_mapping, len(src), len(dst), same_cache=same)
+    for src, dst in pairs:
+        _copy_blocks(src, dst, block_mapping)
+
+
+def gather_kv(
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    *,
+    value_cache: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    key, value = fake.gather_kv(
+        kv_cache,
+        block_tables,
+        seq_lens,
+        num_tokens,
+        value_cache=value_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
+        out=out,
+    )
+    stored = element_dtype(kv_cache, kv_cache_dtype)
+    paged = bytes_of_fp8(paged_kv(kv_cache, value_cache))
+    B, row = paged.block_size, 0
+    if kv_cache.numel():
+        seq_lens = seq_lens.clone()  # so that another thread cannot change it between check and use
+        checks.lengths("seq_lens", seq_lens, block_tables.shape[1], B)
+        ns = seq_lens.tolist()
+        block_tables = block_tables.narrow(1, 0, -(-max(ns, default=0) // B)).clone()
+        checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, B)
+        for s, n in enumerate(ns):
+            n = min(n, num_tokens - row)
+            blocks = block_tables[s, : -(-n // B)]
+            for result, plane, scale in ((key, paged.key, k_scale), (value, paged.value, v_scale)):
+                tokens = real_of(plane.index_select(0, blocks), stored).flatten(0, 1).flatten(2)[:n]
+                result[row : row + n] = tokens if scale is None else tokens * scale[:, None]
+            row += n
+    key[row:], value[row:] = 0, 0
+    return key, value
+
+
+def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
+    src, dst = _storage(src), _storage(dst)
+    block_bytes = src[0].numel() * src.element_size()
+    for pairs in mapping.split(max(1, COPY_BYTES // block_bytes)):
+        dst.index_copy_(0, pairs[:, 1], src.index_select(0, pairs[:, 0]))
+
+
+def real_of(cells: Tensor, stored: torch.dtype) -> Tensor:
+    """The numbers that the cells hold, without the scale; bytes of fp8 as float32."""
+    if stored not in FP8_DTYPES:
+        return cells
+    # Looked up: PyTorch converts float8_e4m3fn one element at a time.
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(stored).float()
+    return table.index_select(0, cells.flatten().int()).view(cells.shape)
+
+
+def _storage(cache: Tensor) -> Tensor:
+    """fp8 as bytes: indexing supports few float8 types."""
+    return cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache
+
+
+def bytes_of_fp8(paged: PagedKV) -> PagedKV:
+    return PagedKV(_storage(paged.key), _storage(paged.value))
