@@ -25,5 +25,5 @@ ATTENTION = ("paged_attention", "paged_attention_with_lse", "cascade_attention")
 
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an op would not run on ``device`` ("cuda" or "rocm") with these features. The cache ops take all of them,
-    fp8 of every flavour included: they convert by bits where an architecture has no instruction for it."""
+    and every fp8 format: they convert by bits where an architecture has no instruction for it."""
     return attention.unsupported(op, device, features) if op in ATTENTION else []

@@ -1,8 +1,8 @@
 """Copying whole blocks on GPUs: inside caches, between caches, and between a device and the host.
 
-A block of a cache is a few *runs*: ranges of bytes that are contiguous at both ends of the copy, one where the block is
-dense. A table on the device lists the runs of all caches, so one launch copies any number of layers, whatever their
-shapes, strides and dtypes. Letters: P pairs of blocks, R runs.
+A block of a cache is a few *runs*, ranges of bytes that are contiguous at both ends of the copy; a dense block is one.
+A table on the device lists the runs of all caches, so one launch copies any number of layers, whatever their shapes,
+strides and dtypes. Letters: P pairs of blocks, R runs.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 
 
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
-    """Copies with the host take one of three routes, by the bytes that lie together (``swap_blocks`` in configs):
+    """Copies with the host take one of three routes, depending on how many bytes are contiguous (``swap_blocks`` in
+    configs):
 
-    * direct: a memcpy for each run of blocks that are adjacent at both ends, where these are long;
+    * direct: a memcpy for each run of blocks that are adjacent at both ends, if these runs are long;
     * staged: a kernel gathers blocks into a buffer on the device, or scatters them from it, and a memcpy moves each run
-      of adjacent host blocks, where those are long;
+      of adjacent host blocks, if those runs are long;
     * mapped: a kernel reads or writes pinned host memory itself.
 
     A host cache that is not pinned goes through pageable copies, synchronously. Between two GPUs a kernel of the source
-    writes into the target's memory, which torch must have allocated; where one cannot reach the other, blocks are
+    writes into the target's memory, which torch must have allocated. If one cannot reach the other, blocks are
     gathered, copied and scattered. The caller keeps a pinned cache alive until its swaps are done.
     """
     fake.swap_blocks(src_caches, dst_caches, block_mapping)
@@ -84,16 +85,16 @@ class Table(NamedTuple):
     """The runs of a list of pairs of caches."""
 
     runs: Tensor  # int64 [R, 5] on the device: addresses of block 0, bytes from block to block (source, target), bytes
-    rows: list[tuple[int, ...]]  # the same on the host, for pairs of caches one after the other
+    rows: list[tuple[int, ...]]  # the same on the host, for the pairs of caches in order
     owners: list[int]  # which pair of caches a run belongs to
     length: int  # bytes of the longest run
-    word: int  # a power of two up to 16 that divides all of it
-    ready: torch.cuda.Event | None  # the table is there
-    stream: int  # that it was made on
+    word: int  # a power of two up to 16 that divides all addresses, strides and lengths
+    ready: torch.cuda.Event | None  # after it the table is on the device
+    stream: int  # on which it was made
 
 
-# A table is determined by its key, so an address that is used again for another tensor cannot make it wrong. The latest
-# tables are remembered; those that a captured graph reads are kept for good, as nobody knows how long it lives.
+# Its key determines a table, so an address that is used again for another tensor cannot make it wrong. The latest
+# tables are kept. Those that a captured graph reads are kept for ever, as it is not known how long the graph lives.
 _tables: dict[tuple[object, ...], Table] = {}
 _captured: set[tuple[object, ...]] = set()  # the keys of these
 MOST_TABLES = 1024
@@ -110,13 +111,13 @@ def _table(
             oldest = next(each for each in list(_tables) if each not in _captured)
             _tables.pop(oldest, None)
         table = _tables[key] = _new_table(sources, targets, device)
-    elif in_capture:  # which begins with all earlier work done, and may not wait for an event from outside
+    elif in_capture:  # a graph begins after all earlier work, and may not wait for an event from outside
         _captured.add(key)
     elif table.ready is not None:
         stream = torch.cuda.current_stream(device)
         if stream.cuda_stream != table.stream:
             table.ready.wait(stream)
-            table.runs.record_stream(stream)  # which may still read them when they are forgotten
+            table.runs.record_stream(stream)  # the stream may still read them when the table is dropped
     return table
 
 
@@ -146,8 +147,8 @@ def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: tor
 def block_runs(
     shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """The runs of a block of this shape, whose strides at both ends are given: their length, and where each starts in
-    the source and the target. All in elements."""
+    """The runs of a block with this shape and these strides at both ends: their length, and the start of each in the
+    source and in the target, in elements."""
     dims = sorted((s, t, n) for s, t, n in zip(source, target, shape, strict=True) if n > 1)
     length = 1
     while dims and dims[0][:2] == (length, length):
@@ -208,14 +209,14 @@ def _swap_staged(
     to_host: bool,
     device: torch.device,
 ) -> None:
-    """Through a buffer a lane on the device, a part of the pairs and runs at a time: while one lane's part crosses, the
-    other's is gathered or scattered."""
+    """Through two buffers on the device, one per lane, each with a part of the pairs and runs at a time: while one
+    lane's part crosses PCIe, the other's is gathered or scattered."""
     swapping, copying = (target_of(device).numbers[op] for op in ("swap_blocks", "copy_blocks"))
     on_device_mapping = _upload(mapping, device)
     host, hosts = int(to_host), targets if to_host else sources
     host_blocks = mapping[:, host].tolist()
     payload = len(mapping) * len(table.rows) * table.length
-    # Parts enough for both lanes to be busy, and long enough for their copies.
+    # Enough parts to keep both lanes busy, and parts that are long enough for fast copies.
     capacity = min(swapping["staging_bytes"] // 2, max(payload // 4, swapping["staged_bytes"]))
     parts = list(_parts(len(mapping), table, capacity))
     largest = max(count * num_runs for _, count, _, num_runs in parts) * table.length
@@ -243,9 +244,9 @@ def _swap_staged(
 
 @contextlib.contextmanager
 def _lanes(device: torch.device) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
-    """Two streams between the current stream's work before and after: as one lane's copy ends, the other's is ready.
+    """Two streams, between the current stream's earlier and later work, so that one lane's copy follows the other's.
 
-    What they use is allocated on the current stream and freed there, after they are done.
+    Their memory is allocated on the current stream and freed there, after they are done.
     """
     if device.type != "cuda":
         yield [contextlib.nullcontext(), contextlib.nullcontext()]
@@ -266,9 +267,9 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def _swap_peers(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
-    """Between two GPUs of which one maps the other's memory: a kernel there writes the blocks here, for all layers.
+    """Between two GPUs, one of which maps the other's memory: a kernel of the source writes the blocks of all layers.
 
-    Ordered on both current streams, as if the kernel ran on either.
+    It is ordered on both current streams, as if the kernel ran on either.
     """
     source, target = sources[0].device, targets[0].device
     here, there = torch.cuda.current_stream(source), torch.cuda.current_stream(target)
@@ -288,7 +289,8 @@ def _reaches(source: torch.device, target: torch.device) -> bool:
 
 
 def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
-    """Between two GPUs without that: gathered on one, copied by torch (which orders their streams), then scattered."""
+    """Between other pairs of GPUs: gathered on one, copied by torch (which orders their streams), scattered on the
+    other."""
     source, target = sources[0].device, targets[0].device
     gathering, scattering = (target_of(each).numbers["copy_blocks"] for each in (source, target))
     most = target_of(source).numbers["swap_blocks"]["staging_bytes"]
@@ -307,7 +309,7 @@ def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor)
 
 
 def _swap_pageable(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
-    """Synchronous, with torch's own indexing at both ends, a part of the pairs at a time."""
+    """Synchronously, with torch's indexing at both ends, a part of the pairs at a time."""
     device = sources[0].device if sources[0].device.type != "cpu" else targets[0].device
     most = target_of(device).numbers["swap_blocks"]["staging_bytes"]
     for src, dst in zip(sources, targets, strict=True):
@@ -328,7 +330,7 @@ def _parts(num_pairs: int, table: Table, capacity: int) -> Iterator[tuple[int, i
 
 
 def _spans(adjacent: Tensor, dense: bool) -> list[tuple[int, int]]:
-    """The first of each span of adjacent pairs, and how many it has; each pair alone if its runs do not touch."""
+    """The first pair of each span of adjacent pairs, and its length; 1 for each pair if its runs are not adjacent."""
     num_pairs = len(adjacent) + 1
     if not dense:
         return [(pair, 1) for pair in range(num_pairs)]
@@ -337,7 +339,7 @@ def _spans(adjacent: Tensor, dense: bool) -> list[tuple[int, int]]:
 
 
 def _is_dense(row: tuple[int, ...], ends: tuple[int, ...]) -> bool:
-    """Whether the run of the next block follows at once, at these ends (0 the source, 1 the target)."""
+    """Whether the run of the next block follows without a gap, at these ends (0 the source, 1 the target)."""
     return all(row[2 + end] == row[4] for end in ends)
 
 
@@ -350,7 +352,7 @@ def _bytes(cache: Tensor) -> Tensor:
 
 
 def _bits(cache: Tensor) -> Tensor:
-    """The cache as integers: torch does not index every float8."""
+    """The cache as integers, as torch does not index every float8 dtype."""
     return cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])
 
 
@@ -366,7 +368,8 @@ def _launch(
     gather: bool = False,
     scatter: bool = False,
 ) -> None:
-    """Copy the runs of all pairs; with ``staging`` of R * P * longest run bytes into it (gather) or out (scatter)."""
+    """Copy the runs of all pairs; with ``staging``, of R * P * longest run bytes, into it (gather) or out of it
+    (scatter)."""
     chunk_bytes = min(numbers["chunk_bytes"], triton.next_power_of_2(max(table.length, 16)))
     chunks = -(-table.length // chunk_bytes)
     shape = gather, scatter, table.word, chunk_bytes // table.word
@@ -422,4 +425,4 @@ def copy_kernel(
     target = tl.multiple_of(target.to(tl.pointer_type(UNIT)), WORD)
     tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)
     if PDL:
-        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read

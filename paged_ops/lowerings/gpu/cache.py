@@ -35,8 +35,8 @@ def reshape_and_cache(
     v_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
-    """Calls of one kind (shapes, strides, dtypes, devices) are checked and planned once: the host's share of a decode
-    step is what this op costs, once a layer."""
+    """Calls of one kind (shapes, strides, dtypes, devices) are checked and planned once, as each decode step makes one
+    call per layer on the host."""
     kind = (
         *(key.shape, key.stride(), key.dtype, key.get_device()),
         *(value.shape, value.stride(), value.dtype, value.get_device()),
@@ -87,11 +87,11 @@ class Write(NamedTuple):
 
 
 _writes: dict[tuple[Any, ...], Write] = {}
-MOST_KINDS = 4096  # that are remembered
+MOST_KINDS = 4096  # the most kinds of calls that are kept
 
 
 def forget() -> None:
-    """Plan known kinds of writes anew: for tuning, which changes the numbers that they were planned by."""
+    """Plan known kinds of writes again: for tuning, which changes the numbers on which plans depend."""
     _writes.clear()
 
 
@@ -141,8 +141,8 @@ def _write_launcher(
     dtypes: tuple[torch.dtype, ...],
     target: Target,
 ) -> tuple[Launcher, int]:
-    """The kernel of all calls that differ in how many tokens there are, and the tokens of a program."""
-    by_head = max(k_scales, v_scales) > 1  # a scale is read and divided by once for a program's tokens
+    """The kernel of all calls that differ only in the number of tokens, and the tokens of a program."""
+    by_head = max(k_scales, v_scales) > 1  # a scale is read, and divided by, once for a program's tokens
     plan = _plan(target, "reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
     fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and target.has_fp8_cvt, "K_SCALES": k_scales, "V_SCALES": v_scales}
     return Launcher(write_kernel, {**plan, **fp8, "SLOTS": slots}, target.device), plan["BLOCK_T"]
@@ -212,8 +212,8 @@ def gather_kv(
 
 
 class Side(NamedTuple):
-    """How keys (or values) lie in the dense tensor ``[T, K, D]`` and in the cache ``[N, B, K, D/x, x]``: all that a
-    kernel is compiled for. Strides are in elements."""
+    """How keys (or values) lie in the dense tensor ``[T, K, D]`` and in the cache ``[N, B, K, D/x, x]``. A kernel is
+    compiled for it. Strides are in elements."""
 
     C: int  # columns: K * D
     D: int
@@ -222,7 +222,7 @@ class Side(NamedTuple):
     dense_t: int
     dense_h: int
     dense_d: int
-    start: int  # of the first block in the cache's tensor
+    start: int  # offset of the first block in the cache's tensor
     block: int
     token: int
     head: int
@@ -233,7 +233,7 @@ class Side(NamedTuple):
 
 
 def _form(paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Tensor, value: Tensor) -> tuple[Any, ...]:
-    """What decides how a launch is compiled, besides dtypes: shapes and strides, never how many tokens there are."""
+    """What decides how a launch is compiled, besides dtypes: shapes and strides, never the number of tokens."""
     k, v = paged
     start = v.storage_offset() - kv_cache.storage_offset() if value_cache is None else 0
     return k.shape[1:], k.stride(), v.shape[1:], v.stride(), start, key.stride(), value.stride()
@@ -252,7 +252,7 @@ def _plan(
     dense_key: tuple[int, ...],
     dense_value: tuple[int, ...],
 ) -> dict[str, Any]:
-    """The constants of a launch; ``size`` names the number of elements of a program among the tuned."""
+    """The constants of a launch; ``size`` is the name, among the tuned numbers, of a program's number of elements."""
     B, K, Dv = value_shape
     KEY = _side(key_shape, key_stride, 0, dense_key)
     VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), value_start, dense_value)
@@ -320,9 +320,9 @@ def write_kernel(
     live = slot >= 0
     slot = tl.where(live, slot, 0)
     block, offset = slot // B, slot % B
-    # Both are loaded before either is stored: a store could be taken for a write to what is still to be loaded.
+    # Both are loaded before either is stored, as a store might alias what is still to be loaded.
     for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
-        # Nor does what is loaded wait for the slots: rows to be skipped are there too.
+        # Loads do not wait for the slots either: rows that will be skipped exist, too.
         k_dense, k_exists = dense_address(key, t, t < T, first, KEY, BLOCK_C)
         v_dense, v_exists = dense_address(value, t, t < T, first, VALUE, BLOCK_C)
         k, v = tl.load(k_dense, mask=k_exists), tl.load(v_dense, mask=v_exists)
@@ -334,7 +334,7 @@ def write_kernel(
         tl.store(k_address, k, mask=k_exists & live[:, None])
         tl.store(v_address, v, mask=v_exists & live[:, None])
     if PDL:
-        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
 
 
 @triton.jit(do_not_specialize=["S", "num_tokens"])
@@ -389,12 +389,12 @@ def gather_kernel(
         tl.store(k_address, k.to(key.dtype.element_ty), mask=k_mask)
         tl.store(v_address, v.to(value.dtype.element_ty), mask=v_mask)
     if PDL:
-        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
 
 
 @triton.jit
 def dense_address(dense, t, live, first, SIDE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Addresses ``[tokens, columns]`` in ``[T, K, D]`` from column ``first`` on, and which exist."""
+    """Addresses ``[tokens, columns]`` in ``[T, K, D]`` from column ``first`` on, and which of them exist."""
     column = first + tl.arange(0, BLOCK_C)
     head, d = column // SIDE.D, column % SIDE.D
     exists = column < SIDE.C
@@ -421,7 +421,7 @@ def paged_address(cache, block, offset, first, SIDE: tl.constexpr, BLOCK_C: tl.c
 
 @triton.jit
 def by_head(tile, SIDE: tl.constexpr):
-    """``[tokens, columns]`` as ``[tokens, vectors, V]``: what a scale a head multiplies as a whole."""
+    """``[tokens, columns]`` as ``[tokens, vectors, V]``: each vector has one scale."""
     return tl.reshape(tile, [tile.shape[0], tile.shape[1] // SIDE.V, SIDE.V])
 
 
@@ -446,15 +446,16 @@ def to_fp8(real, scale, first, SIDE: tl.constexpr, SCALES: tl.constexpr, FORMAT:
 
 @triton.jit
 def divide(real, scale, SCALES: tl.constexpr, QUICK: tl.constexpr):
-    """``real / scale`` to nearest even, as far as fp8 can tell: one division a scale, and five operations a number.
+    """``real / scale`` to nearest even, as precisely as fp8 needs: one division per scale, and five operations per
+    number.
 
     Two corrections by the remainder make ``real * (1 / scale)`` the rounded quotient (Markstein 1990, Computation of
-    elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need none, and
-    infinities would not survive one.
+    elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need no
+    correction, and infinities would not survive one.
     """
     if not QUICK:
         return tl.div_rn(real, scale)
-    usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate number could over- or underflow
+    usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate result could over- or underflow
     if SCALES > 1:
         usual = tl.min(usual.to(tl.int32)) > 0
     if usual:

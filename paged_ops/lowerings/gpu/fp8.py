@@ -1,5 +1,5 @@
-"""float8 in integer arithmetic, the same bits on every target: many GPUs lack a conversion that rounds and saturates,
-Triton refuses e4m3fn on some, and its interpreter neither saturates nor rounds right.
+"""float8 in integer arithmetic, with the same bits on every target. Many GPUs lack a conversion that rounds and
+saturates, Triton refuses e4m3fn on some, and its interpreter neither saturates nor rounds correctly.
 
 An fp8 tensor is passed to a kernel as uint8, and its format as one of the constants below.
 """
@@ -27,14 +27,16 @@ FP8_FORMATS = {
 
 
 def stored_format(stored: torch.dtype, dtype: torch.dtype, target: Target) -> int:
-    """The format of a cache whose elements are ``stored`` in ``dtype``; uint8 has the target's flavour. 0: not fp8."""
+    """The format of a cache whose elements are ``stored`` in ``dtype``; uint8 has the target's own format. 0: not
+    fp8."""
     bits = FP8_FORMATS.get(stored, 0)
     return bits + 2 if bits and dtype == torch.uint8 and target.fp8_is_fnuz else bits
 
 
 @triton.jit
 def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 to the bits of an fp8 format: nearest even, saturated, NaN kept. NATIVE: by instruction (cuda >= 89)."""
+    """float32 to the bits of an fp8 format: to nearest even, saturated, NaN kept. NATIVE: by instruction (cuda >=
+    89)."""
     if NATIVE and FORMAT == 1:
         return _cvt_e4m3(real)
     elif NATIVE and FORMAT == 2:
@@ -45,18 +47,18 @@ def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def decode_fp8(bits, FORMAT: tl.constexpr):
-    """The float16 numbers that the bits of an fp8 format are, exactly: float16 has all of their exponents."""
+    """The bits of an fp8 format as float16 numbers, exactly: float16 has all of their exponents."""
     wide = bits.to(tl.uint16)
     if FORMAT == 2:
         real = (wide << 8).to(tl.float16, bitcast=True)
     elif FORMAT == 4:
-        # Its exponents end where float16 has infinities, so it goes by float32, where only subnormals need care.
+        # Its largest exponent is float16's infinity, so it goes through float32, where only subnormals need care.
         magnitude = (wide & 0x7F).to(tl.uint32)
         normal = ((magnitude << 21) + ((127 - 16) << 23)).to(tl.float32, bitcast=True)
         size = tl.where(magnitude < 4, magnitude.to(tl.float32) * 2.0**-17, normal)
         real = tl.where(wide == 0x80, float("nan"), tl.where(wide < 0x80, size, -size)).to(tl.float16)
     else:
-        # Exponent and mantissa in float16's places are too small by the difference of the biases, subnormals too.
+        # Exponent and mantissa, moved to float16's places, are too small by the difference of the biases.
         shifted = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         FACTOR: tl.constexpr = 256.0 if FORMAT == 1 else 128.0
         real = shifted.to(tl.float16, bitcast=True) * FACTOR
@@ -67,7 +69,7 @@ def decode_fp8(bits, FORMAT: tl.constexpr):
 
 @triton.jit
 def widen_fp8(tile):
-    """A tile of a target's own fp8 type as float16, exactly, two numbers an instruction (PTX ``cvt`` from sm_89)."""
+    """A tile of a target's own fp8 type as float16, exactly, two numbers per instruction (PTX ``cvt`` from sm_89)."""
     if tile.dtype == tl.float8e4nv:
         return _cvt_from_e4m3(tile.to(tl.uint8, bitcast=True))
     else:
@@ -76,7 +78,7 @@ def widen_fp8(tile):
 
 @triton.jit
 def widen_pairs(pairs, E4M3: tl.constexpr):
-    """int16s that hold two fp8 numbers each: the lower ones and the upper ones as float16, by instruction."""
+    """int16s that hold two fp8 numbers each, as float16 by instruction: the lower ones, and the upper ones."""
     if E4M3:
         return _cvt_pairs_of_e4m3(pairs)
     else:
@@ -93,9 +95,9 @@ def _round_bits(real, FORMAT: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
     magnitude = tl.minimum(magnitude, LARGEST)
-    # Half of the last place, less one unless that place is odd, makes the truncation round to nearest even.
+    # Adding half of the last place, less one if that place is even, makes truncation round to nearest even.
     normal = ((magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # Adding a power of two whose last place is the smallest subnormal lets the adder round to a multiple of it.
+    # Adding a power of two whose last place is the smallest subnormal rounds to a multiple of that.
     MAGIC: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
     MAGIC_BITS: tl.constexpr = (127 + 1 - BIAS - MANTISSA + 23) << 23
     subnormal = (magnitude.to(tl.float32, bitcast=True) + MAGIC).to(tl.uint32, bitcast=True) - MAGIC_BITS

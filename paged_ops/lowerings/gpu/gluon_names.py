@@ -1,6 +1,6 @@
-"""Gluon's functions under one name each, for every Triton that :func:`has_hopper_gluon` lets in.
+"""Gluon's functions under one name each, for every Triton that ``Target.has_hopper_gluon`` allows.
 
-Gluon is experimental: Triton renames its functions without notice. What a newer one renames is added here, and then
+Gluon is experimental: Triton renames its functions without notice. Add here what a newer Triton renames, and then raise
 ``NEWEST_KNOWN`` of target.py.
 """
 

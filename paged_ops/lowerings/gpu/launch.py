@@ -20,16 +20,16 @@ class Launcher:
         launcher = Launcher(kernel, {"BLOCK": 128, "num_warps": 4}, x.device)   # once for each kind of call
         launcher((grid, 1, 1), (x, None, out), (n, 0.5))                        # kernel[grid]((x, None, out), n, 0.5)
 
-    The kernel takes a tuple of pointers, then numbers, what else it wants, and constants. Numbers are each a parameter,
-    ``do_not_specialize``, which Triton would not heed of numbers in a tuple.
-    A launcher serves one *kind* of call, which its owner tells apart: one device, the dtypes of the tensors and which
-    of them are None. Where that is so for some only because the kernel does not take them, :meth:`at` may be given any
-    address for them. What Triton specialises pointers on, whether they are multiples of 16 bytes, is seen to here: each
-    combination gets a kernel of its own.
+    The kernel takes a tuple of pointers, then numbers, other arguments, and constants. Each number is a parameter of
+    its own, with ``do_not_specialize``, which Triton ignores for numbers in a tuple.
 
-    Triton launches the first call of each combination, and every call in its interpreter, on ROCm (which specialises on
-    the sizes of storages too), under a profiler's launch hooks, and if it is newer than the newest known here. It is
-    the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
+    A launcher serves one *kind* of call, which its owner must tell apart: one device, the dtypes of the tensors, and
+    which of them are None. For tensors that the kernel does not take, :meth:`at` accepts any address. Triton
+    specialises on whether pointers are multiples of 16 bytes: here, too, each combination gets a kernel of its own.
+
+    Triton launches the first call of each combination. It launches every call in its interpreter, on ROCm (which also
+    specialises on the sizes of storages), under a profiler's launch hooks, and if it is newer than the newest Triton
+    known here. This class is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
     """
 
     __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values")
@@ -37,7 +37,7 @@ class Launcher:
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device) -> None:
         self._kernel = kernel
         self._constants = constants
-        self._values: tuple[Any, ...] = ()  # of the constants that are parameters, in the kernel's order
+        self._values: tuple[Any, ...] = ()  # values of the constants that are parameters, in the kernel's order
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment
         self._device, self._index = device, device.index
         self._stream: Any = None
@@ -50,7 +50,7 @@ class Launcher:
         *more: Any,
         addresses: tuple[int, ...] | None = None,
     ) -> None:
-        """Launch on the current stream of the launcher's device; ``addresses`` as :meth:`at` was given them."""
+        """Launch on the current stream of the launcher's device, by Triton if necessary."""
         if addresses is None:
             addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
         if self.at(grid, addresses, numbers, *more):
@@ -71,9 +71,9 @@ class Launcher:
         numbers: Sequence[int | float | None] = (),
         *more: Any,
     ) -> bool:
-        """Launch on what lies at these addresses (0 for None) and return True, if nothing is new about the call.
+        """Launch with these addresses (0 for None) and return True, if the combination is known; else return False.
 
-        After False call the launcher itself. For owners that would make views only to name an address and a dtype.
+        After False call the launcher itself. Owners thus need no views of tensors only to have their addresses.
         """
         known = self._compiled.get(_alignment(addresses))
         hook = triton.knobs.runtime.launch_enter_hook
@@ -90,8 +90,8 @@ class Launcher:
 
 
 class Launch:
-    """One kernel of a call that launches several: all are given the call's pointers and numbers, tuples with named
-    fields, and each leaves out what it is ``without``."""
+    """One kernel of a call that launches several. All get the call's pointers and numbers, tuples with named fields;
+    each leaves out the fields ``without``."""
 
     __slots__ = ("_grid", "_launcher", "_without")
 
@@ -111,20 +111,20 @@ class Launch:
 
 
 class Plan(NamedTuple):
-    """What a call launches, in this order, and the float32s of its workspace: to the parts' lse, to the counters of
-    work that was taken, and in all."""
+    """What a call launches, in this order, and its workspace in float32s: the offset of the parts' lse, the offset of
+    the counters of taken work, and the size."""
 
     launches: tuple[Launch, ...]
     workspace: tuple[int, int, int]
 
 
 _launchers: dict[Any, Launcher] = {}
-# So many kinds of calls are remembered; then all are planned anew.
+# The most kinds of calls that are kept; with more, all are planned again.
 MOST_KINDS = 4096
 
 
 def launcher_of(kernel: Any, constants: dict[str, Any], device: torch.device) -> Launcher:
-    """The launcher of these constants, all of which are hashable: they tell the kind of call apart."""
+    """The launcher of these constants. All are hashable, and they tell kinds of calls apart."""
     key = (kernel, device, *constants.items())
     if key not in _launchers:
         if len(_launchers) >= MOST_KINDS:
@@ -134,17 +134,17 @@ def launcher_of(kernel: Any, constants: dict[str, Any], device: torch.device) ->
 
 
 def _entry(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What launches a compiled kernel, and what it wants to know of it between the stream and the arguments."""
+    """The function that launches a compiled kernel, and its arguments between the stream and the kernel's own."""
     run, function, packed, no_hooks = compiled.run, compiled.function, compiled.packed_metadata, (None, None, None)
     if TRITON < (3, 7) and run.global_scratch_size == run.profile_scratch_size == 0:
-        # The function in C, past the method that would allocate scratch memory for it.
+        # The function in C, not the method, which would allocate scratch memory.
         how = run.launch_cooperative_grid, run.launch_pdl, None, None
         return run.launch, (function, *how, packed, *no_hooks)
     return run, (function, packed, *no_hooks)
 
 
 def _alignment(addresses: Sequence[int]) -> Any:
-    """Which of the addresses are multiples of 16: 0 for all of them."""
+    """Which of the addresses are multiples of 16; 0 if all are."""
     bits = 0
     for address in addresses:
         bits |= address

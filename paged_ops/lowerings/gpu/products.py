@@ -1,9 +1,8 @@
-"""Linear layers of a decode step of few rows, by a kernel that overlaps with the one before it.
+"""Linear layers of decode steps with few rows, by a kernel that overlaps with the previous one.
 
 A product of up to 16 rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
-two kernels where it splits the sum; one Triton kernel that is launched before the kernel before it has ended
-(programmatic dependent launch) reads them faster. More rows and other devices are left to
-``torch.nn.functional.linear``.
+two kernels if it splits the sum. One Triton kernel that is launched before the previous kernel has ended (programmatic
+dependent launch) reads them faster. ``torch.nn.functional.linear`` serves more rows and other devices.
 
 Letters: T rows, C input features, O output features.
 """
@@ -30,11 +29,11 @@ _LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
 
 
 def use_overlapping_products(model: nn.Module) -> int:
-    """Let the linear layers of a model take this kernel where it serves, in place; returns how many of them may.
+    """Let the linear layers of a model use this kernel where it serves, in place; returns how many of them can.
 
-    Layers without a bias, in bfloat16 or float16; fused ones
-    (:func:`paged_ops.integrations.projections.fuse_projections`) too. Results differ by rounding alone. Call it
-    before compiling.
+    These are layers without a bias, in bfloat16 or float16, also fused ones
+    (:func:`paged_ops.integrations.projections.fuse_projections`). Results differ only by rounding. Call it before
+    compiling.
     """
     found = 0
     for module in model.modules():
@@ -80,7 +79,7 @@ def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     O = weight.shape[0]
     out = x.new_empty(*x.shape[:-1], O)
-    # Up to one program a multiprocessor of 32 outputs; else wider ones, which read rows of x less often.
+    # 32 outputs per program, if there is at most one program per multiprocessor; else 64, which reads x less often.
     if 32 * target.processors >= O:
         options: dict[str, Any] = dict(BN=32, BK=256, STAGES=6)
     elif O <= 8192 or O % 128:
@@ -112,13 +111,13 @@ def product_kernel(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p: outputs p*BN to (p+1)*BN of all rows. Wide tiles are the left operand, as wgmma wants 64 rows."""
+    """Program p: outputs p*BN to (p+1)*BN of all rows. Wide tiles are the left operand, as wgmma needs 64 rows."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
     t = tl.arange(0, 16)
     x_at = x + t[:, None] * C + c[None, :]
     weight_at = weight + n[:, None].to(tl.int64) * C + c[None, :]
-    # Kernels that start from here on find all that came before this one complete.
+    # A kernel that starts from here on finds everything before this one complete.
     gdc_wait()
     gdc_launch_dependents()
     if BN > 32:

@@ -1,9 +1,10 @@
-"""What an attention kernel is compiled for and called with: values that kernels and their helpers take whole.
+"""What an attention kernel is compiled for and called with, as values that kernels and helpers take as a whole.
 
-``Pointers`` and ``Numbers`` change from call to call. The others are constants: a :class:`Spec` says what is computed
-and how everything lies in memory, the same for all kernels of a call; a :class:`TileShape` is one kernel's own, and a
-:class:`Division` says which sequences are whose. All are tuples with named fields, which every Triton from 3.5 on takes
-as arguments and as constants. Their properties would be lost there: Triton 3.8 makes a tuple of its own of a constant.
+``Pointers`` and ``Numbers`` change from call to call. The others are constants. A :class:`Spec` says what is computed
+and how everything lies in memory, and is the same for all kernels of a call. Each kernel has a :class:`TileShape` of
+its own. A :class:`Division` says which kernel serves which sequences. All are tuples with named fields, which every
+Triton from 3.5 on takes as arguments and as constants. They have no properties, because Triton 3.8 converts a constant
+to a tuple of its own.
 
 Letters as in :mod:`paged_ops.lowerings.gpu.attention.plan`.
 """
@@ -22,17 +23,17 @@ from paged_ops.layouts import PagedKV
 from paged_ops.lowerings.gpu.fp8 import stored_format
 from paged_ops.lowerings.gpu.target import Target
 
-# Keys of a slice: so many as a matrix instruction takes rows.
+# Keys of a slice: as many as a matrix instruction takes rows.
 SLICE = 16
 
 
 class Pointers(NamedTuple):
-    """What the kernels read and write: tensors for Triton, their addresses for a launch past it. A kernel is given None
-    for what it does not take."""
+    """What the kernels read and write: tensors if Triton launches, else their addresses. A kernel gets None for what it
+    does not take."""
 
     out: Any  # [T, H, Dv]
     lse: Any  # [T, H] float32
-    parts: Any  # [P, 2, M, Dv] float32: of a unit that began before a program's share (0), that goes on after it (1)
+    parts: Any  # [P, 2, M, Dv] float32: of the units that began before a share (0), and that go on after it (1)
     part_lse: Any  # [P, 2, M] float32, to base 2
     taken: Any  # [4] int32 counters of hopper.py, which split_kernel zeroes
     query: Any  # [T, H, D]
@@ -54,7 +55,7 @@ OPTIONAL = Pointers._fields[Pointers._fields.index("alibi_slopes") :]
 
 
 class Numbers(NamedTuple):
-    """What is passed by value; kernels are compiled for no value in particular."""
+    """Arguments that are passed by value; kernels are not specialised on them."""
 
     scale: float
     soft_cap: float
@@ -63,7 +64,7 @@ class Numbers(NamedTuple):
     sparse_block: int
     local_blocks: int
     vert_stride: int
-    first_offset: int  # query head h has the stripes' offset first_offset + h // heads_an_offset * offset_step
+    first_offset: int  # of query head h: first_offset + h // heads_an_offset * offset_step
     offset_step: int
     table_stride: int
     S: int
@@ -76,13 +77,13 @@ class Masks(NamedTuple):
     causal: bool
     window: bool
     chunk: bool
-    ranges: int  # of a sequence; 0: none
+    ranges: int  # R, the ranges per sequence; 0: none
     sparse: bool
     heads_an_offset: int
 
 
 class Logits(NamedTuple):
-    """What becomes of the products of queries and keys."""
+    """What is done with the products of queries and keys."""
 
     soft_cap: bool
     alibi: bool
@@ -90,36 +91,36 @@ class Logits(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What the elements of a cache are, whatever their places and scales."""
+    """What the elements of a cache are, apart from their places and scales."""
 
-    dtype: torch.dtype  # that kernels see: torch.uint8 where they convert by bits
-    format: int  # of fp8 bits, see fp8.py; 0: the dtype says what they are
-    paired: bool  # two 8-bit elements can be read as one of 16 bits, to be converted to float16 by instruction
+    dtype: torch.dtype  # as kernels see it: torch.uint8 if they convert by bits
+    format: int  # the format of fp8 bits, see fp8.py; 0: the dtype says it
+    paired: bool  # whether two 8-bit elements can be read as one of 16 bits, and converted to float16 by instruction
 
 
 class Side(NamedTuple):
     """How keys, or values, lie in the cache ``[N, B, K, D/x, x]``; strides in elements."""
 
     size: int  # of a head
-    x: int  # elements of a head that lie together: all where not packed
-    run: int  # so many tokens lie together; 1 where elements do
+    x: int  # elements of a head that are contiguous: all, if not packed
+    run: int  # tokens that are contiguous; 1 if elements are
     n: int
     b: int
     k: int
     dx: int
     d: int
-    scale: int | None  # from one head's scale to the next; 0: all have one; None: there is none
+    scale: int | None  # stride from one head's scale to the next; 0: one scale for all; None: no scale
 
 
 class Spec(NamedTuple):
-    """What the attention kernels of a call compute, and on what."""
+    """What the attention kernels of a call compute, and in which memory."""
 
     masks: Masks
     logits: Logits
     storage: Storage
     dtype: torch.dtype  # of the queries
     out: torch.dtype  # fp8 is output / output_scale
-    lse: bool  # whether it is wanted
+    lse: bool  # whether it is returned
     K: int
     G: int
     B: int
@@ -129,7 +130,7 @@ class Spec(NamedTuple):
     table: int  # stride m
 
     def of_merge(self) -> Spec:
-        """What merge_kernel needs of it: calls that differ in nothing else have the same."""
+        """The part that merge_kernel needs, so that calls which differ in nothing else share a merge_kernel."""
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
         logits, storage = Logits(False, False, False), Storage(torch.float32, 0, False)
         return self._replace(
@@ -138,30 +139,30 @@ class Spec(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What a launch depends on besides the spec: it differs from step to step, or cannot be seen in a kernel."""
+    """What a launch depends on besides the spec: values that differ from step to step, or that a kernel cannot see."""
 
     T: int
     S: int
     N: int
-    columns: int  # of the block tables
+    columns: int  # M of the block tables
     aligned: bool  # whether the first key and the first value lie at multiples of 16 bytes
     numbers: Numbers
 
 
 class TileShape(NamedTuple):
-    """The tile of a kernel: packed query rows, keys, padded head sizes, slices (see see_slices; 0: not sliced)."""
+    """The tile of a kernel: packed query rows, keys, padded head sizes, and slices (see see_slices; 0: not sliced)."""
 
     M: int
     N: int
     D: int
     Dv: int
     W: int
-    paired: bool  # 8-bit keys and values are loaded in pairs
+    paired: bool  # whether 8-bit keys and values are loaded in pairs
 
 
 class Division(NamedTuple):
-    """Which sequences are split_kernel's: those of at most ``rows`` packed query rows and of more than ``short`` keys,
-    or every one. The sequences are counted ``at_once``, so many ``times``."""
+    """Which sequences split_kernel serves: those of at most ``rows`` packed query rows and more than ``short`` keys, or
+    all. A program counts ``at_once`` sequences in one vector, ``times`` times."""
 
     rows: int
     everyone: bool
@@ -181,7 +182,7 @@ def spec_of(
     out: torch.dtype,
     lse: bool,
 ) -> Spec:
-    """Of a call, with the caches as :func:`readable` gives them."""
+    """The spec of a call, with the caches as :func:`readable` returns them."""
     B, K = key.shape[1:3]
     H = query.shape[1]
     ranges = 0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1]
@@ -241,12 +242,12 @@ def numbers_of(
 
 
 def spans(sliding_window: int, attention_chunk: int) -> tuple[int, int]:
-    """A window and a chunk as kernels take them: positions are int32s there, and longer ones are as good."""
+    """A window and a chunk as kernels take them: clamped to int32, which positions are."""
     return min(sliding_window, 2**31 - 1), min(attention_chunk, 2**31 - 1)
 
 
 def readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tensor, Tensor, int]:
-    """Key and value views as a kernel reads them: fp8 in its own type where the target converts it, else its bits."""
+    """Key and value views as a kernel reads them: fp8 in its own dtype if the target converts it, else as bits."""
     bits = stored_format(stored, paged.key.dtype, target)
     if not bits:
         return paged.key, paged.value, 0
@@ -256,7 +257,7 @@ def readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tenso
 
 
 def is_sliceable(spec: Spec) -> bool:
-    """Whether tiles can be taken in slices that lie in one block each, of elements as tensor cores take them."""
+    """Whether tiles can be divided into slices that lie in one block each, with elements as tensor cores take them."""
     return (
         torch.version.hip is None
         and spec.dtype.itemsize == 2
@@ -269,7 +270,7 @@ def is_sliceable(spec: Spec) -> bool:
 
 
 def _run(value: Tensor, B: int) -> int:
-    """How many tokens of a block lie together in ``value [N, B, K, Dv]``, up to 16 bytes; else 1."""
+    """How many tokens of a block are contiguous in ``value [N, B, K, Dv]``, up to 16 bytes; 1 if they are not."""
     stride_n, stride_b, stride_k, stride_d = value.stride()
     if stride_b != 1 or stride_d == 1:
         return 1

@@ -14,23 +14,23 @@ import triton
 
 CONFIGS = Path(__file__).parent / "configs"
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
-# The Tritons between which Gluon's functions and how compiled kernels are launched are known: those of torch 2.10 and
-# torch 2.15. Beyond them Triton's own language and launches serve, which it keeps stable.
+# From the oldest to the newest Triton (those of torch 2.10 and 2.15) Gluon's functions, and the way to launch a
+# compiled kernel, are known. With others only Triton's own language and launches are used, which Triton keeps stable.
 OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
-# Launch with it: a product and a sum are one instruction. Triton did so by default; from 3.10 on it will not.
+# An option of each launch: a product and a sum are one instruction. From Triton 3.10 on this will not be the default.
 FUSED = {"enable_fp_fusion": True}
 DEFAULT = "default"  # the device name whose tables serve devices without tables of their own
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One device, by its index: all that plans and launches ask of it. :func:`target_of` makes it."""
+    """One device with its index: all that plans and launches need to know of it. :func:`target_of` makes it."""
 
     device: torch.device
     name: str
     backend: str  # "cuda", "hip" or "interpreter": Triton's, which has no instructions of its own
     arch: int | str  # of CUDA the compute capability (90), of ROCm the architecture ("gfx942"), else 0
-    processors: int  # multiprocessors (compute units): programs that persist are so many
+    processors: int  # multiprocessors (compute units): the number of persistent programs
     shared_memory: int  # bytes that one program may have
 
     @property
@@ -40,7 +40,7 @@ class Target:
 
     @property
     def has_pdl(self) -> bool:
-        """Whether a kernel may start while the one before it ends: programmatic dependent launch, from sm_90."""
+        """Whether a kernel may start while the previous one ends: programmatic dependent launch, from sm_90."""
         return self._is_cuda_from(90)
 
     @property
@@ -50,16 +50,16 @@ class Target:
 
     @property
     def has_hopper_gluon(self) -> bool:
-        """Whether it is an sm_90 and Triton's Gluon one that gluon_names.py knows."""
+        """Whether it is an sm_90, and gluon_names.py knows the Gluon of this Triton."""
         return self.is_hopper and OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
 
     @property
     def fp8_is_fnuz(self) -> bool:
-        """Whether its fp8 is the flavour without negative zero and infinities: gfx94x of ROCm."""
+        """Whether its fp8 formats are those without negative zero and infinities: gfx94x of ROCm."""
         return self.backend == "hip" and str(self.arch).startswith("gfx94")
 
     def overlap(self) -> dict[str, bool]:
-        """The constants of a kernel that may start while the one before it ends, and then waits for it (PDL)."""
+        """The launch options of a kernel that may start while the previous one ends, and then waits for it (PDL)."""
         return {"PDL": True, "launch_pdl": True} if self.has_pdl else {"PDL": False}
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Target:
 
 @functools.cache
 def target_of(device: torch.device) -> Target:
-    """The target of a device that tensors are on: of one index, whatever the current device is."""
+    """The target of a tensor's device, by its index, whatever the current device is."""
     if device.type == "cpu":
         return Target(device, DEFAULT, "interpreter", 0, 0, 0)
     assert device.index is not None, "a tensor's device has an index"
@@ -97,7 +97,7 @@ _NO_GUARD = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A guard under which kernels launch on the device: Triton launches on the current one."""
+    """A guard that makes the device the current one, on which Triton launches."""
     return _NO_GUARD if _is_current(device) else torch.cuda.device(device)
 
 
@@ -107,7 +107,7 @@ def capturing(device: torch.device) -> bool:
         return False
     if _is_current(device):
         return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):  # torch answers for the current one alone
+    with torch.cuda.device(device):  # torch only answers for the current device
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -119,14 +119,14 @@ def _is_current(device: torch.device) -> bool:
 
 
 def config_path(folder: Path, kind: str, name: str) -> Path:
-    """The file of a device's name: ``attention_nvidia_h200.json``; ``kind`` is attention or cache."""
+    """The file for a device's name: ``attention_nvidia_h200.json``; ``kind`` is attention or cache."""
     return folder / f"{kind}_{name.lower().replace(' ', '_')}.json"
 
 
 def read_numbers(name: str) -> dict[str, Any]:
     """The numbers of the cache ops: ``cache_default.json``, overridden op by op by the device's own file.
 
-    Raises ValueError for a file that sets what the default does not know.
+    Raises ValueError if a file sets a number that the default does not have.
     """
     numbers: dict[str, Any] = json.loads(config_path(CONFIGS, "cache", DEFAULT).read_text())
     path = config_path(CONFIGS, "cache", name)
@@ -141,12 +141,12 @@ def read_numbers(name: str) -> dict[str, Any]:
 
 
 def read_tiles(name: str) -> dict[str, Any]:
-    """The tiles of a device; of one without a file the default's.
+    """The tiles of a device, or the default's if it has no file.
 
     By kind of element and padded head size. ``split``: keys, warps, stages, programs per multiprocessor and, on CUDA, a
-    bound on registers; ``slices``: the same where tiles are sliced, which they are only with an entry; ``prefill``:
-    rows, keys, warps, stages. ``triton``: what is different from a Triton on, because kernels would spill registers
-    with it; what earlier ones say holds too.
+    bound on registers. ``slices``: the same for sliced tiles; without an entry tiles are not sliced. ``prefill``: rows,
+    keys, warps, stages. ``triton``: what differs from a given Triton on, because kernels would spill registers with it;
+    entries for earlier Tritons hold too.
     """
     path = config_path(CONFIGS, "attention", name)
     numbers = json.loads((path if path.exists() else config_path(CONFIGS, "attention", DEFAULT)).read_text())
@@ -160,7 +160,7 @@ def read_tiles(name: str) -> dict[str, Any]:
 
 
 def later(numbers: dict[str, Any]) -> dict[str, Any]:
-    """What a table says of Tritons that are newer than this one."""
+    """The entries of a table for Tritons that are newer than this one."""
     return {name: change for name, change in numbers.get("triton", {}).items() if _version(name) > TRITON}
 
 

@@ -421,7 +421,7 @@ def merge_kernel(
     else:
         merge_items(tensors, cut, SPEC, TILE, 1, 8, 512, 1)
     if PDL:
-        gdc_launch_dependents()  # last: what starts from here on may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
 
 
 @triton.jit
