@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paged_ops.parallel.tensor import gives_own_rows, is_sharded, like, local_of
+
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -25,13 +27,20 @@ def fuse_projections(model: nn.Module) -> int:
     ``state_dict`` and ``load_state_dict``, and so ``save_pretrained``, keep the names and weights of the original;
     those of ``named_parameters`` change. :func:`split_projections` undoes it. Projections that are not plain
     ``nn.Linear`` of one input size, dtype and device, all with a bias or all without, are not changed.
+
+    Of a model that is spread over ranks each fuses its own rows; all ranks call it together, after
+    :class:`paged_ops.integrations.transformers.PagedCausalLM` where key/value heads are fewer than ranks.
+
+    Raises:
+        ValueError: the heads of a sharded model are cut.
     """
     saved = 0
     for module in list(model.modules()):
         for names in GROUPS:
             parts = [getattr(module, name, None) for name in names]
             linears = [part for part in parts if type(part) is nn.Linear]
-            if len(linears) == len(parts) and _alike(linears):
+            if len(linears) == len(parts) and all(map(gives_own_rows, linears)) and _alike(linears):
+                _refuse_cut_heads(module, linears)
                 fused = FusedLinear(linears)
                 for name, part in zip(names, fused.parts(), strict=True):
                     setattr(module, name, part)
@@ -40,8 +49,7 @@ def fuse_projections(model: nn.Module) -> int:
 
 
 def split_projections(model: nn.Module) -> int:
-    """Undo :func:`fuse_projections`, in place: plain ``nn.Linear`` again, with the present weights; returns how
-    many."""
+    """Undo :func:`fuse_projections`, in place: ``nn.Linear`` as before, with the present weights; returns how many."""
     split = 0
     for module in list(model.modules()):
         for name, part in list(module.named_children()):
@@ -57,12 +65,14 @@ class FusedLinear(nn.Module):
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
-        self.sizes = [linear.out_features for linear in linears]
+        weights = [local_of(linear.weight) for linear in linears]
+        self.sizes = [len(weight) for weight in weights]
         trains = linears[0].weight.requires_grad
-        self.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), trains)
+        self.weight = nn.Parameter(torch.cat(weights), trains)
         self.bias: nn.Parameter | None = None
         if linears[0].bias is not None:
-            self.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]), trains)
+            self.bias = nn.Parameter(torch.cat([local_of(linear.bias) for linear in linears]), trains)
+        self._sharded = [linear if is_sharded(linear) else None for linear in linears]
         self.product: Callable[..., Tensor] = F.linear
         self.input: Tensor | None = None
         self.output: Tensor | None = None
@@ -76,7 +86,8 @@ class FusedLinear(nn.Module):
 
     def parts(self) -> list[FusedPart]:
         ends = torch.tensor(self.sizes).cumsum(0).tolist()
-        return [FusedPart(self, end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+        each = zip(self.sizes, ends, self._sharded, strict=True)
+        return [FusedPart(self, end - size, end, sharded) for size, end, sharded in each]
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         if self.output is None or self.input is not x:
@@ -89,12 +100,20 @@ class FusedLinear(nn.Module):
 
 
 class FusedPart(nn.Module):
-    """The layer that a model calls: the rows ``start : stop`` of a :class:`FusedLinear`."""
+    """The layer that a model calls: the rows ``start : stop`` of a :class:`FusedLinear`.
 
-    def __init__(self, fused: FusedLinear, start: int, stop: int) -> None:
+    In place of a layer that was sharded it has this rank's rows, and keeps the layer, whose hook its weights come back
+    to; they lie in the fused weight meanwhile.
+    """
+
+    def __init__(self, fused: FusedLinear, start: int, stop: int, sharded: nn.Linear | None = None) -> None:
         super().__init__()
         self.fused, self.start, self.stop = fused, start, stop
         self.in_features, self.out_features = fused.weight.shape[1], stop - start
+        self._sharded = () if sharded is None else (sharded,)  # no module of this one
+        for layer in self._sharded:
+            for name, rows in self._named_rows():
+                setattr(layer, name, like(getattr(layer, name), rows.detach()))
 
     @property
     def weight(self) -> Tensor:
@@ -104,8 +123,15 @@ class FusedPart(nn.Module):
     def bias(self) -> Tensor | None:
         return None if self.fused.bias is None else self.fused.bias[self.start : self.stop]
 
+    def _named_rows(self) -> list[tuple[str, Tensor]]:
+        return [(name, rows) for name in ("weight", "bias") if (rows := getattr(self, name)) is not None]
+
     def linear(self) -> nn.Linear:
         """The layer that this part was, with weights of its own."""
+        for layer in self._sharded:
+            for name, rows in self._named_rows():
+                setattr(layer, name, like(getattr(layer, name), rows.detach().clone()))
+            return layer
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta", dtype=self.weight.dtype)
         for name in ("weight", "bias")[: 1 + has_bias]:
@@ -114,10 +140,10 @@ class FusedPart(nn.Module):
         return linear.train(self.training)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name in ("weight", "bias"):
-            rows = getattr(self, name)
-            if rows is not None:
-                destination[prefix + name] = rows if keep_vars else rows.detach()
+        for name, rows in self._named_rows():
+            for layer in self._sharded:
+                rows = getattr(layer, name)
+            destination[prefix + name] = rows if keep_vars else rows.detach()
 
     def _load_from_state_dict(
         self,
@@ -137,6 +163,9 @@ class FusedPart(nn.Module):
             elif given is None:
                 if strict:
                     missing_keys.append(prefix + name)
+            elif self._sharded and getattr(self._sharded[0], name).shape == given.shape:
+                with torch.no_grad():
+                    getattr(self._sharded[0], name).copy_(given)
             elif given.shape != rows.shape:
                 error_msgs.append(f"{prefix + name}: expected shape {list(rows.shape)}, got {list(given.shape)}")
             else:
@@ -145,6 +174,15 @@ class FusedPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused.rows(x, self.start, self.stop)
+
+
+def _refuse_cut_heads(module: Any, linears: list[nn.Linear]) -> None:
+    D = getattr(module, "head_dim", 1)
+    if len(linears) == 3 and any(is_sharded(linear) and len(local_of(linear.weight)) % D for linear in linears):
+        raise ValueError(
+            f"model: expected whole heads at each rank, got {[len(local_of(each.weight)) for each in linears]} rows of"
+            f" heads of {D}; wrap it by PagedCausalLM first, which repeats key/value heads"
+        )
 
 
 def _alike(linears: list[nn.Linear]) -> bool:

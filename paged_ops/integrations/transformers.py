@@ -52,9 +52,10 @@ from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretc
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout
 from paged_ops.metadata import AttentionMetadata
+from paged_ops.parallel.tensor import process_group_of, repeated_heads
 from paged_ops.states import StateCache
 
-__all__ = ["PagedCausalLM", "attention", "no_mask"]
+__all__ = ["PagedCausalLM", "attention", "no_mask", "sharded"]
 
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 
@@ -78,6 +79,8 @@ class PagedCausalLM:
         pool_of_layer: which pool each cache is in where layers that see differently far have pools of their own.
         num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache.
         states: the layers that keep state instead of keys; None if there are none.
+        process_group: the ranks that the model is spread over (``tp_plan="auto"``), or None. All of them wrap it
+            together; heads and caches are this rank's, and key/value heads that are fewer than ranks are repeated.
         max_model_len: as given or found; None if the config does not say.
 
     Raises:
@@ -101,9 +104,14 @@ class PagedCausalLM:
         if previous is not None:
             previous.undo()
         self._wrapping = Wrapping(model)
+        self.process_group = process_group_of(model)
         self.states: StateLayers | None = None
         self.num_layers = 0
         try:
+            for module, whole, num_groups in repeated_heads(model):
+                for name, linear in whole.items():
+                    self._wrapping.replace(module, name, linear)
+                self._wrapping.set_attribute(module, "num_key_value_groups", num_groups)
             for parent, name, rotary in freezes:
                 self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
             self._wrapping.set_implementation("eager")
@@ -409,6 +417,19 @@ class PagedCausalLM:
             arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
         logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
         return logits if self._takes_rows else logits[last_rows]
+
+
+def sharded(num_ranks: int) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that spread a model over the ranks that torchrun started (tensor parallelism).
+
+    transformers needs accelerate for it, and makes the process group if there is none.
+    """
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=num_ranks)}
+    except (ImportError, TypeError):  # before transformers 5.17
+        return {"tp_plan": "auto"}
 
 
 def _position_limit(model: Any) -> int | None:

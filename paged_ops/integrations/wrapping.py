@@ -35,6 +35,7 @@ class Wrapping:
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._compiled: list[nn.Module] = []
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
         model.paged_wrapping = self
 
     def set_implementation(self, name: str) -> None:
@@ -55,6 +56,10 @@ class Wrapping:
     def replace(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         self._replaced.append((parent, name, getattr(parent, name)))
         setattr(parent, name, module)
+
+    def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        self._attributes.append((module, name, getattr(module, name, None)))
+        setattr(module, name, value)
 
     def replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         self._forwards.append((layer, layer.__dict__.get("forward")))
@@ -111,13 +116,15 @@ class Wrapping:
             module._compiled_call_impl = None
         for parent, name, module in reversed(self._replaced):
             setattr(parent, name, module.to(self.model.device))
+        for module, name, value in reversed(self._attributes):
+            setattr(module, name, value)
         for module in self.attending:
             if getattr(module, "paged_attending", None) is not None:
                 del module.paged_attending
         if self._states is not None:
             self._states.remove()
         self.attending, self.configs, self._is_armed, self._states = {}, (), False, None
-        self._forwards, self._compiled, self._replaced = [], [], []
+        self._forwards, self._compiled, self._replaced, self._attributes = [], [], [], []
         if getattr(self.model, "paged_wrapping", None) is self:
             del self.model.paged_wrapping
             for config, implementation in self._implementations:

@@ -40,4 +40,4 @@ def run_on() -> Iterator[Pool]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests of two ranks, then all of four."""
-    items.sort(key=lambda item: "4" in item.name.partition("[")[2])
+    items.sort(key=lambda item: item.name.partition("[")[2].startswith("4"))

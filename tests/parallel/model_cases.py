@@ -1,1 +1,92 @@
-"""What each rank runs in the tests of sharded models."""
+"""What each rank runs in the tests of sharded models of transformers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from test_transformers import CONFIGS, SEEDS, prompts
+
+from paged_ops.generation import GenerationLoop, SamplingParams
+from paged_ops.integrations.projections import fuse_projections, split_projections
+from paged_ops.integrations.transformers import PagedCausalLM, sharded
+from paged_ops.parallel.tensor import local_of
+
+LIMIT = 60.0
+GREEDY = SamplingParams(max_new_tokens=8)
+TEXTS = [prompt for prompt in prompts() if len(prompt) in (1, 5, 13, 24, 33)]
+
+
+def make(name: str, folder: str, rank: int, **changes: Any) -> str:
+    """The path of a tiny model, written by rank 0."""
+    path = os.path.join(folder, "-".join([name, *map(str, changes.values())]))
+    if rank == 0 and not os.path.exists(path):
+        config = CONFIGS[name]()
+        for attribute, value in changes.items():
+            setattr(config, attribute, value)
+        torch.manual_seed(SEEDS[name])
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model.save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def load(path: str, size: int = 1) -> Any:
+    options: dict[str, Any] = dict(dtype=torch.float32, attn_implementation="eager")
+    if size > 1:
+        options |= sharded(size)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+def texts_of(paged: PagedCausalLM, **options: Any) -> list[list[int]]:
+    sizes = dict(max_num_seqs=4, max_num_tokens=24)
+    cache = paged.allocate_kv_cache(64, 4)
+    with GenerationLoop(paged, cache, rank_time_limit=LIMIT, **sizes, **options) as loop:
+        return [list(each) for each in loop.generate(TEXTS, GREEDY)]
+
+
+def kept(model: Any) -> dict[str, tuple[Any, ...]]:
+    """What the model's state is: sizes, how they are spread, and a sum of this rank's part."""
+    return {
+        name: (tuple(each.shape), str(getattr(each, "placements", None)), float(local_of(each).double().sum()))
+        for name, each in model.state_dict().items()
+    }
+
+
+def serves(rank: int, size: int, name: str, folder: str, how: tuple[str, ...] = ("eager",), **changes: Any) -> Any:
+    """Texts of one process (rank 0 alone has them), and of all together in several ways; heads of the rank's cache."""
+    path = make(name, folder, rank, **changes)
+    expected = texts_of(PagedCausalLM(load(path))) if rank == 0 else None
+    dist.barrier()
+    model = load(path, size)
+    before, results = kept(model), {}
+    for way in how:
+        paged = PagedCausalLM(model)
+        saved = fuse_projections(model) if "fused" in way else 0
+        if "layers" in way:
+            paged.compile_layers()
+        results[way] = texts_of(paged, compile="whole" in way), saved
+        if saved and not changes_heads(paged, size):
+            assert kept(model) == before
+        assert bool(split_projections(model)) == bool(saved)
+        paged.unwrap()
+        assert kept(model) == before
+    return expected, results, paged.num_kv_heads, paged.head_size
+
+
+def changes_heads(paged: PagedCausalLM, size: int) -> bool:
+    return size > paged.model.config.num_key_value_heads
+
+
+def refuses(rank: int, size: int, folder: str) -> Any:
+    path = make("llama", folder, rank, hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    try:
+        PagedCausalLM(load(path, size))
+    except ValueError as error:
+        return str(error)
+    return None

@@ -68,6 +68,8 @@ class Processes:
                 except EOFError:
                     self.processes[rank].join(5)
                     results[rank] = Died(self.processes[rank].exitcode)
+                if isinstance(results[rank], Raised):  # the others may wait for it in vain
+                    until = min(until, time.monotonic() + 15)
         late = [rank for rank in range(self.size) if rank not in results]
         if late or any(isinstance(each, (Raised, Died)) for each in results.values()):
             self.kill()

@@ -1,0 +1,49 @@
+"""Models that transformers spread over ranks give, on paged caches, the tokens of one process; gloo, float32."""
+
+import pytest
+
+pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("models"))
+
+
+def check(results, heads, fused=None):
+    expected = results[0][0]
+    assert len({token for tokens in expected for token in tokens}) > 10, "its text varies"
+    for _, by_way, num_kv_heads, head_size in results:
+        assert (num_kv_heads, head_size) == (heads, 16)
+        for way, (tokens, saved) in by_way.items():
+            assert tokens == expected, way
+            assert saved == (fused if "fused" in way else 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "heads", "fused"),
+    [
+        (2, "llama", 1, 6),
+        (2, "qwen3", 1, 6),
+        (2, "gemma2", 1, 6),
+        (2, "gpt_oss", 2, 4),  # only its vocabulary is sharded by transformers
+        (4, "llama", 1, 6),
+        (4, "qwen3", 1, 6),
+        (4, "gemma2", 1, 6),
+        (4, "gpt_oss", 2, 4),
+    ],
+)
+def test_tokens_equal_those_of_one_process(run_on, folder, size, name, heads, fused):
+    """Two key/value heads: with four ranks each is at two of them."""
+    check(run_on("model_cases.serves", size, 60, name=name, folder=folder, how=("eager", "fused")), heads, fused)
+
+
+@pytest.mark.parametrize("how", ["layers fused", "whole"])
+def test_compiled_tokens_equal_those_of_one_process(run_on, folder, how):
+    check(run_on("model_cases.serves", 2, 150, name="llama", folder=folder, how=(how,)), 1, 6)
+
+
+def test_heads_that_cannot_be_spread_are_refused(run_on, folder):
+    for told in run_on("model_cases.refuses", 2, 60, folder=folder):
+        assert "query heads that are a multiple of the 2 ranks, and key/value heads" in told
+        assert "got 6 and 3 heads in model.layers.0.self_attn" in told
