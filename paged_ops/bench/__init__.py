@@ -1,5 +1,6 @@
 """Measurements of attention: cases × providers, records as data, tables and plots of them, and the tuning of tiles.
 
-``cases`` says what is measured, ``providers`` by whom, ``measure`` how, ``run`` puts them together, ``report`` makes
-tables and plots of the records, ``tune`` sweeps the tiles of the GPU kernels.
+``cases`` says what is measured, ``providers`` by whom, ``measure`` how, ``cache_ops`` measures the ops of the cache,
+``run`` puts all together, ``report`` makes tables and plots of the records, ``tune`` sweeps the tiles of the GPU
+kernels.
 """

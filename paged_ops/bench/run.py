@@ -5,23 +5,20 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib.metadata
-import importlib.util
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 import paged_ops
-from paged_ops.bench import cases, measure
+from paged_ops.bench import cache_ops, cases, measure
 from paged_ops.bench.cases import Case
 from paged_ops.bench.measure import Ceilings
 from paged_ops.bench.providers import FlashInfer, Provider
 
 Record = dict[str, Any]
-CACHE_OPS = Path(__file__).parents[2] / "benchmarks" / "gpu_cache.py"
 CACHE_PARTS = ("write", "copy", "merge", "gather", "swap")
 
 
@@ -136,16 +133,10 @@ def _host_write_records(device: torch.device) -> Iterator[Record]:
     yield {"group": "host", "case": "reshape_and_cache, 64 tokens", "provider": "paged_ops", "us": round(us, 1)}
 
 
-def has_cache_ops() -> bool:
-    """Whether this is a checkout: the benchmark of the cache ops is not installed with the package."""
-    return CACHE_OPS.exists()
-
-
 def cache_records(ceilings: Ceilings) -> Iterator[Record]:
-    """The cache ops on the current device, by the checkout's ``benchmarks/gpu_cache.py``; swaps have no floor."""
-    module = _load(CACHE_OPS)
+    """The cache ops on the current GPU; swaps have no floor."""
     for part in CACHE_PARTS:
-        for row in module.PARTS[part]():
+        for row in cache_ops.PARTS[part]():
             record: Record = {"group": "cache", "case": f"{row['op']}, {row['case']}", "provider": "paged_ops"}
             if not row["right"]:
                 yield {**record, "failed": "WrongResultError: the result differs from the reference"}
@@ -157,12 +148,3 @@ def cache_records(ceilings: Ceilings) -> Iterator[Record]:
                 record |= {"floor_us": round(floor, 2), "percent": round(100 * floor / row["us"], 1)}
             yield record
             torch.cuda.empty_cache()
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

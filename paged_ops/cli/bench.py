@@ -51,7 +51,7 @@ def bench(
         return
     target = choose_device(device)
     known = cases.gpu_cases() if target.type == "cuda" else cases.cpu_cases()
-    beside = [] if target.type == "cpu" else ["host", *["cache"] * run.has_cache_ops()]
+    beside = [] if target.type == "cpu" else ["host", "cache"]
     all_groups = [*dict.fromkeys(case.group for case in known), *beside]
     wanted = groups.split(",") if groups else all_groups
     for group in wanted:

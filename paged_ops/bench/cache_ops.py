@@ -1,0 +1,288 @@
+"""The cache ops on the current GPU, measured: rows of an op, a case, its time and bytes, and whether it was right.
+
+Device ops: CUDA-graph replays over buffers several times the L2, median of 30, outputs filled with NaN first and
+compared afterwards. Swaps cannot be captured: events around calls that wait for a busy GPU, which is the time that
+they add to a stream; ``call_us`` is that of a call which finds the GPU idle, the host's share in it.
+
+Letters as in :mod:`paged_ops.ops`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import paged_ops
+from paged_ops import layouts, reference
+from paged_ops.registry import lowering
+
+DEVICE = "cuda"
+L2_SEVERAL = 5 * 64 << 20
+K, D, B = 8, 128, 16
+Row = dict[str, Any]
+
+
+def graph_us(calls: list[Callable[[], Any]], replays: int = 30) -> float:
+    """Microseconds a call, replayed one after the other from one graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def call_us(call: Callable[[], Any], busy_cycles: int = 0, repeats: int = 12) -> float:
+    """Microseconds of one eager call until its end on the device: from its start on the host, or, with a GPU that is
+    busy for so many cycles (longer than the host takes), from where the stream comes to it."""
+    call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        if busy_cycles:
+            torch.cuda._sleep(busy_cycles)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def host_us(call: Callable[[], Any], repeats: int = 200) -> float:
+    """Microseconds of host time of one eager call."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / repeats)
+    return min(times)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def ceilings() -> Iterator[Row]:
+    source, target = (torch.empty(1 << 28, dtype=torch.float32, device=DEVICE).fill_(n) for n in (1, 2))
+    us = graph_us([lambda: torch.add(source, 1, out=target)])
+    yield {"op": "ceiling", "case": "copy by a kernel", "us": us, "bytes": 2 * source.nbytes, "right": True}
+    host = torch.empty(1 << 26, dtype=torch.float32, pin_memory=True)
+    part = source[: 1 << 26]
+    us = call_us(lambda: host.copy_(part, non_blocking=True))
+    yield {"op": "ceiling", "case": "device to pinned host", "us": us, "bytes": host.nbytes, "right": True}
+    us = call_us(lambda: part.copy_(host, non_blocking=True))
+    yield {"op": "ceiling", "case": "pinned host to device", "us": us, "bytes": host.nbytes, "right": True}
+
+
+def write_row(
+    case: str,
+    T: int,
+    layout: str = "NHD",
+    stored: torch.dtype = torch.bfloat16,
+    scales: int = 0,
+    fused: bool = False,
+    target: float | None = None,
+) -> Row:
+    nbytes = 2 * T * K * D * (2 + stored.itemsize)
+    sets = max(2, math.ceil(L2_SEVERAL / nbytes))
+    N = sets * max(T // B, 16)
+    storage = torch.empty(paged_ops.kv_cache_shape(layout, N, B, K, D), dtype=stored, device=DEVICE)
+    kv_cache, value_cache = paged_ops.kv_cache_view(layout, storage), None
+    if layout == "X_PACKED":
+        kv_cache, value_cache = paged_ops.split_kv_cache(kv_cache, K, D)
+    named: dict[str, Any] = {"value_cache": value_cache}
+    if scales:
+        named["k_scale"], named["v_scale"] = (torch.rand(scales, device=DEVICE) * 0.02 + 0.01 for _ in range(2))
+    if T % B == 0 and T >= 1024:  # whole blocks of a prefill, in any order
+        slots = (torch.randperm(N, device=DEVICE)[:, None] * B + torch.arange(B, device=DEVICE)).view(-1)[: sets * T]
+    else:
+        slots = torch.randperm(N * B, device=DEVICE)[: sets * T]
+    batches = []
+    for n in range(sets):
+        qkv = torch.randn(T, 6 * K if fused else 2 * K, D, dtype=torch.bfloat16, device=DEVICE)
+        batches.append((qkv[:, -2 * K : -K], qkv[:, -K:], slots[n * T : (n + 1) * T].clone()))
+    if not fused:
+        batches = [(key.contiguous(), value.contiguous(), slot) for key, value, slot in batches]
+    storage.view(torch.uint8).fill_(0x7F)
+    write = lowering("reshape_and_cache", "CUDA")
+    calls = [functools.partial(write, key, value, kv_cache, slot, **named) for key, value, slot in batches]
+    us = graph_us(calls)
+    paged = layouts.paged_kv(kv_cache, value_cache)
+    right = True
+    for key, value, slot in (batches[0], batches[-1]):
+        block, offset = slot // B, slot % B
+        want_key = reference.quantise(key, named.get("k_scale"), stored)
+        want_value = reference.quantise(value, named.get("v_scale"), stored)
+        bits = torch.uint8 if stored.itemsize == 1 else torch.int16
+        got_key = paged.key.view(bits)[block, offset].flatten(2)
+        got_value = paged.value.view(bits)[block, offset]
+        right &= same(got_key, want_key.view(bits)) and same(got_value, want_value.view(bits))
+    return {"op": "reshape_and_cache", "case": case, "us": us, "bytes": nbytes, "target_us": target, "right": right}
+
+
+def writes() -> Iterator[Row]:
+    yield write_row("8192 tokens, bf16", 8192, target=18.5)
+    yield write_row("8192 tokens, bf16, HND", 8192, "HND")
+    yield write_row("8192 tokens, bf16, fused qkv", 8192, fused=True)
+    yield write_row("8192 tokens, bf16, x-packed", 8192, "X_PACKED")
+    yield write_row("256 tokens, bf16", 256, target=2.3)
+    yield write_row("8192 tokens, bf16 to e4m3, scale [1]", 8192, stored=torch.float8_e4m3fn, scales=1, target=16.0)
+    yield write_row("8192 tokens, bf16 to e4m3, scale [K]", 8192, stored=torch.float8_e4m3fn, scales=K, target=16.0)
+    yield write_row("8192 tokens, bf16 to e4m3, no scale", 8192, stored=torch.float8_e4m3fn, target=16.0)
+
+
+def copy_row(case: str, layers: int, pairs: int, block_bytes: int, target: float | None = None) -> Row:
+    moved = 2 * layers * pairs * block_bytes
+    sets = max(1, math.ceil(L2_SEVERAL / moved))
+    N = 2 * sets * pairs
+    caches = [torch.randint(0, 255, (N, block_bytes), dtype=torch.uint8, device=DEVICE) for _ in range(layers)]
+    before = [each.clone() for each in caches] if N * block_bytes * layers < 1 << 30 else None
+    mappings = list(torch.randperm(N, device=DEVICE).view(sets, pairs, 2).unbind(0))
+    us = graph_us([functools.partial(paged_ops.copy_blocks, caches, mapping) for mapping in mappings])
+    right = True
+    for n, each in enumerate(caches):
+        for mapping in (mappings[0], mappings[-1]):
+            right &= torch.equal(each[mapping[:, 1]], each[mapping[:, 0]])
+            right &= before is None or torch.equal(each[mapping[:, 0]], before[n][mapping[:, 0]])
+    return {"op": "copy_blocks", "case": case, "us": us, "bytes": moved, "target_us": target, "right": right}
+
+
+def copies() -> Iterator[Row]:
+    yield copy_row("1024 blocks of 32 KiB", 1, 1024, 32 << 10, 18.5)
+    yield copy_row("32 layers, 32 blocks of 64 KiB", 32, 32, 64 << 10)
+    yield copy_row("1024 blocks of 1 MiB", 1, 1024, 1 << 20, 540.0)
+
+
+def swap_rows(block_bytes: int, layers: int, dense_target: float, scattered_target: float) -> Iterator[Row]:
+    P, hosted = 1024, 2048  # pairs, and blocks of the host
+    device_caches = [torch.empty(P, block_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(layers)]
+    host_caches = [torch.empty(hosted, block_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(layers)]
+    for host_is_dense, to_host in itertools.product((True, False), (True, False)):
+        on_device, on_host = torch.randperm(P), torch.arange(P) if host_is_dense else torch.randperm(hosted)[:P]
+        mapping = torch.stack((on_device, on_host) if to_host else (on_host, on_device), 1)
+        sources, targets = (device_caches, host_caches) if to_host else (host_caches, device_caches)
+        for each in sources:
+            words = each.view(torch.int32)
+            words.copy_(torch.arange(words.numel(), dtype=torch.int32, device=each.device).view_as(words))
+        for each in targets:
+            each.fill_(0x7F)
+
+        def swap(sources: Any = sources, targets: Any = targets, mapping: Any = mapping) -> None:
+            paged_ops.swap_blocks(sources, targets, mapping)
+
+        us, idle_us = call_us(swap, busy_cycles=30_000_000), call_us(swap)
+        right = all(
+            torch.equal(source[mapping[:64, 0]].cpu(), target[mapping[:64, 1]].cpu())
+            for source, target in zip(sources, targets, strict=True)
+        )
+        size, way = f"{layers} x 1024 blocks of {block_bytes >> 10} KiB", "to" if to_host else "from"
+        yield {
+            "op": "swap_blocks",
+            "case": f"{size} {way} the host, {'dense' if host_is_dense else 'scattered'} there",
+            "us": us,
+            "call_us": idle_us,
+            "bytes": layers * P * block_bytes,
+            "target_gbps": dense_target if host_is_dense else scattered_target,
+            "right": right,
+        }
+
+
+def swaps() -> Iterator[Row]:
+    yield from swap_rows(32 << 10, 1, 51.5, 49.0)
+    yield from swap_rows(1 << 20, 1, 53.5, 52.0)
+
+
+def merge_row(T: int, H: int, Dv: int, target: float | None = None) -> Row:
+    nbytes = 3 * T * H * (Dv * 2 + 4)
+    sets = max(2, math.ceil(L2_SEVERAL / nbytes))
+    sides = []
+    for _ in range(sets):
+        side = []
+        for _ in range(2):
+            lse = torch.randn(T, H, device=DEVICE)
+            lse[torch.rand(T, H, device=DEVICE) < 0.1] = -torch.inf
+            side += [torch.randn(T, H, Dv, dtype=torch.bfloat16, device=DEVICE), lse]
+        outs = torch.empty(T, H, Dv, dtype=torch.bfloat16, device=DEVICE), torch.empty(T, H, device=DEVICE)
+        sides.append((side, tuple(out.fill_(torch.nan) for out in outs)))
+    merge = lowering("merge_attention_states", "CUDA")
+    calls = [functools.partial(merge, *side, out=out) for side, out in sides]
+    us = graph_us(calls)
+    (a, lse_a, b, lse_b), (out, lse) = sides[-1]
+    want, want_lse = reference.merge_attention_states(a.double(), lse_a, b.double(), lse_b)
+    finite = want_lse > -torch.inf
+    right = torch.equal(finite, lse > -torch.inf) and bool((lse - want_lse)[finite].abs().max() < 1e-5)
+    right &= bool((out.double() - want).abs().max() < 2 * 2**-8 * float(want.abs().max()))
+    return {"op": "merge_attention_states", "case": f"{T} x {H} x {Dv}", "us": us, "bytes": nbytes, "target_us": target,
+            "right": right}  # fmt: skip
+
+
+def merges() -> Iterator[Row]:
+    yield merge_row(4096, 32, 128, 25.0)
+
+
+def gathers() -> Iterator[Row]:
+    S, length, M = 8, 1024, 64
+    N = 4 * S * M
+    kv_cache = torch.randn(N, 2, B, K, D, dtype=torch.bfloat16, device=DEVICE)
+    tables = torch.randperm(N, device=DEVICE, dtype=torch.int32).view(4, S, M)
+    lens = torch.full((S,), length, dtype=torch.int32, device=DEVICE)
+    outs = [tuple(torch.full((S * length, K, D), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+            for _ in range(4)]  # fmt: skip
+    gather = lowering("gather_kv", "CUDA")
+    calls = [functools.partial(gather, kv_cache, tables[n], lens, S * length, out=outs[n]) for n in range(4)]
+    us = graph_us(calls)
+    blocks = tables[-1].view(-1).long()
+    right = all(same(outs[-1][side], kv_cache[blocks, side].view(S * length, K, D)) for side in range(2))
+    yield {"op": "gather_kv", "case": "8 x 1024 tokens", "us": us, "bytes": 4 * S * length * K * D * 2, "right": right}
+
+
+def hosts() -> Iterator[Row]:
+    """Host time of eager calls; the same machine's torch.add(out=) beside it."""
+    a = torch.randn(256, device=DEVICE)
+    yield {"op": "host", "case": "torch.add(out=)", "us": host_us(lambda: torch.add(a, a, out=a)), "right": True}
+    key = torch.randn(64, K, D, dtype=torch.bfloat16, device=DEVICE)
+    kv_cache = torch.zeros(64, 2, B, K, D, dtype=torch.bfloat16, device=DEVICE)
+    slots = torch.arange(64, device=DEVICE)
+    with torch.no_grad():
+        us = host_us(lambda: paged_ops.reshape_and_cache(key, key, kv_cache, slots))
+        yield {"op": "host", "case": "reshape_and_cache", "us": us, "target_us": 17.0, "right": True}
+        mapping = torch.tensor([[0, 1]], device=DEVICE)
+        us = host_us(lambda: paged_ops.copy_blocks([kv_cache], mapping))
+        yield {"op": "host", "case": "copy_blocks, 1 layer", "us": us, "right": True}
+        out, lse = torch.randn(64, 32, D, device=DEVICE), torch.randn(64, 32, device=DEVICE)
+        us = host_us(lambda: paged_ops.merge_attention_states(out, lse, out, lse))
+        yield {"op": "host", "case": "merge_attention_states", "us": us, "right": True}
+
+
+PARTS = {
+    "ceiling": ceilings,
+    "write": writes,
+    "copy": copies,
+    "merge": merges,
+    "gather": gathers,
+    "swap": swaps,
+    "host": hosts,
+}
