@@ -159,7 +159,7 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
     )
     numbers = SimpleNamespace(window=window, chunk=chunk, S=len(sequences))
     for item in range(num_tiles * K):
-        kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end = (
+        kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end, oldest = (
             int(each) for each in hopper_items.work_item(item, num_tiles, tensors, numbers, -1, *constants)
         )
         if count == 0 or kh:
@@ -169,6 +169,8 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
         want = masks.keep(
             i, torch.arange(n), 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges[s].tolist()
         )[0]
+        if (window or chunk) and want.any():
+            assert oldest == want.any(0).nonzero()[0]
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
         low, last = hopper_rows.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
         for tile in range(end_tile - count, end_tile):

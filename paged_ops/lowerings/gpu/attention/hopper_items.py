@@ -14,8 +14,8 @@ from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
 
 # What the scheduler tells the others of an item, by its place.
 KV_HEAD, SEQUENCE, ROW_START, Q_LEN, SEQ_LEN = (gl.constexpr(n) for n in range(5))
-FIRST_TOKEN, COUNT, END_TILE, FULL_START, FULL_END = (gl.constexpr(n) for n in range(5, 10))
-FIELDS = gl.constexpr(10)
+FIRST_TOKEN, COUNT, END_TILE, FULL_START, FULL_END, OLDEST = (gl.constexpr(n) for n in range(5, 11))
+FIELDS = gl.constexpr(11)
 # What a key of few rows counts against one of a whole tile when programs are divided: half of it, or half more, lost.
 LIGHT = gl.constexpr(0.45)
 
@@ -41,7 +41,7 @@ def work_item(
 ):  # fmt: skip
     """Of the item-th tile of query rows: key/value head, sequence, its first row, rows and keys, the tile's first
     token, and its key tiles: their number (0 if this is no tile of a long sequence) and end, and the first and the end
-    of those without mask."""
+    of those without mask. And the oldest key that a row sees."""
     MASKS: gl.constexpr = SPEC.masks
     G: gl.constexpr = SPEC.G
     N: gl.constexpr = SHAPE.N
@@ -73,6 +73,7 @@ def work_item(
     end_tile = gl.maximum(gl.cdiv(newest, N), 1)  # one masked tile where nothing is seen
     count = end_tile
     full_start = 0
+    oldest = 0
     if MASKS.window or MASKS.chunk:
         oldest = oldest_key(first_i, numbers, MASKS)
         if MASKS.ranges:
@@ -80,7 +81,8 @@ def work_item(
         count = gl.maximum(end_tile - oldest // N, 1)
         full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
     mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
-    return kh, s, row_start, q_len, seq_len, first_token, gl.where(mine, count, 0), end_tile, full_start, full_end
+    count = gl.where(mine, count, 0)
+    return kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
 
 
 @gluon.jit
@@ -163,9 +165,9 @@ def scheduler(
     n = 0
     while ticket <= last:
         item = gl.where(reverse, last - item, item)
-        kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end = work_item(
-            item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, 4
-        )
+        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, 4)
+        kh, row_start, q_len = fields[KV_HEAD], fields[ROW_START], fields[Q_LEN]
+        first_token, count = fields[FIRST_TOKEN], fields[COUNT]
         # The last items are for whoever is free first: they are not taken ahead.
         ends = ticket + 2 * programs > last
         if not ends:
@@ -173,7 +175,6 @@ def scheduler(
         if count > 0:
             slot = n % SLOTS
             mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-            fields = (kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end)
             for field in gl.static_range(FIELDS):
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
             for part in range(M // ROWS):

@@ -21,6 +21,7 @@ from paged_ops.lowerings.gpu.attention.hopper_items import (
     FULL_END,
     FULL_START,
     KV_HEAD,
+    OLDEST,
     Q_LEN,
     ROW_START,
     SEQ_LEN,
@@ -235,12 +236,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             stage = (total + count - 1) % STAGES
             if BOUNDED:  # the oldest tile, which comes last, may begin before what the rows see
                 first = (end_tile - count) * N
-                first_i = seq_len - q_len + first_token
-                oldest = oldest_key(first_i, numbers, MASKS)
-                if MASKS.ranges:
-                    last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
-                    ranges = tensors.bidirectional_ranges
-                    oldest, _end = reach_of_ranges(ranges, s_of, first_i, last_i, oldest, last_i, MASKS.ranges)
+                oldest = get(shared.items, slot, OLDEST, 4)
                 if first < oldest:
                     mbarrier.wait(shared.v_full.index(stage), ((total + count - 1) // STAGES) & 1)
                     if which == 0:
