@@ -82,7 +82,12 @@ VARIANTS = [
     ),
     Variant("attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT, may_spill=RDNA),
     # Elements before the first: caches that no vector load can read.
-    Variant("attention-narrow-values-offset", call("prefill", FP16, D=64, Dv=32, offset=1), may_spill=RDNA),
+    Variant(
+        "attention-narrow-values-offset",
+        call("prefill", FP16, D=64, Dv=32, offset=1),
+        may_spill=RDNA,
+        spills={(3, 6): 56},
+    ),
     Variant("attention-e4m3", call("prefill", stored=E4M3, per_tensor=("k_scale", "v_scale")), PREFILL, may_spill=RDNA),
     Variant("attention-e5m2-decode", call("decode", FP16, E5M2), SPLIT, may_spill=RDNA),
     # Values that lie token by token take more addresses than CUDA's registers hold; the layout is ROCm's.
