@@ -14,7 +14,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ K, D, B = 8, 128, 16
 Row = dict[str, Any]
 
 
-def graph_us(calls: list[Callable[[], Any]], replays: int = 30) -> float:
+def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 30) -> float:
     """Microseconds a call, replayed one after the other from one graph."""
     for call in calls:
         call()
