@@ -1,4 +1,4 @@
-"""Attention on GPUs: a module for each kernel, helpers that all share (tile.py), and who serves a call (plan.py)."""
+"""Attention on GPUs: one module per kernel, shared helpers (tile.py), and the choice of a kernel (plan.py)."""
 
 from paged_ops.lowerings.gpu.attention.plan import paged_attention, paged_attention_with_lse, unsupported
 

@@ -39,8 +39,8 @@ from paged_ops.lowerings.gpu.target import Target
 
 
 class Cut(NamedTuple):
-    """A unit that shares cut: its programs first..last, which of them helps and how many do, its first row, its tokens
-    and its key/value head."""
+    """A unit that shares divide: its programs first..last, which of them helps to merge and how many do, its first row,
+    its tokens, and its key/value head."""
 
     first: Any
     last: Any
@@ -52,12 +52,12 @@ class Cut(NamedTuple):
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """Why not these calls; none: it does."""
+    """The reasons why it does not serve these calls; empty if it does."""
     return tuning.too_large(spec)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """What serves every sequence of a batch; None if it has some of more rows than this kernel should take."""
+    """Launches that serve every sequence of a batch; None if this kernel should not take all of them."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     if not tile_plan.all_split:
         return None
@@ -67,8 +67,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
 def plan_around(
     between: tuple[Launch, ...], spec: Spec, target: Target, shapes: Shapes, division: Division, counted: bool = False
 ) -> Plan:
-    """What serves the sequences that are split_kernel's by ``division``, around the launch that serves the others;
-    ``counted``: that one takes its work by counters."""
+    """Launches that serve split_kernel's sequences by ``division``, around the launch for the others. ``counted``: that
+    one takes its work by counters."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     split, P, is_cuda = tile_plan.split, tile_plan.programs, target.backend != "hip"
     paired = spec.storage.paired
@@ -99,7 +99,7 @@ def plan_around(
     return Plan(launches, (to_lse, to_taken, to_taken + 4))
 
 
-# What merge_kernel is not given.
+# The fields that merge_kernel does not get.
 NOT_OF_MERGE = (
     *("taken", "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "sinks", "k_scale", "v_scale"),
     *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
@@ -143,7 +143,7 @@ def split_kernel(
     start, end, _, _ = shares(p, P, batch, SPEC, DIVISION, TILE)
     s, unit, part_tile = locate(start, batch, SPEC, DIVISION, TILE)
     row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
-    part_tile += first_tile  # where this program's part of the unit begins
+    part_tile += first_tile  # the first tile of this program's part of the unit
     tile = part_tile - 1
     kh = unit % K
     first_token = unit // K * TOKENS
@@ -186,7 +186,7 @@ def split_kernel(
     if MASKS.ranges:
         oldest = 0
         sees = (tl.zeros([M], tl.int32), tl.zeros([M], tl.int32))
-    # One loop over all tiles of the share: the loads of a unit are under way before the one before it is finished.
+    # One loop over all tiles of the share, so that loads of a unit start before the previous unit is finished.
     for step in range(steps):
         tile += 1
         first_step = step == 0  # of a unit
@@ -208,13 +208,13 @@ def split_kernel(
         first_i = seq_len - q_len + first_token
         seen = True
         if MASKS.sparse:
-            # The last tile of a unit and of a share is stepped to in any case: results are stored there.
+            # The last tile of a unit, or of a share, is always visited: results are stored there.
             offsets = stripe_offset(kh * G + group_head, numbers, MASKS)
             seen_tile = next_seen_tile(tile, first_i, offsets, numbers, N)
             last = tl.minimum(end_tile - 1, tile + end - 1 - (start + step + skipped))
             skipped += tl.minimum(seen_tile, last) - tile
             tile = tl.minimum(seen_tile, last)
-            seen = seen & (seen_tile == tile)  # as a mask: alone, the interpreter of triton 3.9 takes it for an int32
+            seen = seen & (seen_tile == tile)  # a mask: the interpreter of triton 3.9 takes `seen` alone for an int32
         loaded = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
         if CONVERTED:
             if first_step:
@@ -250,7 +250,7 @@ def split_kernel(
                 if TILE.W > 0:
                     result, m_, l_ = join_slices(result, m, l)
                 if SPEC.logits.sinks:
-                    if from_start:  # the first part counts the sink
+                    if from_start:  # the first part includes the sink
                         result, m_, l_ = count_sink(result, m_, l_, tl.load(tensors.sinks + row_head))
                 result, lse2 = finish(result, m_, l_)
                 if tensors.v_scale is not None:
@@ -270,9 +270,9 @@ def split_kernel(
 
 @triton.jit
 def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """Program p's share of the key tiles of all units, start : end; how many tiles a share has; how many one more."""
+    """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more."""
     total = 0
-    TIMES: tl.constexpr = DIVISION.times  # static_range takes no plain number
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
         s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
         tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
@@ -285,12 +285,12 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """Where a tile of all is: the sequence, the unit of it and the tile of that. Its loads are those of :func:`shares`,
-    which the compiler need not repeat: both loops are unrolled."""
+    """The sequence, the unit and the tile of the unit at a position among all tiles. The compiler need not repeat the
+    loads of :func:`shares`, as both loops are unrolled."""
     s = 0
     before = 0  # tiles of the sequences before s
     total = 0
-    TIMES: tl.constexpr = DIVISION.times  # static_range takes no plain number
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
         s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
         tiles = sequence_tiles(s_, batch, SPEC, DIVISION, TILE)
@@ -305,7 +305,7 @@ def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl
 
 @triton.jit
 def program_of(position, share, longer):
-    """Whose share a key tile is in, where the first ``longer`` programs have one tile more than ``share``."""
+    """The program whose share has a key tile; the first ``longer`` programs have one tile more than ``share``."""
     of_longer = longer * (share + 1)
     return tl.where(
         position < of_longer, position // (share + 1), longer + (position - of_longer) // tl.maximum(share, 1)
@@ -314,9 +314,9 @@ def program_of(position, share, longer):
 
 @triton.jit
 def sequence(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, N: tl.constexpr):
-    """Of sequences s: first row, number of tokens and of keys, and the range of the key tiles (of N keys) of a unit.
+    """For sequences s: first row, numbers of tokens and of keys, and the range of a unit's key tiles (of N keys).
 
-    A sequence that is not split_kernel's has no tokens and keys. One of more rows than a tile has units of tiles.
+    A sequence that split_kernel does not serve counts as empty. If it has more rows than a tile, it has more units.
     """
     MASKS: tl.constexpr = SPEC.masks
     live = s < batch.numbers.S
@@ -340,7 +340,8 @@ def sequence(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, N: tl.constex
 
 @triton.jit
 def sequence_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """How many key tiles the units of sequences s have. Passing over one without rows is work too: that of one tile."""
+    """The number of key tiles of the units of sequences s. A sequence without rows counts as one tile, to be passed
+    over."""
     _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
     units = tl.where(q_len > 0, SPEC.K * tl.cdiv(q_len, TILE.M // SPEC.G), 1)
     return tl.where(s < batch.numbers.S, (end_tile - first_tile) * units, 0)
@@ -348,7 +349,8 @@ def sequence_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: t
 
 @triton.jit
 def next_unit(s, kh, first_token, q_len, K, TOKENS: tl.constexpr):
-    """The unit after one: key/value heads first, then tiles of rows, then sequences; one without rows has one unit."""
+    """The next unit: key/value heads first, then tiles of rows, then sequences. A sequence without rows has one
+    unit."""
     kh += 1
     if (kh == K) | (q_len == 0):
         kh = 0
@@ -366,10 +368,12 @@ def merge_kernel(
     S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The units that were cut: the parts of one are the second of its first program and the first of later ones.
+    """Merges the units that were divided. A unit's parts are the second part of its first program and the first parts
+    of later ones.
 
-    All its programs but the last help: one that few share is merged a token at a time, else by slices of rows. And the
-    rows of padding, which nobody else writes. What it need not wait for, it has done when split_kernel ends.
+    All programs of a unit except the last help. If they are few, a unit is merged token by token, else by slices of
+    rows. Also writes the rows of padding, which no other kernel writes. What needs no waiting is done before
+    split_kernel ends.
     """
     numbers = Numbers(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
@@ -393,7 +397,7 @@ def merge_kernel(
             nothing = tl.zeros([1, DV_PAD], tl.float32)
             unseen = tl.full([1], float("-inf"), tl.float32)
             store_rows(tensors, nothing, unseen, t + one, h + one, one == 0, d, H, Dv)
-    # The unit that this share ends in, if it goes on: the programs whose shares hold its first and its last tile.
+    # The unit in which this share ends, if it goes on: the programs whose shares have its first and its last tile.
     start, end, share, longer = shares(p, tl.num_programs(0), batch, SPEC, DIVISION, TILE)
     s, unit, tile = locate(end - 1, batch, SPEC, DIVISION, TILE)
     row_start, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
@@ -409,10 +413,10 @@ def merge_kernel(
         gdc_wait()
     if (start == end) | (left == 0):
         return
-    # Few parts are merged by whole rows, many by columns, so that every program that helps has a share of the loads.
+    # Few parts are merged by whole rows, many by columns, so that every helper takes a share of the loads.
     MOST: tl.constexpr = 2048 // DV_PAD
     GROUP: tl.constexpr = triton.next_power_of_2(G)
-    ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # triton 3.5 (torch 2.9): min() would be a tensor
+    ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # in triton 3.5 (torch 2.9) min() would give a tensor
     WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
     if cut.helpers < 8:
         merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
@@ -429,7 +433,7 @@ def merge_items(
     tensors, cut, SPEC: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """What a helper merges of a unit: an item is ROWS heads of a token by WIDTH columns."""
+    """The items of a unit that a helper merges: an item is ROWS heads of a token by WIDTH columns."""
     G: tl.constexpr = SPEC.G
     HEADS: tl.constexpr = (G + ROWS - 1) // ROWS
     COLUMNS: tl.constexpr = TILE.Dv // WIDTH

@@ -1,18 +1,19 @@
-"""Prefill on Hopper (sm_90) in Gluon: what ``prefill_kernel`` of prefill.py does, where tensor cores set the pace; and
-sequences of few tokens beside it, or of many heads a key/value head.
+"""Prefill on Hopper (sm_90) in Gluon: what ``prefill_kernel`` of prefill.py computes, at the speed of the tensor cores.
+It also takes sequences of few tokens in the same batch, or with many query heads per key/value head.
 
-One program a multiprocessor takes items: a tile of query rows of one key/value head, longest first. A scheduler of four
-warps takes them and fetches query rows ahead, a producer warp brings keys and values to shared memory by TMA, block of
-the cache by block, and two consumer warpgroups of half the rows each multiply: while the tensor cores take the values
-of one tile of keys, the softmax of the next runs beside them. docs/gpu-attention.md has the designs that were measured.
+One program per multiprocessor takes items, which are tiles of query rows of one key/value head, the longest first. A
+scheduler of four warps takes items and fetches their query rows ahead. A producer warp brings keys and values to shared
+memory by TMA, one block of the cache at a time. Two consumer warpgroups multiply, with half of the rows each: while the
+tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. docs/gpu-attention.md has the
+designs that were measured.
 
-Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens a block. A tile has
+Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens per block. A tile has
 BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_N keys. Tiles are kept as groups of 8
 rows by 64 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one copy brings them whole.
 
 Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
-bfloat16, D of 64, 128 or 256, caches with rows that TMA can address; all else takes the Triton kernel, which has the
-same numbers. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+bfloat16, D of 64, 128 or 256, caches with rows that TMA can address. The Triton kernel serves everything else, with the
+same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from paged_ops.lowerings.gpu.target import Target
 
 BLOCK_M = 128
 BLOCK_N = {64: 128, 128: 128, 256: 64}
-STAGES = {64: 4, 128: 2, 256: 2}  # of K and of V, what shared memory holds beside the query
+STAGES = {64: 4, 128: 2, 256: 2}  # of K and of V: as many as shared memory holds beside the query
 SLOTS = {64: 2, 128: 2, 256: 1}  # tiles of query rows, fetched ahead
 SHORT = 4096  # keys that one program reads in less than 50 µs
-MANY_ROWS = 64  # packed query rows of a sequence: split_kernel would take twice the time
-SHORT_OF_MANY_ROWS = 8192  # keys, where that is so
+MANY_ROWS = 64  # from so many packed query rows on, split_kernel would take twice the time
+SHORT_OF_MANY_ROWS = 8192  # keys, with so many rows
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """Why not these calls; none: it does."""
+    """The reasons why it does not serve these calls; empty if it does."""
     key, value = spec.k_side, spec.v_side
     against = {
         "alibi_slopes": spec.logits.alibi,
@@ -65,13 +66,13 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """What serves a batch if this kernel has some of its sequences; None if not, or if what is no constant forbids."""
+    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     items = 0 if tile_plan.all_split else shapes.T * spec.G // BLOCK_M * spec.K
     short = short_keys(tile_plan.split.block_m, shapes.S * spec.K, items, target.processors)
     if tile_plan.all_split and short < 0:
         return None
-    # The maximum is taken before the scale. The producer reads the first entry of a table even for no keys.
+    # The maximum is taken before scaling. The producer reads the first entry of a table even if there are no keys.
     if shapes.numbers.scale <= 0 or not shapes.columns or not shapes.aligned or not 0 < _rows(spec, shapes.N) < 1 << 31:
         return None
     D = spec.v_side.size
@@ -82,7 +83,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     division = tuning.division(tile_plan.split.block_m, shapes.S, short)
     constants = {
         "SPEC": spec._replace(query=(spec.K * spec.G * D, D, 1)) if copied else spec,
-        "DIVISION": division._replace(short=0, times=0),  # neither is a constant here
+        "DIVISION": division._replace(short=0, times=0),  # these two are not constants here
         "SHAPE": HopperShape(BLOCK_M, BLOCK_N[D], page, STAGES[D], SLOTS[D], *matrix),
         "num_warps": 4,
     }
@@ -93,14 +94,14 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:
-    """Sequences of at most so many keys are this kernel's even if their rows fit split_kernel's tiles; -1: none.
+    """This kernel also takes sequences of at most so many keys whose rows fit split_kernel's tiles; -1: none.
 
     Args:
-        rows: packed query rows of split_kernel's tiles. Many (large groups, wide speculation) are bound by products.
+        rows: packed query rows of split_kernel's tiles. With many (large groups, wide speculation) products decide.
         units: key/value heads of all sequences. Too few would not keep the programs busy.
-        items: tiles of query rows of all sequences that split_kernel cannot take. If there is much to compute, some
-            programs read the keys of short sequences meanwhile; with little these would only be late.
-        processors: of the device, each with one program.
+        items: tiles of query rows of all sequences that split_kernel cannot take. If there are many, some programs read
+            the keys of short sequences meanwhile; if there are few, short sequences would only end late.
+        processors: multiprocessors of the device, each with one program.
     """
     if rows >= MANY_ROWS and 3 * units >= processors:
         return SHORT_OF_MANY_ROWS
@@ -116,7 +117,7 @@ class Matrix(NamedTuple):
 
 
 def _matrix(side: Side, spec: Spec) -> Matrix | None:
-    """None if TMA cannot address it in groups of 8 rows by 64 columns."""
+    """The matrix of a side; None if TMA cannot address it in groups of 8 rows by 64 columns."""
     aligned = 16 // spec.storage.dtype.itemsize
     if side.d != 1 or spec.B % 8 or side.b % aligned or side.n % (8 * side.b):
         return None
@@ -128,7 +129,7 @@ def _matrix(side: Side, spec: Spec) -> Matrix | None:
 
 
 def _rows(spec: Spec, N: int) -> int:
-    """Of the matrix of a cache of N blocks."""
+    """The number of rows of the matrix of a cache of N blocks."""
     matrix = _matrix(spec.v_side, spec)
     assert matrix is not None, "serves() said so"
     return (N - 1) * matrix.rows_n + (spec.K - 1) * matrix.rows_head + spec.B
@@ -148,7 +149,7 @@ class HopperShape(NamedTuple):
 
 
 class Address:
-    """A base of a tensor descriptor that has nothing but a place."""
+    """A base for a tensor descriptor that only has an address."""
 
     __slots__ = ("_address",)
 
@@ -160,13 +161,13 @@ class Address:
 
 
 QUERY, KEYS, VALUES = map(Pointers._fields.index, ("query", "key_cache", "value_cache"))
-# Pointers that the kernel is not given.
+# The pointers that the kernel does not get.
 NOT_TAKEN = ("parts", "part_lse", "key_cache", "value_cache", "alibi_slopes", "k_scale", "v_scale", "output_scale")
 
 
 class HopperLaunch(Launch):
-    """With what :class:`Launch` has not: descriptors of the cache, ``short``, and query rows at multiples of 16 bytes,
-    which is how they are copied."""
+    """Adds to :class:`Launch` the descriptors of the cache, ``short``, and the requirement that query rows lie at
+    multiples of 16 bytes, as they are copied by 16 bytes."""
 
     __slots__ = ("_copied", "_described", "_page", "_short", "_spec")
 
@@ -175,7 +176,7 @@ class HopperLaunch(Launch):
     ) -> None:
         super().__init__(launcher, grid, NOT_TAKEN)
         self._short, self._copied, self._spec, self._page = short, copied, spec, page
-        self._described: tuple[dict[str, Any], ...] = ()  # keys and values, once they were seen
+        self._described: tuple[dict[str, Any], ...] = ()  # descriptors of keys and values, after the first call
 
     def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
         if not self._described or self._copied or addresses[QUERY] & 15:
@@ -209,7 +210,7 @@ def describe(cache: Tensor, spec: Spec, page: int) -> TensorDescriptor:
 
 
 def _moved(described: dict[str, Any], address: int) -> TensorDescriptor:
-    """The same of a cache that lies elsewhere; what Triton checks of a new descriptor holds of this one."""
+    """The same descriptor for a cache at another address; Triton's checks of new descriptors need not be repeated."""
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(described, base=Address(address))
     return descriptor
@@ -217,7 +218,7 @@ def _moved(described: dict[str, Any], address: int) -> TensorDescriptor:
 
 @gluon.constexpr_function
 def tile_layout(rows, D):
-    """Groups of 8 rows by 64 columns, swizzled; in a row of groups all columns, as copies bring them."""
+    """Groups of 8 rows by 64 columns, swizzled. A row of groups has all columns, as copies bring them."""
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
     bases += [[0, 64 << n] for n in range((D // 64).bit_length() - 1)]
     bases += [[8 << n, 0] for n in range((rows // 8).bit_length() - 1)]
@@ -225,14 +226,14 @@ def tile_layout(rows, D):
 
 
 class Shared(NamedTuple):
-    """What lies in shared memory: the fields of items, tiles of query rows, keys and values, and for each the barriers
-    that say that it is there and that its place is free."""
+    """The contents of shared memory: the fields of items, tiles of query rows, keys and values; and for each, barriers
+    that say that it has arrived, and that its place is free."""
 
     items: Any
     item_full: Any
     item_empty: Any
     q_groups: Any  # the query rows as the scheduler fetches them
-    q_tiles: Any  # and as they are multiplied
+    q_tiles: Any  # the same, as they are multiplied
     k_pages: Any  # the keys as the producer brings them
     k_tiles: Any
     k_full: Any
@@ -241,7 +242,7 @@ class Shared(NamedTuple):
     v_tiles: Any
     v_full: Any
     v_empty: Any
-    v_clean: Any  # rows of values that no row may see are zeroed
+    v_clean: Any  # barriers: values that no row may see are zeroed
 
 
 @gluon.jit
@@ -256,7 +257,7 @@ def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.cons
 
 @gluon.jit
 def barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """So many, each of which waits for ``arrivals``."""
+    """``number`` barriers, each of which waits for ``arrivals``."""
     made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(number):
         mbarrier.init(made.index(n), count=arrivals)
@@ -295,7 +296,7 @@ def prefill_kernel(
     k_tiles = reinterpret(k_pages, dtype, [STAGES, N, D], kv_layout)
     v_tiles = reinterpret(v_pages, dtype, [STAGES, N, D], kv_layout)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
-    # One for each item's newest tile of values, and with a window or chunk one for its oldest.
+    # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
     CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
     shared = Shared(
         items, barriers(SLOTS, 1), barriers(SLOTS, 3), q_groups, q_tiles, k_pages, k_tiles, barriers(STAGES, 1),

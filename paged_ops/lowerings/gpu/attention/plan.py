@@ -1,20 +1,20 @@
 """Paged attention on GPUs: two kernels over the same parts, and a merge. CUDA and ROCm run the same source.
 
-Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D and Dv head sizes, N blocks, B tokens a
+Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D and Dv head sizes, N blocks, B tokens per
 block, P programs. Inside kernels also M packed query rows (``q_len`` tokens by G heads, so that every key and value is
 read once for all of them) and N keys of a tile.
 
-* ``split_kernel`` (decode.py) serves every sequence whose rows fit one tile of M rows: decode and speculative widths;
-  and all sequences of a batch that has as many rows as if all were such. Its P programs take equal contiguous shares of
-  the running total of key tiles over (sequence, key/value head), which each of them counts on the device: no host plan,
-  and one captured graph is balanced for any lengths. A unit of work that lies in one share goes to the output, one that
-  is cut leaves parts in a workspace.
-* ``merge_kernel`` (decode.py) combines the parts of a cut unit in a fixed order.
-* ``prefill_kernel`` (prefill.py; hopper.py where that serves) takes the longer sequences by tiles of query rows, those
-  that see most keys first. hopper.py also has short sequences of fewer rows where that is faster, see its short_keys.
+* ``split_kernel`` (decode.py) serves every sequence whose rows fit one tile of M rows (decode and speculation), and all
+  sequences of a batch whose number of rows allows that all are such. Its P programs take equal contiguous shares of the
+  key tiles of all units, a unit being a sequence and a key/value head. Each program counts the tiles on the device. So
+  there is no plan on the host, and one captured graph is balanced for any lengths. A unit that lies in one share is
+  written to the output; a unit that shares divide leaves parts in a workspace.
+* ``merge_kernel`` (decode.py) combines the parts of a divided unit in a fixed order.
+* ``prefill_kernel`` (prefill.py, or hopper.py if that serves) takes the longer sequences by tiles of query rows, those
+  that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
 
-The host plans a *kind* of call once, by shapes, strides, dtypes and features; a known one goes straight to launches.
-Which kernel serves a sequence is decided by its length, on the device. Ideas: stream-K (Osama et al. 2023,
+The host plans a *kind* of call once, by shapes, strides, dtypes and features; calls of a known kind are launched at
+once. The length of a sequence decides on the device which kernel serves it. Ideas: stream-K (Osama et al. 2023,
 arXiv:2301.03598), FlashAttention-2 (arXiv:2307.08691), Flash-Decoding (Dao et al. 2023), the packing of grouped heads
 from FlashInfer (arXiv:2501.01005).
 """
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     """What the calls of one kind share: see :func:`_plan`."""
 
     out: tuple[tuple[int, ...], torch.dtype]
-    cache: tuple[int, int]  # blocks, tokens a block
+    cache: tuple[int, int]  # blocks, tokens per block
     has_keys: bool  # whether any sequence can have keys
     offsets: tuple[int, int] = (0, 0)  # bytes to the first key in kv_cache and the first value in its tensor
     numbers: Numbers | None = None
@@ -97,7 +97,7 @@ def _attend(
     query_start_loc: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls of one kind are checked, planned and compiled once. A kind is all that checks and kernels are made for."""
+    """Calls of one kind are checked, planned and compiled once. A kind is all that checks and kernels depend on."""
     seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
     for name in OPTIONAL:
         vector = features.get(name)
@@ -167,13 +167,13 @@ def _attend(
 
 
 def forget() -> None:
-    """Plan known kinds of calls anew: for tests and tuning, which change what :func:`tuning.plan` says."""
+    """Plan known kinds of calls again: for tests and tuning, which change the results of :func:`tuning.plan`."""
     _calls.clear()
     tuning.plan.cache_clear()
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument checks and kernels depend on, as a key."""
+    """The part of an argument on which checks and kernels depend, as a key."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride(), value.device
     return tuple(value) if isinstance(value, list) else value
@@ -190,7 +190,7 @@ def _plan(
     query_start_loc: Tensor,
     scale: float,
 ) -> Call:
-    """Check a call; then what it launches."""
+    """Check a call, and plan its launches."""
     arguments = (query, kv_cache, block_tables, seq_lens, query_start_loc, scale)
     out, lse = results
     if with_lse:
@@ -226,7 +226,7 @@ def _plan(
 
 
 def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """Of the first kernel that serves the call."""
+    """The plan of the first kernel that serves the call."""
     for kernel in _kernels(target):
         if not kernel.serves(spec, target):
             plan = kernel.plan(spec, target, shapes)
@@ -236,7 +236,7 @@ def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
 
 
 def _kernels(target: Target) -> Iterator[ModuleType]:
-    """The kernels in order of preference; Gluon ones are imported where they can run."""
+    """The kernels in order of preference; the Gluon kernel is imported only where it can run."""
     if target.has_hopper_gluon:
         yield _hopper()
     yield decode

@@ -1,4 +1,4 @@
-"""Prefill and chunks: one program a tile of query rows, for the sequences that :mod:`decode` does not serve.
+"""Prefill and chunks: one program per tile of query rows, for the sequences that decode.py does not serve.
 
 Letters as in :mod:`paged_ops.lowerings.gpu.attention.plan`.
 """
@@ -32,12 +32,12 @@ from paged_ops.lowerings.gpu.target import Target
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """Why not these calls; none: it does."""
+    """The reasons why it does not serve these calls; empty if it does."""
     return tuning.too_large(spec)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """What serves any batch: the longer sequences here, the others in decode.py."""
+    """Launches that serve any batch: this kernel takes the longer sequences, decode.py the others."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     tile, division = tile_plan.prefill, tuning.division(tile_plan.split.block_m, shapes.S)
     constants = {
@@ -71,21 +71,21 @@ def prefill_kernel(
     N: tl.constexpr = TILE.N
     MASKS: tl.constexpr = SPEC.masks
     TOKENS: tl.constexpr = M // G
-    # In one dimension: of the others a grid has at most 65535.
+    # In one dimension: the others are at most 65535.
     kh = tl.program_id(0) % K
     place = tl.program_id(0) // K
     tiles = tl.num_programs(0) // K
-    H = tl.num_programs(0) // tiles * G  # K * G, but not a constant, with which triton 3.7.1 spills in float32
-    # One tile more than any batch has: it makes this grid end after split_kernel, beside which it runs.
+    H = tl.num_programs(0) // tiles * G  # K * G, but not as a constant, with which triton 3.7.1 spills in float32
+    # One tile more than any batch has, so that this grid ends after split_kernel, which runs at the same time.
     if place == 0:
         if PDL:
             gdc_wait()
         return
-    # Later tiles see more keys: they start first.
+    # Later tiles see more keys, so they start first.
     query_tile = tiles - 1 - place
     # Sequence s starts at tile query_start_loc[s] // TOKENS + s, which leaves room for its last, partial tile.
     s = -1
-    TIMES: tl.constexpr = DIVISION.times  # static_range takes no plain number
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
         s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
         tile_ = tl.load(tensors.query_start_loc + s_, mask=s_ < numbers.S, other=0) // TOKENS + s_
@@ -122,7 +122,7 @@ def prefill_kernel(
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
 
-    # Key tiles: masked ones that begin before what every row sees, full ones, masked ones to the end.
+    # Key tiles: masked ones, until every row sees all of a tile; full ones; and masked ones to the end.
     oldest = oldest_key(first_i, numbers, MASKS)
     sees = None
     if MASKS.ranges:
@@ -159,7 +159,7 @@ def prefill_kernel(
         for tile in range(full_first, full_end):
             acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, False)
     if MASKS.sparse:
-        steps = 0  # counted first, so that the loop below is one whose loads are under way early
+        steps = 0  # counted first, so that there is one loop below, whose loads start early
         tile = next_seen_tile(first_tile, first_i, head_offset, numbers, N)
         while tile < end_tile:
             steps += 1

@@ -1,8 +1,8 @@
-"""What all attention kernels share: loads from the paged cache, the logits, the masks, the softmax.
+"""What all attention kernels share: loads from the paged cache, logits, masks and softmax.
 
 Letters inside kernels: M packed query rows of a tile (row r is token ``r // G`` and head ``r % G`` of the G = H/K query
 heads of a key/value head), N keys of a tile, or of each of its W slices, D and Dv head sizes padded to powers of two.
-Exponentials are to base 2: logits leave :func:`logits2` multiplied by log2(e). A feature that is off compiles away.
+Exponentials are to base 2: :func:`logits2` returns logits multiplied by log2(e). A feature that is off compiles away.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     tensors: Any  # Pointers
     numbers: Any  # Numbers
-    ranges: Any  # where the ranges of the first sequence are [R], padded to a power of two; None: there are none
+    ranges: Any  # addresses of the first sequence's ranges [R], padded to a power of two; None: no ranges
 
 
 class Rows(NamedTuple):
@@ -31,10 +31,10 @@ class Rows(NamedTuple):
 
     q: Any  # [M, D]
     i: Any  # [M] their positions
-    sees: Any  # None, or the first of the keys that each row sees [M] and their end [M]: see reach_of_ranges
+    sees: Any  # None, or for each row the first key that it sees [M] and the end [M]: see reach_of_ranges
     slopes: Any  # [M], or None
-    factor: Any  # of the products: a number, or one a row that broadcasts to them
-    offset: Any  # [M] of the block-sparse stripes
+    factor: Any  # of the products: one number, or one per row that broadcasts to them
+    offset: Any  # [M] offsets of the block-sparse stripes
 
 
 class Keys(NamedTuple):
@@ -53,13 +53,13 @@ def load_tile(
     block,  # [N] block ids
     offset,  # [N] tokens inside the blocks
     live,  # [N] whether a token is seen
-    readable,  # [N] whether a token may be read: the same for the tokens of a run
+    readable,  # [N] whether a token may be read; equal for the tokens of a run
     SIDE: tl.constexpr,
     PADDED: tl.constexpr,
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """``[N, PADDED]`` keys or values of one head; 0 past the head size and where not live, whatever is there."""
+    """``[N, PADDED]`` keys or values of one head; 0 past the head size and where a token is not live."""
     d = tl.arange(0, PADDED)
     if SIDE.x == SIDE.size:
         column = d * SIDE.d
@@ -85,9 +85,9 @@ def load_tile(
 
 @triton.jit
 def load_pairs(base, block, offset, live, SIDE: tl.constexpr, PADDED: tl.constexpr):
-    """What :func:`load_tile` loads of an fp8 cache as float16, its even and its odd elements apart: ``[N, PADDED/2]``.
+    """As :func:`load_tile`, of an fp8 cache as float16: the even elements and the odd ones, ``[N, PADDED/2]`` each.
 
-    Two 8-bit numbers travel as one of 16 bits, which tensor cores' operands are loaded in straight from shared memory.
+    Two 8-bit numbers are loaded as one of 16 bits, which goes from shared memory straight into tensor cores' operands.
     """
     d = tl.arange(0, PADDED // 2)
     row = block.to(tl.int64) * (SIDE.n // 2) + offset.to(tl.int64) * (SIDE.b // 2)
@@ -109,8 +109,8 @@ def load_queries(query, row_token, row_head, row_live, SPEC: tl.constexpr, PADDE
 
 @triton.jit
 def queries_for_fp8(q):
-    """bfloat16 rows ``q [M, D]`` as float16, each divided by the power of two, their factor ``[M, 1]``, that makes its
-    largest element less than 2. Every fp8 number is a float16, to which one instruction converts two."""
+    """bfloat16 rows ``q [M, D]`` as float16, and their factors ``[M, 1]``. Each row is divided by its factor, a power
+    of two, so that its largest element is less than 2. float16, as one instruction converts two fp8 numbers to it."""
     largest = tl.max(tl.abs(q.to(tl.float32)), 1)
     power = tl.minimum(largest.to(tl.uint32, bitcast=True) & 0x7F800000, 253 << 23)
     inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
@@ -119,7 +119,8 @@ def queries_for_fp8(q):
 
 @triton.jit
 def dot_keys(q, k):
-    """``q [M, D]`` times ``k [N, D]``. float32 adds up 64 products at a time: in one row, 256 would cost a decimal."""
+    """``q [M, D]`` times ``k [N, D]``. float32 sums 64 products at a time: in one chain, 256 would cost a decimal
+    digit."""
     if q.dtype != tl.float32:
         return tl.dot(q, tl.trans(k))
     elif q.shape[1] <= 64:
@@ -133,7 +134,7 @@ def dot_keys(q, k):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr):
-    """By base-2 exponentials; EXACT keeps float32's relative accuracy near 0, where 1 - 2 / (e^2x + 1) cancels."""
+    """tanh by base-2 exponentials. EXACT keeps float32's relative accuracy near 0, where 1 - 2 / (e^2x + 1) cancels."""
     far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
     if not EXACT:
         return far
@@ -165,7 +166,7 @@ def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def keep(i, j, live, numbers, MASKS: tl.constexpr):
-    """Whether the queries at positions ``i`` see the keys at ``j``, of which ``live`` exist; operands broadcast."""
+    """Whether queries at positions ``i`` see keys at ``j``, of which ``live`` exist; operands broadcast."""
     kept = live
     if MASKS.causal:
         kept = kept & (j <= i)
@@ -178,7 +179,7 @@ def keep(i, j, live, numbers, MASKS: tl.constexpr):
 
 @triton.jit
 def keep_between(j, sees, live):
-    """Whether keys at ``j`` lie between the first that a query sees and the end of those; operands broadcast."""
+    """Whether keys at ``j`` lie between the first key that a query sees and the end; operands broadcast."""
     return live & (j >= sees[0]) & (j < sees[1])
 
 
@@ -200,7 +201,7 @@ def stripe_offset(head, numbers, MASKS: tl.constexpr):
 def next_seen_tile(tile, first_i, offset, numbers, N: tl.constexpr):
     """The first of the tiles of N keys from ``tile`` on in which a row may see a key by a block-sparse pattern.
 
-    The rows stand at or after ``first_i``, the first of which sees most of what is local; their heads have ``offset``.
+    The rows' positions are at least ``first_i``; the first row sees most local blocks. Their heads have ``offset``.
     """
     block = tile * N // numbers.sparse_block
     near = tl.maximum(block, first_i // numbers.sparse_block - numbers.local_blocks + 1)
@@ -210,13 +211,13 @@ def next_seen_tile(tile, first_i, offset, numbers, N: tl.constexpr):
 
 @triton.jit
 def softmax_step(logits, m, l):
-    """Take a tile of logits, keys along axis 1, into the running maxima and totals: its weights, and how much less what
-    was summed before now counts.
+    """Add a tile of logits, with keys along axis 1, to the running maxima and totals. Returns its weights, and the
+    decay of earlier sums.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """
     m_new = tl.maximum(m, tl.max(logits, 1))
-    # A row that has seen no key yet keeps the maximum -inf: exp2(-inf - 0) is the 0 that it needs.
+    # A row that has seen no key keeps the maximum -inf, and 0 is subtracted, as exp2(-inf - 0) is 0.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(logits - tl.expand_dims(shift, 1))
     decay = tl.exp2(m - shift)
@@ -225,8 +226,8 @@ def softmax_step(logits, m, l):
 
 @triton.jit
 def weigh(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """From products of queries and keys to what :func:`softmax_step` returns; operands broadcast to the products."""
-    MASKS: tl.constexpr = SPEC.masks  # triton 3.6: only a name of its own makes a constant of a part of one
+    """The results of :func:`softmax_step` from products of queries and keys; operands broadcast to the products."""
+    MASKS: tl.constexpr = SPEC.masks  # triton 3.6: a field of a constant is a constant only under a name of its own
     logits = logits2(qk, rows, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
     if MASKED:
         if rows.sees is None:
@@ -241,7 +242,7 @@ def weigh(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def count_sink(acc, m, l, sink):
-    """One more logit a row that has no value."""
+    """One more logit per row, without a value."""
     m_new = tl.maximum(m, sink * LOG2E)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     decay = tl.exp2(m - shift)
@@ -250,7 +251,7 @@ def count_sink(acc, m, l, sink):
 
 @triton.jit
 def finish(acc, m, l):
-    """The normalised output and the base-2 lse of what a row has seen; 0 and -inf if that is nothing, NaN stays NaN."""
+    """The normalised output and the base-2 lse of each row; 0 and -inf if it has seen no key. NaN stays NaN."""
     seen = l != 0.0
     out = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
     lse2 = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
@@ -260,19 +261,19 @@ def finish(acc, m, l):
 @triton.jit
 def see_tile(
     acc,
-    acc_odd,  # where TILE.paired: acc has the even columns, this the odd ones
+    acc_odd,  # if TILE.paired: the odd columns; acc then has the even ones
     m,
     l,
     rows,
     keys,
     tile,
-    seen,  # whether any row sees a key of the tile: if not, nothing is loaded
+    seen,  # whether any row sees a key of the tile; if not, nothing is loaded
     numbers,
     SPEC: tl.constexpr,
     TILE: tl.constexpr,
-    MASKED: tl.constexpr,  # off where every row sees every key of the tiles
+    MASKED: tl.constexpr,  # False if every row sees every key of the tile
 ):
-    """Let the rows see one tile of keys: ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``."""
+    """Add one tile of keys to the rows: to ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``."""
     q = rows.q
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
@@ -287,7 +288,7 @@ def see_tile(
     if SPEC.masks.sparse:
         live = live & seen
     readable = live
-    if RUN > 1:  # to the end of a run, which lies in one block
+    if RUN > 1:  # up to the end of a run, which lies in one block
         readable = tl.max_constancy(j // RUN * RUN < keys.seq_len, RUN)
     block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=readable, other=0)
     offset = j % SPEC.B
@@ -321,7 +322,7 @@ def see_tile(
 @triton.jit
 def see_slices(
     acc,
-    acc_odd,  # where TILE.paired: acc has the even columns, this the odd ones
+    acc_odd,  # if TILE.paired: the odd columns; acc then has the even ones
     m,
     l,
     rows,  # factor is [1, 1, M] or a number
@@ -332,10 +333,10 @@ def see_slices(
     SPEC: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """:func:`see_tile` for few rows, a slice of keys a warp: ``acc [W, Dv, M]``, maxima and totals ``[W, M]``.
+    """:func:`see_tile` for few rows, one slice of keys per warp: ``acc [W, Dv, M]``, maxima and totals ``[W, M]``.
 
-    Each of the W slices, which lies in one block, has a softmax of its own until :func:`join_slices`: warps wait for
-    each other's loads only. Products are of keys by queries, so that 8 rows fill a matrix instruction.
+    Each of the W slices lies in one block and has a softmax of its own until :func:`join_slices`, so warps wait only
+    for each other's loads. Products are keys by queries, so that 8 rows fill a matrix instruction.
     """
     q = rows.q
     K_SIDE: tl.constexpr = SPEC.k_side
@@ -354,7 +355,7 @@ def see_slices(
         entered = entered & seen
     block = tl.load(keys.block_table + (first // SPEC.B) * SPEC.table, mask=entered, other=0).to(tl.int64)
     offset = (first % SPEC.B).to(tl.int64)
-    # Keys that no row sees are masked as logits: what is there is read, of a block that exists.
+    # Keys that no row sees are masked as logits. They are read all the same, from a block that exists.
     k = load_slices(keys.k, block, offset, keys.seq_len > 0, K_SIDE, TILE.D, N, TILE.paired, False)
     if TILE.paired:
         q_even, q_odd = tl.split(tl.reshape(q, (M, TILE.D // 2, 2)))
@@ -387,8 +388,8 @@ def load_slices(
     base, block, offset, live, SIDE: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, PAIRED: tl.constexpr,
     COLUMNS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """N keys or values from each place (``block [W]``, ``offset [W]``) of one head: ``[W, N, PADDED]``, COLUMNS_FIRST
-    ``[W, PADDED, N]``; pairs of 8-bit numbers as int16, half as many columns."""
+    """N keys or values of one head from each place (``block [W]``, ``offset [W]``): ``[W, N, PADDED]``, or ``[W,
+    PADDED, N]`` if COLUMNS_FIRST. Pairs of 8-bit numbers are int16, with half as many columns."""
     PAIR: tl.constexpr = 2 if PAIRED else 1
     if PAIRED:
         base = base.to(tl.pointer_type(tl.int16))
@@ -413,7 +414,7 @@ def beside(q, SLICES: tl.constexpr):
 
 @triton.jit
 def nothing_seen(M: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr):
-    """What :func:`see_tile` starts from, or :func:`see_slices`."""
+    """The state from which :func:`see_tile` or :func:`see_slices` starts."""
     if SLICES == 0:
         acc = tl.zeros([M, COLUMNS], tl.float32)
         m = tl.full([M], float("-inf"), tl.float32)
@@ -425,7 +426,7 @@ def nothing_seen(M: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def join_slices(acc, m, l):
-    """The sum ``[M, Dv]``, maxima and totals ``[M]`` of what all slices have seen."""
+    """The sum ``[M, Dv]``, maxima and totals ``[M]`` of all slices together."""
     most = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(most == float("-inf"), 0.0, most)[None, :])
     sums = tl.permute(acc * weight[:, None, :], (2, 1, 0))
@@ -439,7 +440,7 @@ def join_slices(acc, m, l):
 
 @triton.jit
 def store_rows(tensors, result, lse2, row_token, row_head, row_live, d, H, Dv: tl.constexpr):
-    """Columns d of rows of ``out [T, H, Dv]`` (contiguous), e4m3 with an output_scale, and their lse in natural log."""
+    """Store columns d of rows of ``out [T, H, Dv]`` (contiguous; e4m3 with an output_scale), and their natural lse."""
     row = row_token.to(tl.int64) * H + row_head
     mask = row_live[:, None] & (d < Dv)[None, :]
     if tensors.output_scale is not None:
@@ -451,7 +452,7 @@ def store_rows(tensors, result, lse2, row_token, row_head, row_live, d, H, Dv: t
 
 @triton.jit
 def oldest_key(first_i, numbers, MASKS: tl.constexpr):
-    """The first key that the query at ``first_i``, and so any later one, may see by window and chunk."""
+    """The first key that the query at ``first_i``, and so any later query, may see by window and chunk."""
     first_i = tl.maximum(first_i, 0)
     oldest = first_i * 0
     if MASKS.window:
@@ -463,7 +464,8 @@ def oldest_key(first_i, numbers, MASKS: tl.constexpr):
 
 @triton.jit
 def ranges_at(bidirectional_ranges, RANGES: tl.constexpr):
-    """What :class:`Batch` has. Called where there are some: with triton 3.6 a function cannot return None."""
+    """The addresses for :class:`Batch`. Only called if there are ranges: in triton 3.6 a function cannot return
+    None."""
     n = tl.arange(0, triton.next_power_of_2(RANGES))
     return bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2
 
@@ -473,7 +475,7 @@ def reach_of_ranges(ranges, s, first_i, end_i, low, high, RANGES: tl.constexpr):
     """Widen the keys ``low : high`` of queries ``first_i : end_i`` of sequences ``s``, all of one shape, by the
     bidirectional ranges that hold one of these queries.
 
-    The ranges that hold a query hold its own key: they and what the other masks leave of the keys are one interval.
+    The ranges that hold a query also hold its own key, so all keys that it sees are one interval.
     """
     AXIS: tl.constexpr = len(low.shape)
     at = ranges + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (RANGES * 2)

@@ -1,4 +1,4 @@
-"""How large the tiles of the attention kernels are and how many programs share the work: tuned numbers as data."""
+"""The sizes of the attention kernels' tiles and the number of programs: tuned numbers, which are data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, is_sl
 from paged_ops.lowerings.gpu.target import Target
 
 LARGEST_HEAD = 256
-# Where there is no device to ask (Triton's interpreter) so many programs share the work.
+# The number of programs where there is no device to ask (Triton's interpreter).
 INTERPRETER_PROGRAMS = 5
-# Packed query rows of a sequence up to which equal lengths have tiles of their own.
+# Up to so many packed query rows per sequence, equal lengths have tiles of their own.
 SAME_LENGTH = 64
-# Tiles of so many rows are multiplied by warpgroups on sm_90 (wgmma).
+# From so many rows on, warpgroups multiply a tile on sm_90 (wgmma).
 WARPGROUP_ROWS = 64
-# So many packed query rows are served by slices; more fill the registers of a warp with its sums of values.
+# Slices serve up to so many packed query rows; with more, a warp's sums of values would fill its registers.
 SLICED_ROWS = 8
 
 
@@ -29,10 +29,10 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int = 0  # 0: as many as it likes; CUDA alone takes a bound
+    max_registers: int = 0  # 0: no bound; only CUDA takes one
 
     def options(self, is_cuda: bool) -> dict[str, int]:
-        """As Triton names them."""
+        """The options of a launch, by Triton's names."""
         bound = {"maxnreg": self.max_registers} if self.max_registers and is_cuda else {}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **bound}
 
@@ -41,40 +41,42 @@ class Plan(NamedTuple):
     """What one call launches: the same for all batches of its shapes."""
 
     split: Tile
-    slices: int  # of a key tile of split_kernel, each of SLICE keys; 0: its tiles are whole
+    slices: int  # slices of SLICE keys per key tile of split_kernel; 0: its tiles are whole
     prefill: Tile
     programs: int  # of split_kernel
-    all_split: bool  # whether split_kernel serves every sequence, whatever its length, but for those hopper.py has
+    all_split: bool  # whether split_kernel serves sequences of every length, except those that hopper.py takes
 
 
 def padded(size: int, itemsize: int) -> int:
-    """A head size as matrix instructions take it. fp8 values of 32: Triton 3.6 reads past the end of shared memory."""
+    """A head size as matrix instructions take it. With fp8 values of 32, Triton 3.6 reads past the end of shared
+    memory."""
     return max(64 if itemsize == 1 else 16, triton.next_power_of_2(size))
 
 
 def padded_values(D: int, Dv: int, itemsize: int) -> int:
     """A value head size as warpgroups' matrix instructions take it: as wide as the keys, up to 128 bytes.
 
-    Where caches are not aligned to 16 bytes, keys and values pass through one place in shared memory. If values are
-    narrower there, ptxas (seen in triton 3.6 and 3.7) computes their addresses from registers that nothing has set:
-    illegal accesses and wrong results.
+    If caches are not aligned to 16 bytes, keys and values pass through the same shared memory. If values are narrower
+    there, ptxas (seen in triton 3.6 and 3.7) computes their addresses from registers that nothing has set: illegal
+    accesses and wrong results.
     """
     return max(padded(Dv, itemsize), min(padded(D, itemsize), 128 // itemsize))
 
 
 def sequences_at_once(S: int) -> int:
-    """How many sequences a program counts in one vector."""
+    """The number of sequences that a program counts in one vector."""
     return min(max(64, triton.next_power_of_2(S)), 1024)
 
 
 def too_large(spec: Spec) -> list[str]:
-    """Why no tile holds these heads."""
+    """The reasons why no tile holds these heads."""
     sizes = {"head_size": spec.k_side.size, "value_head_size": spec.v_side.size}
     return [f"{name}: at most {LARGEST_HEAD}, got {size}" for name, size in sizes.items() if size > LARGEST_HEAD]
 
 
 def shape(tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, weighed: bool = True) -> TileShape:
-    """A tile for a kernel; ``weighed``: it multiplies weights by values, by warpgroups if it has rows for them."""
+    """The shape of a kernel's tile. ``weighed``: the kernel multiplies weights by values, by warpgroups if it has the
+    rows."""
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.storage.dtype.itemsize
     wide = weighed and tile.block_m >= WARPGROUP_ROWS
     value_size = padded_values(D, Dv, itemsize) if wide else padded(Dv, itemsize)
@@ -82,7 +84,7 @@ def shape(tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, weig
 
 
 def division(rows: int, S: int, short: int = -1, everyone: bool = False) -> Division:
-    """Of a batch of S sequences."""
+    """The division of a batch of S sequences."""
     at_once = sequences_at_once(S)
     return Division(rows, everyone, short, at_once, -(-S // at_once))
 
@@ -106,16 +108,17 @@ def plan(
     sparse: bool = False,
     sliceable: bool = False,
 ) -> Plan:
-    """The tiles for a batch of T rows in S sequences; shapes only bound it, so any batch within them is right.
+    """The tiles for T rows in S sequences. Lengths are not known: any batch of these shapes is computed correctly.
 
     ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.is_sliceable`.
     """
     group = triton.next_power_of_2(G)
-    # Decode and speculative widths: tiles of as many rows as a sequence has if all have the same, which only the device
-    # knows. So longer ones are split_kernel's too, rather than a launch of prefill_kernel's that mostly finds nothing.
+    # Decode and speculation: tiles have as many rows as each sequence has if all have the same number. Only the device
+    # knows whether they do. So split_kernel also takes longer ones, instead of a prefill_kernel that mostly does
+    # nothing.
     rows = triton.next_power_of_2(-(-T // S) * group)
     same = T % S == 0 and rows <= max(SAME_LENGTH, group)
-    if not same:  # one token each, unless there are more than sequences: then up to 16 rows are not left to prefill
+    if not same:  # one token each; if there are more tokens than sequences, up to 16 rows
         rows = group if T <= S else max(16, group)
     kind, width = element_kind(dtype, stored), str(padded(max(D, Dv), stored.itemsize))
     on_cpu = target.device.type == "cpu"
@@ -130,15 +133,15 @@ def plan(
         split_n, split_warps, split_stages, per_sm, *bound = numbers["slices" if sliced else "split"][kind][width]
         prefill_m, prefill_n, *prefill_rest = numbers["prefill"][kind][width]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
-        if sparse:  # what is skipped is a whole tile; stepping to the next one takes registers that larger ones lack
+        if sparse:  # whole tiles are skipped, and stepping to the next one needs registers that larger tiles lack
             prefill_n = min(prefill_n, 64)
         if group > prefill_m:
             prefill_n = min(prefill_n, 32)
         prefill = Tile(max(prefill_m, group), prefill_n, *prefill_rest)
-        if split_m >= 64:  # as many rows as a prefill tile: not what the table was tuned for
+        if split_m >= 64:  # as many rows as a prefill tile, for which the table was not tuned
             split_n = min(split_n, 32)
             stage, queries = (rows * int(width) * dtype.itemsize for rows in (2 * split_n, split_m))
-            one_fits = split_m > 64 or int(width) > 128  # on a multiprocessor; else two programs share its memory
+            one_fits = split_m > 64 or int(width) > 128  # one program per multiprocessor; else two share its memory
             space = target.shared_memory // (1 if one_fits else 2) - 3 * queries
             split = Tile(split_m, split_n, 8 if one_fits else 4, max(1, min(split_stages, space // stage)))
         programs = per_sm * target.processors
@@ -146,18 +149,18 @@ def plan(
 
 
 def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool = True) -> list[tuple[int, int]]:
-    """Batches (T, S) such that what any batch of at most so many tokens and sequences launches, one of them does.
+    """Batches (T, S) that together launch every kernel of any batch with at most so many tokens and sequences.
 
-    What :func:`plan`, hopper.py's short_keys and the count of sequences distinguish: S by powers of two from 64 on, and
-    between a few and many; T by equal lengths, by fewer rows than sequences, and by unequal lengths with few and with
-    many tiles of query rows. Once they ran, no later batch waits for a compiler.
+    They are all that :func:`plan`, hopper.py's short_keys and the count of sequences distinguish: S by powers of two
+    from 64 on, and between a few and many; T by equal lengths, by fewer rows than sequences, and by unequal lengths
+    with few and with many tiles of query rows. Once they have run, no later batch waits for a compiler.
 
-    ``equal_lengths`` False leaves out batches of more tokens than sequences that may have as many for each, and those
-    of fewer rows than sequences: they are seldom met where nobody planned them, and half of all kernels are for these.
+    ``equal_lengths`` False leaves out batches whose sequences may all have the same number of tokens, above one, and
+    batches of fewer rows than sequences. Such batches are rare unless they are planned, and need half of all kernels.
     """
     edges = [1, 2, 3, *(64 << n for n in range(max(most_sequences, 64).bit_length()))]
     counts = {S for edge in edges for S in (edge, edge + 1) if S < most_sequences} | {most_sequences}
-    # The shortest of each number of packed rows, which are powers of two.
+    # The shortest length for each number of packed rows, which are powers of two.
     lengths = [(1 << n) + 1 for n in range(SAME_LENGTH.bit_length() - 1)]
     batches = set()
     for S in counts:
@@ -171,7 +174,7 @@ def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool 
 
 
 def element_kind(dtype: torch.dtype, stored: torch.dtype) -> str:
-    """The row of a table: by the query's dtype and that of the cache as kernels read it (uint8: fp8 by its bits)."""
+    """The row of a table, by the query's dtype and the cache's dtype as kernels read it (uint8: fp8 as bits)."""
     if dtype == torch.float32:
         return "fp32"
     if stored == torch.uint8:
