@@ -30,31 +30,11 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching import model_runner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from tiny_models import MODELS, PAGE_SIZE, PROMPTS, SHAPE, tiny_model
+
 from paged_ops.integrations.continuous_batching import use_paged_attention
 
-TINY = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-TYPES = ["sliding_attention", "full_attention"] * 2
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS = {
-    "llama": lambda: transformers.LlamaConfig(**TINY),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **TINY, sliding_window=12, attn_logit_softcapping=5.0, query_pre_attn_scalar=16, layer_types=TYPES
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(**TINY, **EXPERTS, sliding_window=12, layer_types=TYPES),
-}
 LLAMA_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -72,7 +52,6 @@ LOADS = {
     "32x1024": [1024] * 32,
     "32 ragged, 64 to 4096": [int(64 * 64 ** (i / 31)) for i in range(32)],
 }
-PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # until 5.17
 GRAPHS = {"chosen": None, "on": True, "off": False}
 counts = {"captured": 0, "replayed": 0}
 
@@ -98,19 +77,8 @@ def count_graphs() -> None:
     torch.cuda.CUDAGraph.replay = counted_replay
 
 
-def tiny_model(name: str, device: str) -> Any:
-    """Random weights, the same on every device."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32).eval()
-    for key, parameter in model.named_parameters():
-        if key.endswith("sinks"):
-            parameter.data.normal_(0.0, 2.0)
-    return model.to(device)
-
-
 def check_tokens(device: str) -> list[dict[str, Any]]:
     """Every model and use of graphs, in whole and in chunked prompts: are the tokens those of ``generate()``?"""
-    prompts = [[(7 * i * i + 3 * i + s * 131) % 250 + 2 for i in range(n)] for s, n in enumerate((3, 40, 61, 17, 1))]
     greedy = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
     results = []
     for name in MODELS:
@@ -118,17 +86,17 @@ def check_tokens(device: str) -> list[dict[str, Any]]:
         model.set_attn_implementation("eager")  # sdpa leaves out Gemma-2's soft cap in 5.17
         expected = [
             model.generate(torch.tensor([ids], device=device), generation_config=greedy)[0, len(ids) :].tolist()
-            for ids in prompts
+            for ids in PROMPTS
         ]
         use_paged_attention(model)
         for graphs, value in GRAPHS.items():
             for tokens in (256, 32):
                 counts.update(captured=0, replayed=0)
                 config = ContinuousBatchingConfig(
-                    num_blocks=64, max_batch_tokens=tokens, use_cuda_graph=value, **{PAGE: 16}
+                    num_blocks=64, max_batch_tokens=tokens, use_cuda_graph=value, **{PAGE_SIZE: 16}
                 )
                 outputs = model.generate_batch(
-                    prompts, generation_config=greedy, continuous_batching_config=config, progress_bar=False
+                    PROMPTS, generation_config=greedy, continuous_batching_config=config, progress_bar=False
                 )
                 got = [output.generated_tokens for output in outputs.values()]
                 result = {"model": name, "graphs": graphs, "max_batch_tokens": tokens, "equal": got == expected}
@@ -149,7 +117,7 @@ def serve(model: Any, prompts: list[list[int]], new_tokens: int, graphs: bool | 
         max_batch_tokens=4096,
         use_cuda_graph=graphs,
         allow_block_sharing=False,
-        **{PAGE: 256},
+        **{PAGE_SIZE: 256},
     )
     counts.update(captured=0, replayed=0)
     for _ in range(2):
@@ -182,7 +150,7 @@ def serve(model: Any, prompts: list[list[int]], new_tokens: int, graphs: bool | 
 
 def speed(device: str, tiny: bool, deadline: float, save: Any) -> list[dict[str, Any]]:
     """Every load with every attention function that is there, ours first."""
-    config = transformers.LlamaConfig(**(TINY | {"max_position_embeddings": 8192} if tiny else LLAMA_8B))
+    config = transformers.LlamaConfig(**(SHAPE | {"max_position_embeddings": 8192} if tiny else LLAMA_8B))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -197,7 +165,7 @@ def speed(device: str, tiny: bool, deadline: float, save: Any) -> list[dict[str,
         if function == "paged_ops":
             use_paged_attention(model)
         else:
-            model.set_attn_implementation(f"paged|{function}" if PAGE == "block_size" else function)
+            model.set_attn_implementation(f"paged|{function}" if PAGE_SIZE == "block_size" else function)
         for load, lengths in LOADS.items():
             if time.monotonic() > deadline:
                 log(f"out of time before {function}, {load}")

@@ -1,4 +1,4 @@
-"""The optional arguments of attention as one value, and which of them exclude each other."""
+"""The optional arguments of attention and of the cache ops, each as one value, and which exclude each other."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ class Features(NamedTuple):
     output_scale: Tensor | None = None
     kv_cache_dtype: str = "auto"
     bidirectional_ranges: Tensor | None = None
+
+
+class CacheOptions(NamedTuple):
+    """The keyword arguments that the ops of the cache share, for their lowerings: ``CacheOptions(**kwargs)``."""
+
+    value_cache: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    kv_cache_dtype: str = "auto"
 
 
 # Pairs that have no meaning together: block-sparse kernels skip keys by the pattern alone; window and chunk need the

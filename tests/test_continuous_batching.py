@@ -7,50 +7,15 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from tiny_models import MODELS, PAGE_SIZE, PROMPTS, tiny_model  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers import modeling_flash_attention_utils as flash  # noqa: E402
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization  # noqa: E402
 
 from paged_ops.integrations import continuous_batching  # noqa: E402
 from paged_ops.integrations.continuous_batching import attention, use_paged_attention  # noqa: E402
 
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-TYPES = ["sliding_attention", "full_attention"] * 2
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SHAPE),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SHAPE, sliding_window=12, attn_logit_softcapping=5.0, query_pre_attn_scalar=16, layer_types=TYPES
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=12, layer_types=TYPES
-    ),
-}
-PROMPTS = [[(7 * i * i + 3 * i + s * 131) % 250 + 2 for i in range(n)] for s, n in enumerate((3, 40, 61, 17, 1))]
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-
-PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # until 5.17
-
-
-def make(name):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
-    for key, parameter in model.named_parameters():
-        if key.endswith("sinks"):
-            parameter.data.normal_(0.0, 2.0)
-    return model
 
 
 def batch(model, tokens=256):
@@ -62,9 +27,9 @@ def batch(model, tokens=256):
 
 
 @pytest.mark.parametrize("tokens", [256, 32], ids=["whole", "chunks"])
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_tokens_are_those_of_generate(name, tokens):
-    model = make(name)
+    model = tiny_model(name)
     model.set_attn_implementation("eager")  # sdpa leaves out Gemma-2's soft cap in 5.17
     expected = [
         model.generate(torch.tensor([ids]), generation_config=GREEDY)[0, len(ids) :].tolist() for ids in PROMPTS
@@ -78,8 +43,8 @@ def test_layers_of_full_attention_gather_nothing(monkeypatch):
 
     monkeypatch.setattr(torch, "index_select", gather)
     monkeypatch.setattr(PagedAttentionCache, "update", gather)
-    assert all(len(tokens) == 8 for tokens in batch(use_paged_attention(make("llama")), 32))
-    assert all(len(tokens) < 8 for tokens in batch(use_paged_attention(make("gemma2")), 32))  # its windows do
+    assert all(len(tokens) == 8 for tokens in batch(use_paged_attention(tiny_model("llama")), 32))
+    assert all(len(tokens) < 8 for tokens in batch(use_paged_attention(tiny_model("gemma2")), 32))  # its windows do
 
 
 def pages(seed=0, N=12, B=4, K=2, D=8):
@@ -139,10 +104,10 @@ def test_decode_by_block_tables_writes_and_attends(version):
     assert (out[0, 2] == 0).all()
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_a_gpu_decodes_by_block_tables(name, monkeypatch):
     """transformers asks its flash-attention module whether it can: that must not look for a kernel on the hub."""
-    model = use_paged_attention(make(name))
+    model = use_paged_attention(tiny_model(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = ContinuousBatchingConfig(max_blocks_per_request=8)
     initialization.ensure_decode_fast_path_is_available(model.config, config, True)
@@ -150,7 +115,7 @@ def test_a_gpu_decodes_by_block_tables(name, monkeypatch):
 
 
 def test_other_calls_are_refused_clearly():
-    model = use_paged_attention(make("llama"))
+    model = use_paged_attention(tiny_model("llama"))
     with pytest.raises(ValueError, match="cache: expected that of generate_batch"):
         model.generate(torch.tensor([PROMPTS[0]]), generation_config=GREEDY)
     with pytest.raises(ValueError, match="attn_implementation: expected one of flash attention"):
@@ -169,12 +134,12 @@ def test_masks_are_refused():
 def test_an_unknown_version_is_refused(monkeypatch):
     monkeypatch.delattr(flash, "_loaded_implementation")
     with pytest.raises(ValueError, match=r"lacks \['_loaded_implementation'\]"):
-        use_paged_attention(make("llama"))
+        use_paged_attention(tiny_model("llama"))
 
 
 def test_another_flash_attention_does_not_stay(monkeypatch):
     """After another function was loaded, a second call makes this one the loaded one again."""
-    model = use_paged_attention(make("llama"))
+    model = use_paged_attention(tiny_model("llama"))
     before = batch(model)
     monkeypatch.setattr(flash, "_loaded_implementation", "flash_attention_2")
     assert batch(use_paged_attention(model)) == before

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paged_ops import checks, fake
+from paged_ops.features import CacheOptions
 from paged_ops.fp8 import quantise
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 
@@ -15,29 +17,11 @@ from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 COPY_BYTES = 1 << 24
 
 
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    value_cache: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-) -> None:
-    fake.reshape_and_cache(
-        key,
-        value,
-        kv_cache,
-        slot_mapping,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    stored = element_dtype(kv_cache, kv_cache_dtype)
-    paged = bytes_of_fp8(paged_kv(kv_cache, value_cache))
+def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
+    fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
+    given = CacheOptions(**options)
+    stored = element_dtype(kv_cache, given.kv_cache_dtype)
+    paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
     if not kv_cache.numel():
         return
     slot_mapping = slot_mapping.clone()  # so that another thread cannot change it between check and use
@@ -47,7 +31,10 @@ def reshape_and_cache(
     rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
     block, offset = slots // paged.block_size, slots % paged.block_size
     # All is read before anything is written: key and value may be views of the cache.
-    cells = [quantise(real[rows], scale, stored).contiguous() for real, scale in ((key, k_scale), (value, v_scale))]
+    cells = [
+        quantise(real[rows], scale, stored).contiguous()
+        for real, scale in ((key, given.k_scale), (value, given.v_scale))
+    ]
     for plane, new in zip(paged, cells, strict=True):
         plane[block, offset] = new.view(plane.dtype).view(len(rows), *plane.shape[2:])
 
@@ -78,27 +65,14 @@ def gather_kv(
     seq_lens: Tensor,
     num_tokens: int,
     *,
-    value_cache: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
     dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    key, value = fake.gather_kv(
-        kv_cache,
-        block_tables,
-        seq_lens,
-        num_tokens,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-        out=out,
-    )
-    stored = element_dtype(kv_cache, kv_cache_dtype)
-    paged = bytes_of_fp8(paged_kv(kv_cache, value_cache))
+    key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, out=out, **options)
+    given = CacheOptions(**options)
+    stored = element_dtype(kv_cache, given.kv_cache_dtype)
+    paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
     B, row = paged.block_size, 0
     if kv_cache.numel():
         seq_lens = seq_lens.clone()  # so that another thread cannot change it between check and use
@@ -109,7 +83,7 @@ def gather_kv(
         for s, n in enumerate(ns):
             n = min(n, num_tokens - row)
             blocks = block_tables[s, : -(-n // B)]
-            for result, plane, scale in ((key, paged.key, k_scale), (value, paged.value, v_scale)):
+            for result, plane, scale in ((key, paged.key, given.k_scale), (value, paged.value, given.v_scale)):
                 tokens = real_of(plane.index_select(0, blocks), stored).flatten(0, 1).flatten(2)[:n]
                 result[row : row + n] = tokens if scale is None else tokens * scale[:, None]
             row += n

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paged_ops import checks, fake
+from paged_ops.features import CacheOptions
 from paged_ops.fp8 import dequantise, quantise
 from paged_ops.layouts import element_dtype, paged_kv
 from paged_ops.lowerings.tpu import functional, runtime, write
@@ -21,39 +23,21 @@ from paged_ops.lowerings.tpu.functional import functionalized
 XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2"}
 
 
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    value_cache: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-) -> None:
-    fake.reshape_and_cache(
-        key,
-        value,
-        kv_cache,
-        slot_mapping,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    T, stored = slot_mapping.shape[0], element_dtype(kv_cache, kv_cache_dtype)
+def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
+    fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
+    given = CacheOptions(**options)
+    T, stored = slot_mapping.shape[0], element_dtype(kv_cache, given.kv_cache_dtype)
     if not kv_cache.numel() or not T:
         return
-    paged = paged_kv(kv_cache, value_cache)
+    paged = paged_kv(kv_cache, given.value_cache)
     num_slots = paged.num_blocks * paged.block_size
     if checks.debug_checks():
         checks.slots(slot_mapping.cpu(), num_slots)
     slots = slot_mapping.long()
     slots = torch.where((slots < 0) | (slots > num_slots), num_slots, slots)  # one past the end, where rows are dropped
-    key, value = (quantise(real[:T], scale, stored) for real, scale in ((key, k_scale), (value, v_scale)))
+    key, value = (quantise(real[:T], scale, stored) for real, scale in ((key, given.k_scale), (value, given.v_scale)))
     key, value = reinterpreted(key, kv_cache.dtype), reinterpreted(value, kv_cache.dtype)
-    if value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
+    if given.value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
         rows = torch.stack([key, value], 2).flatten(1, 2)  # [T, 2K, D]
         if runtime.on_tpu() and write.can_write_runs(kv_cache, T):
             kv_cache.copy_(write.write_runs(kv_cache, rows, torch.where(slots < num_slots, slots, -1)))
@@ -113,26 +97,14 @@ def gather_kv(
     seq_lens: Tensor,
     num_tokens: int,
     *,
-    value_cache: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    key, value = fake.gather_kv(
-        kv_cache,
-        block_tables,
-        seq_lens,
-        num_tokens,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-    )
+    key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, **options)
+    given = CacheOptions(**options)
     if not (kv_cache.numel() and num_tokens and block_tables.numel()):
         return torch.zeros_like(key), torch.zeros_like(value)
-    paged, stored = paged_kv(kv_cache, value_cache), element_dtype(kv_cache, kv_cache_dtype)
+    paged, stored = paged_kv(kv_cache, given.value_cache), element_dtype(kv_cache, given.kv_cache_dtype)
     N, B, M = paged.num_blocks, paged.block_size, block_tables.shape[1]
     if checks.debug_checks():
         checks.needed_blocks(block_tables.cpu(), seq_lens.cpu(), N, B)
@@ -149,7 +121,7 @@ def gather_kv(
         real = dequantise(reinterpreted(cells, stored), scale, torch.float32).to(like.dtype)
         return torch.where(live[:, None, None], real, 0).to(like.dtype)
 
-    return rows(paged.key, k_scale, key), rows(paged.value, v_scale, value)
+    return rows(paged.key, given.k_scale, key), rows(paged.value, given.v_scale, value)
 
 
 def _pairs(block_mapping: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
