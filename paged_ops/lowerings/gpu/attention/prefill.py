@@ -147,7 +147,7 @@ def prefill_kernel(
     full_first = tl.minimum(tl.maximum(full_first, first_tile), end_tile)
     full_end = tl.minimum(tl.maximum(full_end, full_first), end_tile)
 
-    block_table = tensors.block_tables + s.to(tl.int64) * numbers.table_stride
+    block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
     keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
     values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
     rows = Rows(q, i, sees, slopes, factor, offset)
