@@ -20,7 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 import paged_ops
-from paged_ops.cli.device import Device, choose_device, require_compiler
+from paged_ops.cli.device import (
+    Device,
+    choose_device,
+    choose_device_of_rank,
+    ranks_of_torchrun,
+    require_compiler,
+)
 from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
 from paged_ops.graphs import GraphMode
 
@@ -106,17 +112,22 @@ def generate(
     graphs: Graphs = None,
     json: Json = False,
 ) -> None:
-    """Continue prompts with a causal language model of transformers over a paged cache."""
-    console = Console(stderr=json)
+    """Continue prompts with a causal language model of transformers over a paged cache.
+
+    Under torchrun the model is spread over the processes (tensor parallelism), and the first of them prints:
+    torchrun --nproc-per-node 2 -m paged_ops.cli generate --model ... --prompt ...
+    """
+    rank, num_ranks = ranks_of_torchrun()
+    console = Console(stderr=json, quiet=rank > 0)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
     params = [
         SamplingParams(max_new_tokens, temperature, top_p, seed=None if seed is None else seed + i)
         for i in range(len(prompt))
     ]
-    target = choose_device(device)
+    target = choose_device(device) if num_ranks == 1 else choose_device_of_rank(device)
     with console.status(f"Loading {model}"):
-        loaded, tokenizer = load(model, target, DTYPES[dtype] if dtype else "auto")
+        loaded, tokenizer = load(model, target, DTYPES[dtype] if dtype else "auto", num_ranks)
     prompt_ids = [tokenizer(each).input_ids for each in prompt]
     for number, (text, ids) in enumerate(zip(prompt, prompt_ids, strict=True), 1):
         if not ids:
@@ -128,8 +139,10 @@ def generate(
     result = serve(console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile, graphs=graphs)
     result.numbers["texts"] = [tokenizer.decode(output, skip_special_tokens=True) for output in result.outputs]
     result.print(console, model)
-    if json:
+    if json and rank == 0:
         print(json_module.dumps(result.numbers))
+    if num_ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 def one_line(error: Exception) -> str:
@@ -138,8 +151,9 @@ def one_line(error: Exception) -> str:
     return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
 
 
-def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """A causal language model in evaluation mode and its tokenizer, from a folder or the hub; prints nothing."""
+def load(name: str, device: torch.device, dtype: torch.dtype | str, num_ranks: int = 1) -> tuple[Any, Any]:
+    """A causal language model in evaluation mode and its tokenizer, from a folder or the hub; prints nothing. Spread
+    over the processes of torchrun if they are several."""
     try:
         import transformers
     except ImportError:
@@ -150,9 +164,14 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any
         raise ValueError(f"--model: expected a folder or the id of a model on the hub, got {name}, which is no folder")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    spread: dict[str, Any] = {}
+    if num_ranks > 1:
+        from paged_ops.integrations.transformers import sharded
+
+        spread = sharded(num_ranks)
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **spread
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # readers of damaged files raise all kinds of errors
@@ -163,7 +182,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any
             first = min(key if isinstance(key, str) else key[0] for key in keys)
             message = f"its weights {what} {len(keys)} tensors that its config asks for, {first} among them"
             raise ValueError(f"--model: cannot load {name}: {message}")
-    return model.to(device).eval(), tokenizer
+    return (model if spread else model.to(device)).eval(), tokenizer
 
 
 @torch.no_grad()
@@ -185,7 +204,7 @@ class Result:
         """A table for people."""
         n = self.numbers
         rows = {
-            "device": f"{n['device']}, {n['dtype']}",
+            "device": f"{n['device']}, {n['dtype']}" + (f", {n['ranks']} ranks" if n["ranks"] > 1 else ""),
             "generated": f"{n['generated_tokens']:,} tokens in {n['steps']} steps",
             "tokens/s": f"{n['tokens_per_second']:,.0f}",
         }
@@ -232,7 +251,7 @@ def serve(
     kv_cache = paged.allocate_kv_cache(num_blocks, BLOCK_SIZE, num_host_blocks=num_blocks)
     if graphs is None:
         graphs = kv_cache.device.type == "cuda"
-    loop = GenerationLoop(
+    loop = GenerationLoop(  # of all ranks, if the model is spread over several
         paged,
         kv_cache,
         max_num_seqs=MAX_NUM_SEQS,
@@ -277,6 +296,7 @@ def serve(
         "compile_seconds": compile_seconds if compile else 0.0,
         "compiled": compile,
         "device": str(model.device),
+        "ranks": 1 if paged.process_group is None else paged.process_group.size(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "paged_ops": paged_ops.__version__,

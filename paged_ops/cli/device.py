@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import torch
+import torch.distributed
 import typer
 
 from paged_ops.device import with_index
@@ -36,6 +38,26 @@ def choose_device(name: str | None) -> torch.device:
     if reasons:
         raise ValueError(f"--device: {name} cannot run the ops: {'; '.join(reasons)}")
     return with_index(device)
+
+
+def ranks_of_torchrun() -> tuple[int, int]:
+    """This process among those that torchrun started, and how many they are: (0, 1) without it."""
+    if not torch.distributed.is_torchelastic_launched():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def choose_device_of_rank(name: str | None) -> torch.device:
+    """The device of this process of torchrun: its own GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: another device is named, the GPUs are too few, or the ops do not run on them.
+    """
+    there = torch.cuda.is_available()
+    own = f"cuda:{os.environ['LOCAL_RANK']}" if there else "cpu"
+    if name not in (None, "cuda" if there else "cpu"):
+        raise ValueError(f"--device: expected none with torchrun, where each process has one of its own, got {name!r}")
+    return choose_device(own)
 
 
 def _reasons_against(kind: str) -> list[str]:
