@@ -10,7 +10,7 @@
 
 Importing this module registers the attention implementation ``"paged_ops"`` (``attention_function.py``): a model that
 uses it takes the whole batch as one row of T tokens, writes its keys and values into the caches, and attends to them by
-the block tables. Caches and metadata come as keyword arguments of ``forward``, so that everything is an input of the
+the block tables. Caches and metadata are keyword arguments of ``forward``, so that everything is an input of the
 compiled graph.
 
 Letters: T tokens of the batch, S sequences, V vocabulary.
@@ -63,20 +63,21 @@ _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 class PagedCausalLM:
     """A causal language model of transformers as a :class:`paged_ops.generation.ModelStep`.
 
-    Sets the model's attention to ``"paged_ops"``, in place: ``model.generate`` fails clearly until :meth:`unwrap`.
-    To wrap, the model runs a few tokens, eagerly and paged: that tells which caches it needs and which masks it asks
-    for, and both must give the same logits. Compiled experts wait for the device unless they are bfloat16, which no
-    graph can hold; after ``model.set_experts_implementation("batched_mm")`` they do not.
+    Sets the model's attention to ``"paged_ops"``, in place; until :meth:`unwrap`, ``model.generate`` raises an error.
+    When it is wrapped, the model runs a few tokens, eagerly and paged. This tells which caches and masks it needs, and
+    both runs must give the same logits. Compiled experts wait for the device unless they are bfloat16, so they cannot
+    be captured in a graph; after ``model.set_experts_implementation("batched_mm")`` they do not wait.
 
     Args:
         model: in evaluation mode, on its device.
-        max_model_len: the longest sequence, prompt and output: by default what the model was made for. Position
-            embeddings that depend on a text's length (longrope, dynamic) are those of this length, for all texts.
+        max_model_len: the longest sequence, prompt and output; by default the length for which the model was made.
+            Position embeddings that depend on a text's length (longrope, dynamic) are those of this length, for all
+            texts.
 
     Attributes:
-        layers: what each cache holds: heads, head sizes, window and chunk.
-        num_layers: caches.
-        pool_of_layer: which pool each cache is in where layers that see differently far have pools of their own.
+        layers: for each cache its heads, head sizes, window and chunk.
+        num_layers: the number of caches.
+        pool_of_layer: the pool of each cache, if layers with different windows have pools of their own.
         num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache.
         states: the layers that keep state instead of keys; None if there are none.
         process_group: the ranks that the model is spread over (``tp_plan="auto"``), or None. All of them wrap it
@@ -168,19 +169,20 @@ class PagedCausalLM:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the model embeds: a loop refuses others."""
+        """The number of token ids that the model embeds; a loop refuses others."""
         return len(self.model.get_input_embeddings().weight)
 
     @property
     def pad_token_id(self) -> int | None:
-        """What the model's generation config pads with, if it says: a loop refuses prompts that are padded with it."""
+        """The padding token of the model's generation config, if any; a loop refuses prompts that are padded with
+        it."""
         given = getattr(self.model.generation_config, "pad_token_id", None)
         return None if given is None or given in self.stop_token_ids else int(given)
 
     def unwrap(self) -> PreTrainedModel:
-        """Give the model back as it was: its attention, its layers uncompiled, its position embeddings.
+        """Restore the model: its attention, its uncompiled layers, its position embeddings.
 
-        Afterwards this object raises; the model can be wrapped again. Fused projections stay
+        Afterwards this object cannot be called; the model can be wrapped again. Fused projections stay
         (:func:`paged_ops.integrations.projections.split_projections` undoes them).
         """
         self._wrapping.undo()
@@ -201,17 +203,17 @@ class PagedCausalLM:
     ) -> KVCache | HybridCache:
         """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales).
 
-        Layers with a window or chunk give back blocks that no later token sees. If layers see differently far, each
-        distance has a pool of blocks of its own.
+        Layers with a window or chunk give back blocks that no later token sees. If layers differ in this, each window
+        or chunk has a pool of blocks of its own.
 
         Args:
             num_blocks, num_host_blocks: of each pool.
             block_size, layout: as of ``KVCache``.
             num_window_blocks: of each pool with a window or chunk, if others see everything;
                 :func:`paged_ops.blocks_within_reach` gives what suffices.
-            keep_all: one pool, which keeps all blocks, whatever the layers see.
-            num_state_slots: if layers keep state: for so many sequences at once, at least a loop's ``max_num_seqs``.
-            num_host_state_slots: for so many that are swapped out; by default as many, if there are host blocks.
+            keep_all: make one pool, which keeps all blocks.
+            num_state_slots: if layers keep state, the sequences at once: at least a loop's ``max_num_seqs``.
+            num_host_state_slots: the swapped-out sequences; by default as many, if there are host blocks.
         """
         device = self.model.device
         sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
@@ -237,8 +239,8 @@ class PagedCausalLM:
         return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
 
     def check_kv_cache(self, kv_cache: KVCache | HybridCache) -> None:
-        """Raises ValueError for a cache that does not fit this model: its device, layers, their sizes, how far they
-        see."""
+        """Raises ValueError for a cache that does not fit this model's device, layers, their sizes, or their windows
+        and chunks."""
         here, there = self.model.device, kv_cache.layers[0].device
         if here != there:
             raise ValueError(f"kv_cache: expected one on {here}, as the model, got one on {there}")
@@ -270,16 +272,16 @@ class PagedCausalLM:
                     )
 
     def compile_layers(self, *, dynamic: bool | None = True, **options: Any) -> PagedCausalLM:
-        """Compile the decoder layers with one compilation for all layers of a kind, in place; returns itself.
+        """Compile the decoder layers, in place, with one compilation for all layers of a kind; returns itself.
 
-        A step is then made of compiled parts: for a model of many layers that takes a fraction of the time that
-        compiling it whole takes, and within a CUDA graph it runs as fast. The rotary embedding and the last norm are
-        compiled by themselves. Layers that keep state run as compiled for decodes alone. Call it after
+        A step then consists of compiled parts. For a model of many layers, compiling takes a fraction of the time of
+        compiling it whole, and inside a CUDA graph it runs as fast. The rotary embedding and the last norm are compiled
+        separately. Layers that keep state run compiled code only in decodes. Call it after
         :func:`paged_ops.integrations.projections.fuse_projections`.
 
         Args:
-            dynamic: sizes of a batch stay open, so that one graph serves them all; with False each has code of its own.
-            options: more of ``torch.compile``; ``fullgraph`` is on.
+            dynamic: sizes of a batch are dynamic, so that one graph serves all; with False each size has its own code.
+            options: other arguments of ``torch.compile``; ``fullgraph`` is on.
 
         Raises:
             ValueError: a layer that attends is in no list of layers.
@@ -315,22 +317,22 @@ class PagedCausalLM:
             self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places))
         for decoder in decoders:
             for name, part in decoder.named_children():
-                # a layer of torch itself is one kernel already
+                # a layer of torch itself is already one kernel
                 if ("rotary" in name or name in _LAST_NORMS) and not type(part).__module__.startswith("torch."):
                     self._wrapping.compile(part, **options)
         return self
 
     def bidirectional_ranges(self, token_type_ids: Sequence[int] | Tensor) -> list[tuple[int, int]]:
-        """Which tokens of a prompt see each other: the ranges for its request in :class:`paged_ops.Batch`.
+        """The ranges of a prompt's tokens that see each other, for its request in :class:`paged_ops.Batch`.
 
-        The model is asked for its masks of such a prompt: the image tokens of Gemma-3, the prefix of PaliGemma.
+        The model is asked for its masks of such a prompt: image tokens of Gemma-3, the prefix of PaliGemma.
 
         Args:
             token_type_ids: ``[n]``, as the model's processor gives them, of the whole prompt.
 
         Raises:
-            ValueError: the model's masks do not depend on them, or are others than paged attention has (an image longer
-                than the window that Gemma-3 keeps in it).
+            ValueError: the model's masks do not depend on them, or paged attention has no such masks (as for an image
+                that is longer than Gemma-3's window).
         """
         name = type(self.model).__name__
         if not masks_by_type(self.model):
@@ -378,12 +380,12 @@ class PagedCausalLM:
         """Logits ``[S, V]``: see :class:`paged_ops.generation.ModelStep`.
 
         Args:
-            inputs: more that the model's forward takes of the batch, such as ``pixel_values`` of the images whose
-                tokens are in ``input_ids``, in that order. Which tokens see each other is in the metadata.
+            inputs: other arguments of the model's forward, such as ``pixel_values`` of the images whose tokens are in
+                ``input_ids``, in that order. The metadata says which tokens see each other.
 
         Raises:
-            ValueError: the model's attention was changed since it was wrapped, a mask is given, or images whose tokens
-                see each other come without ranges.
+            ValueError: the model's attention has changed since it was wrapped, a mask is given, or images whose tokens
+                see each other have no ranges.
         """
         self._wrapping.check()
         if inputs and metadata.bidirectional_ranges is None and masks_by_type(self.model):
@@ -408,7 +410,7 @@ class PagedCausalLM:
         if self._takes_positions:
             arguments["position_ids"] = metadata.positions[None]
         if self.states is None:
-            # Nobody reads it; without one, transformers looks for packed sequences, and waits for the device.
+            # It is not read. Without it, transformers looks for packed sequences, and waits for the device.
             arguments["attention_mask"] = torch.ones_like(input_ids[None], dtype=torch.bool)
         else:
             tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
