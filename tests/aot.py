@@ -1,7 +1,9 @@
 """Ahead-of-time compilation of every kernel variant that ships, for GPUs that need not be present.
 
 ``python tests/aot.py cuda:90`` compiles the variants for one target in this process (``... cuda:90 write`` those whose
-names match) and prints one JSON line each: its kernels, what they spill, and which expected instructions are missing.
+names match) and prints one JSON line each: its kernels, what they spill, which expected instructions are missing, and a
+hash of their assembly. With ``TRITON_DISABLE_LINE_INFO=1`` in the environment the hashes show whether a change of the
+source changed what is compiled (benchmarks/data/assembly_equal.json).
 A variant is a call of a lowering on tensors that only claim to be on a GPU: Triton's driver is replaced by one that
 names the target, so that what the call launches is specialised exactly as on that GPU, and compiled, not run.
 """
@@ -9,6 +11,7 @@ names the target, so that what the call launches is specialised exactly as on th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import subprocess
@@ -196,6 +199,14 @@ def unset_registers(kernel: Any) -> list[str]:
     return unset
 
 
+def fingerprint(kernel: Any) -> str:
+    """A hash of a kernel's assembly without its name, comments and empty lines."""
+    text = (kernel.asm.get("ptx") or kernel.asm.get("amdgcn")).replace(kernel.metadata.name, "KERNEL")
+    dropped = r"//.*" if "ptx" in kernel.asm else r"^\s*\.name:.*\n"
+    lines = (line.rstrip() for line in re.sub(dropped, "", text, flags=re.MULTILINE).splitlines())
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+
+
 def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
     """What became of one variant, as plain data."""
     launched.clear()
@@ -219,6 +230,7 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
         "kernels": {kernel.metadata.name: spills(kernel) for kernel in launched},
         "shared": {kernel.metadata.name: kernel.metadata.shared for kernel in launched},
         "unset": {kernel.metadata.name: unset_registers(kernel)[:4] for kernel in launched if target == "cuda:90"},
+        "assembly": [(kernel.metadata.name, fingerprint(kernel)) for kernel in launched],
         "missing": [pattern for pattern in expected if not re.search(pattern, assembly)],
         "seconds": round(time.perf_counter() - start, 2),
     }
