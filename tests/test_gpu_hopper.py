@@ -94,6 +94,72 @@ def test_leaves_what_tma_cannot_address_to_triton():
     assert not takes(key.float(), value.float())
 
 
+class Launched:
+    """In place of a launcher: what it was asked to launch past Triton, and by Triton."""
+
+    def __init__(self):
+        self.past, self.by_triton = [], []
+
+    def at(self, grid, addresses, numbers, short, *descriptors):
+        self.past.append((addresses, [each.base.data_ptr() for each in descriptors], descriptors))
+        return True
+
+    def __call__(self, grid, tensors, numbers, short, *descriptors, addresses):
+        self.by_triton.append((tensors, addresses, descriptors))
+
+
+def addresses_of(tensors):
+    return tuple(0 if each is None else each.data_ptr() for each in tensors)
+
+
+def call_of(query, kv_cache):
+    """The pointers of a call, of which only the query and the cache matter here."""
+    paged = layouts.paged_kv(kv_cache)
+    none = dict.fromkeys(spec.Pointers._fields)
+    return spec.Pointers(**{**none, "query": query, "key_cache": paged.key, "value_cache": paged.value})
+
+
+def test_later_launches_describe_the_cache_that_they_are_given():
+    """A layer after the first has another cache; nothing else of a descriptor is made anew."""
+    caches = [torch.zeros(N, 2, 16, 2, 128, dtype=torch.float16) for _ in range(2)]
+    first, second = (call_of(torch.zeros(64, H, 128, dtype=torch.float16), each) for each in caches)
+    launched = Launched()
+    launch = hopper.HopperLaunch(launched, (1, 1, 1), -1, False, spec_of(first.key_cache, first.value_cache), 16)
+    assert not launch.at(addresses_of(first), None)  # Triton looks at the first
+    launch(first, spec.Numbers(*range(12)), addresses_of(first))
+    assert launch.at(addresses_of(second), None)
+    (tensors, _, described), (_, bases, moved) = launched.by_triton[0], launched.past[0]
+    assert [each is None for each in tensors] == [name != "query" for name in spec.Pointers._fields]
+    assert bases == [second.key_cache.data_ptr(), second.value_cache.data_ptr()]
+    for before, after in zip(described, moved, strict=True):
+        assert {**vars(before), "base": None} == {**vars(after), "base": None}
+
+
+@pytest.mark.parametrize(("shift", "copied"), [(0, True), (1, False)], ids=["strides", "address"])
+def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
+    kv_cache = torch.zeros(N, 2, 16, 2, 128, dtype=torch.float16)
+    memory = torch.randn(64, H + 1, 136).half()
+    query = (
+        memory[:, :H, shift : shift + 128]
+        if shift
+        else memory.flatten(1)[:, 4 : H * 132 + 4].view(64, H, 132)[..., :128]
+    )
+    given = call_of(query, kv_cache)
+    launched = Launched()
+    launch = hopper.HopperLaunch(
+        launched, (1, 1, 1), -1, copied, spec_of(given.key_cache, given.value_cache, query), 16
+    )
+    for _ in range(2):
+        assert not launch.at(addresses_of(given), None)
+        launch(given, spec.Numbers(*range(12)), addresses_of(given))
+        tensors, addresses, _ = launched.by_triton[-1]
+        assert torch.equal(tensors.query, query)
+        assert tensors.query.data_ptr() % 16 == 0
+        assert addresses[spec.Pointers._fields.index("query")] == tensors.query.data_ptr()
+        assert tensors.query.stride() == ((H * 128, 128, 1) if copied else query.stride())
+    assert not launched.past
+
+
 class Pointer:
     """An address into a tensor."""
 
