@@ -65,11 +65,7 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
-    D, Dv = features.get("head_size"), features.get("value_head_size")
-    for name, size in (("head_size", D), ("value_head_size", Dv)):
-        if size is not None and size > tuning.LARGEST_HEAD:
-            reasons.append(f"{name}: at most {tuning.LARGEST_HEAD} on {device}, got {size}")
-    return reasons
+    return reasons + tuning.too_large(features.get("head_size"), features.get("value_head_size"))
 
 
 class Call(NamedTuple):
@@ -205,7 +201,8 @@ def _plan(
     if not (out.numel() and D and S and K):
         return call
     stored = element_dtype(kv_cache, f.kv_cache_dtype)
-    for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", _properties(stored, D, Dv)):
+    properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv}
+    for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", properties):
         raise ValueError(reason)
 
     target = target_of(device)
@@ -226,7 +223,7 @@ def _plan(
 
 
 def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """The plan of the first kernel that serves the call."""
+    """Of the first kernel that serves the call."""
     for kernel in _kernels(target):
         if not kernel.serves(spec, target):
             plan = kernel.plan(spec, target, shapes)
@@ -236,7 +233,11 @@ def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
 
 
 def _kernels(target: Target) -> Iterator[ModuleType]:
-    """The kernels in order of preference; the Gluon kernel is imported only where it can run."""
+    """The kernels in order of preference; Gluon ones are imported where they can run.
+
+    Each says in ``serves(spec, target)`` what speaks against it, and in ``plan(spec, target, shapes)`` what it launches
+    for a batch, or None to leave it to the next.
+    """
     if target.has_hopper_gluon:
         yield _hopper()
     yield decode
@@ -248,7 +249,3 @@ def _hopper() -> ModuleType:
     from paged_ops.lowerings.gpu.attention import hopper
 
     return hopper
-
-
-def _properties(stored: torch.dtype, D: int, Dv: int) -> dict[str, Any]:
-    return {"cache_dtype": stored, "head_size": D, "value_head_size": Dv}

@@ -68,10 +68,10 @@ def sequences_at_once(S: int) -> int:
     return min(max(64, triton.next_power_of_2(S)), 1024)
 
 
-def too_large(spec: Spec) -> list[str]:
-    """The reasons why no tile holds these heads."""
-    sizes = {"head_size": spec.k_side.size, "value_head_size": spec.v_side.size}
-    return [f"{name}: at most {LARGEST_HEAD}, got {size}" for name, size in sizes.items() if size > LARGEST_HEAD]
+def too_large(D: int | None, Dv: int | None) -> list[str]:
+    """Why no tile holds heads of these sizes; None: not known."""
+    sizes = {"head_size": D, "value_head_size": Dv}
+    return [f"{name}: at most {LARGEST_HEAD}, got {size}" for name, size in sizes.items() if (size or 0) > LARGEST_HEAD]
 
 
 def shape(tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, weighed: bool = True) -> TileShape:
