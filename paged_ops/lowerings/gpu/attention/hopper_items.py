@@ -1,6 +1,6 @@
-"""The Hopper kernel's work: which items there are, which program takes them, and who brings what they need.
+"""The Hopper kernel's work: the items, which program takes them, and how their queries, keys and values are brought.
 
-Letters, and who works beside whom, in hopper.py.
+Letters, and the roles of warps, are explained in hopper.py.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
 from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
 
-# What the scheduler tells the others of an item, by its place.
+# The fields of an item, by which the scheduler tells the others about it.
 KV_HEAD, SEQUENCE, ROW_START, Q_LEN, SEQ_LEN = (gl.constexpr(n) for n in range(5))
 FIRST_TOKEN, COUNT, END_TILE, FULL_START, FULL_END, OLDEST = (gl.constexpr(n) for n in range(5, 11))
 FIELDS = gl.constexpr(11)
-# What a key of few rows counts against one of a whole tile when programs are divided: half of it, or half more, lost.
+# The weight of a key with few rows, relative to a key with a whole tile of rows, when programs are divided between the
+# two. Measured: half of this weight and one and a half times this weight are slower.
 LIGHT = gl.constexpr(0.45)
 
 
 @gluon.jit
 def reach_of_ranges(ranges, s, first_i, last_i, low, end, RANGES: gl.constexpr):
     """Widen the keys ``low : end`` of queries first_i to last_i of sequence s by the bidirectional ranges that hold one
-    of them. All these hold the query's own key: what it sees stays one interval."""
+    of them. The ranges that hold a query also hold its own key, so all keys that it sees are one interval."""
     for n in range(RANGES):
         at = ranges + (s.to(gl.int64) * RANGES + n) * 2
         start = gl.load(at)
@@ -39,16 +40,16 @@ def work_item(
     item, tiles, tensors, numbers, short, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Of the item-th tile of query rows: key/value head, sequence, its first row, rows and keys, the tile's first
-    token, and its key tiles: their number (0 if this is no tile of a long sequence) and end, and the first and the end
-    of those without mask. And the oldest key that a row sees."""
+    """The item-th tile of query rows: its key/value head, its sequence, the sequence's first row, rows and keys, the
+    tile's first token; its key tiles: their number (0 if it is no tile of a long sequence), their end, and the first
+    and the end of those that need no mask; and the oldest key that a row sees."""
     MASKS: gl.constexpr = SPEC.masks
     G: gl.constexpr = SPEC.G
     N: gl.constexpr = SHAPE.N
     TOKENS: gl.constexpr = SHAPE.M // G
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     kh = item % SPEC.K
-    query_tile = tiles - 1 - item // SPEC.K  # later tiles see more keys: they start first
+    query_tile = tiles - 1 - item // SPEC.K  # later tiles see more keys, so they start first
     s = -1
     for start in range(0, numbers.S, DIVISION.at_once):
         s_ = start + gl.arange(0, DIVISION.at_once, lanes)
@@ -70,7 +71,7 @@ def work_item(
         ranges = tensors.bidirectional_ranges
         opened, newest = reach_of_ranges(ranges, s, first_i, last_i, opened, newest, MASKS.ranges)
         newest = gl.minimum(newest, seq_len)
-    end_tile = gl.maximum(gl.cdiv(newest, N), 1)  # one masked tile where nothing is seen
+    end_tile = gl.maximum(gl.cdiv(newest, N), 1)  # one masked tile, if no key is seen
     count = end_tile
     full_start = 0
     oldest = 0
@@ -94,8 +95,9 @@ def get(items, slot, field: gl.constexpr, WARPS: gl.constexpr):
 def light_programs(
     tensors, S, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr
 ):
-    """How many programs take short sequences of few rows first, which wait for memory, while the others take those of
-    many rows, which wait for tensor cores: by the work of both; negative if the short ones come first in the batch."""
+    """The number of programs that first take short sequences of few rows, which wait for memory, while the others take
+    those of many rows, which wait for tensor cores. It follows from the work of both. Negative if the short ones come
+    first in the batch."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     few_work = 0.0
     many_work = 0.0
@@ -125,7 +127,7 @@ def light_programs(
 
 @gluon.jit
 def take(taken, reverse, start, programs, last):
-    """A ticket, and the item that it is for if it is one of the batch."""
+    """A ticket, and the item that belongs to it, if there is one."""
     ticket = programs + gl.atomic_add(taken, 1)
     item = start
     if ticket <= last:
@@ -139,8 +141,8 @@ def scheduler(
 ):  # fmt: skip
     """Takes items, longest first, and brings their query rows, packed (token, head of the group).
 
-    ``taken`` counts items: all, from the front, from the back. Programs on short sequences start at the end of the
-    batch where these are, the others at the other end, until they meet.
+    ``taken`` counts items: all, from the front, and from the back. Programs for short sequences start at that end of
+    the batch where these are, the others at the other end, until they meet.
     """
     G: gl.constexpr = SPEC.G
     D: gl.constexpr = SPEC.v_side.size
@@ -168,7 +170,7 @@ def scheduler(
         fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, 4)
         kh, row_start, q_len = fields[KV_HEAD], fields[ROW_START], fields[Q_LEN]
         first_token, count = fields[FIRST_TOKEN], fields[COUNT]
-        # The last items are for whoever is free first: they are not taken ahead.
+        # The last items go to the programs that are free first, so they are not taken ahead.
         ends = ticket + 2 * programs > last
         if not ends:
             ticket, item = take(tensors.taken, reverse, start, programs, last)
@@ -200,7 +202,7 @@ def scheduler(
             ticket, item = take(tensors.taken, reverse, start, programs, last)
     slot = n % SLOTS
     mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more
+    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items
     mbarrier.arrive(shared.item_full.index(slot), count=1)
 
 
@@ -238,7 +240,7 @@ def producer(k_desc, v_desc, block_tables, table_stride, shared, SPEC: gl.conste
             first = ids * SHAPE.rows_n + head_row + (tile * N + lane % PAGES * PAGE) % B
             for page in gl.static_range(PAGES):
                 rows += (gl.sum(gl.where(lane == page, first, 0), 0) // 8,)  # type: ignore[assignment]
-            # of the next tile, a tile ahead: their latency is hidden; keys past the end are masked
+            # block ids of the next tile, one tile ahead, to hide their latency; keys past the end are masked
             j = gl.maximum(tile - 1, 0) * N + lane % PAGES * PAGE
             ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
             full = shared.k_full.index(stage)

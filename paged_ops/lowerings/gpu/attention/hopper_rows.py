@@ -1,6 +1,6 @@
-"""The Hopper kernel's arithmetic: what a warpgroup does with its half of an item's query rows.
+"""The Hopper kernel's arithmetic: what a warpgroup computes with its half of an item's query rows.
 
-Letters, and who works beside whom, in hopper.py.
+Letters, and the roles of warps, are explained in hopper.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def softmax_tile(
     qk, m, factor, cap, i, low, j, seq_len,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
-    """p (unnormalised), m, each thread's sum of p and the decay of what came before; base 2, the scale folded into one
-    multiply-add."""
+    """p (unnormalised), m, each thread's sum of p, and the decay of earlier sums; to base 2, with the scale folded into
+    one multiply-add."""
     if SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
         qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * cap[1]) + 1.0)
     if MASKED:
@@ -55,7 +55,7 @@ def softmax_tile(
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
     p = gl.exp2(qk * factor - shift[:, None])
     decay = gl.exp2(m * factor - shift)
-    # of the columns that a thread has: the threads of a row add up at the end
+    # over the columns of a thread; the threads of a row are summed at the end
     sums = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
     return p, m_new, sums, decay
 
@@ -74,7 +74,7 @@ def keys_of_rows(i, s, tensors, numbers, MASKS: gl.constexpr):
 
 @gluon.jit
 def weigh(p16, v_tile, acc0, acc1, D: gl.constexpr):
-    """``acc + p16 @ v``, in two halves where one product would be wider than ptxas takes."""
+    """``acc + p16 @ v``, in two halves if one product would be wider than ptxas takes."""
     if D == 256:
         acc0 = warpgroup_mma(p16, v_tile.slice(0, 128, dim=1), acc0, is_async=True)
         acc1 = warpgroup_mma(p16, v_tile.slice(128, 128, dim=1), acc1, is_async=True)
@@ -85,8 +85,8 @@ def weigh(p16, v_tile, acc0, acc1, D: gl.constexpr):
 
 @gluon.jit
 def forget_values(v_tile, first, oldest, BLOCK_N: gl.constexpr):
-    """Zero the values of keys before ``oldest`` in the tile that begins at ``first``: no row sees them, their weights
-    are 0, and 0 times what may be NaN would not be. 16 rows at a time, as registers are full of sums."""
+    """Zero the values of keys before ``oldest`` in the tile that begins at ``first``. No row sees them and their
+    weights are 0, but 0 * NaN would be NaN. 16 rows at a time, as the registers are full of sums."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for part in gl.static_range(BLOCK_N // 16):
         if first + part * 16 < oldest:
@@ -101,7 +101,7 @@ def step(
     q_tile, at, tile, full_start, full_end, acc0, acc1, p16, m, l, factor, cap, i, low, j0, seq_len, zero, shared,
     SPEC: gl.constexpr, SHAPE: gl.constexpr, p_layout: gl.constexpr, o_rows: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the next key tile, while the weights of the one before it meet their values."""
+    """Computes the scores of the next key tile, while the previous tile's weights are multiplied with its values."""
     MASKS: gl.constexpr = SPEC.masks
     CAUSAL: gl.constexpr = MASKS.causal
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
@@ -116,8 +116,8 @@ def step(
     acc0, acc1 = weigh(p16, shared.v_tiles.index(v_stage), acc0, acc1, D)
     s = warpgroup_mma_wait(1 if D < 256 else 2, deps=[s])
     mbarrier.arrive(shared.k_empty.index(k_stage), count=1)
-    # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and the values' product
-    # would no longer run beside it.
+    # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
+    # during the product with the values.
     masked = tile >= full_end
     if BOUNDED:
         masked = masked | (tile < full_start)
@@ -184,7 +184,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
         end_tile = get(shared.items, slot, END_TILE, 4)
         full_start = get(shared.items, slot, FULL_START, 4)
         full_end = get(shared.items, slot, FULL_END, 4)
-        if which * M >= gl.minimum(TOKENS, q_len - first_token) * G:  # no rows: it only lets tiles go
+        if which * M >= gl.minimum(TOKENS, q_len - first_token) * G:  # no rows: it only releases the tiles
             for t in range(count):
                 stage = (total + t) % STAGES
                 mbarrier.wait(shared.k_full.index(stage), ((total + t) // STAGES) & 1)
@@ -216,7 +216,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             j = (end_tile - 1) * N + j0
             p, m, l, _decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
             p16 = gl.convert_layout(p.to(q_tile.dtype), p_layout)
-            # rows of V past the sequence may be NaN: zeroed once, by the first warpgroup
+            # values past the sequence may be NaN: the first warpgroup zeroes them once
             if end_tile * N > seq_len:
                 mbarrier.wait(shared.v_full.index(stage), (total // STAGES) & 1)
                 if which == 0:
@@ -234,7 +234,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                     i, low, j0, seq_len, zero, shared, SPEC, SHAPE, p_layout, o_rows,
                 )  # fmt: skip
             stage = (total + count - 1) % STAGES
-            if BOUNDED:  # the oldest tile, which comes last, may begin before what the rows see
+            if BOUNDED:  # the oldest tile, which comes last, may begin before the keys that the rows see
                 first = (end_tile - count) * N
                 oldest = get(shared.items, slot, OLDEST, 4)
                 if first < oldest:
