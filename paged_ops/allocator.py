@@ -211,7 +211,7 @@ class BlockAllocator:
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
         """Adds a sequence with the parent's tokens on the parent's blocks (parallel sampling, beam search). The
-        parent's tokens must all be committed: nobody would write the reserved ones for the child."""
+        parent's tokens must all be committed, as no step would write the reserved ones for the child."""
         self._check_new(child_id)
         parent = self._live(parent_id)
         if parent.num_computed < len(parent.tokens):
@@ -226,7 +226,7 @@ class BlockAllocator:
         )
 
     def free(self, seq_id: Hashable) -> None:
-        """Removes a sequence, swapped out or not; blocks that nobody else owns become free, or idle when full."""
+        """Removes a sequence, swapped out or not; blocks that no other sequence owns become free, or idle when full."""
         seq = self._get(seq_id)
         del self._sequences[seq_id]
         for block in reversed(seq.blocks):  # so that the end of a prefix is evicted before its start

@@ -3,7 +3,7 @@
 Letters: T tokens of the batch (padded), S sequences (padded), H query heads, K key/value heads, D head size, N blocks
 in the cache, B tokens per block, M columns of a block table. Lengths and positions are counted in tokens.
 
-All of this runs on the host, once a step, on whole tensors.
+All of this runs on the host, once per step, on whole tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Batch:
             whose entries past a request's need may hold anything. The tensor is faster: keep one, append to its rows.
         other_block_ids: the same for each further pool of the cache.
         state_slots: ``[num_reqs]`` the row of each request's state, as ``StateCache.rows`` gives it; None without.
-        bidirectional_ranges: for each request pairs (start, end) of positions, as many as it has: tokens of one range
+        bidirectional_ranges: for each request, any number of pairs (start, end) of positions: tokens of one range
             see each other (an image's, a prefix's). Lists, or an integer tensor ``[num_reqs, W, 2]``, in which pairs
             with ``start < 0`` or ``end <= start`` are padding; None without.
 
@@ -105,7 +105,8 @@ def swaps_to_split_decodes_and_prefills(query_lens: Ints, decode_threshold: int 
     """The fewest swaps ``(i, j)``, ``i < j``, that bring requests of at most ``decode_threshold`` tokens to the front.
 
     With d decodes, the prefills among the first d places must leave, and as many decodes behind them come in. A swap
-    can do no more than one of each, so pairing them is minimal. No request is in two swaps: any order will do.
+    can do no more than one of each, so pairing them is minimal. No request is in two swaps, so their order does not
+    matter.
 
     Args:
         query_lens: ``[num_reqs]`` tokens scheduled for each request, on the host.

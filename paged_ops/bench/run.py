@@ -107,7 +107,7 @@ def run_once(case: Case, provider: Provider, device: torch.device) -> None:
 
 
 def host_records(providers: Iterable[Provider], device: torch.device) -> Iterator[Record]:
-    """What eager calls cost the host; ``torch.add(out=)`` beside them measures the machine."""
+    """The host's cost of eager calls; ``torch.add(out=)`` shows how fast the machine is."""
     a = torch.randn(256, device=device)
     us = measure.host_us(lambda: torch.add(a, a, out=a), device)
     yield {"group": "host", "case": "torch.add(out=)", "provider": "torch", "us": round(us, 1)}

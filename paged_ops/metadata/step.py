@@ -62,7 +62,7 @@ class AttentionMetadata:
         block_tables: int32 ``[S, M]``.
         slot_mapping: int64 ``[T]``: ``block * B + offset`` of each token in the cache.
         num_computed_tokens_cpu: int32 ``[S]``, host: tokens that were in the cache before this step.
-        positions: int64 ``[T]``: where each token stands in its sequence, as rotary embeddings need it.
+        positions: int64 ``[T]``: the position of each token in its sequence, for rotary embeddings.
         state_slots: int32 ``[S]`` or None: the row of :class:`paged_ops.states.StateCache` that holds each sequence's
             state; the step writes the next one to row ``state_slots ^ 1``. 0 for padding.
         bidirectional_ranges: int32 ``[S, R, 2]`` or None: as :func:`paged_attention` takes them.
@@ -142,7 +142,7 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     live = metadata.seq_lens > 0
     positions = metadata.positions + live
     last_column = metadata.block_tables.shape[1] - 1
-    column = torch.div(positions, block_size, rounding_mode="trunc").clamp(max=last_column)  # past it nobody goes on
+    column = torch.div(positions, block_size, rounding_mode="trunc").clamp(max=last_column)  # no request goes past it
     for pool in (metadata.pool(0), *(metadata.other_pools or ())):
         block = pool.block_tables.gather(1, column[:, None])[:, 0].to(torch.int64)
         pool.slot_mapping.copy_(torch.where(live, block * block_size + positions % block_size, -1))

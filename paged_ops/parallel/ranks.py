@@ -1,12 +1,12 @@
 """The ranks of a group that generate together: they make the same calls, use rank 0's tokens, and fail together.
 
-Each rank of a sharded model runs a :class:`paged_ops.GenerationLoop` of its own, which decides the same from the same
-requests. What must not be left to that goes through rank 0: the others send it a message, it answers all. A step has
-two such meetings: before it, about requests, and after it, about tokens and errors.
+Each rank of a sharded model runs a ``GenerationLoop`` of its own. From the same requests all loops make the same
+decisions. What may differ goes through rank 0: the others send it a message, and it answers all. A step has two such
+meetings: one before it, about requests, and one after it, about tokens and errors.
 
-The messages go by gloo, between processors, whatever the model's collectives use, so that they get through while those
-are stuck. A rank that died closes its connections, which is seen at once; one that is late is named when the time limit
-is over. The idea of a leader whose decisions are followed is that of every engine's driver and workers.
+The messages go by gloo, between the hosts' processors, whatever the model's collectives use, so that they arrive while
+those are stuck. A rank that died closes its connections, which is seen at once. A late rank is named when the time
+limit is over. The idea of a leader whose decisions are followed is that of every engine's driver and workers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from paged_ops.checks import expect
 
 Result = TypeVar("Result")
 
-_PART = 2048  # bytes of a message that are sent at first, with its length; most need no more
+_PART = 2048  # the first bytes of a message, sent with its length; most messages are not longer
 _UNLIMITED = timedelta(days=365).total_seconds()
-_GRACE = 1.0  # seconds that another rank is waited for in any case
+_GRACE = 1.0  # seconds to wait for another rank in any case
 
 
 class RankError(RuntimeError):
-    """A rank is gone or late, or made other calls; or it failed by an error that cannot be raised here as it was."""
+    """A rank is gone or late, or made other calls; or it failed with an error that cannot be raised here."""
 
 
 class ApartError(RankError):
-    """The ranks did not do the same, and can go on no more."""
+    """The ranks did not do the same, and cannot go on."""
 
 
 class Failure(NamedTuple):
@@ -50,24 +50,24 @@ class Failure(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """How a rank fared."""
+    """The result of a rank, or its error."""
 
     failure: Failure | None
-    done: int | None  # the digest of what the model has run, to its end
+    done: int | None  # the digest of the step, if the model has run it to its end
     result: Any
 
 
 class Ranks:
-    """The ranks of one process group, as one of them sees them. To be made on all of them at the same place.
+    """The ranks of one process group, as one of them sees them. Make it on all of them, at the same point.
 
     Args:
         group: the process group; each of its ranks runs the same loop.
-        time_limit: seconds after which a rank that does not come is named, and collectives of the model are given up.
-        collectives: the groups of the model's collectives, if others.
+        time_limit: seconds after which a missing rank is named, and collectives of the model are aborted.
+        collectives: the groups of the model's collectives, if they are others.
 
     Attributes:
         rank, size: of this process in the group, of the group.
-        lost: why the ranks can go on no more, or None.
+        lost: why the ranks cannot go on, or None.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Ranks:
         expect(self.rank >= 0, "group", "a process group with this process in it", "another")
         self.time_limit = time_limit
         self.lost: str | None = None
-        # A group for each pair: where one rank is late, gloo closes all connections of a group.
+        # One group per pair: if one rank is late, gloo closes all connections of its group.
         leader, *others = dist.get_process_group_ranks(group)
-        is_part = 1 + len(others) < dist.get_world_size()  # a part of the ranks makes its groups without the rest
+        is_part = 1 + len(others) < dist.get_world_size()  # only some ranks of the job make these groups
         self._pairs = {
             rank: dist.new_group(
                 [leader, member],
@@ -91,7 +91,7 @@ class Ranks:
             for rank, member in enumerate(others, 1)
             if not is_part or self.rank in (0, rank)
         }
-        self._unsent: list[tuple[Any, Tensor]] = []  # answers to ranks that did not come
+        self._unsent: list[tuple[Any, Tensor]] = []  # answers to missing ranks
         self._collectives = Collectives({id(each): each for each in (group, *collectives)}.values())
         self._done: int | None = None
 
@@ -103,7 +103,7 @@ class Ranks:
         self._collectives.close()
 
     def check(self) -> None:
-        """Raises RankError if the ranks can go on no more."""
+        """Raises RankError if the ranks cannot go on."""
         if self.lost is not None:
             raise RankError(
                 f"the ranks of this loop can go on no more ({self.lost}): make the groups and the loop anew"
@@ -117,11 +117,11 @@ class Ranks:
         limit: float | None = None,
         since: float | None = None,
     ) -> Result:
-        """What rank 0 makes of all ranks' messages, in the order of ranks, on all of them.
+        """Sends a message to rank 0, and returns on all ranks what rank 0 makes of all messages, in the order of ranks.
 
         Args:
-            message: to be pickled, as is what ``merge`` gives.
-            merge: called on rank 0; what it raises is raised on all.
+            message: is pickled, as is the result of ``merge``.
+            merge: called on rank 0; its exceptions are raised on all ranks.
             limit: seconds to wait for the others; by default the time limit.
             since: when they began to run (``time.monotonic()``), by default now.
 
@@ -134,7 +134,7 @@ class Ranks:
         if self.leads:
             answer = self._answer(message, merge, max(until, time.monotonic() + _GRACE))
         else:
-            # rank 0 may wait for another rank for as long, and have begun later
+            # rank 0 may wait as long for another rank, and may have begun later
             answer = self._ask(message, until + 0.5 * limit + _GRACE)
         is_raised, given, lost = pickle.loads(answer)
         if lost is not None:
@@ -145,11 +145,11 @@ class Ranks:
         return given
 
     def agree(self, run: Callable[[], Result], *, limit: float | None = None) -> Result:
-        """Run a part of a step on all ranks; gives what it returned on rank 0. Others may return None.
+        """Run a part of a step on all ranks; returns rank 0's result on all. The function may return None on others.
 
         Raises:
-            Exception: what any of them raised, the first in time, on all of them, with a note that names its rank. On
-                that rank itself it is the exception as it was.
+            Exception: the first in time that any of them raised, on all of them, with a note that names its rank. On
+                that rank itself it is the original exception.
             RankError: a rank is gone or late.
         """
         self.check()
@@ -166,7 +166,7 @@ class Ranks:
         reported = None if failure is None else failure._replace(error=portable(failure.error))
         report = _Report(reported, done, result if self.leads and failure is None else None)
         try:
-            # others may have waited in a collective for all of the limit
+            # others may have waited in a collective for the whole limit
             return self.meet(report, _merge, limit=1.25 * limit + _GRACE, since=since)
         except _FailedError as failed:
             first = failed.first
@@ -179,8 +179,8 @@ class Ranks:
             raise error from (None if failure is None else failure.error)
 
     def has_run(self, digest: int) -> None:
-        """To be called in what :meth:`agree` runs, when the model's collectives are behind, with a digest of what was
-        the same on all ranks, if all is well."""
+        """Call it inside of what :meth:`agree` runs, after the model's collectives, with a digest that is equal on all
+        ranks if all is well."""
         self._done = digest
 
     # Messages
@@ -197,7 +197,7 @@ class Ranks:
                 absent[rank] = came
             else:
                 messages.append(pickle.loads(came))
-        answer: tuple[bool, Any, str | None]  # whether it is raised, and why the ranks can go on no more
+        answer: tuple[bool, Any, str | None]  # (whether it is raised, the answer, why the ranks cannot go on)
         if absent:
             reason = "; ".join(f"rank {rank} of {self.size} is {why}" for rank, why in absent.items())
             answer = True, RankError(reason), reason
@@ -212,7 +212,7 @@ class Ranks:
                 answer = True, error, None
         data = pickle.dumps(answer)
         for rank in others:
-            with contextlib.suppress(RuntimeError):  # then it is missed at the next meeting
+            with contextlib.suppress(RuntimeError):  # the rank is then missed at the next meeting
                 sent = self._send(data, rank)
                 if rank in absent:
                     self._unsent += sent
@@ -227,18 +227,18 @@ class Ranks:
             receiving = self._receive(0)
             sent = self._send(pickle.dumps(message), 0)
             answer = self._received(0, *receiving, until)
-            del sent  # kept until it was taken
+            del sent  # kept until it was sent
             return answer
         except RuntimeError as error:
             reason = f"rank 0 of {self.size} is {self._why(error)}"
             return pickle.dumps((True, RankError(reason), reason))
 
     def _pair(self, rank: int) -> tuple[Any, int]:
-        """The group with another rank, and that rank in it."""
+        """The group with another rank, and that rank's number in it."""
         return (self._pairs[rank], 1) if self.leads else (self._pairs[self.rank], 0)
 
     def _coming(self, rank: int) -> Callable[[float], bytes | str]:
-        """Begins to receive a rank's message: a function that gives it, or why there is none."""
+        """Begins to receive a rank's message. Returns a function that gives the message, or why there is none."""
 
         def came(until: float) -> bytes | str:
             try:
@@ -272,7 +272,7 @@ class Ranks:
         return data
 
     def _send(self, data: bytes, rank: int) -> list[tuple[Any, Tensor]]:
-        """What is on its way, to be kept until it has arrived."""
+        """The messages that are being sent, to be kept until they have arrived."""
         room = _PART - 8
         head = (len(data).to_bytes(8, "little") + data[:room]).ljust(_PART, b"\0")
         parts = [head, data[room:]] if len(data) > room else [head]
@@ -290,13 +290,13 @@ class Ranks:
 
 
 class Collectives:
-    """The groups of a model's collectives. What waits in them is given up after a time limit.
+    """The groups of a model's collectives, which are aborted after a time limit.
 
-    Gloo gives up by itself. Others leave work on the device that waits for ever: their groups are aborted, by a thread
-    of this class, as the one that runs the step may be waiting for the device.
+    Gloo has a time limit of its own. Other backends leave work on the device that waits for ever. A thread of this
+    class aborts their groups, as the thread that runs the step may be waiting for the device.
 
     Attributes:
-        given_up: whether they were, and are of no use any more.
+        given_up: whether they were aborted, so that they cannot be used any more.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup]) -> None:
@@ -313,7 +313,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Within it what waits is given up after so many seconds."""
+        """Inside it, collectives are aborted after so many seconds."""
         before = [backend.options._timeout for backend in self._gloo]
         self._until = time.monotonic() + seconds
         for backend in self._gloo:
@@ -329,7 +329,7 @@ class Collectives:
         return self._until is not None and time.monotonic() > self._until
 
     def abort(self) -> None:
-        """Gives up what waits on the device."""
+        """Aborts the groups whose work waits on the device."""
         self.given_up = True
         groups, self._others = self._others, []
         for group in groups:
@@ -351,7 +351,7 @@ def _watch(collectives: weakref.ref[Collectives], ended: threading.Event) -> Non
 
 
 def _backends_of(group: dist.ProcessGroup, name: str) -> list[Any]:
-    """The backends of that name of a group, which may have one for each kind of device."""
+    """A group's backends of that name; a group may have one backend for each kind of device."""
     found: dict[str, Any] = {}
     for device in group._device_types:
         backend = group._get_backend(device)
@@ -380,7 +380,7 @@ def _merge(reports: list[_Report]) -> Any:
                 )
         return reports[0].result
     first = min(failures, key=lambda failure: failure.when)
-    # Else some may have left others alone in a collective, which spoils its group.
+    # Else some ranks may have left others in a collective, after which its group is unusable.
     is_whole = None not in done or (
         len(failures) == len(reports) and all(_same(first.error, each.error) for each in failures)
     )
@@ -393,9 +393,9 @@ def _same(error: BaseException, other: BaseException) -> bool:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The exception as it can be raised by other ranks."""
+    """The exception in a form that other ranks can raise."""
     plain = RankError(f"{type(error).__name__}: {error}")
-    if not isinstance(error, Exception):  # Ctrl-C is one rank's own
+    if not isinstance(error, Exception):  # Ctrl-C concerns one rank only
         return plain
     try:
         copied = pickle.loads(pickle.dumps(error))

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 FOLLOW = "follow"  # whatever rank 0 calls
-LEAVE_LIMIT = 5.0  # seconds that a rank which leaves waits for the others
+LEAVE_LIMIT = 5.0  # seconds for which a leaving rank waits for the others
 
 
 class Submission(NamedTuple):
-    """A prompt as ranks tell it to each other: what decides about blocks and ends, but not about tokens."""
+    """A prompt as ranks describe it to each other: what decides about blocks and ends, but not about tokens."""
 
     request_id: int  # of the first sample
     tokens: tuple[int, ...]
@@ -44,21 +44,21 @@ class Submission(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one rank calls, and where it stands."""
+    """What one rank calls, and its state."""
 
     name: str
-    state: tuple[Any, ...]  # which must be the same on all ranks
+    state: tuple[Any, ...]  # must be equal on all ranks
     submitted: tuple[Submission, ...] = ()  # since the last call
     aborted: tuple[int, ...] = ()
-    error: BaseException | None = None  # by which the rank leaves a call that others may go on with
+    error: BaseException | None = None  # with which the rank leaves a call that others may continue
 
 
 class Team:
-    """What one loop knows of those of the other ranks.
+    """What one loop knows of the loops of the other ranks.
 
     Attributes:
-        submitted: requests that the other ranks have not heard of.
-        aborted: requests that are to end as soon as they have.
+        submitted: requests that the other ranks do not know yet.
+        aborted: requests that end as soon as the other ranks know of it.
     """
 
     def __init__(self, loop: GenerationLoop, ranks: Ranks) -> None:
@@ -71,7 +71,7 @@ class Team:
 
     @staticmethod
     def of(loop: GenerationLoop, step: Any, group: Any, time_limit: float) -> Team | None:
-        """That of a loop over a step of several ranks."""
+        """The team of a loop whose step runs on several ranks."""
         group = getattr(step, "process_group", None) if group is None else group
         if group is None or group.size() == 1:
             return None
@@ -88,11 +88,12 @@ class Team:
 
     @property
     def lost(self) -> bool:
-        """Whether the ranks can go on no more."""
+        """Whether the ranks cannot go on."""
         return self._ranks.lost is not None
 
     def meet(self, name: str, error: BaseException | None = None, limit: float | None = None) -> str:
-        """Before a call: all ranks have the same requests and aborts then. Gives the call of rank 0."""
+        """To be called before each call: all ranks then have the same requests and aborts. Returns the call of rank
+        0."""
         loop = self._loop
         state = loop.stats.steps, loop.kv_cache.num_used_blocks
         submitted = tuple(map(Submission.of, self.submitted))
@@ -107,11 +108,11 @@ class Team:
         return agreed.name
 
     def agree(self, run: Callable[[], Result], limit: float | None = None) -> Result:
-        """Runs it on all ranks: rank 0's result, or the first error of any rank, on all."""
+        """Runs a function on all ranks. On all, returns rank 0's result or raises the first error of any rank."""
         return self._ranks.agree(run, limit=limit)
 
     def has_run(self, batch: Batch, input_ids: Sequence[int]) -> None:
-        """Within :meth:`agree`: the model has run this step."""
+        """Inside of :meth:`agree`: records that the model has run this step."""
         numbers = zlib.crc32(array("q", input_ids))
         for tensor in (batch.query_lens, batch.num_computed_tokens):
             numbers = zlib.crc32(tensor.numpy().tobytes(), numbers)
@@ -119,7 +120,7 @@ class Team:
 
     @contextlib.contextmanager
     def shared_errors(self) -> Iterator[None]:
-        """What is raised within is raised by the others' next call."""
+        """An exception inside it is also raised by the others' next call."""
         try:
             yield
         except BaseException as error:
@@ -130,7 +131,7 @@ class Team:
             raise
 
     def leave(self) -> None:
-        """Closes the loops of all ranks; those that do not come are not waited for."""
+        """Closes the loops of all ranks, without waiting for missing ones."""
         from paged_ops.parallel.ranks import RankError
 
         with contextlib.suppress(RankError):
@@ -142,8 +143,8 @@ def agree_on(calls: Sequence[Call]) -> Call:
     """The call that all ranks make: that of rank 0, with the aborts of all.
 
     Raises:
-        ApartError: others call something else, stand elsewhere, or submitted requests that rank 0 did not.
-        Exception: a rank has left by it.
+        ApartError: others make another call, have another state, or submitted requests that rank 0 did not.
+        Exception: the error with which a rank has left.
     """
     from paged_ops.parallel.ranks import ApartError
 
@@ -174,6 +175,6 @@ def agree_on(calls: Sequence[Call]) -> Call:
 
 
 def params_of(submission: Submission) -> SamplingParams:
-    """What a rank that chooses no tokens needs to know of a request."""
+    """The parameters of a request that a rank needs if it chooses no tokens."""
     counts = submission.max_new_tokens, submission.samples, submission.logprobs
     return SamplingParams(max_new_tokens=counts[0], n=counts[1], logprobs=counts[2])
