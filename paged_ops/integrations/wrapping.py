@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from paged_ops.integrations.probe import Attending
-from paged_ops.integrations.recurrent import StateLayers, StepStates
+from paged_ops.integrations.recurrent import StateLayers
+from paged_ops.integrations.state_steps import StepStates
 
 NAME = "paged_ops"  # of the attention implementation
 UNDO = "undo the wrapping by PagedCausalLM.unwrap()"

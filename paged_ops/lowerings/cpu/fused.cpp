@@ -9,6 +9,8 @@
 // on the number of threads. A piece goes through its keys by tiles. For each tile it goes through the heads, whose rows
 // are added by an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Each load is accompanied by a prefetch of
 // what is read next, so that memory works while the processor computes.
+//
+// Longer than 500 lines: one function, and this file is all that its compiler is given.
 
 #include <algorithm>
 #include <cmath>
