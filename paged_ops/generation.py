@@ -11,6 +11,8 @@ the reserved slots back. An exception after it, which can only be an interrupt, 
 Sources of the ideas: iteration-level scheduling of Orca (Yu et al., OSDI 2022), preemption of PagedAttention (Kwon et
 al. 2023, arXiv:2309.06180), chunked prefill of Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310), the redo log of
 ARIES (Mohan et al., TODS 1992).
+
+Longer than 500 lines: one class, whose calls all leave one state whole.
 """
 
 from __future__ import annotations

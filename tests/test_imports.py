@@ -1,4 +1,4 @@
-"""The package's modules import each other in one direction: imports inside of functions count too."""
+"""The modules of the package: imports go in one direction, inside functions too; names; lengths."""
 
 import ast
 from pathlib import Path
@@ -77,3 +77,10 @@ def test_no_two_modules_differ_by_a_plural():
     for folder in folders:
         here = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == folder}
         assert [name for name in here if f"{name}s" in here] == [], folder
+
+
+def test_long_files_say_why():
+    """Past 500 lines a file states at its top why it is not cut."""
+    files = {path: path.read_text().splitlines() for path in ROOT.rglob("*") if path.suffix in (".py", ".cpp")}
+    long = {path.name: lines[:25] for path, lines in files.items() if len(lines) > 500}
+    assert [name for name, top in long.items() if not any("Longer than 500 lines" in line for line in top)] == []
