@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import paged_ops
+import paged_ops.__main__
 from paged_ops import cli
 from paged_ops.cli import demo
 from paged_ops.registry import DISPATCH_KEYS, OPS
@@ -248,6 +248,14 @@ def test_without_transformers_the_extra_is_named(
     code, err = fail(monkeypatch, capsys, "demo", "--device", "cpu")
     assert code == 1
     assert "pip install 'paged-ops[hf]'" in err
+
+
+def test_without_typer_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    for name in [each for each in sys.modules if each.startswith("paged_ops.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit, match=r"^paged-ops: typer is not installed.* pip install 'paged-ops\[cli\]'$"):
+        paged_ops.__main__.main()
 
 
 def test_without_a_compiler_the_way_out_is_named(
