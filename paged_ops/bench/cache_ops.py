@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 30) -> float:
-    """Microseconds a call, replayed one after the other from one graph."""
+    """Microseconds per call, replayed one after the other from one graph."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -260,7 +260,7 @@ def gathers() -> Iterator[Row]:
 
 
 def hosts() -> Iterator[Row]:
-    """Host time of eager calls; the same machine's torch.add(out=) beside it."""
+    """Host time of eager calls, and of torch.add(out=) on the same machine."""
     a = torch.randn(256, device=DEVICE)
     yield {"op": "host", "case": "torch.add(out=)", "us": host_us(lambda: torch.add(a, a, out=a)), "right": True}
     key = torch.randn(64, K, D, dtype=torch.bfloat16, device=DEVICE)

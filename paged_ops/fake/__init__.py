@@ -1,7 +1,7 @@
 """Fake kernels: the static checks of every op, and its result as an empty tensor.
 
-They run at compile time on fake tensors, and first thing in every lowering on the real ones, so that errors, shapes,
-dtypes and strides agree by construction. They read no values and specialise nothing.
+They run at compile time on fake tensors, and at the start of every lowering on the real ones, so that errors, shapes,
+dtypes and strides always agree. They read no values and specialise nothing.
 """
 
 from paged_ops.fake.attention import (

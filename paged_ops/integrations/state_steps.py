@@ -1,4 +1,4 @@
-"""What layers of transformers that keep state find in a ragged step: in the place of transformers' own caches.
+"""The caches of a ragged step for layers of transformers that keep state, in the place of transformers' own.
 
 Letters: T tokens of the batch, S sequences, n sequences of one call, R rows of a tensor of states.
 """

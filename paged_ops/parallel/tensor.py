@@ -1,8 +1,9 @@
-"""Models whose heads are spread over ranks: what each rank has of them.
+"""Models whose heads are spread over ranks, and the part of each rank.
 
 A sharded linear layer has a DTensor as its weight. Split by rows (each rank computes some of the outputs, so some of
 the heads), its product is that of the rank's own rows, and nothing is exchanged. Split by columns, the products of all
-ranks are summed, by the hook that whoever sharded the model has put on the layer. Here only the first kind is touched.
+ranks are summed by a hook on the layer, which the library that sharded the model has set. Only the first kind is
+changed here.
 
 Letters: W ranks, H query heads, K key/value heads, D head size.
 """
@@ -26,7 +27,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def process_group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The group of ranks that a model is spread over, None if it is not.
+    """The group of ranks over which a model is spread; None if it is not spread.
 
     Raises:
         ValueError: it is spread over several, or over a mesh of several dimensions without one named "tp".
@@ -51,7 +52,7 @@ def local_of(parameter: Any) -> Tensor:
 
 
 def like(parameter: Any, local: Tensor) -> nn.Parameter:
-    """A parameter spread as the given one, of which ``local`` is this rank's part."""
+    """A parameter that is spread like the given one; ``local`` is this rank's part."""
     if _is_dtensor(parameter):
         from torch.distributed.tensor import DTensor
 
@@ -63,7 +64,7 @@ def like(parameter: Any, local: Tensor) -> nn.Parameter:
 def gives_own_rows(linear: nn.Linear) -> bool:
     """Whether a linear layer gives each rank the product of the rank's own rows, or is not sharded at all.
 
-    It is asked, by a row of zeros and one of ones: a hook may do more than its weight tells. All ranks ask together.
+    This is tried with a row of zeros and a row of ones, because a hook may change the result. Call it on all ranks.
     """
     if not is_sharded(linear):
         return "forward" not in vars(linear)

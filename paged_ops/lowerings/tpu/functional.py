@@ -1,4 +1,4 @@
-"""Mutating ops on a device whose compiler knows values only: functional twins, and the registration that uses them.
+"""Mutating ops on a device whose compiler only has values: functional twins, and the registration that uses them.
 
 XLA traces values. An op that writes its arguments would run outside of the trace, or be refused by it, so where
 torch_xla is loaded every mutating op gets
@@ -8,8 +8,8 @@ torch_xla is loaded every mutating op gets
   ``argument.copy_(twin(arguments))`` in the op's place and first marks the argument's buffer as donated. XLA then
   writes the result into that buffer: no copy of the cache.
 
-A ``Functionalize`` kernel serves all devices of a process. On others, in a process that has loaded torch_xla, compiled
-graphs work in the same way, without donation: right, but each step copies the cache.
+A ``Functionalize`` kernel serves all devices of a process. So in a process that has loaded torch_xla, compiled graphs
+for other devices work in the same way, but without donation: their results are right, but each step copies the cache.
 
 :func:`functionalized` is the third piece: inside a kernel of the XLA key functionalization is off, where a view is
 rebuilt from its strides (of a square tensor even transposed) and a write into a view is lost. It turns it on, so that
@@ -27,16 +27,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-# Devices whose compilers want values: XLA's, and that of the experimental successor of torch_xla for TPUs.
+# Devices whose compilers need values: XLA's, and that of the experimental successor of torch_xla for TPUs.
 VALUE_DEVICES = ("xla", "tpu")
 
 _installed: set[str] = set()
 
 
 def install(library: torch.library.Library, name: str, lowering: Callable[[str], Callable[..., Any]], key: str) -> None:
-    """Register the twins of one op's mutating overloads, with ``lowering(name)`` under ``key``, and what calls them.
+    """Register the twins of one op's mutating overloads, with ``lowering(name)`` under ``key``, and the kernels that
+    call them.
 
-    Twice is once. ``lowering`` is asked at the first call.
+    A second call changes nothing. ``lowering`` is called at the first call of an op.
     """
     packet = getattr(torch.ops.paged_ops, name)
     for overload in (getattr(packet, each) for each in packet.overloads()):
@@ -58,9 +59,9 @@ def mutates(name: str) -> bool:
 
 
 def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for a device's own key that runs with functionalization on: views and writes mean what they say.
+    """A kernel for a device's own key that runs with functionalization on, so that views and writes work as usual.
 
-    What it writes into its arguments is lost; it returns results.
+    Writes into its arguments are lost; it returns results.
     """
 
     @functools.wraps(kernel)
@@ -91,7 +92,7 @@ def _by_name(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 def _tensors(overload: torch._ops.OpOverload, arguments: dict[str, Any]) -> list[Tensor]:
-    """What a call mutates, lists flattened, in the order of the schema."""
+    """The tensors that a call mutates, with lists flattened, in the order of the schema."""
     return [t for name in _mutated(overload) for t in pytree.tree_leaves(arguments.get(name)) if isinstance(t, Tensor)]
 
 
@@ -165,7 +166,7 @@ def _functionalize(
 
 
 def donate(tensor: Tensor) -> None:
-    """Let XLA reuse the buffer of a tensor that is about to be overwritten: of a whole tensor, not of a view.
+    """Let XLA reuse the buffer of a tensor that is about to be overwritten. It must be a whole tensor, not a view.
 
     On other devices the mark would make the compiler lose the write.
     """

@@ -1,7 +1,7 @@
 """Writing new tokens into an interleaved cache on a TPU: runs of neighbouring slots, not one scattered row at a time.
 
 XLA's scatter writes rows one after the other. Tokens of one sequence fill a page from left to right, so most rows of a
-batch stand beside each other in the cache: a prompt is a few runs of whole pages, a decode step runs of one row. The
+batch are neighbours in the cache: a prompt is a few runs of whole pages, a decode step has runs of one row. The
 kernel finds the runs in the slot mapping on the device and copies each as a few slices of a power of two of rows,
 straight from fast memory to their place, many in flight at once. Any slot mapping works; runs only make it faster.
 
@@ -27,13 +27,13 @@ MAX_ROWS = 1 << 16
 
 
 def can_write_runs(kv_cache: Tensor, T: int) -> bool:
-    """Whether the kernel takes T rows for a cache: whole tiles in a row, and slots that 32 bits can count."""
+    """Whether the kernel takes T rows for a cache: rows must be whole tiles, and slots must fit 32 bits."""
     N, B, K2, D = kv_cache.shape
     return D % LANES == 0 and heads_fill_tiles(K2, kv_cache.dtype) and N * B < 1 << 31 and T <= MAX_ROWS
 
 
 def heads_fill_tiles(K2: int, dtype: torch.dtype) -> bool:
-    """Whether 2K combined heads are whole tiles of a TPU's memory, where elements smaller than 32 bits lie packed."""
+    """Whether 2K combined heads are whole tiles of a TPU's memory, where elements smaller than 32 bits are packed."""
     packing = 4 // dtype.itemsize
     tiles = K2 // packing
     return K2 % packing == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
@@ -55,7 +55,7 @@ def _computation(
     from torch_xla._internal.jax_workarounds import jax_import_guard
     from torch_xla.core import xla_builder
 
-    jax_import_guard()  # torch_xla takes hold of the TPU before jax can
+    jax_import_guard()  # so that torch_xla takes the TPU before jax does
     import jax
     from torch_xla.experimental.custom_kernel import convert_torch_dtype_to_jax
 
@@ -81,7 +81,7 @@ def update(cache: Any, rows: Any, slots: Any, interpret: bool = False) -> Any:
     tiles = -(-T // R)
     slots = jnp.pad(slots, (0, tiles * R - T), constant_values=-1)
     row = jnp.arange(tiles * R, dtype=jnp.int32)
-    # A run goes on where the slot does; it ends with its tile.
+    # A run continues while slots are consecutive, and ends with its tile.
     begins = (slots < 0) | (slots != jnp.roll(slots, 1) + 1) | (row % R == 0)
     ends = jax.lax.cummin(jnp.where(jnp.roll(begins, -1).at[-1].set(True), row + 1, tiles * R), reverse=True)
     lengths = jnp.where(begins & (slots >= 0), ends - row, 0)
@@ -94,7 +94,7 @@ def update(cache: Any, rows: Any, slots: Any, interpret: bool = False) -> Any:
                 slot, length = slots_ref[first + r], lengths_ref[first + r]
                 size = R
                 while size:
-                    start = length // (2 * size) * (2 * size)  # what the larger slices of this run have taken
+                    start = length // (2 * size) * (2 * size)  # the rows that the larger slices of this run have copied
 
                     @pl.when(length & size != 0)
                     def _(size=size, start=start):

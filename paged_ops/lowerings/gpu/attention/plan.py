@@ -223,7 +223,7 @@ def _plan(
 
 
 def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """Of the first kernel that serves the call."""
+    """The plan of the first kernel that serves the call."""
     for kernel in _kernels(target):
         if not kernel.serves(spec, target):
             plan = kernel.plan(spec, target, shapes)
