@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,10 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     assert bases == [second.key_cache.data_ptr(), second.value_cache.data_ptr()]
     for before, after in zip(described, moved, strict=True):
         assert {**vars(before), "base": None} == {**vars(after), "base": None}
+    memory = weakref.ref(first.key_cache.untyped_storage())
+    del first, caches, tensors, described, before
+    launched.by_triton.clear()
+    assert memory() is None  # a launch that is remembered keeps no cache alive
 
 
 @pytest.mark.parametrize(("shift", "copied"), [(0, True), (1, False)], ids=["strides", "address"])

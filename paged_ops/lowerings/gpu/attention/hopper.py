@@ -193,7 +193,9 @@ class HopperLaunch(Launch):
             query = query.new_empty_strided(query.shape, query.stride()).copy_(query)
         caches = tensors.key_cache.squeeze(3), tensors.value_cache
         descriptors = [describe(each, self._spec, self._page) for each in caches]
-        self._described = tuple(vars(each) for each in descriptors)
+        self._described = tuple(
+            {**vars(each), "base": None} for each in descriptors
+        )  # a base would keep the cache alive
         taken = self._taken(tensors._replace(query=query))
         addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
         self._launcher(self._grid, taken, numbers, self._short, *descriptors, addresses=addresses)

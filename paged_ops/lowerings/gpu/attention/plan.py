@@ -233,10 +233,10 @@ def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
 
 
 def _kernels(target: Target) -> Iterator[ModuleType]:
-    """The kernels in order of preference; Gluon ones are imported where they can run.
+    """The kernels in order of preference; the Gluon kernel is imported only where it can run.
 
-    Each says in ``serves(spec, target)`` what speaks against it, and in ``plan(spec, target, shapes)`` what it launches
-    for a batch, or None to leave it to the next.
+    A module's ``serves(spec, target)`` gives the reasons against it. Its ``plan(spec, target, shapes)`` is what it
+    launches for a batch, or None if the next kernel should take it. A new kernel is one more module here.
     """
     if target.has_hopper_gluon:
         yield _hopper()
