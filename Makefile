@@ -37,7 +37,7 @@ test-cpu: compiler $(INSTALLED)
 
 # Groups of two and four processes, by gloo: one worker starts them.
 test-parallel: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) tests/parallel
+	$(TEST_ENV) $(PYTEST) -m "not gpu" tests/parallel
 
 test-fuzz: compiler $(INSTALLED)
 	$(TEST_ENV) $(PYTEST) $(TWO) -m fuzz tests/test_fuzz.py

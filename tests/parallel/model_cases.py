@@ -47,7 +47,9 @@ def texts_of(paged: PagedCausalLM, **options: Any) -> list[list[int]]:
     sizes = dict(max_num_seqs=4, max_num_tokens=24)
     cache = paged.allocate_kv_cache(64, 4)
     with GenerationLoop(paged, cache, rank_time_limit=LIMIT, **sizes, **options) as loop:
-        return [list(each) for each in loop.generate(TEXTS, GREEDY)]
+        texts = [list(each) for each in loop.generate(TEXTS, GREEDY)]
+        assert (loop.graph_stats.replayed > 0) == (str(loop.graph_mode) != "NONE")
+        return texts
 
 
 def kept(model: Any) -> dict[str, tuple[Any, ...]]:
@@ -61,7 +63,10 @@ def kept(model: Any) -> dict[str, tuple[Any, ...]]:
 def serves(rank: int, size: int, name: str, folder: str, how: tuple[str, ...] = ("eager",), **changes: Any) -> Any:
     """Texts of one process (rank 0 alone has them), and of all together in several ways; heads of the rank's cache."""
     path = make(name, folder, rank, **changes)
-    expected = texts_of(PagedCausalLM(load(path))) if rank == 0 else None
+    device = (
+        torch.device("cuda", rank) if torch.cuda.device_count() >= size else torch.device("cpu")
+    )  # where transformers puts it
+    expected = texts_of(PagedCausalLM(load(path).to(device))) if rank == 0 else None
     dist.barrier()
     model = load(path, size)
     before, results = kept(model), {}
@@ -70,7 +75,8 @@ def serves(rank: int, size: int, name: str, folder: str, how: tuple[str, ...] = 
         saved = fuse_projections(model) if "fused" in way else 0
         if "layers" in way:
             paged.compile_layers()
-        results[way] = texts_of(paged, compile="whole" in way), saved
+        mode = "FULL_DECODE_ONLY" if "captured" in way else "NONE"
+        results[way] = texts_of(paged, compile="whole" in way, graph_mode=mode), saved
         if saved and not changes_heads(paged, size):
             assert kept(model) == before
         assert bool(split_projections(model)) == bool(saved)

@@ -93,7 +93,11 @@ def _serve(rank: int, size: int, folder: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.FileStore(os.path.join(folder, "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    backend = "gloo"
+    if torch.cuda.device_count() >= size:
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     while True:
         try:
             case, options = pipe.recv()

@@ -1,6 +1,7 @@
 """Models that transformers spread over ranks give, on paged caches, the tokens of one process; gloo, float32."""
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
 
@@ -40,6 +41,14 @@ def test_tokens_equal_those_of_one_process(run_on, folder, size, name, heads, fu
 
 @pytest.mark.parametrize("how", ["layers fused", "whole"])
 def test_compiled_tokens_equal_those_of_one_process(run_on, folder, how):
+    check(run_on("model_cases.serves", 2, 150, name="llama", folder=folder, how=(how,)), 1, 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["captured", "captured layers fused"])
+def test_captured_tokens_equal_those_of_one_process(run_on, folder, how):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("wants two GPUs")
     check(run_on("model_cases.serves", 2, 150, name="llama", folder=folder, how=(how,)), 1, 6)
 
 
