@@ -1,14 +1,14 @@
-"""The ops on DTensors: importing this module tells ``torch.distributed.tensor`` how heads are spread.
+"""The ops on DTensors: importing this module registers how heads are spread over ranks.
 
 A rank has its own heads of queries, keys, values, caches, sinks and slopes, and all of the batch's tensors (block
-tables, lengths, slots), which may be plain tensors. Each op then runs on what the rank has, without communication, and
-its results are spread by heads too. What has no meaning is refused with the argument's name: a sharding of tokens,
-blocks or head sizes, partial sums, heads that are sharded in one argument and whole in another, uneven heads.
+tables, lengths, slots), which may be plain tensors. Each op then runs on the rank's part, without communication, and
+its results are spread by heads, too. These raise an error that names the argument: a sharding of tokens, blocks or head
+sizes, partial sums, heads that are sharded in one argument and whole in another, and uneven heads.
 
 Rules are registered by ``torch.library.register_torch_dispatch``, not by DTensor's own ``register_sharding``: that
 chooses among placements by the cost of redistributing arguments, and a cache that an op writes must never be a copy.
 
-Letters: H query heads, K key/value heads, D head size, N blocks, B tokens a block, W ranks.
+Letters: H query heads, K key/value heads, D head size, N blocks, B tokens per block, W ranks.
 """
 
 from __future__ import annotations
