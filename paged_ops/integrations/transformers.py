@@ -52,11 +52,13 @@ from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretc
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout
 from paged_ops.metadata import AttentionMetadata
+from paged_ops.parallel.ranks import RankError, Ranks
 from paged_ops.parallel.tensor import process_group_of, repeated_heads
 from paged_ops.states import StateCache
 
 __all__ = ["PagedCausalLM", "attention", "no_mask", "sharded"]
 
+WRAP_LIMIT = 300.0  # seconds for which ranks wait for each other while a model is wrapped
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 
 
@@ -87,6 +89,7 @@ class PagedCausalLM:
     Raises:
         ValueError: the model has layers, position embeddings or attention that a paged batch cannot serve. It is left
             as it was.
+        RankError: the model is spread over ranks, of which one is gone or late.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
@@ -104,36 +107,28 @@ class PagedCausalLM:
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
         if previous is not None:
             previous.undo()
-        self._wrapping = Wrapping(model)
         self.process_group = process_group_of(model)
+        self._wrapping = Wrapping(model)
         self.states: StateLayers | None = None
         self.num_layers = 0
+        probes: list[Probe] = []
+
+        def wrap() -> None:
+            probes.append(self._wrap(freezes))
+
         try:
-            for module, whole, num_groups in repeated_heads(model):
-                for name, linear in whole.items():
-                    self._wrapping.replace(module, name, linear)
-                self._wrapping.set_attribute(module, "num_key_value_groups", num_groups)
-            for parent, name, rotary in freezes:
-                self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
-            self._wrapping.set_implementation("eager")
-            dense = run_dense(model)
-            self.states = StateLayers.find(model)
-            refuse_layers(model, self.states)
-            if self.states is not None:
-                self._wrapping.keep_states(self.states)
-            self._wrapping.set_implementation(PROBE)
-            noise = self._noise(dense) if self.states is None else None
-            probe = run_probe(model, self._step, dense, self.max_model_len, self.states, noise)
-            if probe.calls:
-                expect_arguments_of_attention(model)
-            expect_windows_of_cache(model, probe, self.max_model_len)
-            self._wrapping.set_implementation(NAME)
+            if self.process_group is None:
+                wrap()
+            else:
+                Ranks(self.process_group, time_limit=WRAP_LIMIT).agree(wrap)
         except BaseException as error:
             self._wrapping.undo()
-            if isinstance(error, (ValueError, torch.OutOfMemoryError)) or not isinstance(error, Exception):
+            told = ValueError, RankError, torch.OutOfMemoryError
+            if isinstance(error, told) or not isinstance(error, Exception):
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"model: {type(model).__name__} cannot be served: {reason}") from error
+        (probe,) = probes
         reaches = probe.reaches()
         self.pool_of_layer = tuple(pools_by_reach(reaches)[1])
         for module, call in probe.calls.items():
@@ -148,6 +143,30 @@ class PagedCausalLM:
         self.num_layers = len(self.layers)
         sizes = zip(*self.layers, strict=True) if self.layers else ((),) * len(CacheSpec._fields)
         self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
+
+    def _wrap(self, freezes: Sequence[tuple[nn.Module, str, nn.Module]]) -> Probe:
+        """Changes the model, and runs it on trial."""
+        model = self.model
+        for module, whole, num_groups in repeated_heads(model):
+            for name, linear in whole.items():
+                self._wrapping.replace(module, name, linear)
+            self._wrapping.set_attribute(module, "num_key_value_groups", num_groups)
+        for parent, name, rotary in freezes:
+            self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
+        self._wrapping.set_implementation("eager")
+        dense = run_dense(model)
+        self.states = StateLayers.find(model)
+        refuse_layers(model, self.states)
+        if self.states is not None:
+            self._wrapping.keep_states(self.states)
+        self._wrapping.set_implementation(PROBE)
+        noise = self._noise(dense) if self.states is None else None
+        probe = run_probe(model, self._step, dense, self.max_model_len, self.states, noise)
+        if probe.calls:
+            expect_arguments_of_attention(model)
+        expect_windows_of_cache(model, probe, self.max_model_len)
+        self._wrapping.set_implementation(NAME)
+        return probe
 
     def _noise(self, dense: list[Tensor]) -> Callable[[], float]:
         def noise() -> float:

@@ -89,6 +89,26 @@ def changes_heads(paged: PagedCausalLM, size: int) -> bool:
     return size > paged.model.config.num_key_value_heads
 
 
+def fails_while_wrapped(rank: int, size: int, folder: str) -> Any:
+    """The model of rank 1 raises in the middle of its first run."""
+    from paged_ops.integrations import transformers as integration
+
+    integration.WRAP_LIMIT = 4.0
+    model = load(make("llama", folder, rank), size)
+    attention = model.model.layers[0].self_attn.config
+
+    def boom(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    if rank == 1:
+        model.model.layers[1].register_forward_pre_hook(boom)
+    try:
+        PagedCausalLM(model)
+    except Exception as error:
+        return type(error).__name__, str(error), attention._attn_implementation
+    return None
+
+
 def refuses(rank: int, size: int, folder: str) -> Any:
     path = make("llama", folder, rank, hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     try:

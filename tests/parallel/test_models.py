@@ -44,6 +44,12 @@ def test_compiled_tokens_equal_those_of_one_process(run_on, folder, how):
     check(run_on("model_cases.serves", 2, 150, name="llama", folder=folder, how=(how,)), 1, 6)
 
 
+def test_a_rank_that_fails_while_the_model_is_wrapped_is_told_by_all(run_on, folder):
+    for told in run_on("model_cases.fails_while_wrapped", 2, 60, spoils=True, folder=folder):
+        text = "model: LlamaForCausalLM fails on a few tokens by itself: no room"
+        assert told == ("ValueError", text, "eager")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["captured", "captured layers fused"])
 def test_captured_tokens_equal_those_of_one_process(run_on, folder, how):
