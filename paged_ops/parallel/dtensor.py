@@ -67,18 +67,18 @@ def _placement(op: str, given: dict[str, Any], i: int, size: int) -> Placement:
         placed = value.placements[i] if isinstance(value, DTensor) else None
         if at is None:
             if placed is not None and not placed.is_replicate():
-                raise ValueError(f"{argument}: expected Replicate(), as all ranks have the whole batch, got {placed}")
+                raise ValueError(f"{argument}: expected Replicate(), as all ranks have the whole batch, got {placed!r}")
             continue
         if placed is not None and placed.is_shard():
             if placed.dim % value.dim() != at:  # type: ignore[attr-defined]
-                raise ValueError(f"{argument}: expected Shard({at}), by heads, or Replicate(), got {placed}")
+                raise ValueError(f"{argument}: expected Shard({at}), by heads, or Replicate(), got {placed!r}")
             if value.shape[at] % size or (value.dim() == 4 and _pairs(argument, given) and value.shape[at] // 2 % size):
                 raise ValueError(f"{argument}: expected heads that {size} ranks divide, got {value.shape[at]}")
             spread[argument] = True
         elif placed is None or placed.is_replicate():
             spread[argument] = False
         else:
-            raise ValueError(f"{argument}: expected Shard({at}), by heads, or Replicate(), got {placed}")
+            raise ValueError(f"{argument}: expected Shard({at}), by heads, or Replicate(), got {placed!r}")
     first = next(iter(spread), None)
     if first is None or not any(spread.values()):
         return Replicate()
@@ -118,10 +118,10 @@ def _check_block_list(argument: str, cache: Tensor, like: Tensor, i: int) -> Non
     placed = [each.placements[i] if isinstance(each, DTensor) else Replicate() for each in (cache, like)]
     if placed[0].is_partial() or placed[0].is_shard(0):
         raise ValueError(
-            f"{argument}: expected all blocks at each rank, Replicate() or Shard() by heads, got {placed[0]}"
+            f"{argument}: expected all blocks at each rank, Replicate() or Shard() by heads, got {placed[0]!r}"
         )
     if placed[0] != placed[1]:
-        raise ValueError(f"{argument}: expected {placed[1]}, as the other caches, got {placed[0]}")
+        raise ValueError(f"{argument}: expected {placed[1]!r}, as the other caches, got {placed[0]!r}")
 
 
 def _of_rank(block_sparse: Sequence[int], mesh: Any, placements: Sequence[Placement]) -> list[int]:

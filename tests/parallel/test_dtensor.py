@@ -19,13 +19,13 @@ def test_compiled(run_on):
 def test_refused(run_on):
     for told in run_on("dtensor_cases.refused", 2, 60):
         assert told == [
-            "query: expected Shard(1), by heads, or Replicate(), got S(0)",
-            "query: expected Shard(1), by heads, or Replicate(), got P(sum)",
+            "query: expected Shard(1), by heads, or Replicate(), got Shard(dim=0)",
+            "query: expected Shard(1), by heads, or Replicate(), got Partial(sum)",
             "kv_cache: expected a DTensor sharded by heads, Shard(3), as query is, got a plain tensor",
             "kv_cache: expected a DTensor sharded by heads, Shard(3), as query is, got Replicate()",
-            "kv_cache: expected Shard(3), by heads, or Replicate(), got S(0)",
-            "block_tables: expected Replicate(), as all ranks have the whole batch, got S(0)",
+            "kv_cache: expected Shard(3), by heads, or Replicate(), got Shard(dim=0)",
+            "block_tables: expected Replicate(), as all ranks have the whole batch, got Shard(dim=0)",
             "query: expected heads that 2 ranks divide, got 3",
-            "kv_caches[0]: expected all blocks at each rank, Replicate() or Shard() by heads, got S(0)",
-            "kv_caches[1]: expected S(3), as the other caches, got R",
+            "kv_caches[0]: expected all blocks at each rank, Replicate() or Shard() by heads, got Shard(dim=0)",
+            "kv_caches[1]: expected Shard(dim=3), as the other caches, got Replicate()",
         ]
