@@ -31,8 +31,8 @@ REPEATED = {
         r"|(hnd|plane_first|interleaved|separate)-(all-features|.*fp8.*|e4m3.*|e5m2.*)"
         r"|long-d128-b64-.*|(?!sinks-sparse|noncausal-cap)[a-z]+-[a-z]+-(long|prefill|query_past_keys)|(nhd|x_packed)-uint8-.*"
         r"|(chunk|alibi|noncausal|sinks|cap)-(long|holes)|noncausal-cap-long|h(4|6|16).*"
-        r"|sparse-(rank|local_blocks|homo_head_group)-(long|decode)"
-        r"|long-(d64-b128-separate|d128-b16-nhd)-sinks-fp16|long-(d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
+        r"|sparse-(rank|local_blocks|homo_head_group)-(long|decode)|sparse-homo_head-long|sinks-sparse-long"
+        r"|long-d128-b16-nhd-sinks-fp16|long-(d64-b128-separate|d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
     ),
 }
 

@@ -152,9 +152,10 @@ def test_greedy_tokens_equal_generate_in_eager(name: str) -> None:
     assert loop.stats.preemptions == 0
 
 
-# What is new in the others, a norm of queries and keys, sinks and experts, is compiled layer by layer below.
+# Gemma-2 has windows, as Mistral. What is new in the others (a norm of queries and keys, sinks, experts) is compiled
+# layer by layer below.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_greedy_tokens_equal_generate_compiled(name: str) -> None:
     paged = PagedCausalLM(make_model(name))
     # few blocks and a small budget: chunks of prompts, mixtures, swaps and shared prefixes in one graph
