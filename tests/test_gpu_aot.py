@@ -22,11 +22,11 @@ from paged_ops.lowerings.gpu.target import TRITON
 pytestmark = pytest.mark.aot
 
 MOST_VARIANTS = 60
-# The target with the most kernels is compiled in two halves, so that two processes share the work. gfx942's relatives
-# compile the variants in which they may differ from it: fp8, and the most registers and shared memory.
+# The target with the most kernels is compiled in two halves, so that two processes share the work. The other
+# GPUs of AMD compile the variants in which they may differ from gfx942: fp8, and the most registers and shared memory.
 NAMES = {
     "cuda:90": ("^attention", "^(?!attention)"),
-    **dict.fromkeys(("hip:gfx90a", "hip:gfx950"), ("e4m3|e5m2|bf16|d256|sparse|ranges",)),
+    **dict.fromkeys(("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), ("e4m3|e5m2|bf16|d256|sparse|ranges",)),
 }
 PARTS = [(target, names) for target in ("cuda:90", *aot.TARGETS) for names in NAMES.get(target, ("",))]
 PARTS = list(dict.fromkeys(PARTS))  # the largest first
