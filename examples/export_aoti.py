@@ -24,6 +24,7 @@ from paged_ops import AttentionMetadata, AttentionMetadataBuilder, Batch, KVCach
 
 ELSEWHERE = """
 import sys, torch, paged_ops
+import torch._inductor.codecache  # torch 2.10 uses it to load a package, and does not import it
 assert "compile_decode" not in sys.modules
 caches, batch, expected = torch.load(sys.argv[2])
 run = torch._inductor.aoti_load_package(sys.argv[1])
