@@ -217,13 +217,13 @@ def _agree(
 ) -> tuple[list[MemoryRegion], _Peer]:
     """Check the call here and there, by one exchange that both ranks make whatever they find."""
     name = {"send": "dst", "recv": "src"}[does]
-    expect(isinstance(kv_cache, KVCache), "kv_cache", "a KVCache (of a HybridCache: one of its pools)", kv_cache)
+    regions, mine = memory_regions(kv_cache), _form(kv_cache)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     others = f"another rank of the group {ranks} than {dist.get_rank()}, this one"
     expect(rank in ranks and rank != dist.get_rank(), name, others, rank)
     peer = _Peer(rank, _between(kv_cache.device, group), group)
     wrong = _wrong_ids(kv_cache, block_ids, once=does == "recv")
-    form = {"error": wrong} if wrong else {"does": does, "block_ids": len(block_ids), **_form(kv_cache)}
+    form = {"error": wrong} if wrong else {"does": does, "block_ids": len(block_ids), **mine}
     theirs = json.loads(peer.exchange(json.dumps(form).encode()))
     if wrong:
         raise ValueError(wrong)
@@ -233,9 +233,9 @@ def _agree(
     expect(theirs["does"] != does, name, f"a rank that {other} blocks", f"{rank}, which called {does}_blocks too")
     same = theirs["block_ids"] == len(block_ids)
     expect(same, "block_ids", f"{theirs['block_ids']} blocks as on rank {rank}", len(block_ids))
-    for what, value in _form(kv_cache).items():
+    for what, value in mine.items():
         expect(theirs[what] == value, f"kv_cache.{what}", f"{theirs[what]} as on rank {rank}", value)
-    return memory_regions(kv_cache), peer
+    return regions, peer
 
 
 def _wrong_ids(kv_cache: KVCache, block_ids: Sequence[int], once: bool) -> str:
