@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops import checks, fake
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.gpu.fp8 import decode_fp8, encode_fp8, stored_format
-from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launcher
 from paged_ops.lowerings.gpu.target import FUSED, Target, on_device, target_of
 
 
@@ -87,7 +87,6 @@ class Write(NamedTuple):
 
 
 _writes: dict[tuple[Any, ...], Write] = {}
-MOST_KINDS = 4096  # the most kinds of calls that are kept
 
 
 def forget() -> None:
