@@ -241,10 +241,12 @@ def variants(target: str | None) -> list[Variant]:
     import aot_variants_attention
     import aot_variants_cache
     import aot_variants_hopper
+    import aot_variants_parallel
 
     has_gluon = OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
     hopper = aot_variants_hopper.VARIANTS if target is None or (target == "cuda:90" and has_gluon) else []
-    listed = [*aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *hopper]
+    plain = *aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *aot_variants_parallel.VARIANTS
+    listed = [*plain, *hopper]
     return [variant for variant in listed if target is None or target in (variant.targets or (target,))]
 
 

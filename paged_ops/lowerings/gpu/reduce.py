@@ -1,0 +1,211 @@
+"""The sum of all ranks' rows on GPUs, with the residual add and the RMSNorm that follow, in one kernel.
+
+Bytes per rank, for T rows of C elements of e bytes on W ranks: one shot sends and receives ``(W - 1)·T·C·e`` over the
+links, two shots ``2·(W - 1)/W·T·C·e``; both read the product and the residual once from the own memory and write two
+results, ``4·T·C·e``. About ``(W + 6)·T·C`` additions and products, which do not matter.
+
+*One shot*: a rank puts its rows into the memory of all others and sums what comes from them. *Two shots*: row t is
+summed by rank ``t % W`` alone, which puts the sum into the memory of the others. With two ranks both send the same
+bytes, and one shot waits once. All ranks sum in float32, in the order of the ranks, and round once: they hold the same
+bits.
+
+Letters: T rows, C columns, W ranks, R rows that a workspace has room for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.peers import put, take
+from paged_ops.lowerings.gpu.target import target_of
+
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Places(NamedTuple):
+    """Where ranks put rows for each other: the same for all, made once.
+
+    Attributes:
+        by_rank: integers as wide as the dtype, ``[2, R, W, C]`` on each rank: two turns, R rows, of each sender.
+        turns: int32 ``[R]``, the half that is next, of this rank alone.
+        aborted: see :class:`paged_ops.parallel.symmetric.Workspace`.
+    """
+
+    by_rank: tuple[Tensor, ...]
+    turns: Tensor
+    aborted: Tensor
+    rank: int
+    dtype: torch.dtype
+
+
+def num_bytes(ranks: int, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Of a workspace for so many rows."""
+    return 2 * rows * ranks * columns * dtype.itemsize
+
+
+def places(workspace: Any, rows: int, columns: int, dtype: torch.dtype) -> Places:
+    """The places in a :class:`paged_ops.parallel.symmetric.Workspace`."""
+    shape = 2, rows, workspace.size, columns
+    turns = torch.zeros(rows, dtype=torch.int32, device=workspace.device)
+    by_rank = workspace.views(_BITS[dtype.itemsize], *shape)
+    return Places(by_rank, turns, workspace.aborted, workspace.rank, dtype)
+
+
+def all_reduce_rows(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    summed: Tensor,
+    normed: Tensor | None,
+    to: Places,
+    *,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    rounds_first: bool = False,
+    two_shot: bool = False,
+    programs: int | None = None,
+    num_warps: int | None = None,
+    overlaps: bool = True,
+) -> None:
+    """Fills ``summed`` and, with a weight, ``normed``: see :mod:`paged_ops.parallel.reduce`. All are contiguous."""
+    C = x.shape[-1]
+    T = x.numel() // max(C, 1)
+    if not T:
+        return
+    how = rounds_first, two_shot, programs, num_warps, overlaps
+    dtypes = to.dtype, None if weight is None else weight.dtype
+    launcher, most = _launcher(
+        C, to.by_rank[0].shape, to.rank, *dtypes, residual is not None, weight_offset, how, x.device
+    )
+    tensors = (x, residual, weight, summed, normed, to.turns, to.aborted, *to.by_rank)
+    launcher((min(T, most), 1, 1), tensors, (T, eps))
+
+
+@functools.lru_cache(maxsize=1024)
+def _launcher(
+    C: int,
+    shape: tuple[int, ...],
+    rank: int,
+    dtype: torch.dtype,
+    weight: torch.dtype | None,
+    adds: bool,
+    weight_offset: float,
+    how: tuple[Any, ...],
+    device: torch.device,
+) -> tuple[Launcher, int]:
+    """The kernel for this kind of call, and the most programs of it."""
+    target = target_of(device)
+    rounds_first, two_shot, programs, num_warps, overlaps = how
+    BLOCK = triton.next_power_of_2(C)
+    if num_warps is None:  # 16 bytes of a row for each thread
+        num_warps = max(1, min(16, BLOCK * dtype.itemsize // (32 * 16)))
+    if programs is None:  # that run at once
+        programs = max(1, target.processors) * max(1, 32 // num_warps)
+    constants = {
+        "C": C,
+        "BLOCK": BLOCK,
+        "R": shape[1],
+        "W": shape[2],
+        "RANK": rank,
+        "TWO_SHOT": two_shot,
+        "WEIGHT_OFFSET": weight_offset,
+        "ROUNDS_FIRST": rounds_first,
+        "ADDS": adds,
+        "NORMS": weight is not None,
+        "num_warps": num_warps,
+        **(target.overlap() if overlaps else {"PDL": False}),
+    }
+    return Launcher(reduce_kernel, constants, device), programs
+
+
+@triton.jit(do_not_specialize=["T", "eps"])
+def reduce_kernel(
+    tensors,  # x, residual, summed, normed [T, C], weight [C], turns [R], aborted [1], places [2, R, W, C] by rank
+    T,
+    eps,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    RANK: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p: rows p, p + P, ... of P programs."""
+    x, residual, weight, summed = tensors[0], tensors[1], tensors[2], tensors[3]
+    normed, turns, aborted = tensors[4], tensors[5], tensors[6]
+    FIRST: tl.constexpr = 7  # of the places
+    dtype: tl.constexpr = x.dtype.element_ty
+    c = tl.arange(0, BLOCK)
+    live = c < C
+    if NORMS:  # a weight: no kernel before this one writes it
+        scale = tl.load(weight + c, mask=live, other=0.0)
+    if PDL:
+        gdc_wait()
+
+    # All rows are sent before any is waited for.
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        own = tl.load(x + t.to(tl.int64) * C + c, mask=live, other=0.0)
+        place = ((tl.load(turns + t) * R + t).to(tl.int64) * W + RANK) * C + c
+        for i in tl.static_range(1, W):
+            wanted = live
+            if TWO_SHOT:
+                wanted = live & (t % W == (RANK + i) % W)
+            put(tensors[FIRST + (RANK + i) % W] + place, own, wanted)
+
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        row = t.to(tl.int64) * C + c
+        if ADDS:
+            left = tl.load(residual + row, mask=live, other=0.0).to(tl.float32)
+        own = tl.load(x + row, mask=live, other=0.0)
+        turn = tl.load(turns + t)
+        place = (turn * R + t).to(tl.int64) * W * C + c
+        total = tl.zeros([BLOCK], tl.float32)
+        if TWO_SHOT:
+            is_mine = t % W == RANK
+            for r in tl.static_range(W):
+                if r == RANK:
+                    total += own.to(tl.float32)
+                else:
+                    total += take(tensors[FIRST + RANK] + place + r * C, live & is_mine, aborted, dtype).to(tl.float32)
+            for i in tl.static_range(1, W):
+                put(tensors[FIRST + (RANK + i) % W] + place + RANK * C, total.to(dtype), live & is_mine)
+            for r in tl.static_range(W):
+                if r != RANK:
+                    came = take(tensors[FIRST + RANK] + place + r * C, live & (t % W == r), aborted, dtype)
+                    total = tl.where(t % W == r, came.to(tl.float32), total)
+        else:
+            for r in tl.static_range(W):
+                if r == RANK:
+                    total += own.to(tl.float32)
+                else:
+                    total += take(tensors[FIRST + RANK] + place + r * C, live, aborted, dtype).to(tl.float32)
+        tl.store(turns + t, 1 - turn)
+        result = total.to(dtype)
+        if ADDS:
+            result = (left + result.to(tl.float32)).to(dtype)
+        tl.store(summed + row, result, mask=live)
+        if NORMS:
+            wide = result.to(tl.float32)
+            wide = wide * tl.rsqrt(tl.sum(wide * wide) / C + eps)
+            if ROUNDS_FIRST:
+                wide = wide.to(dtype).to(tl.float32)
+            if WEIGHT_OFFSET != 0.0:
+                wide = wide * (WEIGHT_OFFSET + scale.to(tl.float32))
+            else:
+                wide = wide * scale.to(tl.float32)
+            tl.store(normed + row, wide.to(dtype), mask=live)
+    if PDL:
+        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
