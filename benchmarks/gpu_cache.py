@@ -47,7 +47,7 @@ def sweep() -> Iterator[Row]:
             setting = dict(zip(ranges, values, strict=True))
             numbers.update(setting)
             cache._writes.clear()
-            cache._plan.cache_clear()
+            cache.constants.cache_clear()
             cache._write_launcher.cache_clear()
             merge._launcher.cache_clear()
             row = measure()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES
+from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, is_latent
 
 
 class Features(NamedTuple):
@@ -26,6 +26,12 @@ class Features(NamedTuple):
     output_scale: Tensor | None = None
     kv_cache_dtype: str = "auto"
     bidirectional_ranges: Tensor | None = None
+    value_head_size: int | None = None
+
+
+def with_value_scale(f: Features, kv_cache: Tensor) -> Features:
+    """The features as kernels of two planes take them: values of a latent cache have the scale of the keys."""
+    return f._replace(v_scale=f.k_scale) if is_latent(kv_cache) else f
 
 
 class CacheOptions(NamedTuple):
@@ -67,9 +73,19 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
     if H and K and H % K:
         reasons.append(f"num_heads: expected a multiple of num_kv_heads {K}, got {H}")
     D, Dv = features.get("head_size"), features.get("value_head_size")
-    if D and Dv and D != Dv and features.get("layout") is not None:
+    layout = features.get("layout")
+    if layout == Layout.LATENT:
+        if D and Dv and Dv > D:
+            reasons.append(f"value_head_size: expected at most head_size = R + P = {D} in the LATENT layout, got {Dv}")
+        if (K or 1) != 1:
+            reasons.append(f"num_kv_heads: expected 1 in the LATENT layout, got {K}")
+        for name, why in (("value_cache", "has no other"), ("v_scale", "has one scale, k_scale")):
+            if _on(features, name):
+                reasons.append(f"{name}: expected None, as the cache of the LATENT layout {why}")
+    elif D and Dv and D != Dv and layout is not None:
         reasons.append(
-            "value_head_size: other than head_size only in the separate form (key and value cache, no layout)"
+            "value_head_size: other than head_size only in the separate form (key and value cache, no layout) and in"
+            " the LATENT layout"
         )
     return reasons
 

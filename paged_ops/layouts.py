@@ -1,8 +1,9 @@
 """The forms of a paged cache: their names, their shapes, and the strided views by which all code reads them alike.
 
-Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value head size, x = 16 / itemsize.
+Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value head size, x = 16 / itemsize; of a
+latent cache R compressed and P rotated columns.
 
-Every op takes four forms, told apart by rank and by whether ``value_cache`` is given:
+Five forms, told apart by rank and by whether ``value_cache`` is given:
 
 =============  ==========================================  ======================  ================================
 form           kv_cache                                    value_cache             whose
@@ -11,10 +12,15 @@ combined       [N, 2, B, K, D], any strides                -                    
 interleaved    [N, B, 2K, D], key h at 2h, value at 2h+1   -                       TPU ragged paged attention
 separate       [N, B, K, D], any strides                   [N, B, K, Dv]           engines with two tensors
 x-packed       [N, K, D/x, B, x]                           [N, K, D, B]            the classic PagedAttention cache
+latent         [N, B, R + P], any strides                  -                       latent attention (MLA)
 =============  ==========================================  ======================  ================================
 
-Where values have another head size than keys, a layer is still one allocation, ``[N, B, K, D + Dv]``, of which
-:func:`split_joined_cache` makes the separate form.
+A latent cache is keys and values at once, for one key/value head (K = 1): its rows are the keys, D = R + P, and their
+first ``value_head_size`` = R columns the values. :func:`paged_ops.latent_cache_write` writes it; every op but
+:func:`paged_ops.reshape_and_cache` takes it.
+
+Where values have another head size than keys in the other forms, a layer is still one allocation,
+``[N, B, K, D + Dv]``, of which :func:`split_joined_cache` makes the separate form.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ class Layout(str, enum.Enum):
     HND = "HND"  # [N, 2, K, B, D]
     INTERLEAVED = "INTERLEAVED"  # [N, B, 2K, D]
     X_PACKED = "X_PACKED"  # flat [2, N, B*K*D], split into its pair by split_kv_cache
+    LATENT = "LATENT"  # [N, B, R + P]
 
     __str__ = str.__str__
 
@@ -66,11 +73,40 @@ class PagedKV(NamedTuple):
         return self.value.shape[3]
 
 
-def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None) -> PagedKV:
-    """Find which form a cache has: checks ``kv_cache`` and ``value_cache``, and returns them as views."""
+def is_latent(kv_cache: Tensor) -> bool:
+    """Whether a cache has the latent form ``[N, B, R + P]``."""
+    return kv_cache.dim() == 3
+
+
+def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None, value_head_size: int | None = None) -> PagedKV:
+    """Find which form a cache has: checks ``kv_cache`` and ``value_cache``, and returns them as views.
+
+    ``value_head_size`` is the R of a latent cache, which without it has values of size 0; other forms show theirs.
+    """
     present("kv_cache", kv_cache)
     rank = kv_cache.dim()
-    expect(rank in (4, 5), "kv_cache", "4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
+    expect(rank in (3, 4, 5), "kv_cache", "3, 4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
+    if is_latent(kv_cache):
+        expect(value_cache is None, "value_cache", "None beside a latent kv_cache [N, B, R + P]", value_cache)
+        return _latent_kv(kv_cache, value_head_size)
+    paged = _two_planes(kv_cache, value_cache)
+    if value_head_size is not None:
+        Dv = paged.value_head_size
+        expect(value_head_size == Dv, "value_head_size", f"None, or the {Dv} of the cache", value_head_size)
+    return paged
+
+
+def _latent_kv(kv_cache: Tensor, value_head_size: int | None) -> PagedKV:
+    R, columns = 0, kv_cache.shape[2]
+    if value_head_size is not None:
+        R, most = value_head_size, f"1 to {columns}, columns of the latent kv_cache [N, B, R + P]"
+        expect(value_head_size >= 1, "value_head_size", most, value_head_size)
+        expect(value_head_size <= columns, "value_head_size", most, value_head_size)
+    return PagedKV(kv_cache[:, :, None, None, :], kv_cache[:, :, None, :R])
+
+
+def _two_planes(kv_cache: Tensor, value_cache: Tensor | None) -> PagedKV:
+    rank = kv_cache.dim()
     if value_cache is None:
         if rank == 5:
             expect(
@@ -116,9 +152,15 @@ def kv_cache_shape(
     """The shape to allocate for one layer; :func:`kv_cache_view` turns the tensor into what the ops take.
 
     With a ``value_head_size`` Dv other than D it is that of a joined cache: ``[N, B, K, D + Dv]``, HND
-    ``[N, K, B, D + Dv]``; the other layouts have none.
+    ``[N, K, B, D + Dv]``; INTERLEAVED and X_PACKED have none. LATENT is ``[N, B, D]`` with D = R + P, K = 1, and Dv = R
+    if given.
     """
     N, B, K, D = num_blocks, block_size, num_kv_heads, head_size
+    if _layout(layout) is Layout.LATENT:
+        expect(K == 1, "num_kv_heads", "1 for the LATENT layout, whose rows serve all heads", K)
+        within = value_head_size is None or value_head_size <= D
+        expect(within, "value_head_size", f"at most head_size = R + P = {D} for the LATENT layout", value_head_size)
+        return N, B, D
     if value_head_size not in (None, D):
         row = D + value_head_size
         joined = {Layout.NHD: (N, B, K, row), Layout.HND: (N, K, B, row)}

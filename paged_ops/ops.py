@@ -2,7 +2,7 @@
 
 Letters, one legend for the whole project: T tokens of the batch (padded), S sequences (padded), H query heads,
 K key/value heads, D head size, Dv value head size (= D unless said), N blocks in the cache, B tokens per block,
-M columns of a block table, P pairs of blocks.
+M columns of a block table, P pairs of blocks; of a latent cache R compressed and P rotated columns.
 
 What all ops share:
 
@@ -64,6 +64,35 @@ def reshape_and_cache(
     """
 
 
+@op(mutates=("kv_cache",))
+def latent_cache_write(
+    latent: Tensor,
+    rotated: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    """Write new tokens into a latent cache, in place: ``[latent[t], rotated[t]]`` becomes one row of R + P columns.
+
+    Latent attention (MLA) keeps for each token a vector that is keys and values of all heads at once, compressed, and a
+    key that carries the rotary positions. All else is as in :func:`reshape_and_cache`: row t goes to slot
+    ``slot_mapping[t]``, and an fp8 cache stores ``real / scale``.
+
+    Args:
+        latent: ``[T', R]``, the compressed part (512 columns in DeepSeek-V3), any strides, the cache's dtype or, if
+            that is fp8, any model dtype.
+        rotated: ``[T', P]``, the rotated part (64), as latent; P may be 0.
+        kv_cache: ``[N, B, R + P]``, mutated.
+        slot_mapping: int32 or int64 ``[T]``, ``T <= T'``, as in :func:`reshape_and_cache`.
+        k_scale: float32 ``[1]`` of an fp8 cache, for all R + P columns.
+        kv_cache_dtype: what uint8 storage holds.
+
+    Source: multi-head latent attention of DeepSeek-V2 (arXiv:2405.04434).
+    """
+
+
 @op(out=("out",))
 def paged_attention(
     query: Tensor,
@@ -86,6 +115,7 @@ def paged_attention(
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
     bidirectional_ranges: Tensor | None = None,
+    value_head_size: int | None = None,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
 
@@ -123,6 +153,8 @@ def paged_attention(
             query and a key in one range see each other, whatever their order, window and chunk (image tokens, the
             prefix of a prefix-LM); outside of it the other masks hold. A pair with ``start < 0`` or ``end <= start`` is
             padding; ranges may overlap, and pass ``seq_len``, past which no key is seen. GPU kernels compile for R.
+        value_head_size: Dv. Required for a latent cache ``[N, B, D]``, whose values are the first Dv columns of its
+            keys, and whose ``k_scale`` is that of both; other forms show their own Dv, which it must equal if given.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.
@@ -130,7 +162,8 @@ def paged_attention(
     Block-sparse refuses ALiBi, window, chunk, soft cap and causal=False; causal=False refuses window and chunk;
     bidirectional_ranges refuse block-sparse and causal=False.
     Window and chunk together mean both. Sources: PagedAttention (arXiv:2309.06180), FlashAttention-2
-    (arXiv:2307.08691), soft cap of Gemma-2 (arXiv:2408.00118), chunks of Llama-4.
+    (arXiv:2307.08691), soft cap of Gemma-2 (arXiv:2408.00118), chunks of Llama-4, latent attention of DeepSeek-V2
+    (arXiv:2405.04434).
     """
 
 
@@ -156,6 +189,7 @@ def paged_attention_with_lse(
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
     bidirectional_ranges: Tensor | None = None,
+    value_head_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
 
@@ -200,6 +234,7 @@ def cascade_attention(
     v_scale: Tensor | None = None,
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
+    value_head_size: int | None = None,
 ) -> Tensor:
     """Attention of a batch whose sequences all begin with one shared prefix, which is read once.
 
@@ -210,8 +245,8 @@ def cascade_attention(
     here.
 
     Args:
-        query, kv_cache, query_start_loc, scale, value_cache, soft_cap, k_scale, v_scale, output_scale, kv_cache_dtype:
-            as in :func:`paged_attention`.
+        query, kv_cache, query_start_loc, scale, value_cache, soft_cap, k_scale, v_scale, output_scale, kv_cache_dtype,
+            value_head_size: as in :func:`paged_attention`.
         prefix_block_table: int32 ``[1, Mp]``, the blocks of the prefix.
         prefix_len: int32 ``[1]``, its tokens; they may end inside its last block.
         suffix_block_tables: int32 ``[S, M]``, each sequence's blocks after the prefix.
@@ -274,5 +309,6 @@ def gather_kv(
             dequantised (``stored * scale``).
 
     Returns:
-        key ``[num_tokens, K, D]``, value ``[num_tokens, K, Dv]``.
+        key ``[num_tokens, K, D]``, value ``[num_tokens, K, Dv]``. Of a latent cache the key holds the whole rows,
+        ``[num_tokens, 1, R + P]``, and the value, which is a part of them, is empty: ``[num_tokens, 1, 0]``.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paged_ops import masks
 from paged_ops.fp8 import dequantise, quantise
-from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
+from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, is_latent, paged_kv
 
 
 def reshape_and_cache(
@@ -37,6 +37,23 @@ def reshape_and_cache(
             cell = paged.key[block, offset]  # [K, D/x, x]
             cell.copy_(quantise(key[t], k_scale, stored).view(cell.shape))
             paged.value[block, offset] = quantise(value[t], v_scale, stored)
+
+
+def latent_cache_write(
+    latent: Tensor,
+    rotated: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    stored = element_dtype(kv_cache, kv_cache_dtype)
+    rows = _typed(paged_kv(kv_cache), stored).key[:, :, 0, 0]  # [N, B, R + P]
+    for t, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            row = torch.cat([latent[t], rotated[t]])
+            rows[divmod(slot, rows.shape[1])] = quantise(row[None], k_scale, stored)[0]
 
 
 def paged_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -64,9 +81,12 @@ def paged_attention_with_lse(
     output_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
     bidirectional_ranges: Tensor | None = None,
+    value_head_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype, (T, H, _) = query.dtype, query.shape
-    paged = _typed(paged_kv(kv_cache, value_cache), element_dtype(kv_cache, kv_cache_dtype))
+    paged = _typed(paged_kv(kv_cache, value_cache, value_head_size), element_dtype(kv_cache, kv_cache_dtype))
+    if is_latent(kv_cache):  # whose values are a part of the keys
+        v_scale = k_scale
     K = paged.num_kv_heads
     sparse = None if block_sparse is None else masks.check_block_sparse(block_sparse, paged.block_size)
     out = query.new_zeros(T, H, paged.value_head_size)

@@ -138,6 +138,9 @@ class Walk:
         pairs = []
         sizes = zip(pool.num_kv_heads, pool.head_size, pool.value_head_size, strict=True)
         for layer, (K, D, Dv) in zip(layers, sizes, strict=True):
+            if pool.layout is Layout.LATENT:
+                pairs.append(paged_kv(layer, None, Dv)._replace(value=paged_kv(layer).value))
+                continue
             if D != Dv:
                 pairs.append(paged_kv(*split_joined_cache(layer, D)))
             elif pool.layout is Layout.X_PACKED:

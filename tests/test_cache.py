@@ -37,10 +37,15 @@ def test_random_walk_over_block_sizes(block_size: int) -> None:
     assert cache.stats().hit_tokens > 0
 
 
+def heads(layout: Layout) -> int:
+    """Key/value heads of a layer: a latent cache has one."""
+    return 1 if layout is Layout.LATENT else 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_random_walk_over_layouts(layout: Layout, dtype: torch.dtype) -> None:
-    cache = KVCache(2, 24, 4, 2, 16, dtype=dtype, layout=layout, num_host_blocks=8)
+    cache = KVCache(2, 24, 4, heads(layout), 16, dtype=dtype, layout=layout, num_host_blocks=8)
     assert all(layer.dtype is dtype for layer in cache.layers + cache.host_layers)
     walk = Walk(cache, seed=5)
     walk.modulus = 255 if dtype is torch.bfloat16 else walk.modulus  # integers that the dtype can tell apart
@@ -209,7 +214,7 @@ def test_a_prompt_longer_than_its_pool_comes_back_half_computed() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 @pytest.mark.parametrize("layout", list(Layout))
 def test_random_walk_on_gpu(layout: Layout) -> None:
-    cache = KVCache(2, 40, 4, 2, 16, device=GPU, dtype=torch.float32, layout=layout, num_host_blocks=12)
+    cache = KVCache(2, 40, 4, heads(layout), 16, device=GPU, dtype=torch.float32, layout=layout, num_host_blocks=12)
     assert all(layer.is_pinned() for layer in cache.host_layers)
     Walk(cache, seed=3).run(500)
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
@@ -790,7 +795,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("layout", list(Layout))
 def test_a_copy_is_an_independent_cache_with_equal_content(how: str, layout: Layout) -> None:
-    cache = KVCache(2, 24, 4, 2, 16, layout=layout, num_host_blocks=8)
+    cache = KVCache(2, 24, 4, heads(layout), 16, layout=layout, num_host_blocks=8)
     walk = Walk(cache, seed=11)
     moves = [walk.admit, walk.append, walk.step, walk.fork, walk.swap_out, walk.step]
     for turn in range(60):

@@ -111,9 +111,10 @@ def test_compiled_first_under_another_default(default):
 def test_layouts_and_checks(default):
     with default():
         for layout in layouts.Layout:
-            cache = layouts.allocate_kv_cache(layout, 4, 16, 2, 32, torch.float32)
+            heads = 1 if layout is layouts.Layout.LATENT else 2
+            cache = layouts.allocate_kv_cache(layout, 4, 16, heads, 32, torch.float32)
             assert (cache.device.type, cache.dtype) == ("cpu", torch.float32)
-        pair = layouts.split_kv_cache(cache, 2, 32)
+        pair = layouts.split_kv_cache(layouts.allocate_kv_cache("X_PACKED", 4, 16, 2, 32, torch.float32), 2, 32)
         for form in ((pair[0], pair[1]), (layouts.allocate_kv_cache("HND", 4, 16, 2, 32, torch.float16),)):
             assert layouts.paged_kv(*form).num_blocks == 4
         i = torch.arange(8, device="cpu")

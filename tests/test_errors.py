@@ -25,6 +25,10 @@ CASCADE = ("cascade_attention", "mixed-prefix75")
 COPY = ("copy_blocks", "nhd-fp32")
 SWAP = ("swap_blocks", "nhd-fp32")
 GATHER = ("gather_kv", "nhd-fp32")
+LATENT = ("paged_attention", "latent-mixed-fp32")
+LATENT_FP8 = ("paged_attention", "latent-e4m3-fp16")
+LATENT_WRITE = ("latent_cache_write", "latent-fp32")
+LATENT_FP8_WRITE = ("latent_cache_write", "latent-e4m3-tensor-bf16")
 GATHER_FP8 = ("gather_kv", "nhd-e4m3-tensor-fp16")
 
 f32, f16, i32, i64 = torch.float32, torch.float16, torch.int32, torch.int64
@@ -67,6 +71,28 @@ STATIC = [
     (FP8_WRITE, "k_scale", ones(2), r"k_scale: expected shape \[1\] or \[3\], got .*\[2\]"),
     (FP8_WRITE, "v_scale", ones(3, dtype=f16), r"v_scale: expected float32, got a float16 tensor"),
     (FP8_WRITE, "v_scale", ones(1, 1), r"v_scale: expected 1 dimensions \[1\] or \[K\], got .*\[1, 1\]"),
+    # latent_cache_write
+    (LATENT_WRITE, "latent", lambda t: t[None], r"latent: expected 2 dimensions \[T', R\], got .*\[1, 24, 32\]"),
+    (LATENT_WRITE, "latent", lambda t: t.double(), r"latent: expected float32 or float16 or bfloat16, got a float64"),
+    (LATENT_WRITE, "latent", lambda t: t[:, :16], r"kv_cache: expected R \+ P = 16 \+ 8 columns in \[N, B, R \+ P\], got .*40\]"),
+    (LATENT_WRITE, "rotated", lambda t: t[:5], r"rotated: expected 24 in dimension 0 of \[T', P\], got .*\[5, 8\]"),
+    (LATENT_WRITE, "rotated", lambda t: t.half(), r"rotated: expected float32, got a float16 tensor"),
+    (LATENT_WRITE, "kv_cache", lambda t: t[0], r"kv_cache: expected 3 dimensions \[N, B, R \+ P\], got .*\[16, 40\]"),
+    (LATENT_WRITE, "kv_cache", lambda t: t.half(), r"kv_cache: expected the model's torch.float32, or fp8, got a float16"),
+    (LATENT_WRITE, "kv_cache", meta, r"kv_cache: expected a tensor on cpu, the latent's device, got .* on meta"),
+    (LATENT_WRITE, "slot_mapping", lambda t: t.float(), r"slot_mapping: expected int64 or int32, got a float32"),
+    (LATENT_WRITE, "slot_mapping", lambda t: torch.cat([t, t]), r"slot_mapping: expected at most the 24 rows of latent, got .*\[42\]"),
+    (LATENT_WRITE, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got .*\[1\]"),
+    (LATENT_FP8_WRITE, "k_scale", ones(2), r"k_scale: expected shape \[1\] or \[1\], got .*\[2\]"),
+    (WRITE, "kv_cache", ones(4, 16, 40), r"kv_cache: expected 4 or 5 dimensions \(a latent cache is written by latent_"),
+    # paged_attention over latents
+    (LATENT, "value_head_size", None, r"value_head_size: expected the R of the latent kv_cache \[N, B, R \+ P\], got None"),
+    (LATENT, "value_head_size", 0, r"value_head_size: expected 1 to 40, columns of the latent kv_cache .*, got 0"),
+    (LATENT, "value_head_size", 41, r"value_head_size: expected 1 to 40, columns of the latent kv_cache .*, got 41"),
+    (LATENT, "query", lambda t: t[..., :32], r"query: expected head size 40, the cache's, in \[T, H, D\], got .*32\]"),
+    (LATENT, "value_cache", ones(4, 16, 1, 32), r"value_cache: expected None beside a latent kv_cache \[N, B, R \+ P\], got"),
+    (LATENT_FP8, "v_scale", ones(1), r"v_scale: expected None, as a latent cache has one scale, k_scale, got"),
+    (ATTEND, "value_head_size", 32, r"value_head_size: expected None, or the 64 of the cache, got 32"),
     # paged_attention
     (ATTEND, "query", lambda t: t[0], r"query: expected 3 dimensions \[T, H, D\], got .*\[8, 64\]"),
     (ATTEND, "query", lambda t: t[:, :7], r"query: expected a multiple of the cache's 2 key/value heads as H .*\[61, 7, 64\]"),

@@ -33,7 +33,9 @@ REPEATED = {
         r"|(chunk|alibi|noncausal|sinks|cap)-(long|holes)|noncausal-cap-long|h(4|6|16).*"
         r"|sparse-(rank|local_blocks|homo_head_group)-(long|decode)|sparse-homo_head-long|sinks-sparse-long"
         r"|long-d128-b16-nhd-sinks-fp16|long-(d64-b128-separate|d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
+        r"|latent-.*"
     ),
+    "cascade_attention": "latent.*",
 }
 
 

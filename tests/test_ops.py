@@ -128,12 +128,12 @@ def test_schemas():
 paged_ops::cascade_attention(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len,
 Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor?
 value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor?
-output_scale=None, str kv_cache_dtype="auto") -> Tensor
+output_scale=None, str kv_cache_dtype="auto", SymInt? value_head_size=None) -> Tensor
 
 paged_ops::cascade_attention.out(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len,
 Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor?
 value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor?
-output_scale=None, str kv_cache_dtype="auto", Tensor(out0!) out) -> ()
+output_scale=None, str kv_cache_dtype="auto", SymInt? value_head_size=None, Tensor(out0!) out) -> ()
 
 paged_ops::copy_blocks(Tensor(a0!)[] kv_caches, Tensor block_mapping) -> ()
 
@@ -145,6 +145,9 @@ paged_ops::gather_kv.out(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, 
 value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", ScalarType?
 dtype=None, Tensor(out0!) key, Tensor(out1!) value) -> ()
 
+paged_ops::latent_cache_write(Tensor latent, Tensor rotated, Tensor(a2!) kv_cache, Tensor slot_mapping, *,
+Tensor? k_scale=None, str kv_cache_dtype="auto") -> ()
+
 paged_ops::merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)
 
 paged_ops::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(out0!)
@@ -154,25 +157,27 @@ paged_ops::paged_attention(Tensor query, Tensor kv_cache, Tensor block_tables, T
 query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
 attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? bidirectional_ranges=None) -> Tensor
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None) -> Tensor
 
 paged_ops::paged_attention.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor
 query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
 attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, Tensor(out0!) out) -> ()
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, Tensor(out0!) out) ->
+()
 
 paged_ops::paged_attention_with_lse(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
 Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
 SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? bidirectional_ranges=None) -> (Tensor, Tensor)
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None) -> (Tensor, Tensor)
 
 paged_ops::paged_attention_with_lse.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
 Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
 SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
-kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, Tensor(out0!) out, Tensor(out1!) lse) -> ()
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, Tensor(out0!) out,
+Tensor(out1!) lse) -> ()
 
 paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *,
 Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()

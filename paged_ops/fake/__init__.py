@@ -10,12 +10,13 @@ from paged_ops.fake.attention import (
     paged_attention,
     paged_attention_with_lse,
 )
-from paged_ops.fake.cache import copy_blocks, gather_kv, reshape_and_cache, swap_blocks
+from paged_ops.fake.cache import copy_blocks, gather_kv, latent_cache_write, reshape_and_cache, swap_blocks
 
 __all__ = [
     "cascade_attention",
     "copy_blocks",
     "gather_kv",
+    "latent_cache_write",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",

@@ -11,7 +11,7 @@ from paged_ops import checks, masks
 from paged_ops.checks import expect
 from paged_ops.fake.cache import check_cache, result
 from paged_ops.features import Features, conflicts
-from paged_ops.layouts import MODEL_DTYPES, PagedKV
+from paged_ops.layouts import MODEL_DTYPES, PagedKV, is_latent
 
 OUTPUT_FP8 = torch.float8_e4m3fn
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -83,7 +83,11 @@ def cascade_attention(
 
 def _check_query_and_cache(query: Tensor, kv_cache: Tensor, f: Features) -> PagedKV:
     checks.tensor("query", query, (None, None, None), MODEL_DTYPES, names="[T, H, D]")
-    paged = check_cache(kv_cache, f.value_cache, f.k_scale, f.v_scale, f.kv_cache_dtype, query.dtype)
+    scales = f.k_scale, f.v_scale
+    paged = check_cache(kv_cache, f.value_cache, *scales, f.kv_cache_dtype, query.dtype, f.value_head_size)
+    if is_latent(kv_cache):
+        latent = "the R of the latent kv_cache [N, B, R + P]"
+        expect(f.value_head_size is not None, "value_head_size", latent, f.value_head_size)
     expect(kv_cache.device == query.device, "kv_cache", f"a tensor on {query.device}, the query's device", kv_cache)
     _, H, D = query.shape
     K = paged.num_kv_heads

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paged_ops import checks
 from paged_ops.checks import expect
-from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, PagedKV, element_dtype, paged_kv
+from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, PagedKV, element_dtype, is_latent, paged_kv
 
 
 def reshape_and_cache(
@@ -24,6 +24,9 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
 ) -> None:
     checks.tensor("key", key, (None, None, None), MODEL_DTYPES, names="[T', K, D]")
+    checks.present("kv_cache", kv_cache)
+    two_planes = "4 or 5 dimensions (a latent cache is written by latent_cache_write)"
+    expect(not is_latent(kv_cache), "kv_cache", two_planes, kv_cache)
     paged = check_cache(kv_cache, value_cache, k_scale, v_scale, kv_cache_dtype, key.dtype)
     expect(kv_cache.device == key.device, "kv_cache", f"a tensor on {key.device}, the key's device", kv_cache)
     K, D, Dv = paged.num_kv_heads, paged.head_size, paged.value_head_size
@@ -35,6 +38,28 @@ def reshape_and_cache(
             checks.written(name, cache)
     rows = slot_mapping.shape[0] <= key.shape[0]
     expect(rows, "slot_mapping", f"at most the {key.shape[0]} rows of key", slot_mapping)
+
+
+def latent_cache_write(
+    latent: Tensor,
+    rotated: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    checks.tensor("latent", latent, (None, None), MODEL_DTYPES, names="[T', R]")
+    checks.tensor("rotated", rotated, (latent.shape[0], None), latent.dtype, latent.device, "[T', P]")
+    checks.tensor("kv_cache", kv_cache, (None, None, None), names="[N, B, R + P]")
+    check_cache(kv_cache, None, k_scale, None, kv_cache_dtype, latent.dtype)
+    expect(kv_cache.device == latent.device, "kv_cache", f"a tensor on {latent.device}, the latent's device", kv_cache)
+    R, P = latent.shape[1], rotated.shape[1]
+    expect(kv_cache.shape[2] == R + P, "kv_cache", f"R + P = {R} + {P} columns in [N, B, R + P]", kv_cache)
+    checks.tensor("slot_mapping", slot_mapping, (None,), (torch.int64, torch.int32), latent.device, "[T]")
+    checks.written("kv_cache", kv_cache)
+    rows = slot_mapping.shape[0] <= latent.shape[0]
+    expect(rows, "slot_mapping", f"at most the {latent.shape[0]} rows of latent", slot_mapping)
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -98,9 +123,12 @@ def check_cache(
     v_scale: Tensor | None,
     kv_cache_dtype: str,
     model_dtype: torch.dtype | None = None,
+    value_head_size: int | None = None,
 ) -> PagedKV:
     """Check form, dtype and scales of a cache; ``model_dtype`` is what a cache that is not fp8 must have."""
-    paged = paged_kv(kv_cache, value_cache)
+    paged = paged_kv(kv_cache, value_cache, value_head_size)
+    if is_latent(kv_cache):
+        expect(v_scale is None, "v_scale", "None, as a latent cache has one scale, k_scale", v_scale)
     fp8 = element_dtype(kv_cache, kv_cache_dtype) in FP8_DTYPES
     if not fp8 and model_dtype is not None:
         expect(kv_cache.dtype == model_dtype, "kv_cache", f"the model's {model_dtype}, or fp8", kv_cache)

@@ -16,11 +16,13 @@ from paged_ops.testing.inputs import (
     F8_E4M3,
     F8_E5M2,
     FORMS,
+    LATENT_FORMS,
     AttentionCase,
     BlocksCase,
     CacheSpec,
     CascadeCase,
     GatherCase,
+    LatentWriteCase,
     MergeCase,
     WriteCase,
 )
@@ -119,20 +121,65 @@ def _attention_cases() -> Iterator[AttentionCase]:
         yield case(f"uneven-{name}", "uneven", padding=(0, 0), features=(feature,))
     yield case("uneven-sparse-bf16", "uneven", padding=(0, 0), features=(FEATURES["sparse"],), dtype=torch.bfloat16)
     yield AttentionCase("one-token", ((1, 1),), padding=(0, 0))
+    yield from _latent_cases()
     yield from _random_cases(100)
+    yield from _random_cases(20, first=100, latent=True)
 
 
-def _random_cases(count: int) -> Iterator[AttentionCase]:
+def _latent_cases() -> Iterator[AttentionCase]:
+    def case(name: str, batch: str = "mixed", **changes: Any) -> AttentionCase:
+        sizes: dict[str, Any] = {"form": "latent", "num_kv_heads": 1, "head_size": 40, "value_head_size": 32, **changes}
+        spec = {key: sizes.pop(key) for key in list(sizes) if key in CacheSpec.__dataclass_fields__}
+        return AttentionCase(f"latent-{name}", BATCHES[batch], CacheSpec(**spec), **sizes)
+
+    for number, batch in enumerate(BATCHES):
+        for dtype in layouts.MODEL_DTYPES if batch == "mixed" else (layouts.MODEL_DTYPES[number % 3],):
+            yield case(f"{batch}-{short(dtype)}", batch, dtype=dtype)
+    for name, feature in FEATURES.items():
+        yield case(name, features=(feature,))
+        yield case(f"{name}-long", "long", features=(feature,))
+        yield case(f"{name}-bf16-decode", "decode", features=(feature,), dtype=torch.bfloat16)
+    every = tuple(FEATURES[name] for name in ("window", "chunk", "cap", "alibi", "sinks"))
+    for form in LATENT_FORMS:
+        yield case(f"{form}-all-features", form=form, features=every, strided_query=True, dtype=torch.float16)
+    real = {"head_size": 576, "value_head_size": 512}  # DeepSeek-V2 and V3, Kimi-K2
+    for H, batch, dtype in (
+        (16, "decode", torch.bfloat16),
+        (128, "speculative", torch.float16),
+        (16, "mixed", torch.float32),
+    ):
+        yield case(f"576-h{H}-{batch}-{short(dtype)}", batch, num_heads=H, dtype=dtype, **real)
+    for R, P in ((256, 32), (13, 5), (24, 0), (96, 16)):
+        yield case(f"{R}-{P}", head_size=R + P, value_head_size=R)
+        yield case(f"{R}-{P}-decode-fp16", "decode", head_size=R + P, value_head_size=R, dtype=torch.float16)
+    for B in (1, 8, 48, 64, 544):
+        yield case(f"b{B}", block_size=B)
+        yield case(f"b{B}-decode-fp16", "decode", block_size=B, dtype=torch.float16)
+    for H in (1, 5, 16, 71):
+        yield case(f"h{H}-decode-fp16", "decode", num_heads=H, dtype=torch.float16)
+        yield case(f"h{H}-uneven", "uneven", num_heads=H, padding=(0, 0))
+    for stored, name in ((F8_E4M3, "auto"), (F8_E5M2, "auto"), (torch.uint8, "fp8")):
+        fp8: dict[str, Any] = {"cache_dtype": stored, "kv_cache_dtype": name}
+        yield case(f"{short(stored)}-fp16", dtype=torch.float16, scales="tensor", **fp8)
+        yield case(f"{short(stored)}-decode-bf16", "decode", dtype=torch.bfloat16, **fp8)
+        yield case(f"{short(stored)}-576-decode", "decode", scales="tensor", num_heads=16, **fp8, **real)
+    yield case("fp8-output", dtype=torch.float16, cache_dtype=F8_E4M3, scales="tensor", fp8_output=True)
+
+
+def _random_cases(count: int, first: int = 0, latent: bool = False) -> Iterator[AttentionCase]:
     """Seeded mixtures of everything, for what the lists of pairs miss."""
-    for n in range(count):
+    for n in range(first, first + count):
         rng = random.Random(n)
-        form = rng.choice(FORMS)
+        form = rng.choice(LATENT_FORMS if latent else FORMS)
         dtype = rng.choice(layouts.MODEL_DTYPES)
         stored = rng.choice((None, None, F8_E4M3, F8_E5M2))
         K, G = rng.choice(((1, 1), (1, 7), (2, 4), (3, 5), (4, 2), (2, 16)))
         D = rng.choice((16, 32, 64, 80, 128, 192) if form == "x_packed" else (13, 24, 40, 64, 72, 96, 128, 256))
         Dv = rng.choice((None, 32, 56)) if form == "separate" else None
         scales = rng.choice((None, "tensor", "head")) if stored else None
+        if latent:
+            K, G, Dv = 1, K * G, rng.choice((8, 32, 50, 64))
+            D = Dv + rng.choice((0, 8, 14, 64))
         spec = CacheSpec(form, K, D, Dv, rng.choice((1, 8, 16, 48, 64)), dtype, stored, "auto", scales)
         names = [name for name in FEATURES if random.Random(f"{name}-{n}").random() < 0.4]  # independent of others
         while not _allowed(*names):
@@ -168,6 +215,28 @@ def _cache_specs() -> Iterator[tuple[str, CacheSpec]]:
     yield "dv", CacheSpec("separate", head_size=48, value_head_size=32, dtype=torch.bfloat16)
 
 
+def _latent_specs() -> Iterator[tuple[str, CacheSpec]]:
+    for form, dtype in itertools.product(LATENT_FORMS, layouts.MODEL_DTYPES):
+        yield f"{form}-{short(dtype)}", CacheSpec(form, 1, 40, 32, dtype=dtype)
+    for scales, dtype in ((None, torch.float32), ("tensor", torch.bfloat16)):
+        yield f"latent-e4m3-{scales}-{short(dtype)}", CacheSpec("latent", 1, 40, 32, 8, dtype, F8_E4M3, "auto", scales)
+    for name in ("fp8", "fp8_e5m2"):
+        yield f"latent-uint8-{name}", CacheSpec("latent", 1, 40, 32, 16, torch.float32, torch.uint8, name, "tensor")
+    for R, P, B in ((512, 64, 64), (13, 5, 1), (24, 0, 544)):
+        yield f"latent-{R}-{P}-b{B}", CacheSpec("latent", 1, R + P, R, B, torch.bfloat16)
+
+
+def _latent_write_cases() -> Iterator[LatentWriteCase]:
+    for name, spec in _latent_specs():
+        blocks = max(4, -(-32 // spec.block_size))
+        yield LatentWriteCase(name, spec, num_blocks=blocks)
+        yield LatentWriteCase(f"{name}-strided", spec, num_blocks=blocks, strided=True, slots=torch.int32, special=True)
+    spec = CacheSpec("latent", 1, 40, 32)
+    yield LatentWriteCase("nothing", spec, tokens=0, extra=0, skip=0)
+    yield LatentWriteCase("only-padding", spec, skip=1)
+    yield LatentWriteCase("no-rows-but-extra", spec, tokens=0, extra=4, skip=0)
+
+
 def _write_cases() -> Iterator[WriteCase]:
     for name, spec in _cache_specs():
         blocks = max(4, -(-32 // spec.block_size))
@@ -184,7 +253,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def _gather_cases() -> Iterator[GatherCase]:
-    for name, spec in _cache_specs():
+    for name, spec in itertools.chain(_cache_specs(), _latent_specs()):
         fp8 = spec.stored.itemsize == 1
         yield GatherCase(name, BATCHES["holes"], spec, out_dtype=spec.dtype if fp8 else None)
     for capacity in (0, -1, -20, -1000):
@@ -197,6 +266,8 @@ def _gather_cases() -> Iterator[GatherCase]:
 def _blocks_cases(swap: bool) -> Iterator[BlocksCase]:
     for form, dtype in itertools.product(FORMS, (torch.float32, torch.bfloat16, F8_E4M3, torch.uint8)):
         yield BlocksCase(f"{form}-{short(dtype)}", swap, CacheSpec(form, head_size=32, cache_dtype=dtype))
+    for form, dtype in zip(LATENT_FORMS, (torch.bfloat16, F8_E4M3), strict=True):
+        yield BlocksCase(f"{form}-{short(dtype)}", swap, CacheSpec(form, 1, 40, 32, cache_dtype=dtype))
     yield BlocksCase("no-pairs", swap, pairs=())
     yield BlocksCase("no-caches", swap, layers=0)
     yield BlocksCase("odd-block", swap, CacheSpec(num_kv_heads=3, head_size=13, block_size=1, cache_dtype=torch.uint8))
@@ -225,12 +296,17 @@ def _cascade_cases() -> Iterator[CascadeCase]:
         yield CascadeCase(f"{form}-bf16", suffixes["mixed"], spec, features=(FEATURES["sinks"], FEATURES["cap"]))
     fp8 = CacheSpec(dtype=torch.float16, cache_dtype=F8_E4M3, scales="head")
     yield CascadeCase("fp8", suffixes["mixed"], fp8, fp8_output=True)
+    for name, cache_dtype in (("latent", None), ("latent-e4m3", F8_E4M3)):
+        scales = None if cache_dtype is None else "tensor"
+        latents = CacheSpec("latent", 1, 40, 32, dtype=torch.bfloat16, cache_dtype=cache_dtype, scales=scales)
+        yield CascadeCase(name, suffixes["mixed"], latents)
 
 
 Case = AttentionCase | WriteCase | BlocksCase | MergeCase
 
 CASES: dict[str, list[Case]] = {
     "reshape_and_cache": list(_write_cases()),
+    "latent_cache_write": list(_latent_write_cases()),
     "paged_attention": list(_attention_cases()),
     "paged_attention_with_lse": list(_attention_cases()),
     "merge_attention_states": list(_merge_cases()),
@@ -252,16 +328,17 @@ def case_named(op: str, name: str) -> Case:
 COMPILED: dict[str, tuple[str, ...]] = {
     "reshape_and_cache": ("nhd-fp32", "hnd-bf16", "plane_first-fp16", "interleaved-fp32", "separate-e4m3-head-bf16",
                           "x_packed-fp16", "x_packed-e4m3-tensor-fp16-strided", "uint8-fp8_e5m2", "only-padding"),
+    "latent_cache_write": ("latent-fp32", "latent_padded-bf16-strided", "latent-e4m3-tensor-bf16", "only-padding"),
     "paged_attention": ("decode-fp32", "mixed-bf16", "prefill-fp16", "holes-fp32", "padding_only-fp32", "window-cap",
                         "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse",
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
                         "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
-                        "d192-dv128", "d13"),
+                        "d192-dv128", "d13", "latent-mixed-fp32", "latent-e4m3-decode-bf16", "latent-sinks"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
-                                 "x_packed-all-features", "h71-k1", "b544-decode"),
+                                 "x_packed-all-features", "h71-k1", "b544-decode", "latent-mixed-fp16"),
     "merge_attention_states": ("fp32-d32-h1", "bf16-d128-h4", "all-empty"),
-    "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8"),
-    "copy_blocks": ("nhd-fp32", "x_packed-bf16", "device-mapping", "no-caches"),
+    "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8", "latent-e4m3"),
+    "copy_blocks": ("nhd-fp32", "x_packed-bf16", "latent-bf16", "device-mapping", "no-caches"),
     "swap_blocks": ("nhd-fp32", "hnd-bf16", "both-roles"),
-    "gather_kv": ("nhd-fp32", "x_packed-e4m3-tensor-fp16", "uint8-fp8_e5m2", "capacity-20"),
+    "gather_kv": ("nhd-fp32", "x_packed-e4m3-tensor-fp16", "uint8-fp8_e5m2", "capacity-20", "latent-bf16"),
 }  # fmt: skip

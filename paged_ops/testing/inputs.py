@@ -20,6 +20,7 @@ F8_E4M3, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GUARD_BYTE, GUARD_BYTES = 0xA5, 1024
 NAN_BYTE = 0x7F  # NaN in both float8 formats
 FORMS = ("nhd", "hnd", "plane_first", "interleaved", "separate", "x_packed")
+LATENT_FORMS = ("latent", "latent_padded")  # for one key/value head; padded: with unused columns between its rows
 
 
 class Memory:
@@ -81,12 +82,16 @@ class CacheSpec:
     scales: str | None = None  # None, "tensor" or "head"
 
     @property
+    def latent(self) -> bool:
+        return self.form in LATENT_FORMS
+
+    @property
     def stored(self) -> torch.dtype:
         return self.cache_dtype or self.dtype
 
     @property
     def value_size(self) -> int:
-        return self.value_head_size or self.head_size
+        return self.head_size if self.value_head_size is None else self.value_head_size
 
     def allocate(self, memory: Memory, num_blocks: int) -> tuple[Tensor, Tensor | None]:
         """kv_cache and value_cache full of NaN."""
@@ -102,6 +107,9 @@ class CacheSpec:
             return nan((N, B, 2 * K, D), self.stored), None
         if self.form == "separate":
             return nan((N, B, K, D), self.stored), nan((N, B, K, self.value_size), self.stored)
+        if self.latent:
+            assert K == 1, "latents serve one key/value head"
+            return nan((N, B, D + (8 if self.form == "latent_padded" else 0)), self.stored)[..., :D], None
         assert self.form == "x_packed", self.form
         x = 16 // self.stored.itemsize
         return nan((N, K, D // x, B, x), self.stored), nan((N, K, D, B), self.stored)
@@ -111,7 +119,7 @@ class CacheSpec:
         named: dict[str, Any] = {} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": self.kv_cache_dtype}
         if self.scales is not None:
             size = 1 if self.scales == "tensor" else self.num_kv_heads
-            for name in ("k_scale", "v_scale"):
+            for name in ("k_scale",) if self.latent else ("k_scale", "v_scale"):
                 named[name] = memory.put(torch.rand(size, generator=generator) * 0.02 + 0.005)
         return named
 
@@ -161,7 +169,11 @@ class AttentionCase:
         value = torch.randn(len(slots), K, spec.value_size, generator=generator)
         on_host: dict[str, Any] = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
         host = kv_cache.cpu(), None if value_cache is None else value_cache.cpu()
-        reference.reshape_and_cache(key, value, host[0], slots, value_cache=host[1], **on_host)
+        if spec.latent:
+            value, rotated = key[:, 0].split([spec.value_size, spec.head_size - spec.value_size], 1)
+            reference.latent_cache_write(value, rotated, host[0], slots, **on_host)
+        else:
+            reference.reshape_and_cache(key, value, host[0], slots, value_cache=host[1], **on_host)
         kv_cache.copy_(host[0])
         if value_cache is not None and host[1] is not None:
             value_cache.copy_(host[1])
@@ -175,6 +187,8 @@ class AttentionCase:
         T, N, tables, lens, starts = self.batch(memory, generator)
         kv_cache, _, named, largest = self.filled_cache(memory, generator, N, tables, lens)
         query = self._query(memory, generator, T)
+        if self.cache.latent:
+            named["value_head_size"] = self.cache.value_size
         for name, value in self.features:
             if name == "sinks":
                 value = memory.put(torch.randn(self.num_heads, generator=generator))
@@ -297,6 +311,20 @@ class WriteCase:
         if value_cache is not None:
             named["value_cache"] = value_cache
         return Inputs((key, value, kv_cache, memory.put(slots)), named, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentWriteCase(WriteCase):
+    """latent_cache_write; ``strided`` are parts of one row, as the projection that makes both gives them."""
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        R, P = self.cache.value_size, self.cache.head_size - self.cache.value_size
+        separate = dataclasses.replace(self.cache, form="separate", head_size=R, value_head_size=P)
+        made = WriteCase.inputs(dataclasses.replace(self, cache=separate), device)
+        latent, rotated, _, slots = made.args
+        kv_cache, _ = self.cache.allocate(made.memory, self.num_blocks)
+        named = {name: value for name, value in made.kwargs.items() if name in ("k_scale", "kv_cache_dtype")}
+        return Inputs((latent[:, 0], rotated[:, 0], kv_cache, slots), named, made.memory)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import Features
+from paged_ops.features import Features, with_value_scale
 from paged_ops.fp8 import quantise
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused
@@ -79,7 +79,8 @@ def _attend(
     """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output."""
     if query.stride(2) != 1:
         query = query.contiguous()  # the flash kernel assumes it
-    paged = bytes_of_fp8(paged_kv(kv_cache, f.value_cache))
+    f = with_value_scale(f, kv_cache)
+    paged = bytes_of_fp8(paged_kv(kv_cache, f.value_cache, f.value_head_size))
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     stored, N, B = element_dtype(kv_cache, f.kv_cache_dtype), paged.num_blocks, max(paged.block_size, 1)
     # Copies, because another thread may write the caller's tensors between check and use.

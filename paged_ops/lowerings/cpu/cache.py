@@ -22,20 +22,33 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
     given = CacheOptions(**options)
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
-    if not kv_cache.numel():
-        return
+    if kv_cache.numel():
+        planes = ((paged.key, key, given.k_scale), (paged.value, value, given.v_scale))
+        _write(planes, slot_mapping, stored)
+
+
+def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
+    fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
+    given = CacheOptions(**options)
+    stored = element_dtype(kv_cache, given.kv_cache_dtype)
+    if kv_cache.numel():
+        cells, R = _storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
+        parts = ((cells[..., :R], latent), (cells[..., R:], rotated))
+        _write([(plane, real[:, None], given.k_scale) for plane, real in parts], slot_mapping, stored)
+
+
+def _write(planes: Sequence[tuple[Tensor, Tensor, Tensor | None]], slot_mapping: Tensor, stored: torch.dtype) -> None:
+    """Write rows ``[T', K, D]`` into planes ``[N, B, K, ...]`` of a cache, each with its scale."""
+    N, B = planes[0][0].shape[:2]
     slot_mapping = slot_mapping.clone()  # so that another thread cannot change it between check and use
-    checks.slots(slot_mapping, paged.num_blocks * paged.block_size)
+    checks.slots(slot_mapping, N * B)
     # Of rows that share a slot only the last one is kept: parallel writes would mix them.
     row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
     rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
-    block, offset = slots // paged.block_size, slots % paged.block_size
-    # All is read before anything is written: key and value may be views of the cache.
-    cells = [
-        quantise(real[rows], scale, stored).contiguous()
-        for real, scale in ((key, given.k_scale), (value, given.v_scale))
-    ]
-    for plane, new in zip(paged, cells, strict=True):
+    block, offset = slots // B, slots % B
+    # All is read before anything is written: what is written may be views of the cache.
+    cells = [quantise(real[rows], scale, stored).contiguous() for _, real, scale in planes]
+    for (plane, _, _), new in zip(planes, cells, strict=True):
         plane[block, offset] = new.view(plane.dtype).view(len(rows), *plane.shape[2:])
 
 

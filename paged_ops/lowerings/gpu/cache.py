@@ -1,4 +1,4 @@
-"""Writing into the cache and gathering from it on GPUs: streaming kernels of wide loads and stores.
+"""Writing into the cache on GPUs: a streaming kernel of wide loads and stores. What it shares with gather.py.
 
 Letters as in :mod:`paged_ops.ops`: T tokens, S sequences, K key/value heads, D and Dv head sizes, N blocks, B tokens a
 block. Inside kernels also C columns of a token: its K*D elements. Shapes and strides are constants of the kernels, so
@@ -19,9 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.gpu.fp8 import decode_fp8, encode_fp8, stored_format
+from paged_ops.lowerings.gpu.fp8 import encode_fp8, stored_format
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launcher
-from paged_ops.lowerings.gpu.target import FUSED, Target, on_device, target_of
+from paged_ops.lowerings.gpu.target import Target, target_of
 
 
 def reshape_and_cache(
@@ -50,16 +50,69 @@ def reshape_and_cache(
     write = _writes.get(kind)
     if write is None:
         write = _plan_write(key, value, kv_cache, slot_mapping, value_cache, k_scale, v_scale, kv_cache_dtype)
-        if len(_writes) == MOST_KINDS:
-            _writes.clear()
-        _writes[kind] = write
+        _keep(kind, write)
+    _run(write, key, value, kv_cache, kv_cache if value_cache is None else value_cache, slot_mapping, k_scale, v_scale)
+
+
+def latent_cache_write(
+    latent: Tensor,
+    rotated: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    """The kernel of :func:`reshape_and_cache`, for which the compressed columns of a row are the key of one head, and
+    the rotated columns its value."""
+    kind = (
+        *(*_kind(latent), *_kind(rotated), *_kind(kv_cache), *_kind(slot_mapping)),
+        kv_cache_dtype,
+        k_scale if k_scale is None else _kind(k_scale),
+    )
+    write = _writes.get(kind)
+    if write is None:
+        write = _plan_latent_write(latent, rotated, kv_cache, slot_mapping, k_scale, kv_cache_dtype)
+        _keep(kind, write)
+    _run(write, latent, rotated, kv_cache, kv_cache, slot_mapping, k_scale, k_scale)
+
+
+class Write(NamedTuple):
+    """What the calls of one kind share."""
+
+    launcher: Launcher | None  # None: nothing to write
+    grid: tuple[int, int, int]
+    numbers: tuple[int]
+    as_bytes: bool  # the kernel takes the cache as uint8
+    num_slots: int
+
+
+_writes: dict[tuple[Any, ...], Write] = {}
+
+
+def _keep(kind: tuple[Any, ...], write: Write) -> None:
+    if len(_writes) == MOST_KINDS:
+        _writes.clear()
+    _writes[kind] = write
+
+
+def _run(
+    write: Write,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Launch; ``values`` is the tensor that holds the cache of values."""
     if write.launcher is None:
         return
     if checks.debug_checks():
         checks.slots(slot_mapping, write.num_slots)
-    values = kv_cache if value_cache is None else value_cache
     if k_scale is not None or v_scale is not None:
-        k_scale, v_scale = _together(k_scale), _together(v_scale)
+        k_scale, v_scale = together(k_scale), together(v_scale)
     addresses = (
         key.data_ptr(),
         value.data_ptr(),
@@ -74,19 +127,6 @@ def reshape_and_cache(
             kv_cache, values = kv_cache.view(torch.uint8), values.view(torch.uint8)
         tensors = (key, value, kv_cache, values, slot_mapping, k_scale, v_scale)
         write.launcher(write.grid, tensors, write.numbers)
-
-
-class Write(NamedTuple):
-    """What the calls of one kind share."""
-
-    launcher: Launcher | None  # None: nothing to write
-    grid: tuple[int, int, int]
-    numbers: tuple[int]
-    as_bytes: bool  # the kernel takes the cache as uint8
-    num_slots: int
-
-
-_writes: dict[tuple[Any, ...], Write] = {}
 
 
 def forget() -> None:
@@ -112,14 +152,44 @@ def _plan_write(
     fake.reshape_and_cache(
         key, value, kv_cache, slot_mapping, value_cache=value_cache, kv_cache_dtype=kv_cache_dtype, **scales
     )
-    paged, T = paged_kv(kv_cache, value_cache), slot_mapping.shape[0]
-    num_slots = paged.num_blocks * paged.block_size
+    paged = paged_kv(kv_cache, value_cache)
+    return _write_of(paged, key, value, kv_cache, slot_mapping, value_cache, k_scale, v_scale, kv_cache_dtype)
+
+
+def _plan_latent_write(
+    latent: Tensor,
+    rotated: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    kv_cache_dtype: str,
+) -> Write:
+    fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, k_scale=k_scale, kv_cache_dtype=kv_cache_dtype)
+    R, rows = latent.shape[1], kv_cache[:, :, None]  # [N, B, 1, R + P]
+    parts = PagedKV(rows[..., None, :R], rows[..., R:])
+    key, value = latent[:, None], rotated[:, None]
+    return _write_of(parts, key, value, kv_cache, slot_mapping, None, k_scale, k_scale, kv_cache_dtype)
+
+
+def _write_of(
+    paged: PagedKV,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    value_cache: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_cache_dtype: str,
+) -> Write:
+    """Write keys ``[T', K, D]`` and values ``[T', K, Dv]`` into two planes of a cache."""
+    T, num_slots = slot_mapping.shape[0], paged.num_blocks * paged.block_size
     if not (T and kv_cache.numel()):
         return Write(None, (0, 1, 1), (0,), False, num_slots)
     target = target_of(key.device)
     FORMAT = stored_format(element_dtype(kv_cache, kv_cache_dtype), kv_cache.dtype, target)
     launcher, tokens = _write_launcher(
-        _form(paged, kv_cache, value_cache, key, value),
+        form_of(paged, kv_cache, value_cache, key, value),
         FORMAT,
         0 if k_scale is None else k_scale.shape[0],
         0 if v_scale is None else v_scale.shape[0],
@@ -142,72 +212,9 @@ def _write_launcher(
 ) -> tuple[Launcher, int]:
     """The kernel of all calls that differ only in the number of tokens, and the tokens of a program."""
     by_head = max(k_scales, v_scales) > 1  # a scale is read, and divided by, once for a program's tokens
-    plan = _plan(target, "reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
+    plan = constants(target, "reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
     fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and target.has_fp8_cvt, "K_SCALES": k_scales, "V_SCALES": v_scales}
     return Launcher(write_kernel, {**plan, **fp8, "SLOTS": slots}, target.device), plan["BLOCK_T"]
-
-
-def gather_kv(
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    num_tokens: int,
-    *,
-    value_cache: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    dtype: torch.dtype | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    key, value = fake.gather_kv(
-        kv_cache,
-        block_tables,
-        seq_lens,
-        num_tokens,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-        out=out,
-    )
-    S = seq_lens.shape[0]
-    if not (S and block_tables.shape[1] and kv_cache.numel()):
-        return key.zero_(), value.zero_()
-    target = target_of(kv_cache.device)
-    paged = paged_kv(kv_cache, value_cache)
-    FORMAT = stored_format(element_dtype(kv_cache, kv_cache_dtype), kv_cache.dtype, target)
-    if checks.debug_checks():
-        checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, paged.block_size)
-    if not num_tokens:
-        return key, value
-    with on_device(target.device):
-        plan = _plan(target, "gather_kv", "elements", *_form(paged, kv_cache, value_cache, key, value))
-        if FORMAT:
-            kv_cache = kv_cache.view(torch.uint8)
-            value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
-        gather_kernel[(triton.cdiv(num_tokens, plan["BLOCK_T"]),)](
-            key,
-            value,
-            kv_cache,
-            kv_cache if value_cache is None else value_cache,
-            block_tables,
-            block_tables.stride(0),
-            block_tables.stride(1),
-            seq_lens.cumsum(0, dtype=torch.int64),
-            S,
-            _together(k_scale),
-            _together(v_scale),
-            num_tokens,
-            FORMAT=FORMAT,
-            K_SCALES=0 if k_scale is None else k_scale.shape[0],
-            V_SCALES=0 if v_scale is None else v_scale.shape[0],
-            STEPS=S.bit_length(),
-            **plan,
-            **FUSED,
-        )
-    return key, value
 
 
 class Side(NamedTuple):
@@ -231,7 +238,9 @@ class Side(NamedTuple):
     wide: bool  # the offsets inside a token need int64
 
 
-def _form(paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+def form_of(
+    paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Tensor, value: Tensor
+) -> tuple[Any, ...]:
     """What decides how a launch is compiled, besides dtypes: shapes and strides, never the number of tokens."""
     k, v = paged
     start = v.storage_offset() - kv_cache.storage_offset() if value_cache is None else 0
@@ -239,7 +248,7 @@ def _form(paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Ten
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def constants(
     target: Target,
     op: str,
     size: str,
@@ -274,8 +283,8 @@ def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tu
     extent = max((K - 1) * head + (packs - 1) * pack + (X - 1) * element, (K - 1) * dense_h + (packs * X - 1) * dense_d)
     return Side(
         C=K * packs * X,
-        D=packs * X,
-        X=X,
+        D=max(packs * X, 1),  # a part of a latent cache may have no columns
+        X=max(X, 1),
         V=math.gcd(16, packs * X),
         dense_t=dense_t,
         dense_h=dense_h,
@@ -291,7 +300,7 @@ def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tu
     )
 
 
-def _together(scale: Tensor | None) -> Tensor | None:
+def together(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.is_contiguous() else scale.contiguous()
 
 
@@ -332,61 +341,6 @@ def write_kernel(
         v_address = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
         tl.store(k_address, k, mask=k_exists & live[:, None])
         tl.store(v_address, v, mask=v_exists & live[:, None])
-    if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
-
-
-@triton.jit(do_not_specialize=["S", "num_tokens"])
-def gather_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    block_tables,
-    stride_s,
-    stride_m,
-    ends,  # [S] running total of seq_lens
-    S,
-    k_scale,
-    v_scale,
-    num_tokens,
-    B: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    FORMAT: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    STEPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_wait()
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside = t < num_tokens
-    # A row's sequence is the number of sequences that end at or before it, found bit by bit.
-    s = tl.zeros([BLOCK_T], tl.int64)
-    for step in tl.static_range(STEPS):
-        further = s + (1 << (STEPS - 1 - step))
-        end = tl.load(ends + further - 1, mask=further <= S, other=0)
-        s = tl.where((further <= S) & (end <= t), further, s)
-    live = inside & (s < S)
-    position = t - tl.load(ends + s - 1, mask=s > 0, other=0)
-    block = tl.load(block_tables + s * stride_s + position // B * stride_m, mask=live, other=0).to(tl.int64)
-    offset = position % B
-    for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
-        k_address, k_mask = dense_address(key, t, inside, first, KEY, BLOCK_C)
-        v_address, v_mask = dense_address(value, t, inside, first, VALUE, BLOCK_C)
-        k_stored = paged_address(key_cache, block, offset, first, KEY, BLOCK_C)
-        v_stored = paged_address(value_cache, block, offset, first, VALUE, BLOCK_C)
-        k = tl.load(k_stored, mask=k_mask & live[:, None], other=0)
-        v = tl.load(v_stored, mask=v_mask & live[:, None], other=0)
-        if FORMAT != 0:
-            k = from_fp8(k, k_scale, first, KEY, K_SCALES, FORMAT)
-            v = from_fp8(v, v_scale, first, VALUE, V_SCALES, FORMAT)
-        tl.store(k_address, k.to(key.dtype.element_ty), mask=k_mask)
-        tl.store(v_address, v.to(value.dtype.element_ty), mask=v_mask)
     if PDL:
         gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
 
@@ -467,14 +421,3 @@ def divide(real, scale, SCALES: tl.constexpr, QUICK: tl.constexpr):
     else:
         quotient = tl.div_rn(real, scale)
     return quotient
-
-
-@triton.jit
-def from_fp8(bits, scale, first, SIDE: tl.constexpr, SCALES: tl.constexpr, FORMAT: tl.constexpr):
-    real = decode_fp8(bits, FORMAT).to(tl.float32)
-    if SCALES > 1:
-        tile = by_head(real, SIDE)
-        real = tl.reshape(tile * load_scales(scale, first, SIDE, SCALES, tile.shape[1]), real.shape)
-    elif SCALES == 1:
-        real = real * tl.load(scale)
-    return real

@@ -12,7 +12,7 @@ from paged_ops.lowerings.tpu.attention import (
     paged_attention,
     paged_attention_with_lse,
 )
-from paged_ops.lowerings.tpu.cache import copy_blocks, gather_kv, reshape_and_cache, swap_blocks
+from paged_ops.lowerings.tpu.cache import copy_blocks, gather_kv, latent_cache_write, reshape_and_cache, swap_blocks
 from paged_ops.lowerings.tpu.ragged import pad_head_size, unsupported
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "install",
     "install_torch_tpu",
     "install_twins",
+    "latent_cache_write",
     "lowering",
     "merge_attention_states",
     "pad_head_size",

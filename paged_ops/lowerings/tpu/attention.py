@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import Features
+from paged_ops.features import Features, with_value_scale
 from paged_ops.fp8 import dequantise, quantise
 from paged_ops.layouts import element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as _cascade
@@ -86,7 +86,7 @@ def _attend(
     Each row gathers the keys of its own sequence, in tiles of rows so that memory stays bounded.
     """
     T, H, _ = query.shape
-    paged = paged_kv(kv_cache, f.value_cache)
+    paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
     out = query.new_zeros(T, H, paged.value_head_size, dtype=torch.float32)
     lse = torch.full((T, H), -torch.inf, device=query.device)
     if not (query.numel() and kv_cache.numel() and paged.value.numel() and block_tables.numel()):
@@ -122,13 +122,14 @@ def _attend_tile(
     """Rows ``query [R, H, D]`` of sequences ``s [R]`` at positions ``i [R]``: out ``[R, H, Dv]``, lse ``[R, H]``."""
     (R, H, _), M = query.shape, block_tables.shape[1]
     lens = seq_lens[s]
-    whole = paged_kv(kv_cache, f.value_cache)
+    f = with_value_scale(f, kv_cache)
+    whole = paged_kv(kv_cache, f.value_cache, f.value_head_size)
     N, B, K = whole.num_blocks, whole.block_size, whole.num_kv_heads
     j = torch.arange(M * B, device=query.device, dtype=torch.int32)
     needed = j[::B] < lens[:, None]  # [R, M]; other entries may hold anything
     blocks = torch.where(needed, block_tables[s], 0).clamp(0, N - 1).flatten()
     value_cache = None if f.value_cache is None else f.value_cache.index_select(0, blocks)
-    paged = paged_kv(kv_cache.index_select(0, blocks), value_cache)
+    paged = paged_kv(kv_cache.index_select(0, blocks), value_cache, f.value_head_size)
     stored = element_dtype(kv_cache, f.kv_cache_dtype)
     key = dequantise(
         reinterpreted(paged.key.reshape(R, M * B, K, -1), stored), f.k_scale, torch.float32

@@ -31,10 +31,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
         return
     paged = paged_kv(kv_cache, given.value_cache)
     num_slots = paged.num_blocks * paged.block_size
-    if checks.debug_checks():
-        checks.slots(slot_mapping.cpu(), num_slots)
-    slots = slot_mapping.long()
-    slots = torch.where((slots < 0) | (slots > num_slots), num_slots, slots)  # one past the end, where rows are dropped
+    slots = _slots_of(slot_mapping, num_slots)
     key, value = (quantise(real[:T], scale, stored) for real, scale in ((key, given.k_scale), (value, given.v_scale)))
     key, value = reinterpreted(key, kv_cache.dtype), reinterpreted(value, kv_cache.dtype)
     if given.value_cache is None and kv_cache.dim() == 4:  # interleaved: a token is one row
@@ -47,6 +44,35 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
     for cache, rows in ((paged.key, key), (paged.value, value)):
         flat, rows = cache.reshape(num_slots, *cache.shape[2:]), rows.reshape(T, *cache.shape[2:])
         cache.copy_(_with_rows(flat, slots, rows).view(cache.shape))
+
+
+def latent_cache_write(
+    latent: Tensor,
+    rotated: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
+    options: dict[str, Any] = {"k_scale": k_scale, "kv_cache_dtype": kv_cache_dtype}
+    fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
+    T, stored = slot_mapping.shape[0], element_dtype(kv_cache, kv_cache_dtype)
+    if not kv_cache.numel() or not T:
+        return
+    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+    rows = quantise(torch.cat([latent[:T], rotated[:T]], 1), k_scale, stored)
+    flat = kv_cache.reshape(num_slots, -1)
+    written = _with_rows(flat, _slots_of(slot_mapping, num_slots), reinterpreted(rows, kv_cache.dtype))
+    kv_cache.copy_(written.view(kv_cache.shape))
+
+
+def _slots_of(slot_mapping: Tensor, num_slots: int) -> Tensor:
+    """int64 slots, where those of padding are one past the end: rows there are dropped."""
+    if checks.debug_checks():
+        checks.slots(slot_mapping.cpu(), num_slots)
+    slots = slot_mapping.long()
+    return torch.where((slots < 0) | (slots > num_slots), num_slots, slots)
 
 
 def _with_rows(flat: Tensor, slots: Tensor, rows: Tensor) -> Tensor:

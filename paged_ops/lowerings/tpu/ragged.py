@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paged_ops import checks
 from paged_ops.features import Features
-from paged_ops.layouts import FP8_DTYPES, Layout
+from paged_ops.layouts import FP8_DTYPES, Layout, is_latent
 from paged_ops.lowerings.tpu import runtime, write
 
 # What the ragged kernel takes (torch_xla 2.9).
@@ -22,6 +22,7 @@ KERNEL_HEAD_SIZE = 128
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 # Of the optional arguments of attention those that it takes, or whose absence has a sentence of its own.
 KERNEL_ARGUMENTS = (
+    "value_head_size",
     "value_cache",
     "causal",
     "sliding_window",
@@ -35,6 +36,7 @@ KERNEL_ARGUMENTS = (
 BLOCK_TABLE_BYTES = 15 << 16
 # Bytes that the kernel's two buffers of pages may take of the 16 MiB of vector memory of a TPU v4; others have 128.
 V4_PAGES_BYTES = 4 << 20
+NO_LATENT = "the ragged kernel has no latent attention: decompress keys and values, and cache those"
 NO_LSE = (
     "the ragged kernel returns no lse, which this op needs; attend to the whole sequence in one paged_attention instead"
 )
@@ -55,7 +57,8 @@ def attend(
     and in rows before the start of their sequence.
     """
     if not (query.numel() and kv_cache.numel() and block_tables.numel()):
-        return torch.zeros_like(query, dtype=torch.float32)
+        T, H, D = query.shape
+        return query.new_zeros(T, H, f.value_head_size or D, dtype=torch.float32)
     reasons = _kernel_reasons(_shown(f, query, kv_cache, block_tables))
     if reasons:
         raise ValueError("paged_ops.paged_attention on a TPU: " + "; ".join(reasons))
@@ -148,6 +151,8 @@ def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -
     named["tpu_version"] = runtime.tpu_version()
     if f.value_cache is not None:
         return named
+    if is_latent(kv_cache):
+        return named | {"layout": Layout.LATENT, "num_kv_heads": 1, "block_size": kv_cache.shape[1]}
     if kv_cache.dim() == 5:
         return named | {"layout": Layout.NHD, "num_kv_heads": kv_cache.shape[3], "block_size": kv_cache.shape[2]}
     _, B, K2, _ = kv_cache.shape
@@ -171,6 +176,8 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
         lacks(given(name) and name not in KERNEL_ARGUMENTS, f"the ragged kernel has no {name}")
     lacks(asked.get("causal", True) is False, "the ragged kernel is always causal")
     layout = asked.get("layout", Layout.INTERLEAVED)
+    if layout == Layout.LATENT:
+        return [*reasons, NO_LATENT]
     lacks(
         layout != Layout.INTERLEAVED or given("value_cache"),
         "the ragged kernel reads the INTERLEAVED layout only: allocate the cache with layout='INTERLEAVED'",

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
-from paged_ops.layouts import element_dtype, paged_kv
+from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
 from paged_ops.lowerings.gpu.attention import decode, prefill, tuning
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
 from paged_ops.lowerings.gpu.spec import (
@@ -65,6 +65,8 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
+    if features.get("layout") == Layout.LATENT:
+        return [*reasons, "no kernel reads the LATENT layout yet"]
     return reasons + tuning.too_large(features.get("head_size"), features.get("value_head_size"))
 
 
@@ -153,7 +155,8 @@ def _attend(
         if launch.at(addresses, call.numbers):
             continue
         f = Features(**features)
-        paged, stored = paged_kv(kv_cache, f.value_cache), element_dtype(kv_cache, f.kv_cache_dtype)
+        paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
+        stored = element_dtype(kv_cache, f.kv_cache_dtype)
         key, value, _ = readable(paged, stored, target_of(kv_cache.device))
         written = out if f.output_scale is None else out.view(torch.uint8)
         halfway = workspace, workspace[to_lse:], workspace[to_taken:].view(torch.int32)
@@ -194,14 +197,15 @@ def _plan(
         out, _ = fake.paged_attention_with_lse(*arguments, out=given, **f._asdict())
     else:
         out = fake.paged_attention(*arguments, out=out, **f._asdict())
-    paged = paged_kv(kv_cache, f.value_cache)
+    paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
     N, B, K, D, Dv = *paged.key.shape[:3], paged.head_size, paged.value_head_size
     (T, H, _), S, device = query.shape, seq_lens.shape[0], query.device
     call = Call((tuple(out.shape), out.dtype), (N, B), bool(N and B and block_tables.shape[1]))
     if not (out.numel() and D and S and K):
         return call
     stored = element_dtype(kv_cache, f.kv_cache_dtype)
-    properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv}
+    layout = Layout.LATENT if is_latent(kv_cache) else None
+    properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv, "layout": layout}
     for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", properties):
         raise ValueError(reason)
 
