@@ -37,18 +37,13 @@ class Places(NamedTuple):
         by_rank: integers as wide as the dtype, ``[2, R, W, C]`` on each rank: two turns, R rows, of each sender.
         turns: int32 ``[R]``, the half that is next, of this rank alone.
         aborted: see :class:`paged_ops.parallel.symmetric.Workspace`.
+        rank: this one.
     """
 
     by_rank: tuple[Tensor, ...]
     turns: Tensor
     aborted: Tensor
     rank: int
-    dtype: torch.dtype
-
-
-def num_bytes(ranks: int, rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Of a workspace for so many rows."""
-    return 2 * rows * ranks * columns * dtype.itemsize
 
 
 def places(workspace: Any, rows: int, columns: int, dtype: torch.dtype) -> Places:
@@ -56,16 +51,16 @@ def places(workspace: Any, rows: int, columns: int, dtype: torch.dtype) -> Place
     shape = 2, rows, workspace.size, columns
     turns = torch.zeros(rows, dtype=torch.int32, device=workspace.device)
     by_rank = workspace.views(_BITS[dtype.itemsize], *shape)
-    return Places(by_rank, turns, workspace.aborted, workspace.rank, dtype)
+    return Places(by_rank, turns, workspace.aborted, workspace.rank)
 
 
-def all_reduce_rows(
+def reduce_rows(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     summed: Tensor,
     normed: Tensor | None,
-    to: Places,
+    places: Places | None,
     *,
     eps: float = 0.0,
     weight_offset: float = 0.0,
@@ -75,35 +70,37 @@ def all_reduce_rows(
     num_warps: int | None = None,
     overlaps: bool = True,
 ) -> None:
-    """Fills ``summed`` and, with a weight, ``normed``: see :mod:`paged_ops.parallel.reduce`. All are contiguous."""
+    """Fills ``summed`` and, with a weight, ``normed``: see :mod:`paged_ops.parallel.reduce`. All are contiguous.
+
+    Without places ``x`` is the sum already. The other options are for measurements.
+    """
     C = x.shape[-1]
     T = x.numel() // max(C, 1)
     if not T:
         return
-    how = rounds_first, two_shot, programs, num_warps, overlaps
-    dtypes = to.dtype, None if weight is None else weight.dtype
-    launcher, most = _launcher(
-        C, to.by_rank[0].shape, to.rank, *dtypes, residual is not None, weight_offset, how, x.device
-    )
-    tensors = (x, residual, weight, summed, normed, to.turns, to.aborted, *to.by_rank)
-    launcher((min(T, most), 1, 1), tensors, (T, eps))
+    how = weight_offset, rounds_first, two_shot, programs, num_warps, overlaps
+    dtypes = x.dtype, None if weight is None else weight.dtype, residual is not None
+    R, W, rank = (1, 1, 0) if places is None else (*places.by_rank[0].shape[1:3], places.rank)
+    launcher, most = _launcher(C, R, W, rank, *dtypes, how, x.device)
+    shared = (None, None) if places is None else (places.turns, places.aborted, *places.by_rank)
+    launcher((min(T, most), 1, 1), (x, residual, weight, summed, normed, *shared), (T, eps))
 
 
 @functools.lru_cache(maxsize=1024)
 def _launcher(
     C: int,
-    shape: tuple[int, ...],
+    R: int,
+    W: int,
     rank: int,
     dtype: torch.dtype,
     weight: torch.dtype | None,
     adds: bool,
-    weight_offset: float,
     how: tuple[Any, ...],
     device: torch.device,
 ) -> tuple[Launcher, int]:
     """The kernel for this kind of call, and the most programs of it."""
     target = target_of(device)
-    rounds_first, two_shot, programs, num_warps, overlaps = how
+    weight_offset, rounds_first, two_shot, programs, num_warps, overlaps = how
     BLOCK = triton.next_power_of_2(C)
     if num_warps is None:  # 16 bytes of a row for each thread
         num_warps = max(1, min(16, BLOCK * dtype.itemsize // (32 * 16)))
@@ -112,8 +109,8 @@ def _launcher(
     constants = {
         "C": C,
         "BLOCK": BLOCK,
-        "R": shape[1],
-        "W": shape[2],
+        "R": R,
+        "W": W,
         "RANK": rank,
         "TWO_SHOT": two_shot,
         "WEIGHT_OFFSET": weight_offset,
@@ -123,6 +120,8 @@ def _launcher(
         "num_warps": num_warps,
         **(target.overlap() if overlaps else {"PDL": False}),
     }
+    if target.backend == "cuda":  # else ptxas takes half as many, and spills
+        constants["maxnreg"] = min(255, 2048 // num_warps)
     return Launcher(reduce_kernel, constants, device), programs
 
 
@@ -146,53 +145,55 @@ def reduce_kernel(
     """Program p: rows p, p + P, ... of P programs."""
     x, residual, weight, summed = tensors[0], tensors[1], tensors[2], tensors[3]
     normed, turns, aborted = tensors[4], tensors[5], tensors[6]
-    FIRST: tl.constexpr = 7  # of the places
+    PLACES: tl.constexpr = 7  # from this index on
     dtype: tl.constexpr = x.dtype.element_ty
     c = tl.arange(0, BLOCK)
     live = c < C
+    zero = tl.full([], 0, tl.int64)  # for addresses
     if NORMS:  # a weight: no kernel before this one writes it
         scale = tl.load(weight + c, mask=live, other=0.0)
     if PDL:
         gdc_wait()
 
     # All rows are sent before any is waited for.
-    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
-        own = tl.load(x + t.to(tl.int64) * C + c, mask=live, other=0.0)
-        place = ((tl.load(turns + t) * R + t).to(tl.int64) * W + RANK) * C + c
-        for i in tl.static_range(1, W):
-            wanted = live
-            if TWO_SHOT:
-                wanted = live & (t % W == (RANK + i) % W)
-            put(tensors[FIRST + (RANK + i) % W] + place, own, wanted)
+    if W > 1:
+        for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+            own = tl.load(x + (zero + t) * C + c, mask=live, other=0.0)
+            place = ((zero + tl.load(turns + t) * R + t) * W + RANK) * C + c
+            for i in tl.static_range(1, W):
+                wanted = live
+                if TWO_SHOT:
+                    wanted = live & (t % W == (RANK + i) % W)
+                put(tensors[PLACES + (RANK + i) % W] + place, own, wanted)
 
     for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
-        row = t.to(tl.int64) * C + c
+        row = (zero + t) * C + c
         if ADDS:
             left = tl.load(residual + row, mask=live, other=0.0).to(tl.float32)
-        own = tl.load(x + row, mask=live, other=0.0)
-        turn = tl.load(turns + t)
-        place = (turn * R + t).to(tl.int64) * W * C + c
-        total = tl.zeros([BLOCK], tl.float32)
-        if TWO_SHOT:
-            is_mine = t % W == RANK
+        own = tl.load(x + row, mask=live, other=0.0).to(tl.float32)
+        if W > 1:
+            turn = tl.load(turns + t)
+            from_all = tensors[PLACES + RANK] + (zero + turn * R + t) * W * C + c
+            wanted = live
+            if TWO_SHOT:
+                wanted = live & (t % W == RANK)
+            total = tl.zeros([BLOCK], tl.float32)
             for r in tl.static_range(W):
                 if r == RANK:
-                    total += own.to(tl.float32)
+                    total += own
                 else:
-                    total += take(tensors[FIRST + RANK] + place + r * C, live & is_mine, aborted, dtype).to(tl.float32)
-            for i in tl.static_range(1, W):
-                put(tensors[FIRST + (RANK + i) % W] + place + RANK * C, total.to(dtype), live & is_mine)
-            for r in tl.static_range(W):
-                if r != RANK:
-                    came = take(tensors[FIRST + RANK] + place + r * C, live & (t % W == r), aborted, dtype)
-                    total = tl.where(t % W == r, came.to(tl.float32), total)
+                    total += take(from_all + r * C, wanted, aborted, dtype).to(tl.float32)
+            if TWO_SHOT:  # what was summed here goes to all others, and the other sums come
+                place = ((zero + turn * R + t) * W + RANK) * C + c
+                for i in tl.static_range(1, W):
+                    put(tensors[PLACES + (RANK + i) % W] + place, total.to(dtype), wanted)
+                for r in tl.static_range(W):
+                    if r != RANK:
+                        came = take(from_all + r * C, live & (t % W == r), aborted, dtype)
+                        total = tl.where(t % W == r, came.to(tl.float32), total)
+            tl.store(turns + t, 1 - turn)
         else:
-            for r in tl.static_range(W):
-                if r == RANK:
-                    total += own.to(tl.float32)
-                else:
-                    total += take(tensors[FIRST + RANK] + place + r * C, live, aborted, dtype).to(tl.float32)
-        tl.store(turns + t, 1 - turn)
+            total = own
         result = total.to(dtype)
         if ADDS:
             result = (left + result.to(tl.float32)).to(dtype)
