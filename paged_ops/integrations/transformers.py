@@ -49,6 +49,7 @@ from paged_ops.integrations.refusals import (
     refuse_layers,
 )
 from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretch
+from paged_ops.integrations.sums import Sums, Watch
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout
 from paged_ops.metadata import AttentionMetadata
@@ -84,6 +85,7 @@ class PagedCausalLM:
         states: the layers that keep state instead of keys; None if there are none.
         process_group: the ranks that the model is spread over (``tp_plan="auto"``), or None. All of them wrap it
             together; heads and caches are this rank's, and key/value heads that are fewer than ranks are repeated.
+        sums: for a model that is spread over ranks, which of its sums are one kernel with the norm behind them.
         max_model_len: as given or found; None if the config does not say.
 
     Raises:
@@ -110,6 +112,7 @@ class PagedCausalLM:
         self.process_group = process_group_of(model)
         self._wrapping = Wrapping(model)
         self.states: StateLayers | None = None
+        self.sums: Sums | None = None
         self.num_layers = 0
         probes: list[Probe] = []
 
@@ -154,7 +157,12 @@ class PagedCausalLM:
         for parent, name, rotary in freezes:
             self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
         self._wrapping.set_implementation("eager")
-        dense = run_dense(model)
+        if self.process_group is None:
+            dense = run_dense(model)
+        else:
+            with Watch(model, self.process_group) as watch:
+                dense = run_dense(model)
+            self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
         refuse_layers(model, self.states)
         if self.states is not None:
@@ -324,7 +332,9 @@ class PagedCausalLM:
         for layer, (modules, keeping) in layers.items():
             noted = [attending[module] for module in modules]
             reaches = tuple((each.window, each.chunk, each.writes, each.pool) for each in noted)
-            kind = type(layer), reaches, tuple((each.keys, each.continues) for each in keeping)
+            sums = getattr(layer, "paged_sums", None)
+            summed = None if sums is None else (sums.attention is None, sums.mlp is None)
+            kind = type(layer), summed, reaches, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             for place, module in enumerate(modules):
@@ -333,6 +343,8 @@ class PagedCausalLM:
                 each.position = place
             caches = [attending[module].cache for module in modules]
             places = [each.index for each in keeping]
+            if sums is not None and layer is next(iter(layers)):
+                self._wrapping.compile(layer.get_submodule("input_layernorm"), **options)
             self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places))
         for decoder in decoders:
             for name, part in decoder.named_children():

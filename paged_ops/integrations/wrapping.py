@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paged_ops.integrations.probe import Attending
 from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.integrations.state_steps import StepStates
+from paged_ops.integrations.sums import run_layer_with_sums
 
 NAME = "paged_ops"  # of the attention implementation
 UNDO = "undo the wrapping by PagedCausalLM.unwrap()"
@@ -153,12 +154,17 @@ class CompiledLayer:
             kwargs[argument] = step.of_layer([step.groups[i] for i in self.states])
             if not step.is_decode:
                 return run_layer(self.layer, args, kwargs)
+        if getattr(self.layer, "paged_sums", None) is not None and isinstance(args[0], Tensor):
+            layer: Any = self.layer  # the first: what it gets is made what all others get
+            args = (args[0], layer.input_layernorm(args[0])), *args[1:]
         return self.run_layer(self.layer, args, kwargs)
 
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The number of the layer is not read, as each layer would then be compiled by itself.
-    return type(layer).forward(layer, *args, **kwargs)
+    has_sums = getattr(layer, "paged_sums", None) is not None
+    forward = run_layer_with_sums if has_sums else type(layer).forward
+    return forward(layer, *args, **kwargs)
 
 
 def copy_of(function: Any) -> Any:

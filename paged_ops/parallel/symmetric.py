@@ -78,7 +78,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> 
     if size > _MOST_RANKS:
         return f"the group has {size} ranks, more than {_MOST_RANKS}"
     if device.type != "cuda":
-        return f"rank {rank} of {size}: {_REASONS[1]}"  # the backend of the group serves one kind of device
+        return "the device is not a GPU of NVIDIA"
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     indices = [index for _, _, index in _told(group, device, 0)]

@@ -37,6 +37,11 @@ def use_overlapping_products(model: nn.Module) -> int:
     """
     found = 0
     for module in model.modules():
+        part = getattr(module, "paged_part", None)  # of a row-parallel product
+        if part is not None and (part.bias is None or part.sums is not None) and _weight_serves(part.weight):
+            part.product = linear
+            found += 1
+            continue
         # one that is sharded has a hook of its own, which calls what it was
         is_linear = isinstance(module, FusedLinear) or (type(module) is nn.Linear and "forward" not in vars(module))
         if not (is_linear and module.bias is None and _weight_serves(module.weight)):

@@ -1,0 +1,397 @@
+"""The sums over ranks in a sharded model of transformers, done together with the residual add and the norm behind them.
+
+transformers sums each row-parallel product by itself: ``o_proj`` and ``down_proj`` of a layer. What follows such a sum
+in most models is the residual add and an RMSNorm: that of the same layer, that of the next, or the last one. Here a
+layer hands on the pair of residual stream and normed rows instead of their sum, and one op
+(:func:`paged_ops.parallel.reduce.all_reduce_add_norm`) makes both.
+
+Nothing is taken from names alone. While the model runs on trial, each layer is watched: that a product is summed over
+ranks and handed on as it is, what is added to what, which norm follows. Where anything differs, the layer is left
+alone, and :class:`Sums` says why. All ranks decide alike.
+
+Letters: T tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paged_ops.parallel.reduce import DTYPES, RowSums, all_reduce_add_norm, rms_norm, row_sums
+from paged_ops.parallel.tensor import is_sharded, local_of
+
+_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
+
+
+class Sums(NamedTuple):
+    """What became of a model's sums over ranks.
+
+    Attributes:
+        kind: "symmetric" or "plain", and ``reason`` for plain: see :class:`paged_ops.parallel.reduce.RowSums`.
+        fused: the products that are summed together with the add and the norm behind them.
+        alone: products that are summed by themselves, by the same kernel, and why.
+        left: products that transformers goes on to sum, and why.
+    """
+
+    kind: str
+    reason: str | None
+    fused: tuple[str, ...]
+    alone: dict[str, str]
+    left: dict[str, str]
+
+
+class Part:
+    """This rank's part of a row-parallel product. ``sums``: the name of the sums by which it is summed, if alone."""
+
+    def __init__(self, linear: Any, sums: str | None) -> None:
+        self.weight, self.sums = local_of(linear.weight), sums
+        self.bias = None if linear.bias is None else local_of(linear.bias)
+        self.product: Callable[..., Tensor] = F.linear
+
+
+class SumNorm:
+    """A sum over ranks with the residual add and the norm behind it."""
+
+    def __init__(self, norm: nn.Module, kind: dict[str, Any], sums: str) -> None:
+        self.weight: Any = norm.weight
+        self.eps, self.weight_offset, self.rounds_first = kind["eps"], kind["weight_offset"], kind["rounds_first"]
+        self.sums = sums
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return all_reduce_add_norm(x, residual, self.weight, self.eps, self.sums, self.weight_offset, self.rounds_first)
+
+
+class LayerSums(NamedTuple):
+    """Of one layer: the sums behind its attention and its mlp that are fused, and arguments that its attention gets
+    beside the layer's own."""
+
+    attention: SumNorm | None
+    mlp: SumNorm | None
+    extras: dict[str, Any]
+
+
+def run_layer_with_sums(layer: Any, hidden_states: Any, **kwargs: Any) -> Any:
+    """The forward of a decoder layer whose sums are fused: takes and gives ``[1, T, C]``, or the pair of residual
+    stream and normed rows."""
+    sums: LayerSums = layer.paged_sums
+    if isinstance(hidden_states, tuple):
+        residual, normed = hidden_states
+    else:
+        residual, normed = hidden_states, layer.input_layernorm(hidden_states)
+    attended = layer.self_attn(hidden_states=normed, **{**sums.extras, **kwargs})
+    if isinstance(attended, tuple):
+        attended = attended[0]
+    if sums.attention is None:
+        residual = residual + attended
+        normed = layer.post_attention_layernorm(residual)
+    else:
+        residual, normed = sums.attention(attended, residual)
+    out = layer.mlp(normed)
+    return residual + out if sums.mlp is None else sums.mlp(out, residual)
+
+
+def _run_part(linear: Any, x: Tensor) -> Tensor:
+    part: Part = linear.paged_part
+    out = part.product(x, part.weight)
+    if part.sums is None:
+        return out
+    out = torch.ops.paged_ops_parallel.all_reduce.default(out, part.sums)
+    return out if part.bias is None else out + part.bias
+
+
+def _run_last_norm(norm: Any, hidden_states: Any) -> Tensor:
+    if isinstance(hidden_states, tuple):  # normed with the last layer's sum
+        last: Tensor = hidden_states[1]
+        return last
+    out: Tensor = type(norm).forward(norm, hidden_states)
+    return out
+
+
+class _Call(NamedTuple):
+    """The last call of a module on trial."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class _Layer:
+    """What one decoder layer did on trial, and what speaks against fusing its two sums."""
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self.name = name
+        self.layer: Any = layer
+        self.products = {"self_attn": _row_parallel(layer, "self_attn"), "mlp": _row_parallel(layer, "mlp")}
+        self.against: dict[str, str] = {}
+        self.extras: dict[str, Any] = {}
+        self.input: Any = None
+        self.output: Any = None
+        self.ran = False
+
+    def refuse(self, part: str, reason: str) -> None:
+        self.against.setdefault(part, reason)
+
+    def ended(self, calls: dict[nn.Module, _Call]) -> None:
+        """Checks what the layer did, from the calls of its parts."""
+        self.ran, layer = True, self.layer
+        own = calls[layer]
+        if len(own.args) != 1:
+            self.refuse("layer", "gets more by position than its hidden states")
+            return
+        self.input, self.output = own.args[0], own.output
+        parts: list[_Call] = []
+        for name in _PARTS:
+            call = calls.get(getattr(layer, name))
+            if call is None:
+                self.refuse("layer", f"did not call its {name}")
+                return
+            parts.append(call)
+        first, attention, second, mlp = parts
+        given = dict(attention.kwargs)
+        normed = given.pop("hidden_states", None)
+        self.extras = {name: value for name, value in given.items() if name not in own.kwargs}
+        passed = all(given.get(name, given) is value for name, value in own.kwargs.items())
+        attended = attention.output[0] if isinstance(attention.output, tuple) else attention.output
+        if not (_is_called_with(first, self.input) and normed is first.output and not attention.args):
+            self.refuse("layer", "its attention does not get its input's norm, by name")
+        elif not passed or any(value not in (None, False) for value in self.extras.values()):
+            self.refuse("layer", "its attention gets other arguments than the layer")
+        elif not (len(second.args) == 1 and _equal(second.args[0], self.input, attended)):
+            self.refuse("layer", "its second norm is not that of its input and the attention's output")
+        elif not (len(mlp.args) == 1 and not mlp.kwargs and mlp.args[0] is second.output):
+            self.refuse("layer", "its mlp does not get the second norm")
+        elif not _equal(self.output, second.args[0], mlp.output):
+            self.refuse("layer", "its output is not the residual stream and the mlp's output")
+        for part, made in (("self_attn", attended), ("mlp", mlp.output)):
+            linear = self.products[part]
+            call = None if linear is None else calls.get(linear)
+            if call is None or call.output is not made:
+                self.refuse(part, "its last product is not row-parallel, or not its output")
+
+
+class Watch:
+    """Watches a model on trial (``with``), and then fuses its sums. All ranks together."""
+
+    def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
+        self._model, self._group = model, group
+        self._names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self._calls: dict[nn.Module, _Call] = {}
+        self._hooks: list[Any] = []
+        self._layers = [
+            _Layer(self._names[layer], layer)
+            for layers in self._names
+            if isinstance(layers, nn.ModuleList)
+            for layer in layers
+            if all(isinstance(getattr(layer, name, None), nn.Module) for name in _PARTS)
+        ]
+        self._linears = {module: "" for module in self._names if _is_row_parallel(module)}
+        self._last: list[nn.Module] = []
+
+    def __enter__(self) -> Watch:
+        by_layer = {each.layer: each for each in self._layers}
+        watched = set(self._linears) | set(by_layer)
+        for layer in by_layer:
+            watched |= {getattr(layer, name) for name in _PARTS}
+        watched |= {module for module, name in self._names.items() if name.rpartition(".")[2] in _LAST_NORMS}
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._calls[module] = _Call(args, kwargs, output)
+            if module in self._linears:
+                self._check_linear(module)
+            if module in by_layer:
+                by_layer[module].ended(self._calls)
+
+        self._hooks = [module.register_forward_hook(note, with_kwargs=True) for module in watched]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _check_linear(self, linear: Any) -> None:
+        """Whether the product is this rank's part summed over ranks. A collective: the same on all ranks."""
+        x, output = self._calls[linear].args[0], self._calls[linear].output
+        if self._linears[linear] or not isinstance(x, Tensor):
+            return
+        weight = local_of(linear.weight)
+        if x.shape[-1] != weight.shape[1]:
+            self._linears[linear] = "its input is not this rank's part"
+            return
+        want = F.linear(x, weight)
+        dist.all_reduce(want, group=self._group)
+        if linear.bias is not None:
+            want = want + local_of(linear.bias)
+        if not torch.allclose(want.float(), output.float(), rtol=0.02, atol=1e-3 * float(want.abs().max())):
+            self._linears[linear] = "its output is not the sum of the ranks' parts"
+
+    def fuse(self, wrapping: Any) -> Sums:
+        """Changes the model, as a :class:`paged_ops.integrations.wrapping.Wrapping` then undoes."""
+        dtype, device = self._model.dtype, self._model.device
+        for linear in self._linears:
+            if linear not in self._calls:
+                self._linears[linear] = "did not run on trial"
+            elif dtype not in DTYPES or linear.weight.dtype != dtype:
+                self._linears[linear] = f"is of {linear.weight.dtype}"
+        following = self._following()
+        kinds: dict[nn.Module, Any] = {}
+        for norm in (*(each.layer.post_attention_layernorm for each in self._layers), *filter(None, following)):
+            if norm not in kinds:
+                kinds[norm] = norm_kind(norm, dtype, device)
+        plans = []
+        for each, after in zip(self._layers, following, strict=True):
+            for part, norm in (("self_attn", each.layer.post_attention_layernorm), ("mlp", after)):
+                linear = each.products[part]
+                if linear is not None and self._linears[linear]:
+                    each.refuse(part, self._linears[linear])
+                if linear is not None and linear.bias is not None:
+                    each.refuse(part, "its last product has a bias")
+                if norm is None:
+                    each.refuse(part, "what follows is not a layer or a norm that gets its output as it is")
+                elif kinds[norm] is None:
+                    each.refuse(part, "the norm behind it is not an RMSNorm of a known kind")
+                if not each.ran:
+                    each.refuse(part, "did not run on trial")
+                plans.append((each, part, linear, norm))
+        agreed = self._agreed(
+            [not (plan[0].against.get("layer") or plan[0].against.get(plan[1])) for plan in plans],
+            [not why for why in self._linears.values()],
+        )
+        for (each, part, *_), fits in zip(plans, agreed[0], strict=True):
+            if not fits:
+                each.refuse(part, each.against.get("layer", "another rank cannot"))
+        made: dict[int, RowSums] = {}
+        fused: list[str] = []
+        alone: dict[str, str] = {}
+        left: dict[str, str] = {}
+        for each in self._layers:
+            done: dict[str, SumNorm | None] = {"self_attn": None, "mlp": None}
+            for plan, part, linear, norm in plans:
+                if plan is each and part not in each.against and linear is not None and norm is not None:
+                    sums = self._sums(made, linear)
+                    done[part] = SumNorm(norm, kinds[norm], sums.name)
+                    self._replace(wrapping, linear, None)
+                    fused.append(self._names[linear])
+            if "layer" not in each.against:  # then it takes the pair that another gives
+                of_layer = LayerSums(done["self_attn"], done["mlp"], each.extras)
+                wrapping.set_attribute(each.layer, "paged_sums", of_layer)
+                wrapping.replace_forward(each.layer, _bound(run_layer_with_sums, each.layer))
+        for norm in self._last:
+            wrapping.replace_forward(norm, _bound(_run_last_norm, norm))
+        reasons = {
+            each.products[part]: why for each in self._layers for part, why in each.against.items() if part != "layer"
+        }
+        for (linear, why), fits in zip(self._linears.items(), agreed[1], strict=True):
+            name = self._names[linear]
+            if name in fused:
+                continue
+            if fits:
+                self._replace(wrapping, linear, self._sums(made, linear).name)
+                alone[name] = reasons.get(linear, "it is not the last product of a layer that is known")
+            else:
+                left[name] = why or "another rank cannot"
+        kind = next((each for each in made.values()), None)
+        told = ("plain", "there are none") if kind is None else (kind.kind, kind.reason)
+        return Sums(*told, tuple(fused), alone, left)
+
+    def _following(self) -> list[Any]:
+        """For each layer the norm behind it: the next layer's first, or the last one."""
+        found: list[Any] = [None] * len(self._layers)
+        has_images = getattr(self._model.config, "vision_config", None) is not None  # which are added between layers
+        for i, each in enumerate(self._layers):
+            if has_images or not isinstance(each.output, Tensor):
+                continue
+            later = self._layers[i + 1] if i + 1 < len(self._layers) else None
+            if later is not None and later.input is each.output and not later.against.get("layer"):
+                found[i] = later.layer.input_layernorm
+            elif later is None:
+                for module, call in self._calls.items():
+                    name = self._names[module].rpartition(".")[2]
+                    if name in _LAST_NORMS and len(call.args) == 1 and call.args[0] is each.output:
+                        found[i] = module
+                        self._last = [module]
+        return found
+
+    def _sums(self, made: dict[int, RowSums], linear: Any) -> RowSums:
+        columns = linear.weight.shape[0]
+        if columns not in made:
+            made[columns] = row_sums(self._group, columns, self._model.dtype, self._model.device)
+        return made[columns]
+
+    def _replace(self, wrapping: Any, linear: Any, sums: str | None) -> None:
+        wrapping.set_attribute(linear, "paged_part", Part(linear, sums))
+        wrapping.replace_forward(linear, _bound(_run_part, linear))
+
+    def _agreed(self, *lists: Sequence[bool]) -> list[list[bool]]:
+        """What holds on all ranks."""
+        flat = torch.tensor([each for some in lists for each in some] + [True], device=self._model.device).int()
+        dist.all_reduce(flat, op=dist.ReduceOp.MIN, group=self._group)
+        told = iter(flat.bool().tolist())
+        return [[next(told) for _ in some] for some in lists]
+
+
+@torch.no_grad()
+def norm_kind(norm: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
+    """How an RMSNorm rounds and what it adds to its weight, as :func:`paged_ops.parallel.reduce.rms_norm` takes it;
+    None if it is none of these. It is tried on a few rows, so all that counts is what it computes."""
+    weight = getattr(norm, "weight", None)
+    eps = next((e for e in (getattr(norm, n, None) for n in ("variance_epsilon", "eps")) if isinstance(e, float)), None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or is_sharded(norm):
+        return None
+    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    x = (rows * torch.tensor([3.0, 1.0, 0.1, 1e-3])[:, None]).to(device, dtype)
+    got = norm(x[None])[0]
+    if not isinstance(got, Tensor) or got.dtype != dtype:
+        return None
+    best, fewest = None, 0.01  # the part of elements that a sum in another order may round otherwise
+    for weight_offset in (0.0, 1.0):
+        for rounds_first in (True, False):
+            if rounds_first and weight.dtype != dtype:
+                continue
+            kind: dict[str, Any] = dict(eps=eps, weight_offset=weight_offset, rounds_first=rounds_first)
+            want = rms_norm(x, weight, **kind)
+            near = torch.isclose(got, want, rtol=1e-5, atol=0) if dtype == torch.float32 else got == want
+            wrong = 1 - float(near.float().mean())
+            if wrong < fewest:
+                best, fewest = kind, wrong
+    return best
+
+
+def _row_parallel(layer: Any, part: str) -> Any:
+    """The only row-parallel linear layer of a part, if there is one."""
+    found = [module for module in getattr(layer, part).modules() if _is_row_parallel(module)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_row_parallel(module: Any) -> bool:
+    """Whether it is a linear layer whose weight is sharded by columns, and whose forward the library has replaced."""
+    if type(module) is not nn.Linear or "forward" not in vars(module) or module._forward_hooks:
+        return False
+    placements: tuple[Any, ...] = getattr(module.weight, "placements", ())
+    return len(placements) == 1 and (placements[0].is_shard(1) or placements[0].is_shard(-1))
+
+
+def _bound(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """As a method. A closure is what compilers follow best."""
+
+    @functools.wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    return forward
+
+
+def _is_called_with(call: _Call, value: Any) -> bool:
+    return len(call.args) == 1 and call.args[0] is value and not call.kwargs
+
+
+def _equal(got: Any, a: Any, b: Any) -> bool:
+    if not all(isinstance(each, Tensor) for each in (got, a, b)):
+        return False
+    return got.shape == a.shape == b.shape and torch.equal(got, a + b)

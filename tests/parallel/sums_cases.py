@@ -1,0 +1,99 @@
+"""What each rank runs in the tests of sums over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model_cases import load, make
+
+from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.parallel.reduce import rms_norm, row_sums
+
+KINDS: tuple[dict[str, Any], ...] = (
+    dict(eps=1e-5, rounds_first=True),
+    dict(eps=1e-6, weight_offset=1.0),
+    dict(eps=1e-6),
+)
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def device_of(rank: int, size: int) -> torch.device:
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= size else torch.device("cpu")
+
+
+def ops(rank: int, size: int, dtype: torch.dtype, columns: int = 64) -> Any:
+    """The largest errors against float64, in units of the dtype, and whether compiled and plain steps agree."""
+    device, errors, same = device_of(rank, size), [0.0, 0.0], True
+    sums = row_sums(dist.group.WORLD, columns, dtype, device)
+    assert sums is row_sums(dist.group.WORLD, columns, dtype, device)
+    for seed, kind in enumerate(KINDS):
+
+        def step(x: Any, left: Any, weight: Any, kind: dict[str, Any] = kind) -> Any:
+            summed, normed = sums.add_norm(x, left, weight, **kind)
+            return summed, sums.sum(normed)
+
+        compiled = torch.compile(step, fullgraph=True, dynamic=True)
+        for rows in (0, 1, 5, 33):
+            generator = torch.Generator().manual_seed(100 * seed + rows)
+            made = torch.randn(size + 1, 1, rows, columns, generator=generator, dtype=torch.float32).to(device, dtype)
+            weight = torch.randn(columns, generator=generator, dtype=torch.float32).to(device, dtype)
+            parts, residual = made[:-1], made[-1]
+            summed, normed = sums.add_norm(parts[rank], residual, weight, **kind)
+            exact = residual.double() + parts.double().sum(0)
+            scale = kind.get("weight_offset", 0.0) + weight.double()
+            exact_normed = exact / (exact.square().mean(-1, keepdim=True) + kind["eps"]).sqrt() * scale
+            for i, (got, want) in enumerate(((summed, exact), (normed, exact_normed))):
+                if rows:
+                    error = ((got.double() - want).abs() / (1 + want.abs())).max().item()
+                    errors[i] = max(errors[i], error / torch.finfo(dtype).eps)
+            total = parts[rank].clone()
+            dist.all_reduce(total)
+            plain = residual + total
+            same &= device.type != "cpu" or torch.equal(summed, plain)
+            same &= torch.allclose(normed.float(), rms_norm(summed, weight, **kind).float(), rtol=2e-2, atol=2e-2)
+            if seed == 0:
+                again, twice = compiled(parts[rank], residual, weight)
+                same &= torch.equal(again, summed) and torch.equal(twice, sums.sum(normed))
+    return sums.kind, sums.reason, errors, bool(same)
+
+
+def refusals(rank: int, size: int) -> Any:
+    device = device_of(rank, size)
+    sums = row_sums(dist.group.WORLD, 8, torch.float32, device)
+    x, weight = torch.ones(2, 8, device=device), torch.ones(8, device=device)
+    add = torch.ops.paged_ops_parallel.all_reduce_add_norm
+    results = [
+        told(lambda: row_sums(dist.group.WORLD, 0, torch.float32, device)),
+        told(lambda: row_sums(dist.group.WORLD, 8, torch.int32, device)),
+        told(lambda: sums.sum(x.half())),
+        told(lambda: sums.sum(torch.ones(2, 7, device=device))),
+        told(lambda: sums.add_norm(x, x[:1], weight, 1e-5)),
+        told(lambda: sums.add_norm(x, x, weight[:7], 1e-5)),
+        told(lambda: sums.add_norm(x, x, weight.half(), 1e-5, rounds_first=True)),
+        told(lambda: sums.add_norm(x, x, weight, -1.0)),
+    ]
+    sums.close()
+    return [*results, told(lambda: add(x, x, weight, 1e-5, sums.name))]
+
+
+def of_model(rank: int, size: int, name: str, folder: str, **changes: Any) -> Any:
+    """What became of a model's sums, and whether unwrapping brings them back."""
+    model = load(make(name, folder, rank, **changes), size)
+    before = {each: vars(module).get("forward") for each, module in model.named_modules()}
+    paged = PagedCausalLM(model)
+    sums = paged.sums
+    paged.unwrap()
+    same = {each: vars(module).get("forward") for each, module in model.named_modules()} == before
+    assert not any(
+        getattr(module, "paged_sums", None) or getattr(module, "paged_part", None) for module in model.modules()
+    )
+    return tuple(sums), same

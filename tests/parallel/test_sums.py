@@ -1,0 +1,62 @@
+"""Sums over ranks with the residual add and the norm behind them: the ops, and where models take them; gloo."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (4, torch.float32)])
+def test_ops_round_where_the_steps_one_by_one_do(run_on, size, dtype):
+    for kind, reason, errors, same in run_on("sums_cases.ops", size, 100, dtype=dtype):
+        assert kind == ("symmetric" if torch.cuda.device_count() >= size else "plain")
+        assert (reason is None) == (kind == "symmetric")
+        assert errors[0] <= (1.5 if dtype == torch.bfloat16 else 3)
+        assert errors[1] <= (6 if dtype == torch.bfloat16 else 12)
+        assert same
+
+
+def test_bad_calls_are_told(run_on):
+    wanted = [
+        "columns: expected at least 1, got 0",
+        "dtype: expected torch.bfloat16 or torch.float16 or torch.float32, got torch.int32",
+        "x: expected a tensor of torch.float32, as its sums, got a float16 tensor",
+        "x: expected 8 columns, as its sums, got",
+        r"residual: expected 2 in dimension 0 of \[..., C\]",
+        r"weight: expected 8 in dimension 0 of \[C\]",
+        "weight: expected float32, got a float16 tensor",
+        "eps: expected 0 or more, got -1.0",
+        "sums: expected the name of sums that row_sums made and nobody closed",
+    ]
+    for results in run_on("sums_cases.refusals", 2, 60):
+        for got, want in zip(results, wanted, strict=True):
+            assert re.search(want, got)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("models"))
+
+
+PRODUCTS = {f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")}
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "alone", "changes"),
+    [
+        ("llama", True, False, {}),
+        ("qwen3", True, False, {}),
+        ("gemma2", False, True, {}),  # its norms come before the adds
+        ("gpt_oss", False, False, {}),  # transformers shards its vocabulary alone
+        ("llama", False, True, {"attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_sums_of_models(run_on, folder, name, fused, alone, changes):
+    for (kind, _, *told), same in run_on("sums_cases.of_model", 2, 60, name=name, folder=folder, **changes):
+        assert same
+        assert set(told[0]) == (PRODUCTS if fused else set())
+        assert set(told[1]) == (PRODUCTS if alone else set())
+        assert not told[2]
+        assert kind == ("symmetric" if torch.cuda.device_count() >= 2 and (fused or alone) else "plain")
