@@ -36,6 +36,11 @@ PARTS = {
     "correct": ("parallel_reduce", 100),
     "replays": ("parallel_reduce", 100),
     "reduce": ("parallel_reduce", 130),
+    "one": ("parallel_steps", 150),
+    "two": ("parallel_steps", 150),
+    "plain": ("parallel_steps", 150),
+    "tokens": ("parallel_steps", 150),
+    "meetings": ("parallel_steps", 60),
 }
 
 
