@@ -41,6 +41,9 @@ PARTS = {
     "plain": ("parallel_steps", 150),
     "tokens": ("parallel_steps", 150),
     "meetings": ("parallel_steps", 60),
+    "context": ("parallel_context", 90),
+    "context_attention": ("parallel_context", 110),
+    "context_kinds": ("parallel_context", 90),
 }
 
 

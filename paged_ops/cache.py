@@ -25,6 +25,7 @@ from paged_ops.checks import at_least
 from paged_ops.device import with_index
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout, split_kv_cache
 from paged_ops.ops import copy_blocks, swap_blocks
+from paged_ops.parallel.spread import WHOLE, Spread
 
 if TYPE_CHECKING:
     from paged_ops.states import StateCache
@@ -51,6 +52,8 @@ class KVCache(BlockAllocator):
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
         sliding_window, attention_chunk: how far all layers see; blocks out of reach are given back. 0: everything.
             All layers share the blocks, so use :class:`paged_ops.HybridCache` for layers with different windows.
+        spread: this rank among those over which the tokens are spread (context parallelism): of each block of B tokens
+            it then holds B / W. All ranks have the same N, B and calls, and so the same block ids.
 
     Attributes:
         layers: L tensors, zeroed, in the form that the ops take (HND is a view of its allocation). Two forms must be
@@ -81,12 +84,16 @@ class KVCache(BlockAllocator):
         num_host_blocks: int = 0,
         sliding_window: int = 0,
         attention_chunk: int = 0,
+        spread: Spread = WHOLE,
     ) -> None:
         super().__init__(
             num_blocks, block_size, num_host_blocks, sliding_window=sliding_window, attention_chunk=attention_chunk
         )
         sizes = _layer_sizes(num_layers, num_kv_heads, head_size, value_head_size)
         self.num_kv_heads, self.head_size, self.value_head_size = sizes
+        self.spread, in_memory = spread, spread.check(block_size)
+        if spread.size > 1 and (sliding_window or attention_chunk):
+            raise ValueError("spread: expected one rank for layers with a window or chunk, which each rank keeps whole")
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
             raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
         self.dtype = dtype
@@ -95,7 +102,7 @@ class KVCache(BlockAllocator):
 
         def allocate(blocks: int, where: torch.device, pin_memory: bool) -> list[Tensor]:
             return [
-                allocate_kv_cache(chosen, blocks, block_size, K, D, dtype, where, pin_memory, value_head_size=Dv)
+                allocate_kv_cache(chosen, blocks, in_memory, K, D, dtype, where, pin_memory, value_head_size=Dv)
                 for K, D, Dv in zip(*sizes, strict=True)
             ]
 

@@ -24,6 +24,7 @@ from paged_ops.block_pool import CacheStats, most_blocks_kept
 from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.layouts import Layout
+from paged_ops.parallel.spread import WHOLE, Spread
 from paged_ops.states import StateCache
 
 _LONGEST = 2**24  # tokens of a sequence whose layers all keep state: it is one block of that size
@@ -93,6 +94,7 @@ class HybridCache:
         device: torch.device | str = "cpu",
         layout: Layout | str | None = None,
         states: StateCache | None = None,
+        spread: Spread = WHOLE,
     ) -> HybridCache:
         """A cache for a model's L layers, with one pool per window or chunk; layers that see everything have the first.
 
@@ -104,6 +106,7 @@ class HybridCache:
                 for so many sequences at once.
             num_host_blocks: of each pool.
             states: slots of further layers.
+            spread: as of ``KVCache``, for the layers that see everything; the others keep all their tokens.
         """
         sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "value_head_size": value_head_size}
         windows, chunks = (_of_layers(num_layers, each) for each in (sliding_window, attention_chunk))
@@ -120,6 +123,7 @@ class HybridCache:
             of_kind = num_blocks if kind == (0, 0) or num_window_blocks is None else num_window_blocks
             options: dict[str, Any] = {**own, "dtype": dtype, "device": device, "layout": layout}
             options |= {"sliding_window": kind[0], "attention_chunk": kind[1], "num_host_blocks": num_host_blocks}
+            options["spread"] = spread if kind == (0, 0) else WHOLE
             pools.append(KVCache(len(members), of_kind, block_size, **options))
         return cls(pools, pool_of_layer, states)
 
@@ -389,6 +393,7 @@ class _NoKeys(BlockAllocator):
     memory."""
 
     states = None
+    spread = WHOLE
     nbytes = host_nbytes = 0
 
     def __init__(self, states: StateCache) -> None:

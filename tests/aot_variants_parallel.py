@@ -5,7 +5,7 @@ import itertools
 import torch
 from aot import Variant, gpu
 
-from paged_ops.lowerings.gpu import reduce
+from paged_ops.lowerings.gpu import merge_ranks, reduce
 
 C, R = 4096, 256
 BF16, F32 = torch.bfloat16, torch.float32
@@ -30,6 +30,25 @@ def sum_rows(ranks=2, rank=1, dtype=BF16, columns=C, norm=True, weight=None, **o
     return call
 
 
+def merge_parts(ranks=2, rank=1, dtype=BF16, heads=32, width=128, is_scattered=False, tokens=8):
+    def call():
+        out, lse = gpu(tokens, heads, width, dtype=dtype), gpu(tokens, heads, dtype=F32)
+        of_part = heads * ranks if is_scattered else heads
+        part, part_lse = gpu(tokens, of_part, width, dtype=dtype), gpu(tokens, of_part, dtype=F32)
+        integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        outs = tuple(gpu(2, 4096, ranks, width, dtype=integers) for _ in range(ranks))
+        lses = tuple(gpu(2, 4096, ranks, dtype=torch.int32) for _ in range(ranks))
+        to = merge_ranks.Places(outs, lses, gpu(4096, dtype=torch.int32), gpu(1, dtype=torch.int32), rank)
+        merge_ranks.exchange(part, part_lse, out, lse, to)
+
+    return call
+
+
+def merge_gathered_parts():
+    out, lse = gpu(8, 32, 128), gpu(8, 32, dtype=F32)
+    merge_ranks.merge_gathered(gpu(2, 8, 32, 260, dtype=torch.uint8), out, lse)
+
+
 # It polls past the L1, 16 bytes for each thread.
 POLLS = {"cuda": (r"ld\.volatile\.global\S*\.v[24]\.b(32|64)",)}
 VARIANTS = [
@@ -39,5 +58,10 @@ VARIANTS = [
     Variant("all-reduce 4 ranks, two shots, float32", sum_rows(4, 0, F32, two_shot=True, columns=2880)),
     Variant("all-reduce 1 rank, norm alone", sum_rows(1, rounds_first=True)),
     Variant("all-reduce 2 ranks, sum alone", sum_rows(norm=False, columns=8192), POLLS),
+    Variant("merge of 2 ranks' parts, one token", merge_parts(tokens=1), POLLS),
+    Variant("merge of 2 ranks' parts", merge_parts(), POLLS),
+    Variant("merge of 4 ranks' parts, own heads", merge_parts(4, 3, is_scattered=True, width=80, tokens=64)),
+    Variant("merge of 8 ranks' parts, float32", merge_parts(8, 0, F32, heads=8)),
+    Variant("merge of gathered parts", merge_gathered_parts),
 ]
 assert len({name for name, _ in itertools.groupby(VARIANTS, lambda each: each.name)}) == len(VARIANTS)

@@ -62,6 +62,7 @@ class InputBuffers:
             num_blocks=[pool.num_blocks for pool in kv_cache.pools],
             num_state_rows=0 if kv_cache.states is None else len(kv_cache.states.tensors[0]),
             graph_support=graph_support,
+            spreads=[pool.spread for pool in kv_cache.pools],
         )
         self._seqs = seqs
         # last rows, then ids, so that one copy sends what a step uses of both
@@ -103,14 +104,17 @@ class InputBuffers:
             metadata = self.builder.build_for_capture(key.num_reqs, query_len, cascade=key.cascade)
         else:
             metadata = self.builder.build(0, self._nothing(), num_reqs=key.num_reqs, num_tokens=key.num_tokens)
+            metadata.context = self.builder.context_of(key.num_reqs, key.num_tokens, is_decode=False)
         return self._step(key.num_reqs, key.num_tokens, metadata)
 
-    def of_open_sizes(self) -> StepInputs:
-        """A step without sequences whose sizes are marked dynamic, so that one compilation serves all sizes."""
+    def of_open_sizes(self, is_decode: bool = True) -> StepInputs:
+        """A step without sequences whose sizes are marked dynamic, so that one compilation serves all sizes. If the
+        cache is spread over ranks, decodes and other steps are compiled apart."""
         self._device.zero_()
         S, T = self.OPEN_SEQS, self.OPEN_TOKENS
         inputs = self._step(S, T, self.builder.build(0, self._nothing(), num_reqs=S, num_tokens=T))
         metadata = inputs.metadata
+        metadata.context = self.builder.context_of(S, T, is_decode)
         tensors = [
             inputs.input_ids,
             inputs.last_rows,
@@ -122,6 +126,9 @@ class InputBuffers:
         ]
         for pool in metadata.other_pools or ():
             tensors += [pool.block_tables, pool.slot_mapping]
+        if metadata.context is not None:
+            of_context = metadata.context.lens, metadata.context.history_lens, metadata.context.own_tables
+            tensors += [each for each in of_context if each is not None]
         if metadata.state_slots is not None:
             tensors.append(metadata.state_slots)
             metadata.max_query_len = 1  # the only steps that are compiled with states

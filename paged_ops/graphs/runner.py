@@ -100,6 +100,8 @@ class DecodeGraphs:
         expect(most >= max_num_seqs * query_len, "max_num_tokens", "at least max_num_seqs * query_len", most)
         expect(sample is None or query_len == 1, "sample", "none for a query_len above 1", sample)
         self._keeps_state = kv_cache.states is not None
+        self._is_spread = any(pool.spread.size > 1 for pool in kv_cache.pools)
+        expect(not (self._is_spread and cascade), "cascade", "none for a cache that is spread over ranks", cascade)
         if self._keeps_state:  # only one token continues a state in a graph; chunks are the host's work
             graph_support = min(graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         if mode is None:
@@ -168,7 +170,8 @@ class DecodeGraphs:
         self._last = None
         self._addresses = self._cache_addresses()
         if dynamic:
-            self._run_step(self._inputs.of_open_sizes())
+            for is_decode in (True, False)[: 1 + self._is_spread]:
+                self._run_step(self._inputs.of_open_sizes(is_decode))
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
         with CaptureSession(self.kv_cache.device) as session:

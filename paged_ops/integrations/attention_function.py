@@ -20,6 +20,7 @@ from paged_ops.integrations.wrapping import NAME, UNDO, LayerCaches
 from paged_ops.layouts import split_joined_cache, split_kv_cache
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import paged_attention, reshape_and_cache
+from paged_ops.parallel.context import attend, context_of
 
 PROBE = "paged_ops_probe"  # the implementation while a model is being wrapped, when its masks are examined
 
@@ -103,21 +104,22 @@ def attention(
         kv_cache, value_cache = split_kv_cache(kv_cache, key.shape[1], key.shape[3])
     if noted.writes:
         reshape_and_cache(rows_of_key, rows_of_value, kv_cache, pool.slot_mapping, value_cache=value_cache)
-    out = paged_attention(
-        _at_temperature(module, rows_of_query, attention_metadata),
-        kv_cache,
-        pool.block_tables,
-        attention_metadata.seq_lens,
-        attention_metadata.query_start_loc,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        value_cache=value_cache,
-        sliding_window=noted.window,
-        attention_chunk=noted.chunk,
-        soft_cap=softcap or 0.0,
-        sinks=None if s_aux is None else s_aux.float(),
-        bidirectional_ranges=attention_metadata.bidirectional_ranges,
-    )
-    return out[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    features: dict[str, Any] = {
+        "value_cache": value_cache,
+        "sliding_window": noted.window,
+        "attention_chunk": noted.chunk,
+        "soft_cap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+        "bidirectional_ranges": attention_metadata.bidirectional_ranges,
+    }
+    rows, starts = _at_temperature(module, rows_of_query, attention_metadata), attention_metadata.query_start_loc
+    context = context_of(attention_metadata, noted.pool if attention_metadata.other_pools else 0)
+    if context is None:
+        batch: tuple[Any, ...] = pool.block_tables, attention_metadata.seq_lens, starts, scale
+        return paged_attention(rows, kv_cache, *batch, **features)[None], None
+    batch = pool.block_tables, starts, scale, context, noted.context
+    return attend(rows, rows_of_key, rows_of_value, kv_cache, *batch, **features)[None], None
 
 
 def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> None:

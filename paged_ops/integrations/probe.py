@@ -49,6 +49,7 @@ class Attending:
     window: int
     chunk: int
     pool: int = 0  # of a cache with a pool for each window or chunk
+    context: Any = None  # the handle of a Context, if the tokens of sequences are spread over ranks
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
@@ -45,6 +46,21 @@ def refuse_layers(model: Any, states: StateLayers | None) -> None:
         served = layer_type in _LAYER_TYPES or (states is not None and layer_type not in _OTHER_ATTENTION)
         if not served:
             raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
+
+
+def refuse_context(model: Any, states: StateLayers | None, reaches: Sequence[tuple[int, int]]) -> None:
+    """Refuses context parallelism for a model of which no tokens would be spread over ranks, or not all layers attend.
+
+    ``reaches``: the window and the chunk of each cache.
+    """
+    name = type(model).__name__
+    if states is not None:
+        raise ValueError(f"context: expected a model whose layers all attend, got {name}, whose layers keep state")
+    if (0, 0) not in reaches:
+        raise ValueError(
+            f"context: expected a model with layers that see everything, got {name}, whose layers all have a window or"
+            " chunk, of which each rank keeps all tokens"
+        )
 
 
 def expect_arguments_of_attention(model: Any) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paged_ops.cache import KVCache
+from paged_ops.checks import expect
 from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.attention_function import PROBE, attention, no_mask
 from paged_ops.integrations.probe import (
@@ -46,6 +47,7 @@ from paged_ops.integrations.refusals import (
     expect_arguments_of_attention,
     expect_windows_of_cache,
     refuse,
+    refuse_context,
     refuse_layers,
 )
 from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretch
@@ -53,7 +55,9 @@ from paged_ops.integrations.sums import Sums, Watch
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout
 from paged_ops.metadata import AttentionMetadata
+from paged_ops.parallel.context import Context, groups_of_context
 from paged_ops.parallel.ranks import RankError, Ranks
+from paged_ops.parallel.spread import WHOLE
 from paged_ops.parallel.tensor import process_group_of, repeated_heads
 from paged_ops.states import StateCache
 
@@ -76,6 +80,8 @@ class PagedCausalLM:
         max_model_len: the longest sequence, prompt and output; by default the length for which the model was made.
             Position embeddings that depend on a text's length (longrope, dynamic) are those of this length, for all
             texts.
+        context: the ranks over which tokens of sequences are spread (context parallelism): a process group, or a device
+            mesh with a dimension "cp" beside those that the model is sharded over. All wrap the model together.
 
     Attributes:
         layers: for each cache its heads, head sizes, window and chunk.
@@ -83,9 +89,10 @@ class PagedCausalLM:
         pool_of_layer: the pool of each cache, if layers with different windows have pools of their own.
         num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache.
         states: the layers that keep state instead of keys; None if there are none.
-        process_group: the ranks that the model is spread over (``tp_plan="auto"``), or None. All of them wrap it
-            together; heads and caches are this rank's, and key/value heads that are fewer than ranks are repeated.
+        process_group: the ranks that run a step together, those of ``tp_plan="auto"`` and of the context; or None. All
+            wrap it together; heads and caches are this rank's, and key/value heads fewer than ranks are repeated.
         sums: for a model that is spread over ranks, which of its sums are one kernel with the norm behind them.
+        context: how tokens are spread, or None.
         max_model_len: as given or found; None if the config does not say.
 
     Raises:
@@ -94,13 +101,13 @@ class PagedCausalLM:
         RankError: the model is spread over ranks, of which one is gone or late.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None) -> None:
         refuse(model)
         limit = _position_limit(model)
         freezes = list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
-        if max_model_len is not None and (max_model_len < 1 or (most is not None and max_model_len > most)):
-            raise ValueError(f"max_model_len: expected 1 to {most}, the model's positions, got {max_model_len}")
+        fits = max_model_len is None or (1 <= max_model_len and (most is None or max_model_len <= most))
+        expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
         self.model = model
         self.max_model_len: int | None = limit if max_model_len is None else max_model_len
         forward = inspect.signature(model.forward).parameters
@@ -110,6 +117,8 @@ class PagedCausalLM:
         if previous is not None:
             previous.undo()
         self.process_group = process_group_of(model)
+        of_context, everyone = groups_of_context(context, self.process_group)
+        self.collective_groups = tuple(each for each in (self.process_group, of_context) if each is not None)
         self._wrapping = Wrapping(model)
         self.states: StateLayers | None = None
         self.sums: Sums | None = None
@@ -118,12 +127,14 @@ class PagedCausalLM:
 
         def wrap() -> None:
             probes.append(self._wrap(freezes))
+            if of_context is not None:
+                refuse_context(model, self.states, probes[0].reaches())
 
         try:
-            if self.process_group is None:
+            if (together := everyone or self.process_group) is None:
                 wrap()
             else:
-                Ranks(self.process_group, time_limit=WRAP_LIMIT).agree(wrap)
+                Ranks(together, time_limit=WRAP_LIMIT, collectives=self.collective_groups).agree(wrap)
         except BaseException as error:
             self._wrapping.undo()
             told = ValueError, RankError, torch.OutOfMemoryError
@@ -133,10 +144,17 @@ class PagedCausalLM:
             raise ValueError(f"model: {type(model).__name__} cannot be served: {reason}") from error
         (probe,) = probes
         reaches = probe.reaches()
+        self.context: Context | None = None
+        if of_context is not None:
+            widest = max(spec.value_head_size for spec in probe.specs)
+            self.context = Context(of_context, model.device, head_size=widest, dtype=model.dtype)
+            self.process_group = everyone
+        handle = None if self.context is None else self.context.handle
         self.pool_of_layer = tuple(pools_by_reach(reaches)[1])
         for module, call in probe.calls.items():
             attending = probe.attending(call)
-            self._wrapping.note(module, dataclasses.replace(attending, pool=self.pool_of_layer[attending.cache]))
+            noted = {"pool": self.pool_of_layer[attending.cache], "context": handle}
+            self._wrapping.note(module, dataclasses.replace(attending, **noted))
         self._wrapping.leave_others()
         self._wrapping.arm()
         self.layers: tuple[CacheSpec, ...] = tuple(
@@ -218,7 +236,7 @@ class PagedCausalLM:
     def allocate_kv_cache(
         self,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         *,
         num_window_blocks: int | None = None,
         keep_all: bool = False,
@@ -235,7 +253,7 @@ class PagedCausalLM:
 
         Args:
             num_blocks, num_host_blocks: of each pool.
-            block_size, layout: as of ``KVCache``.
+            block_size, layout: as of ``KVCache``; by default blocks have 16 tokens on each rank of the context.
             num_window_blocks: of each pool with a window or chunk, if others see everything;
                 :func:`paged_ops.blocks_within_reach` gives what suffices.
             keep_all: make one pool, which keeps all blocks.
@@ -243,6 +261,8 @@ class PagedCausalLM:
             num_host_state_slots: the swapped-out sequences; by default as many, if there are host blocks.
         """
         device = self.model.device
+        spread = WHOLE if self.context is None else self.context.spread
+        block_size = 16 * spread.size if block_size is None else block_size
         sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
         options: dict[str, Any] = {
             "value_head_size": self.value_head_size,
@@ -250,7 +270,10 @@ class PagedCausalLM:
             "device": device,
             "layout": layout,
             "num_host_blocks": num_host_blocks,
+            "spread": spread,
         }
+        whole = not (keep_all and spread.size > 1 and len(set(self.pool_of_layer)) > 1)
+        expect(whole, "keep_all", "False with a context, as layers with a window are not spread", keep_all)
         if not keep_all and self.layers:
             windows, chunks = [spec.window for spec in self.layers], [spec.chunk for spec in self.layers]
             one = len(set(self.pool_of_layer)) == 1
@@ -288,6 +311,8 @@ class PagedCausalLM:
                     f"kv_cache: expected heads, head size and value head size {tuple(spec[:3])} in layer {layer}, got"
                     f" {sizes}"
                 )
+            spread = WHOLE if self.context is None or spec.window or spec.chunk else self.context.spread
+            expect(pool.spread == spread, "kv_cache", f"{spread} in layer {layer}, as of the model", pool.spread)
             for name, has, needs in (
                 ("sliding_window", pool.sliding_window, spec.window),
                 ("attention_chunk", pool.attention_chunk, spec.chunk),

@@ -23,6 +23,7 @@ from paged_ops.metadata.builder import AttentionMetadataBuilder
 from paged_ops.metadata.step import (
     AttentionMetadata,
     CascadeMetadata,
+    ContextMetadata,
     GraphSupport,
     PoolMetadata,
     advance_decodes,
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionMetadataBuilder",
     "Batch",
     "CascadeMetadata",
+    "ContextMetadata",
     "GraphSupport",
     "Ints",
     "LayerHyperparameters",

@@ -27,6 +27,7 @@ class Buffers:
     seq_lens: Tensor
     state_slots: Tensor | None
     bidirectional_ranges: Tensor | None
+    context_lens: tuple[Tensor, ...]  # if tokens are spread over ranks: this rank's of each sequence, and its history
     slot_mappings: tuple[Tensor, ...]  # of each pool
     all_block_tables: tuple[Tensor, ...]  # of each pool
 
@@ -39,6 +40,7 @@ class Buffers:
         num_pools: int,
         with_states: bool,
         num_ranges: int,
+        is_spread: bool,
         device: torch.device | str,
         pinned: bool,
     ) -> Buffers:
@@ -50,6 +52,7 @@ class Buffers:
             (torch.int32, (max_num_seqs,)),
             *[(torch.int32, (max_num_seqs,))] * with_states,
             *[(torch.int32, (max_num_seqs, num_ranges, 2))] * (num_ranges > 0),
+            *[(torch.int32, (max_num_seqs,))] * (2 * is_spread),
             *[(torch.int32, (max_num_seqs, max_blocks))] * num_pools,
         ]
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
@@ -70,7 +73,8 @@ class Buffers:
         slot_mappings, (positions, query_start_loc, seq_lens, *rest) = own[:num_pools], own[num_pools:]
         state_slots = rest.pop(0) if with_states else None
         ranges = rest.pop(0) if num_ranges else None
-        of_seqs = query_start_loc, seq_lens, state_slots, ranges
+        context_lens, rest = tuple(rest[: 2 * is_spread]), rest[2 * is_spread :]
+        of_seqs = query_start_loc, seq_lens, state_slots, ranges, context_lens
         return cls(storage, positions, *of_seqs, tuple(slot_mappings), tuple(rest))
 
     @property
@@ -93,6 +97,7 @@ class Buffers:
             self.seq_lens[:S],
             None if self.state_slots is None else self.state_slots[:S],
             None if self.bidirectional_ranges is None else self.bidirectional_ranges[:S],
+            tuple(lens[:S] for lens in self.context_lens),
             tuple(slot_mapping[:T] for slot_mapping in self.slot_mappings),
             tuple(block_tables[:S] for block_tables in self.all_block_tables),
         )
@@ -102,7 +107,8 @@ class Buffers:
         are closed."""
         counts = [(tensor, T) for tensor in (*self.slot_mappings, self.positions)]
         counts += [(self.query_start_loc, S + 1), (self.seq_lens, S)]
-        counts += [(each, S) for each in (self.state_slots, self.bidirectional_ranges) if each is not None]
+        of_seqs = self.state_slots, self.bidirectional_ranges, *self.context_lens
+        counts += [(each, S) for each in of_seqs if each is not None]
         counts += [(block_tables, table_rows) for block_tables in self.all_block_tables]
         ranges: list[tuple[int, int]] = []
         for tensor, count in counts:

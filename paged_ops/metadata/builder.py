@@ -20,7 +20,8 @@ from paged_ops.bidirectional import ranges_of_step
 from paged_ops.checks import expect
 from paged_ops.device import with_index
 from paged_ops.metadata.buffers import Buffers, Staging, prefers_compact
-from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, GraphSupport
+from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, ContextMetadata, GraphSupport
+from paged_ops.parallel.spread import WHOLE, Spread, widest
 from paged_ops.states import PADDING_ROW
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int32, device="cpu")
@@ -55,6 +56,8 @@ class AttentionMetadataBuilder:
             If it is not 0, every step has room for so many, for captured graphs. Kernels are compiled for the number.
         num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
             that the host fills one while the device still reads the other.
+        spreads: of each pool, over which ranks its tokens are spread (``KVCache.spread``); by default over none. Steps
+            then have a ``context``.
 
     Raises:
         ValueError: a size is not positive, lengths would not fit int32, or the device is of another type.
@@ -74,6 +77,7 @@ class AttentionMetadataBuilder:
         num_state_rows: int = 0,
         max_bidirectional_ranges: int = 0,
         num_staging_buffers: int | None = None,
+        spreads: Sequence[Spread] | None = None,
     ):
         self.device = with_index(device)
         on_gpu = self.device.type == "cuda"
@@ -96,6 +100,14 @@ class AttentionMetadataBuilder:
         least = int(on_gpu)
         expect(num_staging_buffers >= least, "num_staging_buffers", f"{least} or more", num_staging_buffers)
 
+        self.spreads = (WHOLE,) * len(of_pools) if spreads is None else tuple(spreads)
+        expect(len(self.spreads) == len(of_pools), "spreads", f"one for each of {len(of_pools)} pools", spreads)
+        for spread in self.spreads:
+            spread.check(block_size)
+        self._spread = widest(self.spreads)
+        alike = all(spread in (WHOLE, self._spread) for spread in self.spreads)
+        expect(alike, "spreads", "pools that are spread over the same ranks, or not at all", spreads)
+
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_tokens = max_num_tokens
@@ -108,13 +120,14 @@ class AttentionMetadataBuilder:
 
         def buffers(where: torch.device | str, pinned: bool = False) -> Buffers:
             sizes = (max_num_seqs, max_num_tokens, max_blocks_per_seq, len(of_pools), num_state_rows > 0)
-            return Buffers.allocate(*sizes, max_bidirectional_ranges, where, pinned)
+            return Buffers.allocate(*sizes, max_bidirectional_ranges, self._spread.size > 1, where, pinned)
 
         self._buffers = buffers(self.device)
         self._staging = [Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
         self._turns = itertools.cycle(self._staging)
         self._views: dict[tuple[int, int], Buffers] = {}
         self._cascade: tuple[Tensor, ...] | None = None
+        self._own_tables: tuple[Tensor, Tensor] | None = None
 
     def build(
         self,
@@ -175,6 +188,8 @@ class AttentionMetadataBuilder:
         state_slots = _NO_ROWS if has_none else self._state_slots(batch)
         ranges = self._bidirectional_ranges(batch, seq_lens)
         self._check_common_prefix(common_prefix_len, computed, blocks[0])
+        whole = common_prefix_len == 0 or self._spread.size == 1
+        expect(whole, "common_prefix_len", "0 for a cache that is spread over ranks", common_prefix_len)
 
         # The CPU is named because the user may have set another default device.
         query_start_loc = torch.full((S + 1,), t, dtype=torch.int32, device="cpu")
@@ -191,11 +206,16 @@ class AttentionMetadataBuilder:
             request = torch.repeat_interleave(query_lens, output_size=t)
             positions = (computed - query_start_loc[:n])[request] + torch.arange(t, device="cpu")
         columns = torch.div(positions, B, rounding_mode="trunc")
-        offsets = positions - columns * B
-        slots = [each[request, columns].to(torch.int64) * B + offsets for each in blocks]
+        slots = [
+            spread.slots(each[request, columns], positions, B)
+            for each, spread in zip(blocks, self.spreads, strict=True)
+        ]
 
         self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots, ranges)
         metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
+        if self._spread.size > 1:
+            self._fill_own_tables(S, T)
+            metadata.context = self.context_of(S, T, is_decode=max_query_len <= 1)
         if common_prefix_len and not fast_build:
             metadata.cascade = self._build_cascade(common_prefix_len, metadata)
         return metadata
@@ -226,9 +246,24 @@ class AttentionMetadataBuilder:
         self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing, _NO_RANGES)
         max_seq_len = self.max_blocks_per_seq * self.block_size
         metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
+        if self._spread.size > 1:
+            expect(not cascade, "cascade", "none for a cache that is spread over ranks", cascade)
+            self._fill_own_tables(num_reqs, t)
+            metadata.context = self.context_of(num_reqs, t, is_decode=query_len == 1)
         if cascade:
             metadata.cascade = self._build_cascade(0, metadata)
         return metadata
+
+    def context_of(self, S: int, T: int, is_decode: bool) -> ContextMetadata | None:
+        """What this rank attends to in the step in the buffers, whose padded sizes are S and T; None if the cache is
+        not spread over ranks. ``is_decode``: no sequence has more than one token. Otherwise it serves every step."""
+        if self._spread.size == 1:
+            return None
+        lens, history_lens = self._views_of(S, T).context_lens
+        if is_decode:
+            return ContextMetadata(lens, None, None, self.spreads)
+        assert self._own_tables is not None
+        return ContextMetadata(lens, history_lens, self._own_tables[0][:S, :T], self.spreads)
 
     def can_run_in_cuda_graph(self, batch: Batch) -> bool:
         """Whether the batch fits the capacities and is of a kind that ``graph_support`` lets a graph serve.
@@ -333,6 +368,10 @@ class AttentionMetadataBuilder:
         if into.state_slots is not None:
             into.state_slots[: len(state_slots)] = state_slots
             into.state_slots[len(state_slots) : S] = PADDING_ROW
+        if into.context_lens:
+            query_lens = query_start_loc.diff()
+            for part, each in zip(into.context_lens, (seq_lens, seq_lens - query_lens), strict=True):
+                part[:S] = self._spread.lens(each.clamp(min=0), self.block_size)
         if into.bidirectional_ranges is not None:
             into.bidirectional_ranges[: len(ranges)] = ranges
             into.bidirectional_ranges[len(ranges) : S] = 0
@@ -370,12 +409,7 @@ class AttentionMetadataBuilder:
         T: int,
     ) -> AttentionMetadata:
         """Host tensors ``[S + 1]``, ``[S]``, ``[S]`` and integers, beside the views of the buffers that fit them."""
-        sizes = len(seq_lens), T
-        if sizes not in self._views:
-            if len(self._views) >= 1024:
-                self._views.clear()
-            self._views[sizes] = self._buffers.views(*sizes)
-        on_device = self._views[sizes]
+        on_device = self._views_of(len(seq_lens), T)
         return AttentionMetadata(
             query_start_loc=on_device.query_start_loc,
             query_start_loc_cpu=query_start_loc,
@@ -393,6 +427,25 @@ class AttentionMetadataBuilder:
             state_slots=on_device.state_slots,
             bidirectional_ranges=on_device.bidirectional_ranges,
         )
+
+    def _views_of(self, S: int, T: int) -> Buffers:
+        """The device buffers of a step of these sizes: equal sizes give the same tensors."""
+        if (S, T) not in self._views:
+            if len(self._views) >= 1024:
+                self._views.clear()
+            self._views[S, T] = self._buffers.views(S, T)
+        return self._views[S, T]
+
+    def _fill_own_tables(self, S: int, T: int) -> None:
+        """The rows of each sequence in the step, as blocks of one token: what a row's own table has is its start."""
+        if self._own_tables is None:
+            most = self.max_num_tokens
+            with torch.inference_mode(False):
+                zeros = self._buffers.seq_lens.new_zeros
+                self._own_tables = zeros(self.max_num_seqs, most), torch.arange(most, out=zeros(most))
+        tables, rows = self._own_tables
+        starts = self._views_of(S, T).query_start_loc
+        torch.add(starts[:-1, None], rows[:T], out=tables[:S, :T])
 
     def _build_cascade(self, common_prefix_len: int, metadata: AttentionMetadata) -> CascadeMetadata:
         S, M = metadata.block_tables.shape

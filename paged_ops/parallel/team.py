@@ -65,7 +65,10 @@ class Team:
         self._loop, self._ranks = loop, ranks
         self.submitted: list[Request] = []
         self.aborted: set[Request] = set()
-        pools = tuple((pool.num_blocks, pool.block_size, len(pool.layers)) for pool in loop.kv_cache.pools)
+        pools = tuple(
+            (pool.num_blocks, pool.block_size, len(pool.layers), *([pool.spread.size] * (pool.spread.size > 1)))
+            for pool in loop.kv_cache.pools
+        )
         sizes = loop.max_num_seqs, loop.max_num_tokens, loop.max_model_len, str(loop.graph_mode), pools
         ranks.meet(Call("GenerationLoop", sizes), agree_on)
 
@@ -77,10 +80,9 @@ class Team:
             return None
         from paged_ops.parallel.ranks import Ranks
 
-        collectives = getattr(step, "process_group", None)
-        return Team(
-            loop, Ranks(group, time_limit=time_limit, collectives=() if collectives is None else (collectives,))
-        )
+        own = getattr(step, "process_group", None)
+        collectives = getattr(step, "collective_groups", () if own is None else (own,))
+        return Team(loop, Ranks(group, time_limit=time_limit, collectives=collectives))
 
     @property
     def leads(self) -> bool:

@@ -1,0 +1,252 @@
+"""The parts of attention that ranks hold, exchanged and merged on GPUs in one kernel.
+
+Bytes per rank, for R rows (tokens times heads) of Dv elements of e bytes on W ranks: the part is read from the own
+memory, sent to and received from each other rank, ``(W - 1)·R·(Dv·e + 4)`` over the links, and the result written.
+About ``3·W·R·Dv`` additions and products, which do not matter: one token of 32 heads of 128 in bfloat16 is 8 KiB.
+
+A rank puts its part (output and lse) into the memory of all others, takes theirs from its own, and merges all in the
+order of ranks, in float32: all ranks hold the same bits. The memory is that of :mod:`paged_ops.lowerings.gpu.peers`,
+with one counter of turns for each row; the argument there holds, as each call sends to and hears from every rank.
+
+Letters: T tokens, H heads of the result, Dv value head size, W ranks, R rows that there are places for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.peers import put, take
+from paged_ops.lowerings.gpu.target import target_of
+
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Places(NamedTuple):
+    """Where ranks put parts for each other: the same for all, made once.
+
+    Attributes:
+        outs: integers as wide as the dtype, ``[2, R, W, width]`` on each rank: two turns, R rows, of each sender.
+        lses: int32 ``[2, R, W]`` on each rank: float32s.
+        turns: int32 ``[R]``, the half that is next, of this rank alone.
+        aborted: see :class:`paged_ops.parallel.symmetric.Workspace`.
+    """
+
+    outs: tuple[Tensor, ...]
+    lses: tuple[Tensor, ...]
+    turns: Tensor
+    aborted: Tensor
+    rank: int
+
+    def serve(self, rows: int, head_size: int, dtype: torch.dtype) -> bool:
+        """Whether there is room for so many rows of this size."""
+        _, most, _, width = self.outs[0].shape
+        return rows <= most and head_size <= width and dtype.itemsize == self.outs[0].itemsize
+
+
+def num_bytes(ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
+    """Of a workspace for so many rows, of elements as wide as the dtype."""
+    return 2 * rows * ranks * (width * dtype.itemsize + 4)
+
+
+def places(workspace: Any, rows: int, width: int, dtype: torch.dtype) -> Places:
+    """The places in a :class:`paged_ops.parallel.symmetric.Workspace`. ``rows * width`` is even."""
+    W = workspace.size
+    outs = workspace.views(_BITS[dtype.itemsize], 2, rows, W, width)
+    lses = workspace.views(torch.int32, 2, rows, W, offset=outs[0].nbytes)
+    turns = torch.zeros(rows, dtype=torch.int32, device=workspace.device)
+    return Places(outs, lses, turns, workspace.aborted, workspace.rank)
+
+
+def exchange(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, to: Places, *, rows: int | None = None) -> None:
+    """Fills ``out [T, H, Dv]`` and ``lse [T, H]`` by merging all ranks' parts. All tensors are contiguous.
+
+    ``part`` has H heads, and each rank gets all of them; or W·H, and rank r gets the H from ``r * H`` on. ``rows``: of
+    a tile.
+    """
+    T, H, Dv = out.shape
+    if not T * H:
+        return
+    launcher, tile, most = _launcher(T * H, H, Dv, part.shape[1] != H, to.outs[0].shape, to.rank, part.device, rows)
+    tensors = (part, part_lse, out, lse, to.turns, to.aborted, *to.outs, *to.lses)
+    launcher((min(-(-T * H // tile), most), 1, 1), tensors, (T * H,))
+
+
+def merge_gathered(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Fills ``out [T, H, Dv]`` and ``lse [T, H]`` from parts that a collective has brought: bytes, contiguous
+    ``[W, T, H, Dv·e + 4]``, an output and its lse."""
+    T, H, Dv = out.shape
+    if T * H:
+        launcher, tile = _merger(gathered.shape[0], Dv, out.dtype, out.device)
+        rows = T * H
+        launcher((-(-rows // tile), 1, 1), (gathered.view(out.dtype), gathered.view(torch.float32), out, lse), (rows,))
+
+
+@functools.lru_cache(maxsize=1024)
+def _launcher(
+    num_rows: int,
+    H: int,
+    Dv: int,
+    is_scattered: bool,
+    shape: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    rows: int | None,
+) -> tuple[Launcher, int, int]:
+    """The kernel for this kind of call, the rows of a tile, and the most programs, which all run at once."""
+    target = target_of(device)
+    most = max(1, target.processors)
+    if rows is None:
+        rows = min(16, triton.next_power_of_2(-(-num_rows // most)))
+    return _kernel_of(H, Dv, is_scattered, shape, rank, device, rows), rows, most
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel_of(
+    H: int, Dv: int, is_scattered: bool, shape: tuple[int, ...], rank: int, device: torch.device, rows: int
+) -> Launcher:
+    BLOCK_D = triton.next_power_of_2(max(Dv, 1))
+    constants = {
+        "H": H,
+        "Dv": Dv,
+        "BLOCK_D": BLOCK_D,
+        "ROWS": rows,
+        "R": shape[1],
+        "W": shape[2],
+        "WIDTH": shape[3],
+        "RANK": rank,
+        "SCATTERED": is_scattered,
+        "num_warps": max(1, min(4, rows * BLOCK_D // 256)),  # 8 elements for each thread
+        **target_of(device).overlap(),
+    }
+    return Launcher(exchange_kernel, constants, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _merger(W: int, Dv: int, dtype: torch.dtype, device: torch.device) -> tuple[Launcher, int]:
+    BLOCK_D = triton.next_power_of_2(max(Dv, 1))
+    ROWS = max(1, 1024 // BLOCK_D)
+    constants = {"Dv": Dv, "BLOCK_D": BLOCK_D, "ROWS": ROWS, "W": W, "num_warps": 4}
+    return Launcher(gathered_kernel, constants, device), ROWS
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def exchange_kernel(
+    tensors,  # part, its lse, out, lse, turns [R], aborted [1], places of outputs by rank, places of lse by rank
+    num_rows,  # T * H
+    H: tl.constexpr,
+    Dv: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    SCATTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p: tiles p, p + P, ... of P programs."""
+    part, part_lse, out, lse = tensors[0], tensors[1], tensors[2], tensors[3]
+    turns, aborted = tensors[4], tensors[5]
+    OUTS: tl.constexpr = 6
+    LSES: tl.constexpr = 6 + W
+    d = tl.arange(0, BLOCK_D)[None, :]
+    tiles = tl.cdiv(num_rows, ROWS)
+    if PDL:
+        gdc_wait()
+
+    # All rows are sent before any is waited for.
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        live = row < num_rows
+        mask = live[:, None] & (d < Dv)
+        place = (tl.load(turns + row, mask=live, other=0) * R + row) * W + RANK
+        for i in tl.static_range(1, W):
+            source = row
+            if SCATTERED:
+                source = (row // H * W + (RANK + i) % W) * H + row % H
+            own = tl.load(part + source[:, None] * Dv + d, mask=mask, other=0.0)
+            own_lse = tl.load(part_lse + source, mask=live, other=0.0)
+            put(tensors[OUTS + (RANK + i) % W] + place[:, None] * WIDTH + d, own, mask)
+            put(tensors[LSES + (RANK + i) % W] + place, own_lse, live)
+
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        live = row < num_rows
+        mask = live[:, None] & (d < Dv)
+        turn = tl.load(turns + row, mask=live, other=0)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        for r in tl.static_range(W):
+            if r == RANK:
+                source = row
+                if SCATTERED:
+                    source = (row // H * W + RANK) * H + row % H
+                that = tl.load(part + source[:, None] * Dv + d, mask=mask, other=0.0)
+                that_lse = tl.load(part_lse + source, mask=live, other=0.0)
+            else:
+                place = (turn * R + row) * W + r
+                that_lse = take(tensors[LSES + RANK] + place, live, aborted, tl.float32)
+                at = tensors[OUTS + RANK] + place[:, None] * WIDTH + d
+                that = take(at, mask, aborted, part.dtype.element_ty)
+            acc, m, l = with_part(acc, m, l, that, that_lse)
+        tl.store(turns + row, 1 - turn, mask=live)
+        store_merged(out, lse, acc, m, l, row, live, d, Dv)
+    if PDL:
+        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gathered_kernel(
+    tensors,  # what was gathered, as elements and as float32; out [T, H, Dv] and lse [T, H]
+    num_rows,  # T * H
+    Dv: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+):
+    elements, floats, out, lse = tensors
+    NUM_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    STRIDE: tl.constexpr = Dv + 4 // NUM_BYTES  # of a row, in elements
+    FLOATS: tl.constexpr = STRIDE * NUM_BYTES // 4
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < num_rows
+    d = tl.arange(0, BLOCK_D)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    for r in tl.static_range(W):
+        at = row + r * num_rows.to(tl.int64)
+        that = tl.load(elements + at[:, None] * STRIDE + d, mask=live[:, None] & (d < Dv), other=0.0)
+        that_lse = tl.load(floats + at * FLOATS + FLOATS - 1, mask=live, other=0.0)
+        acc, m, l = with_part(acc, m, l, that, that_lse)
+    store_merged(out, lse, acc, m, l, row, live, d, Dv)
+
+
+@triton.jit
+def with_part(acc, m, l, part, lse):
+    """The sum of parts by their weights, the largest lse, and the sum of weights, with one part more. A part without
+    keys, whose lse is not finite, is dropped, whatever its output."""
+    lse = tl.where(lse == float("inf"), float("-inf"), lse)
+    largest = tl.maximum(m, lse, propagate_nan=tl.PropagateNan.ALL)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    decay, weight = tl.exp(m - shift), tl.exp(lse - shift)
+    weighed = tl.where((lse == float("-inf"))[:, None], 0.0, part.to(tl.float32) * weight[:, None])
+    return acc * decay[:, None] + weighed, largest, l * decay + weight
+
+
+@triton.jit
+def store_merged(out, lse, acc, m, l, row, live, d, Dv: tl.constexpr):
+    some = l != 0.0
+    merged = acc / tl.where(some, l, 1.0)[:, None]
+    tl.store(out + row[:, None] * Dv + d, merged.to(out.dtype.element_ty), mask=live[:, None] & (d < Dv))
+    tl.store(lse + row, tl.where(some, m + tl.log(tl.where(some, l, 1.0)), float("-inf")), mask=live)
+    return l

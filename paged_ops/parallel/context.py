@@ -1,0 +1,315 @@
+"""Attention over a cache whose tokens are spread over ranks: context parallelism.
+
+Long contexts with few key/value heads cannot be spread by heads any further: each rank then holds a part of every
+sequence's tokens. Block i of a sequence is on rank ``i % W`` (:mod:`paged_ops.parallel.spread` has the rule). A rank
+attends to the keys that it holds, for all rows, and the parts are merged in one exchange
+(:mod:`paged_ops.parallel.exchange`). With K_r the keys on rank r::
+
+    out_r, lse_r = attention of the row over K_r        out = sum_r exp(lse_r - lse) * out_r
+
+Each key is counted once, and a row sees no later key:
+
+- A step of at most one token for each sequence: the token is written to its rank first, and each rank attends to all
+  that it holds, without a mask, as the row is the last.
+- Any other step: each rank attends, without a mask, to what it holds of the *history*, the tokens before the step. The
+  step's own tokens, which all ranks have, are attended to causally, each head by one rank: heads are divided evenly
+  where K is a multiple or a divisor of W, otherwise rank 0 takes all. That rank merges it into its part.
+
+Sinks are counted by the rank that attends to the own tokens of a head; in a step of single tokens by rank 0. Windows
+and chunks hide most of what a rank holds, so layers that have one are not spread: each rank keeps all of their tokens.
+ALiBi, block-sparse attention and bidirectional ranges count positions, which a rank's part does not have: they are
+refused.
+
+Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, Dv value head size, W ranks.
+
+Sources of the ideas: ring attention (Liu et al. 2023, arXiv:2310.01889) and tree attention (Shyam et al. 2024,
+arXiv:2408.04093), which merge partial attentions of ranks; Helix (arXiv:2507.07120) and vLLM's decode context
+parallelism, which spread a decode's cache by tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paged_ops.checks import expect
+from paged_ops.fp8 import saturated
+from paged_ops.metadata.step import AttentionMetadata, ContextMetadata
+from paged_ops.parallel.exchange import Exchange, prepare
+from paged_ops.parallel.spread import Spread
+
+_FP8 = torch.float8_e4m3fn
+REFUSED = ("alibi_slopes", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges")
+
+
+class Handle(NamedTuple):
+    """What a compiled graph knows of a :class:`Context`."""
+
+    name: str
+    rank: int
+    size: int
+
+
+class Context:
+    """The ranks over which sequences are spread, as one of them sees them. Made by all of them together.
+
+    Args:
+        group: the process group, or a dimension of a device mesh: ``mesh.get_group("cp")``.
+        device: of the cache.
+        head_size: the largest value head size of the layers.
+        dtype: of queries and outputs.
+        rows: tokens times query heads of the largest step whose parts go through symmetric memory, on GPUs. Larger ones
+            go by collectives.
+        collectives: do not use symmetric memory.
+
+    Attributes:
+        group: as given.
+        spread: this rank and how many there are: what ``KVCache`` takes.
+        exchange: how parts are merged; ``exchange.how`` says which way was chosen.
+        handle: what :func:`attend` takes.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | str,
+        *,
+        head_size: int,
+        dtype: torch.dtype,
+        rows: int = 4096,
+        collectives: bool = False,
+    ) -> None:
+        self.group = group
+        options: dict[str, Any] = {"rows": rows, "head_size": head_size, "dtype": dtype, "collectives": collectives}
+        self.exchange = prepare(group, torch.device(device), **options)
+        self.spread = Spread(self.exchange.group.rank, self.exchange.group.size)
+        self.handle = Handle(f"{group.group_name}/{next(_numbers)}", *self.spread)
+        _exchanges[self.handle.name] = self.exchange
+
+
+_exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    step: ContextMetadata,
+    context: Handle,
+    *,
+    value_cache: Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    **cache: Any,
+) -> Tensor:
+    """Attention ``[T, H, Dv]`` over a cache that is spread over ranks, the same on each of them.
+
+    Args:
+        query: ``[T, H, D]``, the same on all ranks.
+        key, value: ``[T', K, D]`` and ``[T', K, Dv]`` with T' of T or more: the step's own tokens, the same on all
+            ranks. They have been written to the cache by the step's slots.
+        kv_cache, value_cache: what this rank holds, in any form.
+        block_tables, query_start_loc: of the step, the same on all ranks.
+        step: ``AttentionMetadata.context``.
+        context: ``Context.handle``.
+        soft_cap, sinks, output_scale: as in :func:`paged_ops.paged_attention`. Causality is that of a decoder.
+        cache: how keys and values are stored: ``k_scale``, ``v_scale``, ``kv_cache_dtype``.
+
+    Raises:
+        ValueError: a feature that counts positions, or an argument that :func:`paged_ops.paged_attention` refuses.
+    """
+    refuse(cache)
+    options: dict[str, Any] = {"value_cache": value_cache, "soft_cap": soft_cap, **cache}
+    H, K = query.shape[1], key.shape[1]
+    if step.history_lens is None:
+        batch = block_tables, step.lens, query_start_loc
+        counts = sinks if context.rank == 0 else None
+        part, lse = _with_lse(query, kv_cache, *batch, scale, causal=False, sinks=counts, **options)
+    else:
+        batch = block_tables, step.history_lens, query_start_loc
+        part, lse = _with_lse(query, kv_cache, *batch, scale, causal=False, **options)
+        heads, of_keys = own_heads(H, K, context)
+        mine = part[:, heads], lse[:, heads], query[:, heads]
+        key, value, stored = as_stored(key[:, of_keys], value[:, of_keys], kv_cache.dtype, of_keys, cache)
+        stored |= {"soft_cap": soft_cap, "sinks": None if sinks is None else sinks[heads]}
+        add_own_tokens(*mine, key, value, step.own_tables, query_start_loc, scale, **stored)
+    out, _ = torch.ops.paged_ops_parallel.merge_over_ranks(part, lse, context.name)
+    return out if output_scale is None else saturated(out, output_scale, _FP8).to(_FP8)
+
+
+def attend_with_gathered_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    history_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+    exchange: Exchange,
+    *,
+    value_cache: Tensor | None = None,
+    causal: bool = True,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    **cache: Any,
+) -> Tensor:
+    """Attention ``[T, H, Dv]`` of this rank's heads, where each rank has other query heads: queries are gathered, and
+    each rank gets the merged parts of its own. For engines that spread tokens over ranks of tensor parallelism which
+    share a key/value head; all that :func:`attend` takes without a word here is meant as there.
+
+    Args:
+        query: ``[T, H, D]``, of this rank's heads.
+        history_lens: int32 ``[S]``, the tokens before the step's that this rank holds, by whatever rule.
+        max_query_len: the most tokens of a sequence in this step.
+        exchange: of the ranks.
+        causal: whether the step's own tokens see earlier ones alone.
+        sinks: float32 ``[H]``, of this rank's heads.
+
+    Raises:
+        ValueError: more than one key/value head; engines spread heads over ranks before they spread tokens.
+    """
+    refuse(cache)
+    expect(key.shape[1] == 1, "key", "one key/value head at each rank, in [T, K, D]", key)
+    H, group = query.shape[1], exchange.group
+    every = group.all_gather(query.contiguous()).transpose(0, 1).flatten(1, 2)  # [T, W·H, D]
+    options: dict[str, Any] = {"value_cache": value_cache, "soft_cap": soft_cap, **cache}
+    batch = block_tables, history_lens, query_start_loc
+    part, lse = _with_lse(every, kv_cache, *batch, scale, causal=False, **options)
+    rows = torch.arange(max_query_len, dtype=torch.int32, device=query.device)
+    heads = slice(group.rank * H, (group.rank + 1) * H)
+    mine = part[:, heads], lse[:, heads], query
+    key, value, stored = as_stored(key, value, kv_cache.dtype, slice(0, 1), cache)
+    stored |= {"causal": causal, "soft_cap": soft_cap, "sinks": sinks}
+    add_own_tokens(*mine, key, value, query_start_loc[:-1, None] + rows, query_start_loc, scale, **stored)
+    return exchange.of_own_heads(part, lse)[0]
+
+
+def add_own_tokens(
+    part: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own_tables: Tensor | None,
+    query_start_loc: Tensor,
+    scale: float,
+    **features: Any,
+) -> None:
+    """Merge attention to the step's own tokens into a part, which may be a view of some heads. Without heads: nothing.
+
+    ``own_tables``: int32 ``[S, >= the most tokens of a sequence]``, the rows of each sequence; tokens are read as
+    blocks of one.
+    """
+    if not part.shape[1]:
+        return
+    lens = query_start_loc.diff()
+    batch = own_tables, lens, query_start_loc
+    own = _with_lse(query, key[:, None], *batch, scale, value_cache=value[:, None], **features)
+    both, total = torch.ops.paged_ops.merge_attention_states(part, lse, *own)
+    part.copy_(both)
+    lse.copy_(total)
+
+
+def as_stored(
+    key: Tensor, value: Tensor, dtype: torch.dtype, heads: slice, cache: dict[str, Any]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Keys and values of some heads as the cache holds them, rounded if it is fp8, and how they are stored."""
+    if key.dtype == dtype or not key.shape[1]:
+        return key, value, {}
+    cache = dict(cache)
+    for name in ("k_scale", "v_scale"):
+        if cache.get(name) is not None and cache[name].numel() > 1:
+            cache[name] = cache[name][heads]
+    pages = [torch.empty((len(each), 1, *each.shape[1:]), dtype=dtype, device=each.device) for each in (key, value)]
+    slots = torch.arange(len(key), device=key.device)
+    torch.ops.paged_ops.reshape_and_cache(key, value, pages[0], slots, value_cache=pages[1], **cache)
+    return pages[0][:, 0], pages[1][:, 0], cache
+
+
+def own_heads(H: int, K: int, context: Handle) -> tuple[slice, slice]:
+    """The query heads, and their key/value heads, for which this rank attends to a step's own tokens."""
+    rank, W = context.rank, context.size
+    if K % W == 0:
+        heads, of_keys = H // W, K // W
+        return slice(rank * heads, (rank + 1) * heads), slice(rank * of_keys, (rank + 1) * of_keys)
+    if W % K == 0 and H % W == 0:
+        heads, head = H // W, rank * K // W
+        return slice(rank * heads, (rank + 1) * heads), slice(head, head + 1)
+    return (slice(0, H), slice(0, K)) if rank == 0 else (slice(0, 0), slice(0, 0))
+
+
+def refuse(features: dict[str, Any]) -> None:
+    """Refuse the features of attention that count positions."""
+    for name in REFUSED:
+        value = features.pop(name, None)
+        absent = value is None or (not isinstance(value, Tensor) and not value)
+        expect(absent, name, "none with context parallelism, as a rank does not hold all positions", value)
+
+
+def groups_of_context(
+    context: Any, sharded: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The ranks over which tokens are spread, and all that run a step together, of a process group or a device mesh.
+
+    Args:
+        context: a process group, or a mesh with a dimension "cp"; None without context parallelism.
+        sharded: the ranks over which the model is sharded.
+
+    Raises:
+        ValueError: the mesh has no such dimension, or a group is given where a mesh is needed.
+    """
+    if context is None:
+        return None, None
+    if isinstance(context, dist.ProcessGroup):
+        expect(sharded is None, "context", 'a device mesh with a dimension "cp", as the model is sharded', "a group")
+        return context, context
+    names = getattr(context, "mesh_dim_names", None) or ()
+    expect("cp" in names, "context", 'a process group, or a device mesh with a dimension "cp"', context)
+    if context.ndim == 1:
+        every = context.get_group()
+    elif context.size() == dist.get_world_size():
+        every = dist.group.WORLD
+    else:
+        every = context._flatten().get_group()
+    return context.get_group("cp"), every
+
+
+def context_of(metadata: AttentionMetadata, pool: int) -> ContextMetadata | None:
+    """The context of a step for the layers of one pool; None if the pool is not spread."""
+    context = metadata.context
+    return None if context is None or context.spreads[pool].size == 1 else context
+
+
+def _with_lse(query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = torch.ops.paged_ops.paged_attention_with_lse(query, kv_cache, *batch, **features)
+    return result
+
+
+def _merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
+    exchange = _exchanges.get(context)
+    expect(exchange is not None, "context", "one that is alive on this rank", context)
+    assert exchange is not None
+    return exchange.everywhere(part, lse)
+
+
+# Opaque to compilers: what it does depends on the group, and is chosen when the context is made.
+torch.library.define(
+    "paged_ops_parallel::merge_over_ranks", "(Tensor part, Tensor lse, str context) -> (Tensor, Tensor)"
+)
+torch.library.impl("paged_ops_parallel::merge_over_ranks", "CompositeExplicitAutograd")(_merge_over_ranks)
+torch.library.register_fake("paged_ops_parallel::merge_over_ranks")(
+    lambda part, lse, context: (torch.empty_like(part), torch.empty_like(lse))
+)

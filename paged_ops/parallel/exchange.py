@@ -1,0 +1,183 @@
+"""Merging the partial attentions of ranks over disjoint keys, in one exchange.
+
+With parts ``out_r`` and ``lse_r`` of W ranks::
+
+    lse = log(sum_r exp(lse_r))        out = sum_r exp(lse_r - lse) * out_r
+
+in float32 and in the order of ranks, so that all ranks hold the same bits. +inf is read as -inf; where no rank saw a
+key, out is 0 and lse -inf. Two ways, chosen once, when the exchange is prepared:
+
+- *symmetric memory* (GPUs of one host): one kernel puts the part into the memory of the other ranks and merges what
+  comes from them (``paged_ops/lowerings/gpu/merge_ranks.py``). It is safe in captured graphs, and deterministic.
+- *collectives* (NCCL, gloo): an all-gather of parts, or, if there are many rows and more than two ranks, an all-to-all
+  by rows and an all-gather of merged rows. So are calls that are too large for the symmetric memory.
+
+Letters: T tokens, H heads, Dv value head size, W ranks.
+
+Sources of the ideas: the merge is that of ring attention (Liu et al. 2023, arXiv:2310.01889) and of flash decoding;
+over ranks, as a reduction, it is tree attention (Shyam et al. 2024, arXiv:2408.04093) and Helix (arXiv:2507.07120).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paged_ops.checks import expect
+
+# The name in torch 2.13, where the older one warns.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_MANY = 1 << 20  # bytes of a part, from which on more than two ranks merge by rows
+
+
+class Group(Protocol):
+    """What an exchange needs of a group of ranks."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        """``[W, ...]``: the tensors of all ranks, which are contiguous and equal in shape."""
+
+    def all_to_all(self, mine: Tensor) -> Tensor:
+        """``[W, ...]``: what each rank has in its row ``rank`` of its tensor ``[W, ...]``."""
+
+
+class ProcessGroup:
+    """A group of ``torch.distributed``."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        expect(self.rank >= 0, "group", "a process group with this process in it", "another")
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        every = mine.new_empty(self.size, *mine.shape)
+        _all_gather(every.view(-1), mine.view(-1), group=self.group)
+        return every
+
+    def all_to_all(self, mine: Tensor) -> Tensor:
+        every = torch.empty_like(mine)
+        dist.all_to_all_single(every, mine, group=self.group)
+        return every
+
+
+class Exchange:
+    """Merges the parts of a group's ranks. All ranks make the same calls, with equal shapes and dtypes.
+
+    Attributes:
+        how: "symmetric memory", or "collectives" and why.
+    """
+
+    def __init__(self, group: Group, places: Any = None, why: str = "") -> None:
+        self.group, self._places = group, places
+        self.how = "symmetric memory" if places is not None else f"collectives ({why})" if why else "collectives"
+
+    def everywhere(self, part: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T, H, Dv]`` and ``[T, H]``, merged, on each rank, of parts of the same shapes."""
+        W = self.group.size
+        if W == 1:
+            return part.clone(), lse.clone()
+        if self._serves(part, *part.shape[:2]):
+            return self._by_memory(part, lse, part.shape[1])
+        packed = _packed(part, lse)
+        if W == 2 or packed.nbytes < _MANY:
+            return merged(self.group.all_gather(packed), part.dtype)
+        T, H, n = packed.shape
+        rows = -(-T // W)
+        spread = packed.new_zeros(W, rows, H, n)
+        spread.view(W * rows, H, n)[:T] = packed
+        mine = _packed(*merged(self.group.all_to_all(spread), part.dtype))
+        every = self.group.all_gather(mine).view(W * rows, H, n)[:T].contiguous()
+        return _unpacked(every, part.dtype)
+
+    def of_own_heads(self, part: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T, H, Dv]`` and ``[T, H]``, merged, of parts ``[T, W·H, Dv]`` and ``[T, W·H]``: rank r gets the H heads
+        from ``r * H`` on."""
+        W = self.group.size
+        expect(part.shape[1] % W == 0, "part", f"a multiple of the {W} ranks as heads in [T, W·H, Dv]", part)
+        T, H = part.shape[0], part.shape[1] // W
+        if W == 1:
+            return part.clone(), lse.clone()
+        if self._serves(part, T, H):
+            return self._by_memory(part, lse, H)
+        packed = _packed(part, lse)
+        by_rank = packed.view(T, W, H, -1).transpose(0, 1).contiguous()
+        return merged(self.group.all_to_all(by_rank), part.dtype)
+
+    def _serves(self, part: Tensor, T: int, H: int) -> bool:
+        return self._places is not None and self._places.serve(T * H, part.shape[2], part.dtype)
+
+    def _by_memory(self, part: Tensor, lse: Tensor, H: int) -> tuple[Tensor, Tensor]:
+        from paged_ops.lowerings.gpu.merge_ranks import exchange
+
+        out, total = part.new_empty(part.shape[0], H, part.shape[2]), lse.new_empty(part.shape[0], H)
+        exchange(part.contiguous(), lse.contiguous(), out, total, self._places)
+        return out, total
+
+
+def prepare(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    rows: int,
+    head_size: int,
+    dtype: torch.dtype,
+    collectives: bool = False,
+) -> Exchange:
+    """An exchange for parts on this device; all ranks of the group prepare it together.
+
+    Args:
+        group: the ranks.
+        device: of the parts.
+        rows: tokens times heads of the largest result that goes through symmetric memory.
+        head_size: the largest value head size.
+        dtype: of the parts.
+        collectives: do not use symmetric memory.
+    """
+    ranks = ProcessGroup(group)
+    if ranks.size == 1 or collectives:
+        return Exchange(ranks)
+    if device.type != "cuda":
+        return Exchange(ranks, why=f"no symmetric memory on {device}")
+    from paged_ops.lowerings.gpu import merge_ranks
+    from paged_ops.parallel import symmetric
+
+    head_size += head_size % 2
+    found = symmetric.allocate(group, device, merge_ranks.num_bytes(ranks.size, rows, head_size, dtype))
+    if isinstance(found, str):
+        return Exchange(ranks, why=found)
+    exchange = Exchange(ranks, merge_ranks.places(found, rows, head_size, dtype))
+    exchange.workspace = found  # type: ignore[attr-defined]
+    return exchange
+
+
+def merged(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The merge of parts ``[W, T, H, n]``, bytes of outputs in ``dtype``, each followed by its lse."""
+    if gathered.is_cuda:
+        from paged_ops.lowerings.gpu.merge_ranks import merge_gathered
+
+        _, T, H, n = gathered.shape
+        out = torch.empty(T, H, (n - 4) // dtype.itemsize, dtype=dtype, device=gathered.device)
+        lse = torch.empty(T, H, dtype=torch.float32, device=gathered.device)
+        merge_gathered(gathered, out, lse)
+        return out, lse
+    parts, lses = _unpacked(gathered, dtype)
+    lses = torch.where(lses == torch.inf, -torch.inf, lses)
+    total = torch.logsumexp(lses, 0)
+    shares = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - total))
+    weighed = torch.where((lses == -torch.inf)[..., None], 0.0, parts.float() * shares[..., None])
+    return weighed.sum(0).to(dtype), total
+
+
+def _packed(part: Tensor, lse: Tensor) -> Tensor:
+    """Bytes ``[..., Dv·e + 4]``: outputs, each followed by its lse."""
+    return torch.cat([part.contiguous().view(torch.uint8), lse.contiguous()[..., None].view(torch.uint8)], -1)
+
+
+def _unpacked(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    outs, lses = packed[..., :-4].contiguous(), packed[..., -4:].contiguous()
+    return outs.view(dtype), lses.view(torch.float32).squeeze(-1)

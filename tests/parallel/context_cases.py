@@ -1,0 +1,260 @@
+"""What each rank runs in the tests of context parallelism: tokens of every sequence spread over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loop_cases import LIMIT, stats_of
+from model_cases import load, make, texts_of
+from test_generation import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
+
+import paged_ops
+from paged_ops import reference
+from paged_ops.cache import KVCache
+from paged_ops.generation import GenerationLoop
+from paged_ops.integrations.projections import fuse_projections
+from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.layouts import split_joined_cache
+from paged_ops.metadata import AttentionMetadataBuilder, Batch
+from paged_ops.parallel.context import Context, attend
+from paged_ops.testing.compare import assert_close
+
+# Tokens of the step, and of the history, for each sequence. Blocks have 8 tokens, 4 or 2 on each rank.
+BATCHES = {
+    "decode": ([1, 1, 1, 1, 1], [0, 1, 8, 37, 100]),
+    "speculative": ([3, 4, 2, 4], [0, 5, 30, 64]),
+    "chunked prefill": ([9, 17, 5], [8, 3, 40]),
+    "prefill": ([1, 8, 30], [0, 0, 0]),
+    "mixed": ([1, 1, 0, 4, 20, 13], [50, 3, 6, 12, 0, 25]),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "soft cap": {"soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "one head": {"heads": (4, 1)},
+    "uneven heads": {"heads": (6, 3)},
+    "HND": {"layout": "HND"},
+    "other values": {"value_head_size": 24},
+    "fp8": {"stored": torch.float8_e4m3fn},
+    "fp8 output": {"output_scale": True},
+}
+SIZE, BLOCK = 16, 8
+
+
+def attends(rank: int, size: int, batch: str, form: str) -> bool:
+    """One step, with NaN wherever a rank holds nothing, within the error budget of attention over the whole cache."""
+    options = dict(FORMS[form])
+    dtype, (heads, kv_heads) = options.pop("dtype", torch.float32), options.pop("heads", (4, 2))
+    width = options.pop("value_head_size", SIZE)
+    query_lens, computed = BATCHES[batch]
+    lens = [a + b for a, b in zip(query_lens, computed, strict=True)]
+    torch.manual_seed(0)  # the same on all ranks
+    keys, values = (torch.randn(sum(lens), kv_heads, n).to(dtype) for n in (SIZE, width))
+    stored = {"layout": options.pop("layout", None), "dtype": options.pop("stored", dtype), "value_head_size": width}
+    scales = {}
+    if stored["dtype"].itemsize == 1:
+        scales = {"k_scale": torch.tensor([0.02, 0.03]), "v_scale": torch.tensor([0.01])}
+    context = Context(dist.group.WORLD, "cpu", head_size=width, dtype=dtype)
+    whole = KVCache(1, 64, BLOCK, kv_heads, SIZE, **stored)
+    mine = KVCache(1, 64, BLOCK, kv_heads, SIZE, **stored, spread=context.spread)
+    most, ids = max(sum(lens), sum(query_lens) + 2), torch.randperm(64).tolist()
+    blocks = [[ids.pop() for _ in range(-(-n // BLOCK))] for n in lens]
+    steps, caches = [], []
+    for cache in (whole, mine):
+        view = split_joined_cache(cache.layers[0], SIZE) if width != SIZE else (cache.layers[0], None)
+        if stored["dtype"].itemsize > 1:
+            cache.layers[0].fill_(torch.nan)
+        builder = AttentionMetadataBuilder(
+            BLOCK, len(lens) + 1, most, 16, num_blocks=64, spreads=[cache.spread], unused_block_id=63
+        )
+        slots = builder.build(0, Batch(lens, [0] * len(lens), blocks)).slot_mapping
+        paged_ops.reshape_and_cache(keys, values, view[0], slots, value_cache=view[1], **scales)
+        sizes = dict(num_reqs=len(lens) + 1, num_tokens=sum(query_lens) + 2)  # with padding
+        steps.append(builder.build(0, Batch(query_lens, computed, blocks), **sizes))
+        caches.append({"value_cache": view[1], **scales})
+        caches[-1]["kv_cache"] = view[0]
+    step, T = steps[0], sum(query_lens)
+    query = torch.randn(T + 2, heads, SIZE).to(dtype)
+    rows = [i for s, n in enumerate(lens) for i in range(sum(lens[:s]) + n - query_lens[s], sum(lens[:s]) + n)]
+    own = [torch.cat([each[rows], torch.full((2, *each.shape[1:]), torch.nan, dtype=dtype)]) for each in (keys, values)]
+    features: dict[str, Any] = {"soft_cap": options.get("soft_cap", 0.0)}
+    if options.get("sinks"):
+        features["sinks"] = torch.randn(heads)
+    arguments = step.block_tables, step.seq_lens, step.query_start_loc, SIZE**-0.5
+    reads = caches[0].pop("kv_cache")
+    given = {**features, **caches[0]}
+    plain = reference.paged_attention(query, reads, *arguments, **given)
+    truth = reference.paged_attention(query.double(), reads, *arguments, **given)
+    if options.get("output_scale"):
+        features["output_scale"] = torch.tensor([0.01])
+    got = attend(
+        query,
+        *own,
+        caches[1].pop("kv_cache"),
+        steps[1].block_tables,
+        steps[1].query_start_loc,
+        SIZE**-0.5,
+        steps[1].context,
+        context.handle,
+        **features,
+        **caches[1],
+    )
+    if options.get("output_scale"):
+        assert got.dtype == torch.float8_e4m3fn
+        limit = torch.tensor(448.0)
+        expected = (truth / 0.01).clamp(-limit, limit).to(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(got.float(), expected, rtol=0.13, atol=0.5)
+    else:
+        assert_close("out", got, plain, truth, float(values.float().abs().max()))
+        assert not got[T:].any()
+    if rank == 0 and form == "plain":  # the tokens are indeed spread
+        kept = mine.layers[0].isfinite().flatten(1).all(1).sum()
+        assert kept < 64
+    every = [torch.empty_like(got.view(torch.uint8)) for _ in range(size)]
+    dist.all_gather(every, got.view(torch.uint8))
+    return all(torch.equal(each, every[0]) for each in every)
+
+
+class SpreadToy:
+    """The toy model of tests/test_generation.py, whole on each rank, over a cache that is spread."""
+
+    def __init__(self) -> None:
+        self.context = Context(dist.group.WORLD, "cpu", head_size=D, dtype=torch.float32)
+        self.process_group = dist.group.WORLD
+        self.fault: Any = None
+
+    def __call__(self, input_ids, metadata, last_rows, kv_caches):
+        hidden = EMBED[input_ids] + POSITION[metadata.positions]
+        key, value = ((hidden @ each).view(-1, K, D) for each in (TO_KEY, TO_VALUE))
+        paged_ops.reshape_and_cache(key, value, kv_caches[0], metadata.slot_mapping)
+        batch = metadata.block_tables, metadata.query_start_loc, D**-0.5, metadata.context, self.context.handle
+        out = attend(hidden.view(-1, H, D), key, value, kv_caches[0], *batch)
+        return out.flatten(1)[last_rows] @ TO_LOGITS
+
+
+def generates(rank: int, size: int, num_blocks: int = 128, num_host_blocks: int = 0, **options: Any) -> Any:
+    toy = SpreadToy()
+    cache = KVCache(1, num_blocks, B, K, D, num_host_blocks=num_host_blocks, spread=toy.context.spread)
+    assert cache.layers[0].shape[2] == B // size
+    with GenerationLoop(toy, cache, rank_time_limit=LIMIT, **options) as loop:
+        outputs = loop.generate(PROMPTS, GREEDY)
+        return [list(each) for each in outputs], stats_of(loop)
+
+
+def advances(rank: int, size: int) -> Any:
+    """Steps that follow without the host give what built ones give."""
+    from paged_ops.metadata import advance_decodes
+
+    context = Context(dist.group.WORLD, "cpu", head_size=D, dtype=torch.float32)
+    builder = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, spreads=[context.spread])
+    blocks = [[5, 9, 7], [1, 2, 3], [30, 31, 32]]
+    metadata = builder.build(0, Batch([1] * 3, [0, 6, 15], blocks), num_reqs=4, num_tokens=4, lookahead=5)
+    for n in range(1, 6):
+        advance_decodes(metadata, 8)
+        got = [each.clone() for each in (metadata.slot_mapping, metadata.context.lens, metadata.seq_lens)]
+        other = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, spreads=[context.spread])
+        want = other.build(0, Batch([1] * 3, [n, 6 + n, 15 + n], blocks), num_reqs=4, num_tokens=4)
+        for a, b in zip(got, (want.slot_mapping, want.context.lens, want.seq_lens), strict=True):
+            assert torch.equal(a, b), (n, a, b)
+    return context.exchange.how
+
+
+def many_rows(rank: int, size: int) -> bool:
+    """Parts that are merged by rows, and heads that each rank has for itself."""
+    from paged_ops.parallel import exchange
+
+    exchange._MANY = 1
+    merge = exchange.Exchange(exchange.ProcessGroup(dist.group.WORLD))
+    torch.manual_seed(0)
+    parts, lses = torch.randn(size, 7, 2 * size, 5), torch.randn(size, 7, 2 * size) * 3
+    lses[0, 0], lses[:, 1], lses[1, 2] = -torch.inf, -torch.inf, torch.inf
+    parts[0, 0], parts[1, 2] = torch.nan, torch.nan  # of no keys
+    lse = torch.where(lses == torch.inf, -torch.inf, lses).double()
+    weights = torch.exp(lse - lse.amax(0).clamp(min=-1e9))
+    total = (weights[..., None] * torch.where(weights[..., None] == 0, 0, parts.double())).sum(0)
+    truth = torch.where(weights.sum(0)[..., None] == 0, 0, total / weights.sum(0)[..., None])
+    out, got = merge.everywhere(parts[rank], lses[rank])
+    torch.testing.assert_close(out.double(), truth, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(got.double(), torch.logsumexp(lse, 0), atol=1e-6, rtol=1e-6)
+    own = slice(rank * 2, rank * 2 + 2)
+    out, got = merge.of_own_heads(parts[rank], lses[rank])
+    torch.testing.assert_close(out.double(), truth[:, own], atol=1e-6, rtol=1e-6)
+    return True
+
+
+def serves(rank: int, size: int, name: str, folder: str, how: str = "eager", tensor_parallel: int = 1) -> Any:
+    """Texts of one process (rank 0 alone has them), and of all together."""
+    path = make(name, folder, rank)
+    expected = texts_of(PagedCausalLM(load(path))) if rank == 0 else None
+    dist.barrier()
+    context: Any = dist.group.WORLD
+    if tensor_parallel > 1:
+        context = dist.init_device_mesh("cpu", (size // tensor_parallel, tensor_parallel), mesh_dim_names=("cp", "tp"))
+        model = shard(load(path), context["tp"])
+    else:
+        model = load(path)
+    paged = PagedCausalLM(model, context=context)
+    if "fused" in how:
+        fuse_projections(model)
+    if "layers" in how:
+        paged.compile_layers(backend="aot_eager")
+    cache = paged.allocate_kv_cache(64, 8)
+    options = dict(max_num_seqs=4, max_num_tokens=24, rank_time_limit=60.0, compile="whole" in how)
+    from model_cases import GREEDY as EIGHT
+    from model_cases import TEXTS
+
+    with GenerationLoop(paged, cache, **options) as loop:
+        texts = [list(each) for each in loop.generate(TEXTS, EIGHT)]
+    return expected, texts, [pool.spread.size for pool in cache.pools], paged.num_kv_heads
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    """Tensor parallelism over one dimension of a mesh, by torch alone."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for layer in model.model.layers:
+        plan = {f"self_attn.{each}_proj": ColwiseParallel() for each in "qkv"}
+        plan |= {f"mlp.{each}_proj": ColwiseParallel() for each in ("gate", "up")}
+        plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def refused(rank: int, size: int, folder: str) -> list[str]:
+    context = Context(dist.group.WORLD, "cpu", head_size=D, dtype=torch.float32)
+    builder = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, spreads=[context.spread])
+    step = builder.build(0, Batch([1], [3], [[4]]))
+    cache = KVCache(1, 64, 8, K, D, spread=context.spread)
+    states = torch.zeros(1, K, D)
+    ranges = torch.zeros(1, 1, 2, dtype=torch.int32)
+
+    def call(**features: Any) -> Any:
+        batch = step.block_tables, step.query_start_loc, 1.0, step.context, context.handle
+        return attend(torch.zeros(1, H, D), states, states, cache.layers[0], *batch, **features)
+
+    llama = PagedCausalLM(load(make("llama", folder, rank)), context=dist.group.WORLD)
+    calls = [
+        lambda: call(alibi_slopes=torch.zeros(H)),
+        lambda: call(sliding_window=4),
+        lambda: call(attention_chunk=4),
+        lambda: call(block_sparse=[8, 1, 1, 1, 0, 0, 1]),
+        lambda: call(bidirectional_ranges=ranges),
+        lambda: builder.build(8, Batch([1], [9], [[4, 5]])),
+        lambda: KVCache(1, 64, 9, K, D, spread=context.spread),
+        lambda: KVCache(1, 64, 8, K, D, spread=context.spread, sliding_window=4),
+        lambda: PagedCausalLM(load(make("mistral", folder, rank)), context=dist.group.WORLD),
+        lambda: GenerationLoop(llama, KVCache(2, 64, 8, 2, 16)),
+        lambda: PagedCausalLM(llama.model, context="cp"),
+    ]
+    return [told_by(call) for call in calls]
+
+
+def told_by(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
