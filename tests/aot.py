@@ -241,11 +241,13 @@ def variants(target: str | None) -> list[Variant]:
     import aot_variants_attention
     import aot_variants_cache
     import aot_variants_hopper
+    import aot_variants_latent
     import aot_variants_parallel
 
     has_gluon = OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
     hopper = aot_variants_hopper.VARIANTS if target is None or (target == "cuda:90" and has_gluon) else []
-    plain = *aot_variants_cache.VARIANTS, *aot_variants_attention.VARIANTS, *aot_variants_parallel.VARIANTS
+    attention = *aot_variants_attention.VARIANTS, *aot_variants_latent.VARIANTS
+    plain = *aot_variants_cache.VARIANTS, *attention, *aot_variants_parallel.VARIANTS
     listed = [*plain, *hopper]
     return [variant for variant in listed if target is None or target in (variant.targets or (target,))]
 

@@ -25,6 +25,10 @@ pytestmark = pytest.mark.interpreter
 # paged_attention differs from the form with lse in what it stores: a few cases tell. The others run in all their cases
 # but for those that only repeat a kernel's path: the whole suite takes an interpreter too long.
 FEW = {"paged_attention": "decode-fp16|mixed-fp32|sinks|fp8-output-fp32|padding_only-fp32"}
+LATENT = (
+    r"query_past_keys-fp32|(b1|b544|h5|h71)-decode-fp16|13-5|latent_padded-all-features|window|noncausal|ranges|sparse"
+    r"|sinks|e4m3-(fp16|576-decode)|uneven-fp32"
+)
 REPEATED = {
     "paged_attention_with_lse": (
         r"random-\d\d+|(d8|d32|d40|d72|d112|d120|d128)(-fp16-decode)?|b(8|32|64|128)(-decode)?"
@@ -33,9 +37,8 @@ REPEATED = {
         r"|(chunk|alibi|noncausal|sinks|cap)-(long|holes)|noncausal-cap-long|h(4|6|16).*"
         r"|sparse-(rank|local_blocks|homo_head_group)-(long|decode)|sparse-homo_head-long|sinks-sparse-long"
         r"|long-d128-b16-nhd-sinks-fp16|long-(d64-b128-separate|d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
-        r"|latent-.*"
+        rf"|latent-(?!({LATENT})$).*"
     ),
-    "cascade_attention": "latent.*",
 }
 
 

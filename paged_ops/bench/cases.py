@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ Seqs = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Causal attention of a ragged batch over a paged cache of layout NHD; ``seqs`` are pairs (q_len, seq_len)."""
+    """Causal attention of a ragged batch over a paged cache; ``seqs`` are pairs (q_len, seq_len).
+
+    The cache has the layout NHD, or with a ``value_head_size`` LATENT, with one key/value head.
+    """
 
     group: str
     name: str
@@ -28,6 +32,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None  # None: dtype
     captured_len: int | None = None  # seq_lens all this long at capture, the true lengths at replay
+    value_head_size: int | None = None
 
     @property
     def key(self) -> str:
@@ -39,25 +44,37 @@ class Case:
         return self.cache_dtype or self.dtype
 
     @property
+    def latent(self) -> bool:
+        return self.value_head_size is not None
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.value_head_size is None else self.value_head_size
+
+    @property
     def num_tokens(self) -> int:
         return sum(q_len for q_len, _ in self.seqs)
 
     @property
     def kv_bytes(self) -> int:
         """Keys and values of the sequences, once."""
-        tokens = sum(seq_len for _, seq_len in self.seqs)
-        return tokens * self.num_kv_heads * self.head_size * 2 * self.stored.itemsize
+        tokens, planes = sum(seq_len for _, seq_len in self.seqs), 1 if self.latent else 2
+        return tokens * self.num_kv_heads * self.head_size * planes * self.stored.itemsize
 
     @property
     def bytes(self) -> int:
         """The fewest bytes that a call moves: keys, values and queries read once, the result written once."""
-        return self.kv_bytes + 2 * self.num_tokens * self.num_heads * self.head_size * self.dtype.itemsize
+        return self.kv_bytes + self.num_tokens * self.num_heads * self._both_sizes * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
         """Operations of both products, over the pairs of query and key that causality allows."""
         pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in self.seqs)
-        return 4 * self.num_heads * self.head_size * pairs
+        return 2 * self.num_heads * self._both_sizes * pairs
+
+    @property
+    def _both_sizes(self) -> int:
+        return self.head_size + self.value_size
 
 
 @dataclasses.dataclass
@@ -66,7 +83,7 @@ class Inputs:
 
     case: Case
     query: Tensor  # [T, H, D]
-    kv_cache: Tensor  # [N, 2, B, K, D]
+    kv_cache: Tensor  # [N, 2, B, K, D], latent [N, B, D]
     block_tables: Tensor  # int32 [S, M]
     seq_lens: Tensor  # int32 [S]
     query_start_loc: Tensor  # int32 [S + 1]
@@ -79,8 +96,23 @@ class Inputs:
     def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
         return self.query, self.kv_cache, self.block_tables, self.seq_lens, self.query_start_loc, self.scale
 
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        size = self.case.value_head_size
+        return {} if size is None else {"value_head_size": size}
+
+    def keys_and_values(self, s: int) -> tuple[Tensor, Tensor]:
+        """Of a sequence, ``[n, K, D]`` and ``[n, K, Dv]`` in the model's dtype."""
+        if self.case.latent:
+            n = self.case.seqs[s][1]
+            blocks = self.block_tables[s, : -(-n // self.case.block_size)].long()
+            key = self.kv_cache[blocks].flatten(0, 1)[:n, None].to(self.case.dtype)
+            return key, key[..., : self.case.value_size]
+        key, value = self.sequence(s)
+        return key, value
+
     def sequence(self, s: int) -> Tensor:
-        """Keys and values of a sequence, ``[2, n, K, D]`` in the model's dtype."""
+        """Keys and values of a sequence, ``[2, n, K, D]`` in the model's dtype; not of a latent cache."""
         n = self.case.seqs[s][1]
         blocks = self.block_tables[s, : -(-n // self.case.block_size)].long()
         kv = self.kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :n]
@@ -98,7 +130,9 @@ def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 
     """
     needed = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
     calls = min(max(2, math.ceil(cache_bytes / case.kv_bytes)), most)
-    shape = (calls * sum(needed), 2, case.block_size, case.num_kv_heads, case.head_size)
+    blocks, B = calls * sum(needed), case.block_size
+    plain = (blocks, 2, B, case.num_kv_heads, case.head_size)
+    shape = (blocks, B, case.head_size) if case.latent else plain
     kv_cache = torch.empty(shape, dtype=case.stored, device=device)
     for part in kv_cache.split(max(1, (1 << 28) // math.prod(shape[1:]))):
         part.copy_(torch.randn(part.shape, dtype=case.dtype, device=device))
@@ -146,6 +180,9 @@ PREFILL = {
     "8x1024@4096": ((1024, 4096),) * 8,
     "2048@8192+63x4096": ((2048, 8192), *decode(63, 4096)),
 }
+LATENT = {name: DECODE[name] for name in ("1x131072", "8x8192", "64x4096")}
+LATENT |= {"128x4096": decode(128, 4096), "ragged128": DECODE["ragged128"]}
+LATENT_SIZES: dict[str, Any] = {"head_size": 576, "value_head_size": 512}  # DeepSeek-V2 and V3, Kimi-K2
 FP8 = torch.float8_e4m3fn
 
 
@@ -170,9 +207,23 @@ def gpu_cases() -> list[Case]:
     cases += [Case("sizes", f"64x4096 {n} tokens each", ((n, 4096),) * 64) for n in (4, 16)]
     cases += [Case("sizes", "64x4096 float16", many, dtype=torch.float16)]
     cases += [Case("sizes", f"1x8192 D {D}", PREFILL["1x8192"], head_size=D) for D in (64, 256)]
+    cases += latent_cases()
     cases += [Case("replay", f"{name} captured at 1", DECODE[name], captured_len=1) for name in DECODE]
     cases += [Case("context", f"8x{2**n}", decode(8, 2**n)) for n in range(8, 17)]
     cases += [Case("batch", f"{2**n}x4096", decode(2**n, 4096)) for n in range(9)]
+    return cases
+
+
+def latent_cases() -> list[Case]:
+    """Latent attention in the absorbed form: decode, speculative widths, fp8."""
+
+    def case(name: str, seqs: Seqs, H: int, B: int, **changes: Any) -> Case:
+        return Case("latent", f"{name} block {B}", tuple(seqs), H, 1, block_size=B, **LATENT_SIZES, **changes)
+
+    cases = [case(name, seqs, H, B) for B in (64, 16) for H in (16, 32, 64, 128) for name, seqs in LATENT.items()]
+    many = LATENT["64x4096"]
+    cases += [case(f"64x4096 {n} tokens each", ((n, 4096),) * 64, H, 64) for H in (16, 128) for n in (2, 4)]
+    cases += [case("64x4096 fp8", many, H, 64, cache_dtype=FP8) for H in (16, 128)]
     return cases
 
 

@@ -141,12 +141,12 @@ def _nan_memory() -> Iterator[None]:
 
 
 def reference(inputs: Inputs) -> Tensor:
-    """softmax(scale · q·kᵀ)·v in float32, ``[T, H, D]``, one sequence at a time."""
+    """softmax(scale · q·kᵀ)·v in float32, ``[T, H, Dv]``, one sequence at a time."""
     case = inputs.case
-    out = torch.empty_like(inputs.query, dtype=torch.float32)
+    out = inputs.query.new_empty(*inputs.query.shape[:2], case.value_size, dtype=torch.float32)
     G, start = case.num_heads // case.num_kv_heads, 0
     for s, (q_len, seq_len) in enumerate(case.seqs):
-        k, v = inputs.sequence(s).float().transpose(1, 2)  # [K, n, D] each
+        k, v = (each.float().transpose(0, 1) for each in inputs.keys_and_values(s))  # [K, n, D], [K, n, Dv]
         j = torch.arange(seq_len, device=k.device)
         rows = max(1, LOGITS_AT_ONCE // (case.num_heads * seq_len))
         for first in range(0, q_len, rows):
@@ -156,7 +156,8 @@ def reference(inputs: Inputs) -> Tensor:
             q = inputs.query[part].float().view(count, -1, G, case.head_size).permute(1, 2, 0, 3)  # [K, G, q, D]
             logits = (q.flatten(1, 2) @ k.transpose(1, 2)).view(*q.shape[:3], seq_len) * inputs.scale
             weights = logits.masked_fill_(j > i[:, None], -torch.inf).softmax(-1)
-            out[part] = (weights.flatten(1, 2) @ v).view(q.shape).permute(2, 0, 1, 3).flatten(1, 2)
+            products = (weights.flatten(1, 2) @ v).view(*q.shape[:3], case.value_size)
+            out[part] = products.permute(2, 0, 1, 3).flatten(1, 2)
         start += q_len
     return out
 
@@ -174,7 +175,8 @@ def verify(replay: Replay, sets: Sequence[Inputs]) -> float:
     """
     results = replay.run_poisoned()
     ends = dict.fromkeys((0, len(sets) - 1))
-    errors = [relative_error(results[n].view_as(sets[n].query), reference(sets[n])) for n in ends]
+    wanted = {n: reference(sets[n]) for n in ends}
+    errors = [relative_error(results[n].view_as(want), want) for n, want in wanted.items()]
     limit = LARGEST_ERROR[sets[0].case.dtype]
     if not all(error <= limit for error in errors):
         raise WrongResultError(f"relative error: expected at most {limit}, got {' and '.join(map(str, errors))}")

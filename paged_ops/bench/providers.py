@@ -19,6 +19,7 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops.bench.cases import Case, Inputs
+from paged_ops.layouts import Layout
 from paged_ops.support import supports
 
 
@@ -43,12 +44,13 @@ class PagedOps:
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
         kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
-        return supports(
-            "paged_attention", kind, dtype=case.dtype, cache_dtype=case.cache_dtype, head_size=case.head_size
-        )
+        sizes: dict[str, Any] = {"head_size": case.head_size}
+        if case.latent:
+            sizes |= {"value_head_size": case.value_size, "layout": Layout.LATENT}
+        return supports("paged_attention", kind, dtype=case.dtype, cache_dtype=case.cache_dtype, **sizes)
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        return [functools.partial(paged_ops.paged_attention, *each.args) for each in sets]
+        return [functools.partial(paged_ops.paged_attention, *each.args, **each.kwargs) for each in sets]
 
 
 class FlashInfer:
@@ -68,7 +70,7 @@ class FlashInfer:
             reasons.append("a plan is for the lengths that it was made for")
         if case.dtype == torch.float32:
             reasons.append("no float32")
-        if case.head_size not in (64, 128, 256):
+        if case.latent or case.head_size not in (64, 128, 256):
             reasons.append("head size: 64, 128 or 256")
         return reasons
 
@@ -123,7 +125,7 @@ class Flex:
             reasons.append("no fp8 cache")
         if case.captured_len is not None:
             reasons.append("a mask is for the lengths that it was made for")
-        if case.head_size & (case.head_size - 1):
+        if case.latent or case.head_size & (case.head_size - 1):
             reasons.append("head size: a power of two")
         if (case.num_heads // case.num_kv_heads) & (case.num_heads // case.num_kv_heads - 1):
             reasons.append("group: a power of two")
@@ -183,6 +185,8 @@ class DenseSDPA:
             reasons.append("one query a sequence, or as many as keys")
         if case.stored.itemsize == 1:
             reasons.append("no fp8")
+        if case.latent:
+            reasons.append("keys and values apart")
         if case.captured_len is not None:
             reasons.append("lengths are shapes")
         return reasons

@@ -187,7 +187,7 @@ def descend(
 def attention_workload(case: Case, device: torch.device) -> Workload:
     def make() -> tuple[list[Call], Callable[[Replay], object]]:
         sets = measure.inputs_of(case, device)
-        calls: list[Call] = [functools.partial(paged_ops.paged_attention, *each.args) for each in sets]
+        calls: list[Call] = [functools.partial(paged_ops.paged_attention, *each.args, **each.kwargs) for each in sets]
         return calls, lambda replay: measure.verify(replay, sets)
 
     return Workload(case.key, make)

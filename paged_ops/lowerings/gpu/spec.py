@@ -128,13 +128,23 @@ class Spec(NamedTuple):
     v_side: Side
     query: tuple[int, ...]  # strides t, h, d
     table: int  # stride m
+    heads: int  # H; if heads are padded to groups, as in latent.py, less than K * G
+    rotated: Side | None  # of a latent cache the columns of the keys that are no values; None: not latent
 
     def of_merge(self) -> Spec:
         """The part that merge_kernel needs, so that calls which differ in nothing else share a merge_kernel."""
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
         logits, storage = Logits(False, False, False), Storage(torch.float32, 0, False)
         return self._replace(
-            logits=logits, storage=storage, dtype=torch.float32, B=1, k_side=one, v_side=one, query=(), table=1
+            logits=logits,
+            storage=storage,
+            dtype=torch.float32,
+            B=1,
+            k_side=one,
+            v_side=one,
+            query=(),
+            table=1,
+            rotated=None,
         )
 
 
@@ -181,8 +191,9 @@ def spec_of(
     f: Features,
     out: torch.dtype,
     lse: bool,
+    latent: bool = False,
 ) -> Spec:
-    """The spec of a call, with the caches as :func:`readable` returns them."""
+    """The spec of a call, with the caches as :func:`readable` returns them. ``latent``: values are parts of keys."""
     B, K = key.shape[1:3]
     H = query.shape[1]
     ranges = 0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1]
@@ -211,6 +222,8 @@ def spec_of(
         v_side=Side(Dv, Dv, _run(value, max(B, 1)), n, b, k, 0, d, value_scale),
         query=query.stride(),
         table=block_tables.stride(1),
+        heads=H,
+        rotated=Side(D - Dv, D - Dv, 1, key_n, key_b, 0, 0, key_d, None) if latent else None,
     )
 
 

@@ -34,7 +34,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
     stripe_offset,
 )
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
 
@@ -53,7 +53,8 @@ class Cut(NamedTuple):
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
-    return tuning.too_large(spec.k_side.size, spec.v_side.size)
+    latent = ["kv_cache: latent, which latent.py reads"] if spec.rotated is not None else []
+    return latent + tuning.too_large(spec.k_side.size, spec.v_side.size)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
@@ -70,33 +71,36 @@ def plan_around(
     """Launches that serve split_kernel's sequences by ``division``, around the launch for the others. ``counted``: that
     one takes its work by counters."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    split, P, is_cuda = tile_plan.split, tile_plan.programs, target.backend != "hip"
-    paired = spec.storage.paired
-    split_constants = {
+    split, P = tile_plan.split, tile_plan.programs
+    constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "TILE": tuning.shape(split, spec, slices=tile_plan.slices, paired=paired),
+        "TILE": tuning.shape(split, spec, slices=tile_plan.slices, paired=spec.storage.paired),
         **target.overlap(),
-        **split.options(is_cuda),
+        **split.options(target.backend != "hip"),
     }
-    merge = split._replace(num_warps=4, num_stages=1, max_registers=0)
-    merge_constants = {
+    without = ("T",) if counted else ("T", "taken")
+    launch = Launch(launcher_of(split_kernel, constants, target.device), (P, 1, 1), without)
+    merged = tuning.shape(split, spec, weighed=False)
+    return with_merge((launch, *between), P, merged, spec, target, division)
+
+
+def with_merge(
+    launches: tuple[Launch, ...], P: int, tile: TileShape, spec: Spec, target: Target, division: Division
+) -> Plan:
+    """Launches of which the first has P programs that leave parts of the units that their shares divide, with tiles of
+    this shape; and the launch that merges them."""
+    constants = {
         "SPEC": spec.of_merge(),
         "DIVISION": division,
-        "TILE": tuning.shape(merge, spec, weighed=False)._replace(D=0),
+        "TILE": tile._replace(D=0, W=0, paired=False),
         **target.overlap(),
-        **merge.options(is_cuda),
+        **tuning.Tile(tile.M, tile.N, 4, 1).options(target.backend != "hip"),
     }
-    to_lse = P * 2 * split.block_m * spec.v_side.size
-    to_taken = to_lse + P * 2 * split.block_m
-    launches = (
-        Launch(
-            launcher_of(split_kernel, split_constants, target.device), (P, 1, 1), ("T",) if counted else ("T", "taken")
-        ),
-        *between,
-        Launch(launcher_of(merge_kernel, merge_constants, target.device), (P, 1, 1), NOT_OF_MERGE),
-    )
-    return Plan(launches, (to_lse, to_taken, to_taken + 4))
+    merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, 1, 1), NOT_OF_MERGE)
+    to_lse = P * 2 * tile.M * spec.v_side.size
+    to_taken = to_lse + P * 2 * tile.M
+    return Plan((*launches, merge), (to_lse, to_taken, to_taken + 4))
 
 
 # The fields that merge_kernel does not get.
@@ -384,7 +388,7 @@ def merge_kernel(
     Dv: tl.constexpr = SPEC.v_side.size
     DV_PAD: tl.constexpr = TILE.Dv
     TOKENS: tl.constexpr = TILE.M // G
-    H: tl.constexpr = K * G
+    H: tl.constexpr = SPEC.heads
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
@@ -442,8 +446,11 @@ def merge_items(
         token = item // (HEADS * COLUMNS)
         g = item // COLUMNS % HEADS * ROWS + tl.arange(0, ROWS)
         d = item % COLUMNS * WIDTH + tl.arange(0, WIDTH)
-        result, lse2 = merged(tensors, cut, token * G + g, g < G, d, TILE.M, Dv, AT_ONCE, UNROLLED)
-        store_rows(tensors, result, lse2, cut.row_start + token + g * 0, cut.kh * G + g, g < G, d, SPEC.K * G, Dv)
+        live = g < G
+        if SPEC.heads < SPEC.K * G:
+            live = live & (cut.kh * G + g < SPEC.heads)
+        result, lse2 = merged(tensors, cut, token * G + g, live, d, TILE.M, Dv, AT_ONCE, UNROLLED)
+        store_rows(tensors, result, lse2, cut.row_start + token + g * 0, cut.kh * G + g, live, d, SPEC.heads, Dv)
 
 
 @triton.jit

@@ -48,6 +48,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     key, value = spec.k_side, spec.v_side
     against = {
+        "kv_cache: latent": spec.rotated is not None,
         "alibi_slopes": spec.logits.alibi,
         "block_sparse": spec.masks.sparse,
         "k_scale": key.scale is not None,

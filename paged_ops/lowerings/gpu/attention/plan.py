@@ -32,7 +32,7 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
-from paged_ops.lowerings.gpu.attention import decode, prefill, tuning
+from paged_ops.lowerings.gpu.attention import decode, latent, prefill, tuning
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
 from paged_ops.lowerings.gpu.spec import (
     OPTIONAL,
@@ -65,9 +65,10 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
+    D, Dv = features.get("head_size"), features.get("value_head_size")
     if features.get("layout") == Layout.LATENT:
-        return [*reasons, "no kernel reads the LATENT layout yet"]
-    return reasons + tuning.too_large(features.get("head_size"), features.get("value_head_size"))
+        return reasons + latent.too_large(Dv, None if D is None or Dv is None else D - Dv)
+    return reasons + tuning.too_large(D, Dv)
 
 
 class Call(NamedTuple):
@@ -212,7 +213,8 @@ def _plan(
     target = target_of(device)
     key, value, cache_format = readable(paged, stored, target)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
-    spec = spec_of(query, key, value, cache_format, block_tables, sparse, f, out.dtype, with_lse)
+    of_latents = is_latent(kv_cache)
+    spec = spec_of(query, key, value, cache_format, block_tables, sparse, f, out.dtype, with_lse, of_latents)
     numbers = numbers_of(f, sparse, H, K, scale, block_tables.stride(0), S, T)
     aligned = not (key.data_ptr() | value.data_ptr()) & 15
     shapes = Shapes(T, S, N, block_tables.shape[1], aligned, numbers)
@@ -244,6 +246,7 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
     """
     if target.has_hopper_gluon:
         yield _hopper()
+    yield latent
     yield decode
     yield prefill
 

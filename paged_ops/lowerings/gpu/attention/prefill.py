@@ -33,7 +33,7 @@ from paged_ops.lowerings.gpu.target import Target
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
-    return tuning.too_large(spec.k_side.size, spec.v_side.size)
+    return decode.serves(spec, target)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:

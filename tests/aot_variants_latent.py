@@ -1,0 +1,57 @@
+"""The variants of the latent kernels that ship, for tests/aot.py: see aot_variants_attention.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from aot import Variant, gpu
+from aot_variants_attention import BF16, E4M3, FP16, FP32, MASKS, RDNA, SPLIT
+
+from paged_ops.lowerings import gpu as lowering
+
+WGMMA = {**SPLIT, "cuda:90": (r"wgmma\.mma_async", *SPLIT["cuda"][1:]), "cuda": SPLIT["cuda"][1:]}
+
+
+def attend(
+    H: int,
+    T: int = 4,
+    dtype: torch.dtype = BF16,
+    stored: torch.dtype | None = None,
+    B: int = 64,
+    R: int = 512,
+    per_head: tuple[str, ...] = (),
+    **features: Any,
+) -> Any:
+    def run() -> None:
+        P, S = 64, 4
+        kv_cache = gpu(8, B, R + P, dtype=stored or dtype)
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
+        named = {name: gpu(H, dtype=FP32) for name in per_head}
+        if stored is not None:
+            named["k_scale"] = gpu(1, dtype=FP32)
+        query = gpu(T, H, R + P, dtype=dtype)
+        lowering.paged_attention_with_lse(
+            query, kv_cache, tables, lens, starts, 0.1, value_head_size=R, **named, **features
+        )
+
+    return run
+
+
+def write() -> None:
+    slots = gpu(7, dtype=torch.int64)
+    lowering.latent_cache_write(gpu(7, 512), gpu(7, 64), gpu(8, 64, 576, dtype=E4M3), slots, k_scale=gpu(1, dtype=FP32))
+
+
+VARIANTS = [
+    Variant("latent-bf16-h128", attend(128), WGMMA, may_spill=RDNA),
+    Variant("latent-e4m3-h32", attend(32, stored=E4M3), may_spill=RDNA),
+    Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:90", "hip:gfx942")),
+    Variant("latent-fp32-h16", attend(16, dtype=FP32), targets=("cuda:90", "hip:gfx942")),
+    Variant(
+        "latent-h71-masks",
+        attend(71, 9, soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),
+        targets=("cuda:90",),
+    ),
+    Variant("latent-write-e4m3", write, targets=("cuda:90",)),
+]
