@@ -153,7 +153,7 @@ class PagedCausalLM:
         self.pool_of_layer = tuple(pools_by_reach(reaches)[1])
         for module, call in probe.calls.items():
             attending = probe.attending(call)
-            noted = {"pool": self.pool_of_layer[attending.cache], "context": handle}
+            noted: dict[str, Any] = {"pool": self.pool_of_layer[attending.cache], "context": handle}
             self._wrapping.note(module, dataclasses.replace(attending, **noted))
         self._wrapping.leave_others()
         self._wrapping.arm()
