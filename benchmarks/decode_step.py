@@ -49,6 +49,7 @@ from compile_decode import Config, Layer, Llama
 
 from paged_ops import AttentionMetadata, Batch, KVCache, cascade_attention, reference, reshape_and_cache
 from paged_ops.graphs import DecodeGraphs, GraphKey, InputBuffers
+from paged_ops.integrations import attention_function
 from paged_ops.integrations import transformers as integration
 from paged_ops.integrations.projections import fuse_projections
 from paged_ops.lowerings.gpu.products import use_overlapping_products
@@ -202,7 +203,7 @@ def float32_reference() -> Iterator[None]:
         features.pop("value_cache", None)
         return reference.paged_attention(query.float(), kv_cache.float(), *batch, **features).to(query.dtype)
 
-    modules = compile_decode, integration
+    modules = compile_decode, attention_function
     before, own = [module.paged_attention for module in modules], CascadeLayer.attend
     for module in modules:
         module.paged_attention = attend

@@ -4,7 +4,8 @@
 benchmarks/decode_step.py times them, with the argmax: by one GPU (each rank for itself), spread over all ranks, and
 spread with the sums through the backend of the process group. ``two`` first compares logits with one GPU's.
 ``tokens``: captured steps of random batches on all ranks give the tokens of one GPU, in float32 and bfloat16.
-``meetings``: what the generation loop's meetings of the ranks cost per step.
+``meetings``: what a meeting of the ranks costs a step of the generation loop; and that a sum to which another rank
+does not come can be ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.projections import fuse_projections
 from paged_ops.integrations.transformers import PagedCausalLM
 from paged_ops.parallel import symmetric
+from paged_ops.parallel.reduce import row_sums
 
 POINTS = ("1x1024", "16x4096", "64x1024", "64x4096")
 OPTIONS = {"triton.enable_pdl": True}
@@ -163,7 +165,7 @@ def _texts(bench: Bench, paged: PagedCausalLM, steps: int, **options: Any) -> tu
 
 def tokens(bench: Bench) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    for dtype, part in ((torch.float32, 1.0), (torch.bfloat16, 0.1)):
+    for dtype, part in ((torch.float32, 1.0), (torch.bfloat16, 0.05)):
         steps = int(bench.options.get("steps", 10_000) * part)
         model = _small(bench, dtype)
         fuse_projections(model)
@@ -206,3 +208,19 @@ def meetings(bench: Bench) -> None:
         taken.append(time.perf_counter() - began)
     us = [round(1e6 * min(each) / 1000, 1) for each in zip(*bench.every(taken), strict=True)]
     bench.add(us_per_meeting=us)
+    sums = row_sums(bench.group, 4096, torch.bfloat16, bench.device)
+    x = torch.ones(600, 4096, dtype=torch.bfloat16, device=bench.device)[: sums.max_rows]
+    assert sums.sum(x).eq(bench.size).all()
+    dist.barrier(group=bench.group)
+    if bench.rank == 0:
+        sums.sum(x)
+        event = torch.cuda.Event()
+        event.record()
+        time.sleep(0.5)
+        waited = not event.query()
+        began = time.monotonic()
+        symmetric.abort(bench.group)
+        torch.cuda.synchronize(bench.device)
+        bench.add(waited=waited, ended_after_ms=round(1e3 * (time.monotonic() - began), 3))
+    else:
+        time.sleep(2)

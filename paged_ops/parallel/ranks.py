@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paged_ops.checks import expect
+from paged_ops.parallel import symmetric
 
 Result = TypeVar("Result")
 
@@ -329,10 +330,11 @@ class Collectives:
         return self._until is not None and time.monotonic() > self._until
 
     def abort(self) -> None:
-        """Aborts the groups whose work waits on the device."""
+        """Aborts the groups whose work waits on the device, and kernels that wait for other ranks' memory."""
         self.given_up = True
         groups, self._others = self._others, []
         for group in groups:
+            symmetric.abort(group)
             group.abort()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ rank's memory and poll their own (``paged_ops/lowerings/gpu/peers.py``). NVLink 
 from __future__ import annotations
 
 import hashlib
-import threading
+import weakref
 from pathlib import Path
 
 import torch
@@ -42,7 +42,11 @@ class Workspace:
         self.rank, self.size, self.by_rank = rank, len(by_rank), by_rank
         self.device = by_rank[rank].device
         self.aborted = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._lock = threading.Lock()
+        # made now, as the device may be stuck when they are needed
+        self._one = torch.ones(1, dtype=torch.int32, device="cpu")
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self._stream is not None:
+            self._one = self._one.pin_memory()
 
     @property
     def own(self) -> Tensor:
@@ -57,16 +61,21 @@ class Workspace:
     def abort(self) -> None:
         """Lets kernels that wait for other ranks end, from any thread; their results mean nothing. The workspace
         cannot be used any more."""
-        with self._lock:
-            if self.device.type != "cuda":
-                self.aborted.fill_(1)
-                return
-            # A copy needs no multiprocessor, and all may be taken by kernels that wait.
-            one = torch.ones(1, dtype=torch.int32, device="cpu").pin_memory()
-            stream = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(stream):
-                self.aborted.copy_(one, non_blocking=True)
-            stream.synchronize()
+        if self._stream is None:
+            self.aborted.copy_(self._one)
+            return
+        # A copy needs no multiprocessor, and all may be taken by kernels that wait.
+        with torch.cuda.stream(self._stream):
+            self.aborted.copy_(self._one, non_blocking=True)
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Aborts all workspaces of a group, from any thread: see :meth:`Workspace.abort`."""
+    for workspace in list(_workspaces.get(group.group_name, ())):
+        workspace.abort()
+
+
+_workspaces: dict[str, weakref.WeakSet[Workspace]] = {}
 
 
 def allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Workspace | str:
@@ -98,7 +107,9 @@ def allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> 
         code = _REASONS.index("PyTorch could not map the memory of the other ranks")
     if (reason := _agreed(group, device, code)) is not None:
         return reason
-    return Workspace(rank, by_rank)
+    workspace = Workspace(rank, by_rank)
+    _workspaces.setdefault(group.group_name, weakref.WeakSet()).add(workspace)
+    return workspace
 
 
 def _against(device: torch.device, indices: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from model_cases import load, make
 
 from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.parallel import symmetric
 from paged_ops.parallel.reduce import rms_norm, row_sums
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -97,3 +99,61 @@ def of_model(rank: int, size: int, name: str, folder: str, **changes: Any) -> An
         getattr(module, "paged_sums", None) or getattr(module, "paged_part", None) for module in model.modules()
     )
     return tuple(sums), same
+
+
+def replays(rank: int, size: int, count: int) -> Any:
+    """How many numbers differ from the steps one by one, in replays of captured calls with new inputs each time."""
+    device, dtype, C, norm = device_of(rank, size), torch.bfloat16, 4096, KINDS[0]
+    sums = row_sums(dist.group.WORLD, C, dtype, device)
+    generator = torch.Generator(device).manual_seed(3)  # the same numbers on all ranks
+    weight = torch.randn(C, generator=generator, device=device, dtype=torch.float32).to(dtype)
+    inputs = [torch.zeros(size + 1, rows, C, dtype=dtype, device=device) for rows in (1, 17, 64)]
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+
+    def step() -> list[Any]:
+        outputs = []
+        for made in inputs:
+            summed, normed = sums.add_norm(made[rank], made[size], weight, **norm)
+            outputs += [summed, *sums.add_norm(normed, summed, weight, **norm)]
+        return outputs
+
+    step()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = step()
+    wrong = torch.zeros(2, dtype=torch.int64, device=device)
+    for i in range(count):
+        for made in inputs:
+            made.normal_(generator=generator)
+        if i % 16 == rank:
+            torch.cuda._sleep(20_000)
+        graph.replay()
+        for n, made in enumerate(inputs):
+            summed, again, normed = outputs[3 * n : 3 * n + 3]
+            want = made[size] + made[:size].float().sum(0).to(dtype)
+            one = rms_norm(summed, weight, **norm)
+            wrong[0] += (want != summed).sum()
+            for got, exact in ((again, summed + size * one), (normed, rms_norm(again, weight, **norm))):
+                wrong[1] += ((got.float() - exact.float()).abs() > 0.05 * (1 + exact.float().abs())).sum()
+    return sums.kind, wrong.tolist()
+
+
+def ends(rank: int, size: int) -> Any:
+    """Rank 0 waits for a sum to which the others do not come, and ends it; seconds until then."""
+    device = device_of(rank, size)
+    sums = row_sums(dist.group.WORLD, 1024, torch.bfloat16, device)
+    x = torch.ones(300, 1024, dtype=torch.bfloat16, device=device)
+    assert sums.sum(x).eq(size).all()
+    dist.barrier()
+    if rank:
+        time.sleep(3)
+        return None
+    sums.sum(x)
+    done = torch.cuda.Event()
+    done.record()
+    time.sleep(0.5)
+    waited = not done.query()
+    began = time.monotonic()
+    symmetric.abort(dist.group.WORLD)
+    torch.cuda.synchronize(device)
+    return waited, time.monotonic() - began

@@ -60,3 +60,17 @@ def test_sums_of_models(run_on, folder, name, fused, alone, changes):
         assert set(told[1]) == (PRODUCTS if alone else set())
         assert not told[2]
         assert kind == ("symmetric" if torch.cuda.device_count() >= 2 and (fused or alone) else "plain")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_replays_with_new_inputs(run_on):
+    assert run_on("sums_cases.replays", 2, 100, count=10_000) == [("symmetric", [0, 0])] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_sum_that_waits_for_ever_can_be_ended(run_on):
+    (waited, seconds), _ = run_on("sums_cases.ends", 2, 60, spoils=True)
+    assert waited
+    assert seconds < 1

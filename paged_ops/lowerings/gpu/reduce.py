@@ -28,6 +28,7 @@ from paged_ops.lowerings.gpu.peers import put, take
 from paged_ops.lowerings.gpu.target import target_of
 
 _BITS = {2: torch.int16, 4: torch.int32}
+_PER_PROCESSOR = 2  # programs on a multiprocessor
 
 
 class Places(NamedTuple):
@@ -102,10 +103,10 @@ def _launcher(
     target = target_of(device)
     weight_offset, rounds_first, two_shot, programs, num_warps, overlaps = how
     BLOCK = triton.next_power_of_2(C)
-    if num_warps is None:  # 16 bytes of a row for each thread
-        num_warps = max(1, min(16, BLOCK * dtype.itemsize // (32 * 16)))
-    if programs is None:  # that run at once
-        programs = max(1, target.processors) * max(1, 32 // num_warps)
+    if num_warps is None:  # 16 bytes of a row for each thread; more than 8 warps were never faster
+        num_warps = max(1, min(8, BLOCK * dtype.itemsize // (32 * 16)))
+    if programs is None:
+        programs = max(1, target.processors) * _PER_PROCESSOR
     constants = {
         "C": C,
         "BLOCK": BLOCK,
@@ -120,8 +121,8 @@ def _launcher(
         "num_warps": num_warps,
         **(target.overlap() if overlaps else {"PDL": False}),
     }
-    if target.backend == "cuda":  # else ptxas takes half as many, and spills
-        constants["maxnreg"] = min(255, 2048 // num_warps)
+    if target.backend == "cuda":  # so that all programs run at once: they wait for those of other ranks
+        constants["maxnreg"] = min(255, 65536 // (32 * num_warps * _PER_PROCESSOR))
     return Launcher(reduce_kernel, constants, device), programs
 
 
