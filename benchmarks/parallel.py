@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 
 HERE = Path(__file__).parent
 # part -> (the module beside this one, seconds that it may take)
@@ -67,6 +68,7 @@ class Bench:
         self.say(json.dumps(record))
         if self.rank == 0:
             about = dict(device=torch.cuda.get_device_name(self.device), ranks=self.size, torch=torch.__version__)
+            about |= dict(triton=triton.__version__)
             about |= dict(commit=self.commit, date=time.strftime("%Y-%m-%d"))
             with self.out.open("a") as out:
                 out.write(json.dumps({"part": self.part, **record, **about}) + "\n")
