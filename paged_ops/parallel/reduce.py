@@ -260,5 +260,6 @@ for _name, _on_cpu, _on_cuda in (
     ("all_reduce", _sum_on_cpu, _sum_on_cuda),
     ("all_reduce_add_norm", _add_norm_on_cpu, _add_norm_on_cuda),
 ):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # as of the package's other ops
     _LIBRARY.impl(_name, _on_cpu, "CPU")
     _LIBRARY.impl(_name, _on_cuda, "CUDA")
