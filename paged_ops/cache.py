@@ -45,7 +45,7 @@ class KVCache(BlockAllocator):
         block_size: B tokens per block, any number from 1.
         num_kv_heads: K, one number or one for each layer.
         head_size: D, one number or one for each layer.
-        value_head_size: Dv, one number or one for each layer; D when None.
+        value_head_size: Dv, one number or one for each layer; D when None. With LATENT, whose D is R + P, it is R.
         dtype: float32, float16, bfloat16, a float8, or uint8 (fp8 bits; ops then need a ``kv_cache_dtype``).
         device: where the layers live; "cuda" means the GPU that is current at construction.
         layout: the default layout of the device when None.
@@ -147,11 +147,14 @@ class KVCache(BlockAllocator):
         dtype: torch.dtype,
         *,
         value_head_size: int | Sequence[int] | None = None,
+        layout: Layout | str | None = None,
     ) -> int:
-        """How many blocks, keys and values of all layers, fit into ``num_bytes``."""
+        """How many blocks, keys and values of all layers, fit into ``num_bytes``; of LATENT keys that are values."""
         at_least(1, block_size=block_size)
         sizes = zip(*_layer_sizes(num_layers, num_kv_heads, head_size, value_head_size), strict=True)
-        return num_bytes // (block_size * dtype.itemsize * sum(K * (D + Dv) for K, D, Dv in sizes))
+        latent = layout is not None and Layout(layout) is Layout.LATENT
+        token = sum(K * (D if latent else D + Dv) for K, D, Dv in sizes)
+        return num_bytes // (block_size * dtype.itemsize * token)
 
     @property
     def pools(self) -> tuple[KVCache, ...]:

@@ -638,6 +638,21 @@ def test_layers_and_bytes(layout: Layout | str, shape: tuple[int, ...]) -> None:
         assert cache.layers[0].transpose(2, 3).is_contiguous()
 
 
+def test_latent_layers() -> None:
+    sizes = {"num_layers": 2, "block_size": 3, "num_kv_heads": 1, "head_size": [576, 40], "value_head_size": [512, 32]}
+    options = {"layout": "LATENT", "dtype": torch.bfloat16}
+    cache = KVCache(num_blocks=5, num_host_blocks=2, **sizes, **options)
+    assert [tuple(layer.shape) for layer in cache.layers] == [(5, 3, 576), (5, 3, 40)]
+    assert cache.value_head_size == (512, 32)
+    assert cache.nbytes == 5 * 3 * (576 + 40) * 2
+    assert KVCache.num_blocks_for(cache.nbytes, **sizes, **options) == 5
+    assert KVCache.num_blocks_for(cache.nbytes - 1, **sizes, **options) == 4
+    with pytest.raises(ValueError, match=r"num_kv_heads: expected 1 for the LATENT layout, .*, got 2"):
+        KVCache(1, 5, 3, 2, 40, layout="LATENT")
+    with pytest.raises(ValueError, match=r"value_head_size: expected at most head_size = R . P = 40 .*, got 41"):
+        KVCache(1, 5, 3, 1, 40, value_head_size=41, layout="LATENT")
+
+
 def test_sizes_by_layer() -> None:
     sizes = {"num_kv_heads": [2, 1, 4], "head_size": [8, 16, 4], "value_head_size": [8, 8, 12]}
     cache = KVCache(3, 5, 3, **sizes, dtype=torch.float16, num_host_blocks=2)

@@ -80,6 +80,17 @@ def test_long_prompts_need_no_logits_of_all_pairs(monkeypatch, name):
     assert largest.elements <= max(1 << 17, query.numel())  # all pairs: 8 * 1024 * 1024
 
 
+@pytest.mark.parametrize("name", ["latent-long-fp16", "latent-sparse-long"])
+def test_latents_are_gathered_once(monkeypatch, name):
+    gathered = []
+    take = cpu._take
+    monkeypatch.setattr(fused, "compiled", lambda: None)
+    monkeypatch.setattr(cpu, "_take", lambda cells, *rest, **out: gathered.append(cells) or take(cells, *rest, **out))
+    testing.check(OP, testing.case_named(OP, name))
+    assert gathered
+    assert all(cells.shape[-1] == 40 for cells in gathered)  # R + P: keys, and never values
+
+
 def test_rows_of_one_slot_do_not_mix():
     kv_cache = torch.zeros(2, 2, 4, 2, 8)
     rows = torch.arange(64.0)[:, None, None].expand(64, 2, 8)

@@ -279,6 +279,42 @@ def test_reshape_and_cache_interleaved():
     assert kv_cache[0].squeeze(-1).tolist() == [[0, 0, 0, 0], [1, 3, 2, 4]]
 
 
+def test_latent_cache_write():
+    kv_cache = torch.full((3, 2, 3), NAN)
+    latent, rotated = torch.arange(6.0).view(3, 2), floats(10, 20, 30)[:, None]
+    reference.latent_cache_write(latent, rotated, kv_cache, torch.tensor([5, -1]))  # row 2 is past the mapping
+    assert kv_cache[2, 1].tolist() == [0, 1, 10]
+    assert int(kv_cache.isnan().sum()) == 15
+
+
+def test_latent_rows_are_keys_and_their_first_columns_are_values():
+    kv_cache = torch.full((2, 2, 3), NAN)
+    kv_cache[1] = torch.tensor([(4, 0, 0), (0, 8, LN3)])
+    query = torch.tensor([[(0, 0, 1)]], dtype=torch.float32)  # the rotated part alone decides
+    arguments = query, kv_cache, ints(1)[None], ints(2), ints(0, 1), 1.0
+    out, lse = paged_attention_with_lse(*arguments, value_head_size=2)
+    assert_near(out, [[[1, 6]]])
+    assert_near(lse, [[LN4]])
+    query = torch.tensor([[(LN3 / 4, 0, 0)]])  # and now the part that is values, too: logits ln 3 and 0
+    out, _ = paged_attention_with_lse(query, *arguments[1:], value_head_size=2)
+    assert_near(out, [[[3, 2]]])
+
+
+def test_latent_values_have_the_scale_of_the_keys():
+    kv_cache = torch.tensor([[(4.0, 0.0), (0.0, 8.0)]]).to(E4M3)  # [1, 2, 2], values of size 1
+    out, _ = paged_attention_with_lse(
+        torch.zeros(1, 1, 2), kv_cache, ints(0)[None], ints(2), ints(0, 1), 1.0, value_head_size=1, k_scale=floats(0.5)
+    )
+    assert_near(out, [[[1]]])
+
+
+def test_gathered_latents_are_whole_rows():
+    kv_cache = torch.arange(12.0).view(2, 2, 3)
+    key, value = reference.gather_kv(kv_cache, ints(1)[None], ints(2), 3)
+    assert key.tolist() == [[[6, 7, 8]], [[9, 10, 11]], [[0, 0, 0]]]
+    assert value.shape == (3, 1, 0)
+
+
 def test_merge():
     out_a, out_b = floats(4, NAN, 4, NAN).view(4, 1, 1), floats(8, 8, NAN, NAN).view(4, 1, 1)
     lse_a, lse_b = floats(0, -INF, 1, INF)[:, None], floats(LN3, 2, INF, -INF)[:, None]

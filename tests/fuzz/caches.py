@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 FORMS = ("nhd", "hnd", "plane_first", "strided", "interleaved", "separate", "separate_strided", "x_packed")
+LATENT_FORMS = ("latent", "latent_strided")  # one key/value head, whose values are the first Dv elements of its keys
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 POISON = {  # NaN, infinity and a finite number that would show, as bits
     torch.float32: (0x7FC00000, 0x7F800000, 0x7F000000),
@@ -50,16 +51,22 @@ class Form:
             "separate": [[0, 1, 2, 3], [0, 1, 2, 3]],
             "separate_strided": [rng.sample(range(4), 4), rng.sample(range(4), 4)],
             "x_packed": [[0, 1, 2, 3, 4], [0, 1, 2, 3]],
+            "latent": [[0, 1, 2]],
+            "latent_strided": [rng.sample(range(3), 3)],
         }[name]
         strided = name.endswith("strided")
         gaps = [[rng.choice((0, 0, 1, 3, 8)) if strided else 0 for _ in order] for order in orders]
-        if name in ("nhd", "hnd", "interleaved", "separate") and rng.random() < 0.2:
+        if name in ("nhd", "hnd", "interleaved", "separate", "latent") and rng.random() < 0.2:
             for gap in gaps:
                 gap[0] = rng.choice((1, 16, 64))  # a slice of something larger
         offset = rng.choice((0, 0, 0, 1, 8, 64))
         as_tuples = tuple(map(tuple, orders)), tuple(map(tuple, gaps))
         as_bytes = kind.itemsize == 1 and rng.random() < 0.4
         return Form(name, B, K, D, Dv, kind, as_bytes, *as_tuples, offset)
+
+    @property
+    def latent(self) -> bool:
+        return self.name in LATENT_FORMS
 
     @property
     def stored(self) -> torch.dtype:
@@ -74,6 +81,8 @@ class Form:
         if self.name == "x_packed":
             x = 16 // self.kind.itemsize
             return [(N, K, D // x, B, x), (N, K, D, B)]
+        if self.latent:
+            return [(N, B, D)]
         return [(N, 2, B, K, D)]
 
 
@@ -126,6 +135,9 @@ class Store:
             x = 16 // form.kind.itemsize
             key = at(start, (n, 0, s[0]), (k, 2, s[1]), (d // x, 3, s[2]), (b, 1, s[3]), (d % x, 3, s[4]))
             return key, at(value_start, (n, 0, sv[0]), (k, 2, sv[1]), (dv, 3, sv[2]), (b, 1, sv[3]))
+        if form.latent:
+            key = at(start, (n, 0, s[0]), (b, 1, s[1]), (d, 3, s[2]))
+            return key, key[..., : form.Dv]
         both = [(n, 0, s[0]), (b, 1, s[2]), (k, 2, s[3]), (d, 3, s[4])]
         return at(start, *both), at(start + s[1], *both)
 

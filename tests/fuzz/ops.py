@@ -121,6 +121,9 @@ class World:
             self.of_cache["k_scale"] = self.k_scale
         if self.v_scale is not None:
             self.of_cache["v_scale"] = self.v_scale
+        if s.form.latent:
+            named["value_head_size"] = s.form.Dv
+            self.v_scale = self.k_scale
         self.output_scale = None
         if s.fp8_output:
             self.output_scale = named["output_scale"] = torch.tensor([0.01], dtype=torch.float32).to(self.device)
@@ -171,6 +174,8 @@ class World:
         for name, tensor in (("key", key), ("value", value)):
             if name in self.poison_in:
                 tensor.masked_fill_(bad, self.poison)
+        if form.latent:
+            value = key[..., : form.Dv]
         w, j = (np.arange(L) < self.lens[:, None]).nonzero()
         order = self.np.permutation(len(w))
         w, j = w[order], j[order]
@@ -187,6 +192,7 @@ class World:
         if special:  # NaN, infinities and what saturates: in slots of their own, the last block's
             spare = self.put(np.arange(B)[: s.write_rows] + self._spare_block() * B)
             odd_key, odd_value = self._special(len(spare), form.D), self._special(len(spare), form.Dv)
+            odd_value = odd_key[..., : form.Dv] if form.latent else odd_value
             self._write(odd_key, odd_value, spare.to(s.slot_dtype))
             self.store.expect(spare, self._stored(odd_key, self.k_scale)[1], self._stored(odd_value, self.v_scale)[1])
         real_key, key_bits = self._stored(key, self.k_scale)
@@ -212,6 +218,7 @@ class World:
         if self.rng.random() < 0.2:
             chosen = self.np.random(shape) < self.rng.choice((1.0 / self.L, 0.2))
             self.poison_in = self.rng.choice(("value", "key", "key and value"))
+            self.poison_in = "key and value" if self.setting.form.latent else self.poison_in
             self.poison = torch.nan if self.setting.fp8 else self.rng.choice((torch.nan, torch.inf, -torch.inf))
         self.bad = self.put(chosen, torch.bool)
 
@@ -267,6 +274,13 @@ class World:
     def _write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         T, K, D = key.shape
         fused, Dv = self.setting.fused, value.shape[2]
+        if self.setting.form.latent:
+            parts = key[:, 0, :Dv], key[:, 0, Dv:]
+            if fused == "alone":
+                parts = parts[0].contiguous(), parts[1].contiguous()
+            paged_ops.latent_cache_write(*parts, self.store.kv_cache, slots, **self.of_cache)
+            self.count("latent_cache_write")
+            return
         if fused == "tail":
             memory = torch.cat([key, value], 2)
             key, value = memory[:, :, :D], memory[:, :, D:]
@@ -578,6 +592,8 @@ class World:
             at = self.put((w * self.L + j)[:capacity])
             for name, result, held in zip(("key", "value"), got, self.held, strict=True):
                 want = held.flatten(0, 1)[at]
+                if name == "value" and s.form.latent:
+                    want = want[..., :0]
                 if s.fp8:
                     want = want.float()  # the product with a scale is taken in float32
                 want = want.to(dtype or s.dtype)
@@ -633,7 +649,11 @@ class World:
         of_cache = {**self.of_cache, **store.planes()}
         rows = query.new_full((T, s.form.K, s.form.D), 1.0), query.new_full((T, s.form.K, s.form.Dv), 1.0)
         slots = torch.full((T if N == 0 else 0,), -1, dtype=s.slot_dtype, device=self.device)
-        paged_ops.reshape_and_cache(*rows, store.kv_cache, slots, **of_cache)
+        if s.form.latent:
+            rotated = rows[0][:, 0, s.form.Dv :]
+            paged_ops.latent_cache_write(rows[1][:, 0], rotated, store.kv_cache, slots, **of_cache)
+        else:
+            paged_ops.reshape_and_cache(*rows, store.kv_cache, slots, **of_cache)
         key, value = paged_ops.gather_kv(store.kv_cache, tables, zeros[1:], T, dtype=s.dtype, **of_cache)
         wrong = wrong + (key != 0).sum() + (value != 0).sum() + store.wrong()
         empty = torch.zeros(0, 2, dtype=torch.int64)

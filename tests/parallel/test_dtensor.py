@@ -9,7 +9,10 @@ from paged_ops import registry
 def test_cases_with_heads_spread(run_on, op):
     """A fourth of the cases, where there are hundreds."""
     for calls, spread in run_on("dtensor_cases.every_case", 2, 120, op=op):
-        assert spread >= 0.4 * calls, "two ranks divide the heads of many"
+        if op == "latent_cache_write":
+            assert spread == 0, "all ranks have the latents, which are of all heads"
+        else:
+            assert spread >= 0.4 * calls, "two ranks divide the heads of many"
 
 
 def test_compiled(run_on):

@@ -16,6 +16,7 @@ FORMS = {
     "joined hnd": {"value_head_size": 24, "layout": "HND"},
     "layers differ": {"num_kv_heads": [2, 1, 4], "head_size": [16, 32, 8], "dtype": torch.bfloat16},
     "fp8": {"dtype": torch.float8_e4m3fn},
+    "latent": {"layout": "LATENT", "num_kv_heads": 1, "head_size": 40, "value_head_size": 32},
 }
 
 
@@ -33,7 +34,8 @@ def cache(rank, num_blocks=8, **changes):
 
 def contents(kv_cache):
     """The bytes of each tensor by block, found without the package's own regions."""
-    parts = [plane for layer in kv_cache.layers for plane in (layer.unbind(0) if layer.dim() == 3 else (layer,))]
+    packed = kv_cache.layout is paged_ops.Layout.X_PACKED
+    parts = [plane for layer in kv_cache.layers for plane in (layer.unbind(0) if packed else (layer,))]
     return [part.contiguous().view(torch.uint8).flatten(1) for part in parts]
 
 

@@ -183,11 +183,19 @@ class _Cache:
 
     def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, dtype: torch.dtype, blocks_per_chunk: int):
         self.paged, self.f, self.stored, self.dtype, self.blocks_per_chunk = paged, f, stored, dtype, blocks_per_chunk
+        self.one_scale = f.k_scale is f.v_scale
         padded = paged.num_kv_heads * max(paged.head_size, paged.value_head_size) + 64 // dtype.itemsize
         # One allocation, as the allocator keeps the pages of one this large for the next call, but not those of two.
         scratch = torch.empty(2, blocks_per_chunk, paged.block_size, padded, dtype=dtype, device="cpu")
         self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
         self.value = _Plane(paged.value, stored, f.v_scale, scratch[1])
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some blocks, as of :meth:`_Plane.read`."""
+        keys, (key, value) = self.key.read(blocks), self.paged
+        if key.data_ptr() == value.data_ptr() and key.stride()[:2] == value.stride()[:2] and self.one_scale:
+            return keys, keys[..., : value.shape[3]]  # of a latent cache
+        return keys, self.value.read(blocks)
 
     @functools.cached_property
     def heads(self) -> list[_Cache]:
@@ -227,7 +235,7 @@ def _sequence(
     for a in range(_reach(first, len(q), f)[0] // B * B, n, chunk):
         b = min(a + chunk, n)
         blocks = block_table[a // B : -(-b // B)]
-        k, v = cache.key.read(blocks), cache.value.read(blocks)
+        k, v = cache.read(blocks)
         for r, stop, low, high in _tiles(q, first, a, b, f, kernel is _flash):
             part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, f)
             if total is None and stop - r == len(q):
@@ -319,7 +327,7 @@ def _sparse_sequence(
             seen = (near | far).nonzero().squeeze(1)
             for blocks in seen.split(group.blocks_per_chunk) if len(seen) else ():
                 j = (blocks[:, None] * B + _positions(0, B)).flatten()
-                k, v = (plane.read(block_table[blocks])[:, : len(j)] for plane in (group.key, group.value))
+                k, v = (plane[:, : len(j)] for plane in group.read(block_table[blocks]))
                 v.masked_fill_((j >= n)[:, None], 0.0)  # the tail of the last block: 0 * NaN would be NaN
                 kept = masks.causal(i, j) & masks.block_sparse(i, j, offsets[heads], sparse)  # [K, G, q, n]
                 _merge_into(total, tile, _softmax(q[tile, heads], k, v, scale, kept, f), heads)
