@@ -1,4 +1,5 @@
-"""Attention over a cache that is spread over ranks: each rank gives what attention over the whole cache would."""
+"""Ranks with query heads of their own, which gather them and attend to the tokens that each holds, as in vLLM: each has
+what attention over the whole cache gives. Ranks are threads."""
 
 import threading
 
@@ -6,7 +7,8 @@ import pytest
 import torch
 
 import paged_ops
-from paged_ops.integrations.context_parallel import attend
+from paged_ops.parallel.context import attend_with_gathered_heads
+from paged_ops.parallel.exchange import Exchange
 
 W, H, K, D, B = 3, 4, 1, 16, 4
 QUERY_LENS, SEQ_LENS = [1, 1, 5, 3, 0], [17, 2, 5, 30, 0]
@@ -16,20 +18,20 @@ class Rank:
     """A rank among threads."""
 
     def __init__(self, rank, meeting):
-        self.world_size, self.rank_in_group, self.meeting = W, rank, meeting
+        self.size, self.rank, self.meeting = W, rank, meeting
 
     def exchange(self, tensor):
-        self.meeting.tensors[self.rank_in_group] = tensor
+        self.meeting.tensors[self.rank] = tensor
         self.meeting.barrier.wait()
         tensors = list(self.meeting.tensors)
         self.meeting.barrier.wait()
         return tensors
 
-    def all_gather(self, input_, dim=-1):
-        return torch.cat(self.exchange(input_), dim)
+    def all_gather(self, mine):
+        return torch.stack(self.exchange(mine))
 
-    def all_reduce(self, input_):
-        return torch.stack(self.exchange(input_)).sum(0)
+    def all_to_all(self, mine):
+        return torch.stack([each[self.rank] for each in self.exchange(mine)])
 
 
 class Meeting:
@@ -73,18 +75,17 @@ def test_each_rank_has_what_the_whole_cache_gives(features):
                 for cache, states in zip(caches, (keys, values), strict=True):
                     cache[int(tables[s, place // B]), place % B] = states[s][j]
         heads = slice(rank * H, (rank + 1) * H)
-        out = torch.full((T + 2, H, D), torch.nan)
-        results[rank] = attend(
+        results[rank] = attend_with_gathered_heads(
             query[:, heads],
             *new,
-            *caches,
+            caches[0],
             tables,
             torch.tensor(history, dtype=torch.int32),
             starts,
             max(QUERY_LENS),
             D**-0.5,
-            Rank(rank, meeting),
-            out,
+            Exchange(Rank(rank, meeting)),
+            value_cache=caches[1],
             **{**options, "sinks": None if sinks is None else sinks[heads]},
         )
 

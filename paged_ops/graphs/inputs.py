@@ -129,6 +129,8 @@ class InputBuffers:
         if metadata.context is not None:
             of_context = metadata.context.lens, metadata.context.history_lens, metadata.context.own_tables
             tensors += [each for each in of_context if each is not None]
+            if metadata.context.own_tables is not None:
+                torch._dynamo.mark_dynamic(metadata.context.own_tables, 1)
         if metadata.state_slots is not None:
             tensors.append(metadata.state_slots)
             metadata.max_query_len = 1  # the only steps that are compiled with states

@@ -27,9 +27,10 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from paged_ops.integrations import context_parallel, vllm_plugin
+from paged_ops.integrations import vllm_plugin
 from paged_ops.integrations.vllm_metadata import PagedOpsMetadata, PagedOpsMetadataBuilder
 from paged_ops.ops import reshape_and_cache
+from paged_ops.parallel.context import attend_with_gathered_heads
 from paged_ops.support import supports
 
 _MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -237,19 +238,18 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         k_scale, v_scale = self._scales(layer)
         scale_of_output = None if output_scale is None else output_scale.reshape(1)
         if attn_metadata.history_lens is not None:
-            context_parallel.attend(
+            merged = attend_with_gathered_heads(
                 rows,
                 key[:T],
                 value[:T],
                 key_cache,
-                value_cache,
                 attn_metadata.block_table,
                 attn_metadata.history_lens,
                 attn_metadata.query_start_loc,
                 attn_metadata.max_query_len,
                 self.scale,
-                vllm_plugin.context_group(),
-                out,
+                vllm_plugin.context_exchange(),
+                value_cache=value_cache,
                 causal=attn_metadata.causal,
                 sinks=self._sinks,
                 soft_cap=self.logits_soft_cap,
@@ -257,6 +257,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
                 v_scale=v_scale,
                 kv_cache_dtype=self._stored_as,
             )
+            out.copy_(merged)
             return
         # A group may have layers with and without a window; all have full block tables.
         ranges = attn_metadata.mm_prefix_range_tensor

@@ -71,6 +71,33 @@ def context_group() -> Any:
     return group if group.world_size > 1 else None
 
 
+class EngineGroup:
+    """Ranks of the engine, as an exchange of parts takes them. The engine gathers in the way that it captures."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.rank, self.size = group, group.rank_in_group, group.world_size
+
+    def all_gather(self, mine: Any) -> Any:
+        """``[W, ...]``, of all ranks."""
+        return self._group.all_gather(mine[None], dim=0)
+
+    def all_to_all(self, mine: Any) -> Any:
+        """``[W, ...]``: what each rank has for this one."""
+        import torch
+        import torch.distributed as dist
+
+        every = torch.empty_like(mine)
+        dist.all_to_all_single(every, mine, group=self._group.device_group)
+        return every
+
+
+def context_exchange() -> Any:
+    """How the ranks of :func:`context_group` merge their parts of attention: by the engine's collectives."""
+    from paged_ops.parallel.exchange import Exchange
+
+    return Exchange(EngineGroup(context_group()))
+
+
 def heads_first() -> bool:
     """Whether vLLM wants the heads of a block before its tokens in memory. Only asked before 0.29."""
     from vllm.v1.attention.backends import utils

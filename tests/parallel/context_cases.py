@@ -188,27 +188,62 @@ def many_rows(rank: int, size: int) -> bool:
 def serves(rank: int, size: int, name: str, folder: str, how: str = "eager", tensor_parallel: int = 1) -> Any:
     """Texts of one process (rank 0 alone has them), and of all together."""
     path = make(name, folder, rank)
-    expected = texts_of(PagedCausalLM(load(path))) if rank == 0 else None
+    device = torch.device("cuda", rank) if "captured" in how else torch.device("cpu")
+    expected = texts_of(PagedCausalLM(load(path).to(device))) if rank == 0 else None
     dist.barrier()
     context: Any = dist.group.WORLD
     if tensor_parallel > 1:
-        context = dist.init_device_mesh("cpu", (size // tensor_parallel, tensor_parallel), mesh_dim_names=("cp", "tp"))
+        context = dist.init_device_mesh(
+            device.type, (size // tensor_parallel, tensor_parallel), mesh_dim_names=("cp", "tp")
+        )
         model = shard(load(path), context["tp"])
     else:
-        model = load(path)
+        model = load(path).to(device)
     paged = PagedCausalLM(model, context=context)
     if "fused" in how:
         fuse_projections(model)
     if "layers" in how:
         paged.compile_layers(backend="aot_eager")
     cache = paged.allocate_kv_cache(64, 8)
-    options = dict(max_num_seqs=4, max_num_tokens=24, rank_time_limit=60.0, compile="whole" in how)
+    options = dict(max_num_seqs=4, max_num_tokens=24, rank_time_limit=60.0)
+    if "captured" in how:
+        assert paged.context.exchange.how == "symmetric memory"
+        options["graph_mode"] = "FULL_DECODE_ONLY"
     from model_cases import GREEDY as EIGHT
     from model_cases import TEXTS
 
     with GenerationLoop(paged, cache, **options) as loop:
         texts = [list(each) for each in loop.generate(TEXTS, EIGHT)]
     return expected, texts, [pool.spread.size for pool in cache.pools], paged.num_kv_heads
+
+
+def replays(rank: int, size: int) -> int:
+    """Graphs of odd and even numbers of exchanges, replayed in turn with other parts, on GPUs: how many were wrong."""
+    context = Context(dist.group.WORLD, torch.device("cuda", rank), head_size=64, dtype=torch.float32)
+    assert context.exchange.how == "symmetric memory"
+    graphs, wrong = [], 0
+    for T, calls in ((1, 65), (9, 4)):
+        part, lse = torch.zeros(T, 8, 64, device=f"cuda:{rank}"), torch.zeros(T, 8, device=f"cuda:{rank}")
+        context.exchange.everywhere(part, lse)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = [context.exchange.everywhere(part + n, lse)[0] for n in range(calls)]
+        graphs.append((part, lse, graph, results))
+    for n in range(100):
+        part, lse, graph, results = graphs[n % 3 % 2]
+        generator = torch.Generator().manual_seed(n)
+        parts, lses = (
+            torch.randn(size, *part.shape, generator=generator),
+            torch.randn(size, *lse.shape, generator=generator),
+        )
+        part.copy_(parts[rank])
+        lse.copy_(lses[rank])
+        graph.replay()
+        truth = (parts.double() * torch.softmax(lses.double(), 0)[..., None]).sum(0)
+        for at in (0, len(results) - 1):
+            wrong += not torch.allclose(results[at].cpu().double(), truth + at, atol=1e-4)
+    return wrong
 
 
 def shard(model: Any, mesh: Any) -> Any:

@@ -97,6 +97,14 @@ def test_beside_tensor_parallelism(run_on, folder, name):
     check(run_on("context_cases.serves", 4, 60, name=name, folder=folder, tensor_parallel=2), [2], 1)
 
 
+@pytest.mark.gpu
+def test_captured_on_gpus(run_on, folder):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("wants two GPUs")
+    assert run_on("context_cases.replays", 2, 90) == [0, 0]
+    check(run_on("context_cases.serves", 2, 90, name="llama", folder=folder, how="captured"), [2], 2)
+
+
 def test_what_is_not_served_is_refused_by_name(run_on, folder):
     told = [
         "alibi_slopes: expected none with context parallelism",
