@@ -13,11 +13,12 @@ import paged_ops
 from paged_ops import cli, reference
 from paged_ops.bench import cache_ops, cases, measure, report, run, tune
 from paged_ops.bench.cases import Case
-from paged_ops.bench.providers import PROVIDERS, DenseSDPA, FlashInfer, Flex, PagedOps
+from paged_ops.bench.providers import PROVIDERS, DenseSDPA, FlashInfer, FlashMLA, Flex, PagedOps
 
 CPU = torch.device("cpu")
 CEILINGS = measure.Ceilings(read=1e9, copy=1e9, matmul=1e11)
 RAGGED = Case("t", "ragged", ((1, 33), (5, 17), (16, 16)), 8, 2, 32, dtype=torch.float32)
+LATENT = Case("t", "latent", ((1, 33), (5, 17), (16, 16)), 8, 1, 40, dtype=torch.float32, value_head_size=32)
 SQUARE = Case("t", "square", ((24, 24), (24, 24)), 8, 2, 32, dtype=torch.float32)
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +37,15 @@ def test_bytes_and_operations_of_a_case():
     assert case.bytes == case.kv_bytes + 2 * 5 * 8 * 64 * 2
     assert case.flops == 4 * 8 * 64 * (100 + 7 + 8 + 9 + 10)
     assert dataclasses.replace(case, cache_dtype=cases.FP8).kv_bytes == case.kv_bytes // 2
+
+
+def test_bytes_and_operations_of_latents():
+    case = Case("t", "t", ((1, 100), (4, 10)), 16, 1, 576, 64, value_head_size=512)
+    assert case.kv_bytes == 110 * 576 * 2
+    assert case.bytes == case.kv_bytes + 5 * 16 * (576 + 512) * 2
+    assert case.flops == 2 * 16 * (576 + 512) * (100 + 7 + 8 + 9 + 10)
+    known = {case for case in cases.gpu_cases() if case.group == "latent"}
+    assert {(each.num_heads, each.block_size) for each in known} >= {(H, B) for H in (16, 32, 128) for B in (64, 16)}
 
 
 def test_the_tables_of_the_targets_are_there_and_keys_are_unique():
@@ -72,12 +82,19 @@ def test_fp8_inputs_are_spread_like_the_others():
 # Measuring
 
 
+@pytest.mark.parametrize("case", [RAGGED, LATENT], ids=lambda case: case.name)
 @pytest.mark.parametrize("rows_at_once", [1, 1 << 20])
-def test_reference_is_the_packages_meaning(monkeypatch, rows_at_once):
+def test_reference_is_the_packages_meaning(monkeypatch, rows_at_once, case):
     monkeypatch.setattr(measure, "LOGITS_AT_ONCE", rows_at_once)
-    (inputs, _) = sets_of(RAGGED)
-    want = reference.paged_attention(inputs.query.double(), *inputs.args[1:])
+    (inputs, _) = sets_of(case)
+    want = reference.paged_attention(inputs.query.double(), *inputs.args[1:], **inputs.kwargs)
     assert measure.relative_error(measure.reference(inputs), want) < 1e-6
+
+
+def test_latents_are_measured():
+    sets = sets_of(LATENT)
+    assert PagedOps().reasons_against(LATENT, CPU) == []
+    assert measure.measure(PagedOps().prepare(sets), sets, CEILINGS, repeats=1)["error"] < 1e-6
 
 
 @pytest.mark.parametrize("provider", [PagedOps(), DenseSDPA()], ids=lambda each: each.name)
@@ -135,6 +152,8 @@ def test_reasons_are_given():
     assert "flashinfer is not installed" in FlashInfer().reasons_against(SQUARE, torch.device("cuda"))
     assert Flex().reasons_against(RAGGED, torch.device("cuda")) == ["queries of one length"]
     assert DenseSDPA().reasons_against(RAGGED, CPU)
+    assert "keys and values apart" in DenseSDPA().reasons_against(LATENT, CPU)
+    assert "latents of 512 + 64 in blocks of 64" in FlashMLA().reasons_against(LATENT, torch.device("cuda"))
     assert "head size: 64, 128 or 256" in FlashInfer().reasons_against(SQUARE, CPU)
 
 
@@ -241,7 +260,7 @@ def test_tune_is_for_gpus():
 
 
 def test_providers_are_found_by_name():
-    assert list(PROVIDERS) == ["paged_ops", "FlashInfer", "FlexAttention", "SDPA dense"]
+    assert list(PROVIDERS) == ["paged_ops", "FlashInfer", "FlashMLA", "FlexAttention", "SDPA dense"]
 
 
 # Tables and plots

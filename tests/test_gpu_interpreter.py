@@ -70,7 +70,9 @@ def test_matches_reference(name, case):
 
 
 @pytest.mark.parametrize("programs", [1, 40])
-@pytest.mark.parametrize("case", ["decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode"])
+@pytest.mark.parametrize(
+    "case", ["decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode", "latent-h71-decode-fp16"]
+)
 def test_any_number_of_programs(case, programs, monkeypatch):
     """Shares of no tile, of less than a unit, of several units: the same numbers within the error budget."""
     monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
@@ -99,6 +101,26 @@ def test_one_sequence_in_many_parts(programs, heads, monkeypatch):
         attention.forget()
     for mine, want in zip(got, cpu.paged_attention_with_lse(*call), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
+
+
+def test_latents_past_2_to_31():
+    """A latent cache whose last blocks start beyond 2^31 elements; only the pages that are touched exist."""
+    N, B, R, P = 61_000, 64, 512, 64
+    kv_cache = torch.empty(N, B, R + P, dtype=torch.uint8)
+    assert kv_cache[-2].storage_offset() > 2**31
+    latent, rotated, slots = torch.randn(B + 3, R), torch.randn(B + 3, P), torch.arange(B + 3) + (N - 2) * B
+    fp8 = {"k_scale": torch.tensor([0.02]), "kv_cache_dtype": "fp8"}
+    gpu.latent_cache_write(latent, rotated, kv_cache, slots, **fp8)
+    small = torch.empty(2, B, R + P, dtype=torch.uint8)
+    cpu.latent_cache_write(latent, rotated, small, slots - (N - 2) * B, **fp8)
+    query = torch.randn(1, 4, R + P).half()
+    ints = [torch.tensor(each, dtype=torch.int32) for each in ([[N - 2, N - 1]], [B + 3], [0, 1])]
+    got = gpu.paged_attention_with_lse(query, kv_cache, *ints, 0.05, value_head_size=R, **fp8)
+    wanted = cpu.paged_attention_with_lse(query, small, ints[0] - (N - 2), *ints[1:], 0.05, value_head_size=R, **fp8)
+    for mine, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, want, rtol=2e-3, atol=2e-3)
+    key, _ = gpu.gather_kv(kv_cache, *ints[:2], B + 3, dtype=torch.float32, **fp8)
+    assert torch.equal(key, cpu.gather_kv(small, ints[0] - (N - 2), ints[1], B + 3, dtype=torch.float32, **fp8)[0])
 
 
 @pytest.mark.parametrize("case", ["decode-fp16", "mixed-fp32"])

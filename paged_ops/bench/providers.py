@@ -108,6 +108,57 @@ class FlashInfer:
         return plan, functools.partial(wrapper.run, inputs.query, inputs.kv_cache, out=out)
 
 
+class FlashMLA:
+    """FlashMLA's dense decode over the same latent cache, planned for exactly these lengths."""
+
+    name = "FlashMLA"
+    distribution = "flash-mla"
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cuda":
+            reasons.append("runs on cuda")
+        if importlib.util.find_spec("flash_mla") is None:
+            reasons.append("flash_mla is not installed")
+        if (case.head_size, case.value_head_size, case.block_size) != (576, 512, 64):
+            reasons.append("latents of 512 + 64 in blocks of 64")
+        if case.dtype == torch.float32 or case.stored != case.dtype:
+            reasons.append("float16 or bfloat16, also in the cache")
+        if len({q_len for q_len, _ in case.seqs}) > 1:
+            reasons.append("queries of one length")
+        if case.captured_len is not None:
+            reasons.append("a plan is for the lengths that it was made for")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        return [self._prepare(each) for each in sets]
+
+    def _prepare(self, inputs: Inputs) -> Callable[[], Tensor]:
+        import flash_mla
+
+        case = inputs.case
+        S, q_len = len(case.seqs), case.seqs[0][0]
+        query = inputs.query.view(S, q_len, case.num_heads, case.head_size)
+        plan = flash_mla.get_mla_metadata(inputs.seq_lens, q_len * case.num_heads, 1)
+        cache, lens = inputs.kv_cache[:, :, None], inputs.seq_lens
+
+        def call() -> Tensor:
+            out, _ = flash_mla.flash_mla_with_kvcache(
+                query,
+                cache,
+                inputs.block_tables,
+                lens,
+                case.value_size,
+                *plan,
+                softmax_scale=inputs.scale,
+                causal=True,
+            )
+            return out
+
+        call()  # which finishes the plan, in versions that make it then
+        return call
+
+
 class Flex:
     """FlexAttention, compiled, with torch's PagedAttention over pages of its own size."""
 
@@ -209,4 +260,6 @@ class DenseSDPA:
         return call
 
 
-PROVIDERS: dict[str, Provider] = {each.name: each for each in (PagedOps(), FlashInfer(), Flex(), DenseSDPA())}
+PROVIDERS: dict[str, Provider] = {
+    each.name: each for each in (PagedOps(), FlashInfer(), FlashMLA(), Flex(), DenseSDPA())
+}

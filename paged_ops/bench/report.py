@@ -103,7 +103,7 @@ def _source(chosen: Sequence[Record]) -> str:
     commits = ", ".join(dict.fromkeys(str(record["commit"]) for record in ours))
     dates = ", ".join(dict.fromkeys(record["date"][:10] for record in ours))
     versions = {record["provider"]: record["provider_version"] for record in chosen if record.get("provider_version")}
-    peers = "".join(f", {name} {number}" for name, number in versions.items() if name == "FlashInfer")
+    peers = "".join(f", {name} {number}" for name, number in versions.items() if name in ("FlashInfer", "FlashMLA"))
     last = ours[-1]
     triton = f", triton {last['triton']}" if last.get("triton") else ""
     return f"\n{last['device']}, torch {last['torch']}{triton}{peers}; commit {commits}; {dates}.\n"
