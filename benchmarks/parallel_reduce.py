@@ -166,11 +166,11 @@ DESIGNS: dict[str, dict[str, Any]] = {
 
 
 def reduce(bench: Bench) -> None:
-    sums = row_sums(bench.group, C, torch.bfloat16, bench.device)
+    sums = row_sums(bench.group, C, torch.bfloat16, bench.device, max_rows=2048)
     shared = symm_mem.empty(256 * C, dtype=torch.bfloat16, device=bench.device)
     symm_mem.rendezvous(shared, bench.group.group_name)
     shared.zero_()
-    for rows in bench.options.get("rows", (1, 16, 64, 256, 512)):
+    for rows in bench.options.get("rows", (1, 16, 64, 256, 512, 1024, 2048)):
         reduce_rows(bench, rows, sums.places, shared)
 
 

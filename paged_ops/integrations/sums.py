@@ -36,8 +36,8 @@ class Sums(NamedTuple):
     Attributes:
         kind: "symmetric" or "plain", and ``reason`` for plain: see :class:`paged_ops.parallel.reduce.RowSums`.
         fused: the products that are summed together with the add and the norm behind them.
-        alone: products that are summed by themselves, by the same kernel, and why.
-        left: products that transformers goes on to sum, and why.
+        alone: products and look-ups that are summed by themselves, by the same kernel, and why.
+        left: modules whose parts transformers goes on to bring together, and why.
     """
 
     kind: str
@@ -54,6 +54,14 @@ class Part:
         self.weight, self.sums = local_of(linear.weight), sums
         self.bias = None if linear.bias is None else local_of(linear.bias)
         self.product: Callable[..., Tensor] = F.linear
+
+
+class Lookup:
+    """This rank's part of an embedding's rows, which begin at ``start``."""
+
+    def __init__(self, embedding: Any, rank: int, size: int, sums: str) -> None:
+        self.weight, self.sums = local_of(embedding.weight), sums
+        self.start = rank * -(-embedding.weight.shape[0] // size)
 
 
 class SumNorm:
@@ -104,6 +112,19 @@ def _run_part(linear: Any, x: Tensor) -> Tensor:
         return out
     out = torch.ops.paged_ops_parallel.all_reduce.default(out, part.sums)
     return out if part.bias is None else out + part.bias
+
+
+def _run_lookup(embedding: Any, ids: Tensor) -> Tensor:
+    part: Lookup = embedding.paged_lookup
+    summed: Tensor = torch.ops.paged_ops_parallel.all_reduce.default(_rows_of(part, ids), part.sums)
+    return summed
+
+
+def _rows_of(part: Lookup, ids: Tensor) -> Tensor:
+    """The rows of ids that are here, zeros for the others."""
+    own = ids - part.start
+    here = (own >= 0) & (own < len(part.weight))
+    return torch.where(here[..., None], F.embedding(torch.where(here, own, 0), part.weight), 0)
 
 
 def _run_last_norm(norm: Any, hidden_states: Any) -> Tensor:
@@ -191,20 +212,21 @@ class Watch:
             for layer in layers
             if all(isinstance(getattr(layer, name, None), nn.Module) for name in _PARTS)
         ]
-        self._linears = {module: "" for module in self._names if _is_row_parallel(module)}
+        self._lookups = {module for module in self._names if _is_lookup(module)}
+        self._summing = {module: "" for module in self._names if _is_row_parallel(module) or module in self._lookups}
         self._last: list[nn.Module] = []
 
     def __enter__(self) -> Watch:
         by_layer = {each.layer: each for each in self._layers}
-        watched = set(self._linears) | set(by_layer)
+        watched = set(self._summing) | set(by_layer)
         for layer in by_layer:
             watched |= {getattr(layer, name) for name in _PARTS}
         watched |= {module for module, name in self._names.items() if name.rpartition(".")[2] in _LAST_NORMS}
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._calls[module] = _Call(args, kwargs, output)
-            if module in self._linears:
-                self._check_linear(module)
+            if module in self._summing:
+                self._check(module)
             if module in by_layer:
                 by_layer[module].ended(self._calls)
 
@@ -215,30 +237,30 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
 
-    def _check_linear(self, linear: Any) -> None:
+    def _check(self, linear: Any) -> None:
         """Whether the product is this rank's part summed over ranks. A collective: the same on all ranks."""
         x, output = self._calls[linear].args[0], self._calls[linear].output
-        if self._linears[linear] or not isinstance(x, Tensor):
+        if self._summing[linear] or not isinstance(x, Tensor):
             return
-        weight = local_of(linear.weight)
-        if x.shape[-1] != weight.shape[1]:
-            self._linears[linear] = "its input is not this rank's part"
+        weight, is_lookup = local_of(linear.weight), linear in self._lookups
+        if not is_lookup and x.shape[-1] != weight.shape[1]:
+            self._summing[linear] = "its input is not this rank's part"
             return
-        want = F.linear(x, weight)
+        want = _rows_of(self._lookup(linear, ""), x) if is_lookup else F.linear(x, weight)
         dist.all_reduce(want, group=self._group)
-        if linear.bias is not None:
+        if not is_lookup and linear.bias is not None:
             want = want + local_of(linear.bias)
         if not torch.allclose(want.float(), output.float(), rtol=0.02, atol=1e-3 * float(want.abs().max())):
-            self._linears[linear] = "its output is not the sum of the ranks' parts"
+            self._summing[linear] = "its output is not the sum of the ranks' parts"
 
     def fuse(self, wrapping: Any) -> Sums:
         """Changes the model, as a :class:`paged_ops.integrations.wrapping.Wrapping` then undoes."""
         dtype, device = self._model.dtype, self._model.device
-        for linear in self._linears:
+        for linear in self._summing:
             if linear not in self._calls:
-                self._linears[linear] = "did not run on trial"
+                self._summing[linear] = "did not run on trial"
             elif dtype not in DTYPES or linear.weight.dtype != dtype:
-                self._linears[linear] = f"is of {linear.weight.dtype}"
+                self._summing[linear] = f"is of {linear.weight.dtype}"
         following = self._following()
         kinds: dict[nn.Module, Any] = {}
         for norm in (*(each.layer.post_attention_layernorm for each in self._layers), *filter(None, following)):
@@ -248,8 +270,8 @@ class Watch:
         for each, after in zip(self._layers, following, strict=True):
             for part, norm in (("self_attn", each.layer.post_attention_layernorm), ("mlp", after)):
                 linear = each.products[part]
-                if linear is not None and self._linears[linear]:
-                    each.refuse(part, self._linears[linear])
+                if linear is not None and self._summing[linear]:
+                    each.refuse(part, self._summing[linear])
                 if linear is not None and linear.bias is not None:
                     each.refuse(part, "its last product has a bias")
                 if norm is None:
@@ -261,7 +283,7 @@ class Watch:
                 plans.append((each, part, linear, norm))
         agreed = self._agreed(
             [not (plan[0].against.get("layer") or plan[0].against.get(plan[1])) for plan in plans],
-            [not why for why in self._linears.values()],
+            [not why for why in self._summing.values()],
         )
         for (each, part, *_), fits in zip(plans, agreed[0], strict=True):
             if not fits:
@@ -287,15 +309,24 @@ class Watch:
         reasons = {
             each.products[part]: why for each in self._layers for part, why in each.against.items() if part != "layer"
         }
-        for (linear, why), fits in zip(self._linears.items(), agreed[1], strict=True):
+        for (linear, why), fits in zip(self._summing.items(), agreed[1], strict=True):
             name = self._names[linear]
             if name in fused:
                 continue
-            if fits:
+            if fits and linear in self._lookups:
+                sums = self._sums(made, linear)
+                wrapping.set_attribute(linear, "paged_lookup", self._lookup(linear, sums.name))
+                wrapping.replace_forward(linear, _bound(_run_lookup, linear))
+                alone[name] = "it looks up a part of the vocabulary"
+            elif fits:
                 self._replace(wrapping, linear, self._sums(made, linear).name)
                 alone[name] = reasons.get(linear, "it is not the last product of a layer that is known")
             else:
                 left[name] = why or "another rank cannot"
+        for module, name in self._names.items():
+            has_forward = "forward" in vars(module) and module not in self._summing
+            if is_sharded(module) and has_forward and not isinstance(module, nn.Linear):
+                left[name] = f"it is no linear layer but {type(module).__name__}"
         kind = next((each for each in made.values()), None)
         told = ("plain", "there are none") if kind is None else (kind.kind, kind.reason)
         return Sums(*told, tuple(fused), alone, left)
@@ -318,8 +349,11 @@ class Watch:
                         self._last = [module]
         return found
 
+    def _lookup(self, embedding: Any, sums: str) -> Lookup:
+        return Lookup(embedding, self._group.rank(), self._group.size(), sums)
+
     def _sums(self, made: dict[int, RowSums], linear: Any) -> RowSums:
-        columns = linear.weight.shape[0]
+        columns = linear.weight.shape[1 if linear in self._lookups else 0]
         if columns not in made:
             made[columns] = row_sums(self._group, columns, self._model.dtype, self._model.device)
         return made[columns]
@@ -371,10 +405,18 @@ def _row_parallel(layer: Any, part: str) -> Any:
 
 def _is_row_parallel(module: Any) -> bool:
     """Whether it is a linear layer whose weight is sharded by columns, and whose forward the library has replaced."""
-    if type(module) is not nn.Linear or "forward" not in vars(module) or module._forward_hooks:
-        return False
+    return type(module) is nn.Linear and (_is_split(module, 1) or _is_split(module, -1))
+
+
+def _is_lookup(module: Any) -> bool:
+    """Whether it is an embedding whose rows are sharded, and whose forward the library has replaced."""
+    return type(module) is nn.Embedding and module.max_norm is None and _is_split(module, 0)
+
+
+def _is_split(module: Any, dim: int) -> bool:
     placements: tuple[Any, ...] = getattr(module.weight, "placements", ())
-    return len(placements) == 1 and (placements[0].is_shard(1) or placements[0].is_shard(-1))
+    is_replaced = "forward" in vars(module) and not module._forward_hooks
+    return is_replaced and len(placements) == 1 and placements[0].is_shard(dim)
 
 
 def _bound(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
