@@ -44,7 +44,8 @@ PARTS = {
     "meetings": ("parallel_steps", 60),
     "context": ("parallel_context", 90),
     "context_attention": ("parallel_context", 110),
-    "context_kinds": ("parallel_context", 90),
+    "context_loop": ("parallel_context", 90),
+    "context_kinds": ("parallel_context", 100),
 }
 
 
