@@ -49,15 +49,21 @@ def merge_gathered_parts():
     merge_ranks.merge_gathered(gpu(2, 8, 32, 260, dtype=torch.uint8), out, lse)
 
 
+def gather(ranks, rank, columns, parts):
+    def call():
+        x, out = gpu(8, parts * columns), gpu(8, ranks * parts * columns)
+        reduce.gather_columns(x, out, places(ranks, rank, BF16, columns))
+
+    return call
+
+
 # It polls past the L1, 16 bytes for each thread.
 POLLS = {"cuda": (r"ld\.volatile\.global\S*\.v[24]\.b(32|64)",)}
 VARIANTS = [
     Variant("all-reduce 2 ranks, norm", sum_rows(rounds_first=True), POLLS),
-    Variant("all-reduce 2 ranks, two shots", sum_rows(two_shot=True), POLLS),
     Variant("all-reduce 8 ranks, float32 weight", sum_rows(8, 3, weight=F32, weight_offset=1.0), POLLS),
     Variant("all-reduce 4 ranks, two shots, float32", sum_rows(4, 0, F32, two_shot=True, columns=2880)),
-    Variant("all-reduce 1 rank, norm alone", sum_rows(1, rounds_first=True)),
-    Variant("all-reduce 2 ranks, sum alone", sum_rows(norm=False, columns=8192), POLLS),
+    Variant("all-gather 2 ranks, 8 parts", gather(2, 0, 8016, 8), POLLS),
     Variant("merge of 2 ranks' parts, one token", merge_parts(tokens=1), POLLS),
     Variant("merge of 2 ranks' parts", merge_parts(), POLLS),
     Variant("merge of 4 ranks' parts, own heads", merge_parts(4, 3, is_scattered=True, width=80, tokens=64)),

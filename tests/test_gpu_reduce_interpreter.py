@@ -58,7 +58,9 @@ def run(rank, places, dtype, kind, two_shot, pipe):
                 programs=2,
                 **KINDS[kind],
             )
-            results.append((summed.tolist(), normed.tolist() if norms else None))
+            wide = torch.empty(rows, len(places.by_rank) * C, dtype=dtype)
+            reduce.gather_columns(parts[rank], wide, places)  # the same places, at other turns
+            results.append((summed.tolist(), normed.tolist() if norms else None, wide.tolist()))
         pipe.send(results)
     except BaseException:
         pipe.send(traceback.format_exc())
@@ -108,6 +110,7 @@ def test_ranks_sum_what_they_send_each_other(W, dtype, kind, two_shot):
         for rank in range(W):
             assert not isinstance(told[rank], str), told[rank]
             got = [None if each is None else torch.tensor(each, dtype=dtype) for each in told[rank][call]]
+            assert torch.equal(got[2].nan_to_num(7), torch.cat(list(parts[:W]), -1).nan_to_num(7))
             torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
             if want[1] is not None:
                 torch.testing.assert_close(

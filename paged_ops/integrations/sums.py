@@ -23,10 +23,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_ops.parallel.reduce import DTYPES, RowSums, all_reduce_add_norm, rms_norm, row_sums
+from paged_ops.parallel.reduce import (
+    DTYPES,
+    RowSums,
+    all_gather_columns,
+    all_reduce_add_norm,
+    rms_norm,
+    row_sums,
+)
 from paged_ops.parallel.tensor import is_sharded, local_of
 
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_GATHERED_ROWS, _MOST_COLUMNS = 64, 8192  # the logits of so many rows are gathered in parts of so many columns
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 
 
@@ -37,6 +45,7 @@ class Sums(NamedTuple):
         kind: "symmetric" or "plain", and ``reason`` for plain: see :class:`paged_ops.parallel.reduce.RowSums`.
         fused: the products that are summed together with the add and the norm behind them.
         alone: products and look-ups that are summed by themselves, by the same kernel, and why.
+        gathered: the last product, if its columns are brought together by the same way.
         left: modules whose parts transformers goes on to bring together, and why.
     """
 
@@ -44,6 +53,7 @@ class Sums(NamedTuple):
     reason: str | None
     fused: tuple[str, ...]
     alone: dict[str, str]
+    gathered: tuple[str, ...]
     left: dict[str, str]
 
 
@@ -112,6 +122,13 @@ def _run_part(linear: Any, x: Tensor) -> Tensor:
         return out
     out = torch.ops.paged_ops_parallel.all_reduce.default(out, part.sums)
     return out if part.bias is None else out + part.bias
+
+
+def _run_head(linear: Any, x: Tensor) -> Tensor:
+    part: Part = linear.paged_part
+    out = part.product(x, part.weight)
+    assert part.sums is not None
+    return all_gather_columns(out if part.bias is None else out + part.bias, part.sums)
 
 
 def _run_lookup(embedding: Any, ids: Tensor) -> Tensor:
@@ -215,10 +232,13 @@ class Watch:
         self._lookups = {module for module in self._names if _is_lookup(module)}
         self._summing = {module: "" for module in self._names if _is_row_parallel(module) or module in self._lookups}
         self._last: list[nn.Module] = []
+        head = model.get_output_embeddings()
+        is_split = type(head) is nn.Linear and _is_split(head, 0) and not head.weight.shape[0] % group.size()
+        self._heads: dict[nn.Module, bool] = {head: False} if is_split else {}  # whether they give all columns
 
     def __enter__(self) -> Watch:
         by_layer = {each.layer: each for each in self._layers}
-        watched = set(self._summing) | set(by_layer)
+        watched = {*self._summing, *by_layer, *self._heads}
         for layer in by_layer:
             watched |= {getattr(layer, name) for name in _PARTS}
         watched |= {module for module, name in self._names.items() if name.rpartition(".")[2] in _LAST_NORMS}
@@ -227,6 +247,8 @@ class Watch:
             self._calls[module] = _Call(args, kwargs, output)
             if module in self._summing:
                 self._check(module)
+            if module in self._heads:
+                self._check_head(module)
             if module in by_layer:
                 by_layer[module].ended(self._calls)
 
@@ -252,6 +274,15 @@ class Watch:
             want = want + local_of(linear.bias)
         if not torch.allclose(want.float(), output.float(), rtol=0.02, atol=1e-3 * float(want.abs().max())):
             self._summing[linear] = "its output is not the sum of the ranks' parts"
+
+    def _check_head(self, linear: Any) -> None:
+        """Whether the product is that of all ranks' rows. A collective: the same on all ranks."""
+        x, output = self._calls[linear].args[0], self._calls[linear].output
+        bias = None if linear.bias is None else local_of(linear.bias)
+        own = F.linear(x, local_of(linear.weight), bias)
+        every = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(every, own, group=self._group)
+        self._heads[linear] = isinstance(output, Tensor) and torch.equal(torch.cat(every, -1), output)
 
     def fuse(self, wrapping: Any) -> Sums:
         """Changes the model, as a :class:`paged_ops.integrations.wrapping.Wrapping` then undoes."""
@@ -284,6 +315,7 @@ class Watch:
         agreed = self._agreed(
             [not (plan[0].against.get("layer") or plan[0].against.get(plan[1])) for plan in plans],
             [not why for why in self._summing.values()],
+            list(self._heads.values()),
         )
         for (each, part, *_), fits in zip(plans, agreed[0], strict=True):
             if not fits:
@@ -327,9 +359,15 @@ class Watch:
             has_forward = "forward" in vars(module) and module not in self._summing
             if is_sharded(module) and has_forward and not isinstance(module, nn.Linear):
                 left[name] = f"it is no linear layer but {type(module).__name__}"
+        gathered = []
+        for (head, _), fits in zip(self._heads.items(), agreed[2], strict=True):
+            if fits and dtype in DTYPES:
+                wrapping.set_attribute(head, "paged_part", Part(head, self._gathers(head).name))
+                wrapping.replace_forward(head, _bound(_run_head, head))
+                gathered.append(self._names[head])
         kind = next((each for each in made.values()), None)
         told = ("plain", "there are none") if kind is None else (kind.kind, kind.reason)
-        return Sums(*told, tuple(fused), alone, left)
+        return Sums(*told, tuple(fused), alone, tuple(gathered), left)
 
     def _following(self) -> list[Any]:
         """For each layer the norm behind it: the next layer's first, or the last one."""
@@ -357,6 +395,13 @@ class Watch:
         if columns not in made:
             made[columns] = row_sums(self._group, columns, self._model.dtype, self._model.device)
         return made[columns]
+
+    def _gathers(self, head: Any) -> RowSums:
+        """For the logits of so many rows; more go through the backend."""
+        rows = len(local_of(head.weight))
+        columns = max(n for n in range(1, min(rows, _MOST_COLUMNS) + 1) if rows % n == 0)
+        size = rows // columns
+        return row_sums(self._group, columns, self._model.dtype, self._model.device, max_rows=_GATHERED_ROWS * size)
 
     def _replace(self, wrapping: Any, linear: Any, sums: str | None) -> None:
         wrapping.set_attribute(linear, "paged_part", Part(linear, sums))

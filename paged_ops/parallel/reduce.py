@@ -1,4 +1,4 @@
-"""Sums of rows over ranks, with the residual add and the RMSNorm that follow them in a transformer.
+"""Sums of rows over ranks, with the residual add and the RMSNorm that follow them in a transformer; and gathers.
 
 A row-parallel product leaves each rank a part p_r of every row. All ranks need the sum, and next to it the residual
 stream and its norm::
@@ -11,6 +11,8 @@ With ``rounds_first`` the quotient is rounded to x's dtype before it is multipli
 is rounded where a model that does these steps one by one rounds it. On GPUs that address each other's memory one
 kernel does all of it (:mod:`paged_ops.lowerings.gpu.reduce`); elsewhere the backend of the process group sums, in its
 own order.
+
+Gathers are for what is split by columns, such as logits: bit by bit what the ranks have, side by side.
 
 The ops are no entries of the package's registry: they need other processes, so they have no reference on one device, no
 cases that run alone, and no twin for XLA. They work eager, compiled and in captured graphs. All ranks call them in the
@@ -94,6 +96,10 @@ class RowSums:
         """The residual stream with the sum over ranks of ``x [..., C]``, and its norm: see the module."""
         return all_reduce_add_norm(x, residual, weight, eps, self.name, weight_offset, rounds_first)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """The ranks' ``x [..., N·C]`` side by side, ``[..., W·N·C]``."""
+        return all_gather_columns(x, self.name)
+
     def close(self) -> None:
         """Gives the memory back. Graphs that were captured with it must not run any more."""
         _known.pop(self.name, None)
@@ -146,8 +152,15 @@ def all_reduce_add_norm(
     return summed, normed
 
 
+def all_gather_columns(x: Tensor, sums: str) -> Tensor:
+    """:meth:`RowSums.gather` by the name of the sums, as compiled code calls it."""
+    gathered: Tensor = torch.ops.paged_ops_parallel.all_gather_columns.default(x, sums)
+    return gathered
+
+
 _LIBRARY = torch.library.Library("paged_ops_parallel", "DEF")
 _LIBRARY.define("all_reduce(Tensor x, str sums) -> Tensor")
+_LIBRARY.define("all_gather_columns(Tensor x, str sums) -> Tensor")
 _LIBRARY.define(
     "all_reduce_add_norm(Tensor x, Tensor residual, Tensor weight, float eps, str sums, float weight_offset=0.,"
     " bool rounds_first=False) -> (Tensor, Tensor)"
@@ -158,6 +171,13 @@ _LIBRARY.define(
 def _fake_sum(x: Tensor, sums: str) -> Tensor:
     _checked(x, sums)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("paged_ops_parallel::all_gather_columns", lib=_LIBRARY)
+def _fake_gather(x: Tensor, sums: str) -> Tensor:
+    known = _known_as(x, sums)
+    expect(x.shape[-1] % known.columns == 0, "x", f"a multiple of {known.columns} columns, as its sums", x)
+    return x.new_empty(*x.shape[:-1], known.size * x.shape[-1])
 
 
 @torch.library.register_fake("paged_ops_parallel::all_reduce_add_norm", lib=_LIBRARY)
@@ -178,14 +198,18 @@ def _fake_add_norm(
     return summed, normed
 
 
-def _checked(x: Tensor, sums: str) -> RowSums:
+def _checked(x: Tensor, sums: str) -> None:
+    columns = _known_as(x, sums).columns
+    expect(x.shape[-1] == columns, "x", f"{columns} columns, as its sums", x)
+
+
+def _known_as(x: Tensor, sums: str) -> RowSums:
     known = _known.get(sums)
     if known is None:
         raise ValueError(f"sums: expected the name of sums that row_sums made and nobody closed, got {sums}")
     expect(x.dim() >= 1, "x", "rows [..., C]", x)
     expect(x.dtype == known.dtype, "x", f"a tensor of {known.dtype}, as its sums", x)
     expect(x.device == known.device, "x", f"a tensor on {known.device}, as its sums", x)
-    expect(x.shape[-1] == known.columns, "x", f"{known.columns} columns, as its sums", x)
     return known
 
 
@@ -217,6 +241,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, 
         wide = wide.to(x.dtype).float()
     scale = weight.float()
     return (wide * (scale if weight_offset == 0 else weight_offset + scale)).to(x.dtype)
+
+
+def _gather_by_backend(x: Tensor, sums: str) -> Tensor:
+    known, x = _known_as(x, sums), x.contiguous()
+    every = [torch.empty_like(x) for _ in range(known.size)]
+    dist.all_gather(every, x, group=known.group)
+    return torch.cat(every, -1, out=_fake_gather(x, sums))
+
+
+def _gather_on_cuda(x: Tensor, sums: str) -> Tensor:
+    out, known = _fake_gather(x, sums), _known[sums]
+    if known.places is None or x.numel() > known.max_rows * known.columns:
+        return _gather_by_backend(x, sums)
+    from paged_ops.lowerings.gpu import reduce as kernels
+
+    kernels.gather_columns(x.contiguous(), out, known.places)
+    return out
 
 
 def _sum_on_cuda(x: Tensor, sums: str) -> Tensor:
@@ -258,6 +299,7 @@ def _add_norm_on_cuda(
 
 for _name, _on_cpu, _on_cuda in (
     ("all_reduce", _sum_on_cpu, _sum_on_cuda),
+    ("all_gather_columns", _gather_by_backend, _gather_on_cuda),
     ("all_reduce_add_norm", _add_norm_on_cpu, _add_norm_on_cuda),
 ):
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # as of the package's other ops

@@ -41,7 +41,7 @@ def ops(rank: int, size: int, dtype: torch.dtype, columns: int = 64) -> Any:
 
         def step(x: Any, left: Any, weight: Any, kind: dict[str, Any] = kind) -> Any:
             summed, normed = sums.add_norm(x, left, weight, **kind)
-            return summed, sums.sum(normed)
+            return summed, sums.sum(normed), sums.gather(normed)
 
         compiled = torch.compile(step, fullgraph=True, dynamic=True)
         for rows in (0, 1, 5, 33):
@@ -57,14 +57,17 @@ def ops(rank: int, size: int, dtype: torch.dtype, columns: int = 64) -> Any:
                 if rows:
                     error = ((got.double() - want).abs() / (1 + want.abs())).max().item()
                     errors[i] = max(errors[i], error / torch.finfo(dtype).eps)
+            wide = made.expand(size + 1, 2, rows, columns).transpose(1, 2).flatten(2)  # two of its rows in each
+            same &= torch.equal(sums.gather(wide[rank]), torch.cat(list(wide[:-1]), -1))
             total = parts[rank].clone()
             dist.all_reduce(total)
             plain = residual + total
             same &= device.type != "cpu" or torch.equal(summed, plain)
             same &= torch.allclose(normed.float(), rms_norm(summed, weight, **kind).float(), rtol=2e-2, atol=2e-2)
             if seed == 0:
-                again, twice = compiled(parts[rank], residual, weight)
+                again, twice, wide = compiled(parts[rank], residual, weight)
                 same &= torch.equal(again, summed) and torch.equal(twice, sums.sum(normed))
+                same &= torch.equal(wide, sums.gather(normed))
     return sums.kind, sums.reason, errors, bool(same)
 
 
@@ -82,6 +85,7 @@ def refusals(rank: int, size: int) -> Any:
         told(lambda: sums.add_norm(x, x, weight[:7], 1e-5)),
         told(lambda: sums.add_norm(x, x, weight.half(), 1e-5, rounds_first=True)),
         told(lambda: sums.add_norm(x, x, weight, -1.0)),
+        told(lambda: sums.gather(x[:, :7])),
     ]
     sums.close()
     return [*results, told(lambda: add(x, x, weight, 1e-5, sums.name))]

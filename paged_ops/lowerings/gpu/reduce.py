@@ -9,7 +9,10 @@ summed by rank ``t % W`` alone, which puts the sum into the memory of the others
 bytes, and one shot waits once. All ranks sum in float32, in the order of the ranks, and round once: they hold the same
 bits.
 
-Letters: T rows, C columns, W ranks, R rows that a workspace has room for.
+A gather of columns puts rows in the same way, and lays what comes side by side. There a row is one of N equal parts of
+a longer one: ``(W - 1)·T·C·e`` bytes over the links, and ``W·T·C·e`` written.
+
+Letters: T rows, C columns, W ranks, R rows that a workspace has room for, N parts of a row that is gathered.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.launch import Launcher
 from paged_ops.lowerings.gpu.peers import put, take
-from paged_ops.lowerings.gpu.target import target_of
+from paged_ops.lowerings.gpu.target import Target, target_of
 
 _BITS = {2: torch.int16, 4: torch.int32}
 _PER_PROCESSOR = 2  # programs on a multiprocessor
@@ -121,9 +124,32 @@ def _launcher(
         "num_warps": num_warps,
         **(target.overlap() if overlaps else {"PDL": False}),
     }
-    if target.backend == "cuda":  # so that all programs run at once: they wait for those of other ranks
-        constants["maxnreg"] = min(255, 65536 // (32 * num_warps * _PER_PROCESSOR))
+    constants |= _residency(target, num_warps)
     return Launcher(reduce_kernel, constants, device), programs
+
+
+def gather_columns(x: Tensor, out: Tensor, places: Places) -> None:
+    """Fills ``out [..., W·N·C]`` with the ranks' ``x [..., N·C]`` side by side. Both are contiguous."""
+    R, W, C = places.by_rank[0].shape[1:]
+    T, N = x.numel() // C, x.shape[-1] // C
+    if T:
+        launcher, most = _gather_launcher(C, R, W, places.rank, N, x.dtype, x.device)
+        launcher((min(T, most), 1, 1), (x, out, places.turns, places.aborted, *places.by_rank), (T,))
+
+
+@functools.lru_cache(maxsize=256)
+def _gather_launcher(
+    C: int, R: int, W: int, rank: int, N: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Launcher, int]:
+    target, num_warps = target_of(device), 8
+    constants = {"C": C, "BLOCK": triton.next_power_of_2(C), "R": R, "W": W, "RANK": rank, "N": N}
+    constants |= {"num_warps": num_warps, **target.overlap(), **_residency(target, num_warps)}
+    return Launcher(gather_kernel, constants, device), max(1, target.processors) * _PER_PROCESSOR
+
+
+def _residency(target: Target, num_warps: int) -> dict[str, int]:
+    """A bound on registers, so that all programs run at once: they wait for those of other ranks."""
+    return {"maxnreg": min(255, 65536 // (32 * num_warps * _PER_PROCESSOR))} if target.backend == "cuda" else {}
 
 
 @triton.jit(do_not_specialize=["T", "eps"])
@@ -209,5 +235,44 @@ def reduce_kernel(
             else:
                 wide = wide * scale.to(tl.float32)
             tl.store(normed + row, wide.to(dtype), mask=live)
+    if PDL:
+        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
+
+
+@triton.jit(do_not_specialize=["T"])
+def gather_kernel(
+    tensors,  # x [T/N, N, C], out [T/N, W, N, C], turns [R], aborted [1], places [2, R, W, C] by rank
+    T,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    RANK: tl.constexpr,
+    N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p: rows p, p + P, ... of P programs."""
+    x, out, turns, aborted = tensors[0], tensors[1], tensors[2], tensors[3]
+    PLACES: tl.constexpr = 4  # from this index on
+    dtype: tl.constexpr = x.dtype.element_ty
+    c = tl.arange(0, BLOCK)
+    live = c < C
+    zero = tl.full([], 0, tl.int64)  # for addresses
+    if PDL:
+        gdc_wait()
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        own = tl.load(x + (zero + t) * C + c, mask=live, other=0.0)
+        place = ((zero + tl.load(turns + t) * R + t) * W + RANK) * C + c
+        for i in tl.static_range(1, W):
+            put(tensors[PLACES + (RANK + i) % W] + place, own, live)
+        tl.store(out + ((zero + t // N) * W * N + RANK * N + t % N) * C + c, own, mask=live)
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        turn = tl.load(turns + t)
+        for r in tl.static_range(W):
+            if r != RANK:
+                place = ((zero + turn * R + t) * W + r) * C + c
+                came = take(tensors[PLACES + RANK] + place, live, aborted, dtype)
+                tl.store(out + ((zero + t // N) * W * N + r * N + t % N) * C + c, came, mask=live)
+        tl.store(turns + t, 1 - turn)
     if PDL:
         gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
