@@ -42,10 +42,10 @@ PARTS = {
     "plain": ("parallel_steps", 150),
     "tokens": ("parallel_steps", 150),
     "meetings": ("parallel_steps", 60),
-    "context": ("parallel_context", 90),
-    "context_attention": ("parallel_context", 110),
-    "context_loop": ("parallel_context", 90),
-    "context_kinds": ("parallel_context", 100),
+    "context": ("parallel_context", 60),
+    "context_attention": ("parallel_context", 70),
+    "context_loop": ("parallel_context", 60),
+    "context_kinds": ("parallel_context", 70),
 }
 
 

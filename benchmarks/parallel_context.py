@@ -103,7 +103,7 @@ def exchange_is_right(run: Run) -> None:
     count = 0
     for context, dtype in ((run.context, BF16), (run.wide, torch.float32), (run.by_collectives, BF16)):
         for T, heads in ((1, 32), (8, 32), (64, 32), (3, 5), (128, 32), (200, 32)):
-            for seed in range(12):
+            for seed in range(6):
                 parts, lses = make_parts(run.size, T, heads, dtype, seed, run.device)
                 out, lse = context.exchange.everywhere(parts[run.rank], lses[run.rank])
                 want, total = truth_of(parts, lses)
@@ -284,7 +284,7 @@ def exchange_alone(run: Run) -> None:
         }
         places = run.context.exchange._places
         if places is not None:
-            for rows in (1, 2, 4, 8, 16, 32):
+            for rows in (2, 4, 8, 16):
                 kinds[f"tiles of {rows}"] = functools.partial(tiled, part, lse, places, rows)
         us[str(T)] = {}
         for name, call in kinds.items():

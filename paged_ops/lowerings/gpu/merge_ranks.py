@@ -8,6 +8,9 @@ A rank puts its part (output and lse) into the memory of all others, takes their
 order of ranks, in float32: all ranks hold the same bits. The memory is that of :mod:`paged_ops.lowerings.gpu.peers`,
 with one counter of turns for each row; the argument there holds, as each call sends to and hears from every rank.
 
+A program is one warp, and each of its lanes has elements of its own of all that is polled. Had two warps copies of one
+element, as of a tile's lse, the faster one would take it and put the sentinel back before the slower one has looked.
+
 Letters: T tokens, H heads of the result, Dv value head size, W ranks, R rows that there are places for.
 """
 
@@ -69,14 +72,16 @@ def exchange(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, to: Place
     """Fills ``out [T, H, Dv]`` and ``lse [T, H]`` by merging all ranks' parts. All tensors are contiguous.
 
     ``part`` has H heads, and each rank gets all of them; or W·H, and rank r gets the H from ``r * H`` on. ``rows``: of
-    a tile.
+    a tile, a power of two up to 32.
     """
     T, H, Dv = out.shape
     if not T * H:
         return
-    launcher, tile, most = _launcher(T * H, H, Dv, part.shape[1] != H, to.outs[0].shape, to.rank, part.device, rows)
+    if rows is None:  # at least 16 bytes for each lane, so that no two have the same
+        rows = max(1, min(32, 512 // (triton.next_power_of_2(Dv) * out.itemsize)))
+    launcher, most = _launcher(H, Dv, part.shape[1] != H, to.outs[0].shape, to.rank, part.device, rows)
     tensors = (part, part_lse, out, lse, to.turns, to.aborted, *to.outs, *to.lses)
-    launcher((min(-(-T * H // tile), most), 1, 1), tensors, (T * H,))
+    launcher((min(-(-T * H // rows), most), 1, 1), tensors, (T * H,))
 
 
 def merge_gathered(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -91,27 +96,10 @@ def merge_gathered(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _launcher(
-    num_rows: int,
-    H: int,
-    Dv: int,
-    is_scattered: bool,
-    shape: tuple[int, ...],
-    rank: int,
-    device: torch.device,
-    rows: int | None,
-) -> tuple[Launcher, int, int]:
-    """The kernel for this kind of call, the rows of a tile, and the most programs, which all run at once."""
-    target = target_of(device)
-    most = max(1, target.processors)
-    if rows is None:
-        rows = min(16, triton.next_power_of_2(-(-num_rows // most)))
-    return _kernel_of(H, Dv, is_scattered, shape, rank, device, rows), rows, most
-
-
-@functools.lru_cache(maxsize=1024)
-def _kernel_of(
     H: int, Dv: int, is_scattered: bool, shape: tuple[int, ...], rank: int, device: torch.device, rows: int
-) -> Launcher:
+) -> tuple[Launcher, int]:
+    """The kernel for this kind of call, and the most programs, which all run at once."""
+    target = target_of(device)
     BLOCK_D = triton.next_power_of_2(max(Dv, 1))
     constants = {
         "H": H,
@@ -123,10 +111,10 @@ def _kernel_of(
         "WIDTH": shape[3],
         "RANK": rank,
         "SCATTERED": is_scattered,
-        "num_warps": max(1, min(4, rows * BLOCK_D // 256)),  # 8 elements for each thread
-        **target_of(device).overlap(),
+        "num_warps": 1,
+        **target.overlap(),
     }
-    return Launcher(exchange_kernel, constants, device)
+    return Launcher(exchange_kernel, constants, device), max(1, target.processors) * 16
 
 
 @functools.lru_cache(maxsize=1024)
@@ -157,6 +145,7 @@ def exchange_kernel(
     turns, aborted = tensors[4], tensors[5]
     OUTS: tl.constexpr = 6
     LSES: tl.constexpr = 6 + W
+    LANES: tl.constexpr = 32 // ROWS
     d = tl.arange(0, BLOCK_D)[None, :]
     tiles = tl.cdiv(num_rows, ROWS)
     if PDL:
@@ -194,7 +183,10 @@ def exchange_kernel(
                 that_lse = tl.load(part_lse + source, mask=live, other=0.0)
             else:
                 place = (turn * R + row) * W + r
-                that_lse = take(tensors[LSES + RANK] + place, live, aborted, tl.float32)
+                # Each lane polls an lse: all leave at once.
+                lse_at = (tensors[LSES + RANK] + place)[:, None] + tl.zeros([ROWS, LANES], tl.int32)
+                wanted = live[:, None] & (tl.zeros([ROWS, LANES], tl.int32) == 0)
+                that_lse = tl.max(take(lse_at, wanted, aborted, tl.int32), 1).to(tl.float32, bitcast=True)
                 at = tensors[OUTS + RANK] + place[:, None] * WIDTH + d
                 that = take(at, mask, aborted, part.dtype.element_ty)
             acc, m, l = with_part(acc, m, l, that, that_lse)

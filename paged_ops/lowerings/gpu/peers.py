@@ -33,8 +33,9 @@ def put(at, values, mask):
 def take(at, mask, aborted, dtype: tl.constexpr):
     """The values that come to these addresses, pointers to integers of this rank, as ``dtype``.
 
-    The addresses are the same, and in the same order, for all who wait, and hold the sentinel again afterwards. Where
-    the mask is off it gives 0. Ends with any values once ``aborted``, a pointer to int32, is not 0.
+    The addresses are the same, and in the same order, for all who wait, and hold the sentinel again afterwards. No two
+    warps may wait for one address, as they would if the tile has fewer elements than its layout has places. Where the
+    mask is off it gives 0. Ends with any values once ``aborted``, a pointer to int32, is not 0.
     """
     bits = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.max((bits == -1).to(tl.int32))
