@@ -220,6 +220,16 @@ def uint8_with_dtype_name(device):
     return function, (torch.zeros(N, 2, B, K, D, dtype=torch.uint8, device=device),)
 
 
+def latents(device):
+    def function(kv, qkv, tables, lens, starts, slots):
+        paged_ops.latent_cache_write(qkv[:, H, :24], qkv[:, H, 24:], kv, slots)
+        out = paged_ops.paged_attention(qkv[:, :H], kv, tables, lens, starts, D**-0.5, value_head_size=24)
+        paged_ops.latent_cache_write(out[:, 0], qkv[:, H, 24:], kv, slots)  # as a second layer would
+        return paged_ops.paged_attention(qkv[:, :H], kv, tables, lens, starts, D**-0.5, value_head_size=24)
+
+    return function, (torch.randn(N, B, D, device=device),)
+
+
 def out_overload(device):
     def function(kv, out, qkv, tables, lens, starts, slots):
         query, key, value = qkv.split([H, K, K], dim=1)
@@ -256,6 +266,7 @@ WITHOUT_COPY = [
     module_attribute,
     module_list,
     uint8_with_dtype_name,
+    latents,
     out_overload,
     copy_of_all_layers,
 ]
@@ -459,6 +470,25 @@ def test_export_keeps_the_ops(strict):
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert targets.count("paged_ops.reshape_and_cache.default") == 2
     assert targets.count("paged_ops.paged_attention.default") == 2
+
+
+def test_export_of_latents():
+    class Latents(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kv", torch.zeros(N, B, D))
+
+        def forward(self, qkv, tables, lens, starts, slots):
+            paged_ops.latent_cache_write(qkv[:, H, :24], qkv[:, H, 24:], self.kv, slots)
+            return paged_ops.paged_attention(qkv[:, :H], self.kv, tables, lens, starts, 0.2, value_head_size=24)
+
+    model, batch = Latents(), decode_batch()
+    program = exported(model, batch)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count("paged_ops.latent_cache_write.default") == 1
+    torch.testing.assert_close(program.module()(*batch), model(*batch), rtol=0, atol=0)
+    bigger = decode_batch(tokens=9)
+    torch.testing.assert_close(program.module()(*bigger), model(*bigger), rtol=0, atol=0)
 
 
 def test_export_saved_and_loaded_elsewhere(tmp_path):
