@@ -31,13 +31,19 @@ from paged_ops.bench import cases, measure, run, tune
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.registry import OPS
 
-# By packed query rows: keys, warps, stages, programs per multiprocessor.
-VARIANTS: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    16: ((64, 8, 5, 1), (32, 8, 5, 2), (32, 4, 5, 2), (64, 4, 5, 1), (64, 8, 3, 2), (32, 8, 7, 1)),
-    32: ((32, 8, 5, 2), (64, 8, 5, 1), (64, 8, 3, 2), (32, 8, 7, 1)),
-    64: ((64, 8, 2, 1), (32, 8, 5, 1), (32, 8, 2, 1)),
+# By kind of element and packed query rows: keys, warps, stages, programs per multiprocessor, parts of the columns.
+VARIANTS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
+    "16bit": {
+        16: ((64, 4, 5, 1), (32, 4, 5, 2), (32, 4, 5, 2, 4), (32, 4, 7, 1, 4), (16, 4, 7, 2, 4), (16, 4, 5, 3, 4)),
+        32: ((64, 8, 5, 1), (32, 4, 5, 1), (32, 4, 5, 1, 4), (16, 4, 5, 2, 4), (64, 16, 5, 1)),
+        64: ((64, 8, 2, 1), (64, 16, 2, 1)),
+    },
+    "fp8": {
+        16: ((64, 8, 5, 2), (64, 8, 5, 1), (64, 4, 5, 2), (32, 4, 5, 2, 4), (32, 4, 5, 3, 4), (32, 4, 7, 3, 4)),
+        32: ((32, 8, 5, 2), (64, 8, 5, 1), (64, 8, 5, 2), (32, 4, 5, 2)),
+    },
 }
-HEADS_OF_ROWS = {16: (16,), 32: (32, 64, 128), 64: (64, 128)}
+HEADS_OF_ROWS = {16: (16,), 32: (32, 128), 64: (64, 128)}
 DEVICE = "cuda"
 
 
@@ -64,30 +70,34 @@ def check_cases(part: int, parts: int) -> Iterator[dict[str, Any]]:
             yield {**record, "right": False, "error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def settings(heads: list[int]) -> Iterator[tuple[int, int, tuple[int, int, int, int]]]:
+def settings(kind: str, heads: list[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Heads, rows of a tile, and the numbers of a variant."""
-    for rows, variants in VARIANTS.items():
+    for rows, variants in VARIANTS[kind].items():
         for H in HEADS_OF_ROWS[rows]:
             for numbers in variants if H in heads else ():
                 yield H, rows, numbers
 
 
-def choose(rows: int, numbers: tuple[int, int, int, int] | None, configured: dict[str, Any]) -> None:
+def choose(kind: str, rows: int, numbers: tuple[int, ...] | None, configured: dict[str, Any]) -> None:
     """Use these numbers, for tiles of so many rows; None: as configured."""
     tree = target_of(torch.device(DEVICE, torch.cuda.current_device())).tiles
     tree["latent"] = json.loads(json.dumps(configured))
     if numbers is not None:  # as the largest tile
-        tree["latent"]["16bit"] = {str(rows): list(numbers)}
+        tree["latent"][kind] = {str(rows): list(numbers)}
     tune.forget()
 
 
-def warm(heads: list[int], blocks: list[int], part: int, parts: int) -> None:
+def of_kind(kind: str) -> dict[str, Any]:
+    return {**cases.LATENT_SIZES, "cache_dtype": cases.FP8 if kind == "fp8" else None}
+
+
+def warm(kind: str, heads: list[int], blocks: list[int], part: int, parts: int) -> None:
     """Compile a share of what ``times`` launches, for Triton's cache on disk."""
     configured = target_of(torch.device(DEVICE, torch.cuda.current_device())).tiles["latent"]
-    todo = [(*setting, B, S) for setting in settings(heads) for B in blocks for S in (8, 128)]
+    todo = [(*setting, B, S) for setting in settings(kind, heads) for B in blocks for S in (8, 128)]
     for H, rows, numbers, B, S in todo[part::parts]:
-        case = cases.Case("latent", "warm", cases.decode(S, 64), H, 1, block_size=B, **cases.LATENT_SIZES)
-        choose(rows, numbers, configured)
+        case = cases.Case("latent", "warm", cases.decode(S, 64), H, 1, block_size=B, **of_kind(kind))
+        choose(kind, rows, numbers, configured)
         (inputs, *_) = cases.make_inputs(case, torch.device(DEVICE), 0, most=2)
         try:
             paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
@@ -95,7 +105,7 @@ def warm(heads: list[int], blocks: list[int], part: int, parts: int) -> None:
             print(f"{H} {rows} {numbers} {B}: {error}"[:200], flush=True)
 
 
-def times(heads: list[int], blocks: list[int], match: str, repeats: int) -> Iterator[dict[str, Any]]:
+def times(kind: str, heads: list[int], blocks: list[int], match: str, repeats: int) -> Iterator[dict[str, Any]]:
     device = torch.device(DEVICE, torch.cuda.current_device())
     ceilings = measure.measure_ceilings(device)
     yield from run.ceiling_records(ceilings)
@@ -105,11 +115,11 @@ def times(heads: list[int], blocks: list[int], match: str, repeats: int) -> Iter
             for name, seqs in cases.LATENT.items():
                 if match not in name:
                     continue
-                case = cases.Case("latent", f"{name} block {B}", seqs, H, 1, block_size=B, **cases.LATENT_SIZES)
+                case = cases.Case("latent", f"{name} block {B}", seqs, H, 1, block_size=B, **of_kind(kind))
                 sets = measure.inputs_of(case, device)
-                tried = [(0, None), *((rows, numbers) for heads_, rows, numbers in settings([H]) if heads_ == H)]
+                tried = [(0, None), *((rows, numbers) for _, rows, numbers in settings(kind, [H]))]
                 for rows, numbers in tried:
-                    choose(rows, numbers, configured)
+                    choose(kind, rows, numbers, configured)
                     record = {**run.describe(case), "rows": rows, "tile": numbers or "configured"}
                     try:
                         calls = [functools.partial(paged_ops.paged_attention, *s.args, **s.kwargs) for s in sets]
@@ -117,7 +127,7 @@ def times(heads: list[int], blocks: list[int], match: str, repeats: int) -> Iter
                     except Exception as error:
                         yield {**record, "failed": f"{type(error).__name__}: {error}".strip()[:300]}
                 del sets
-    choose(0, None, configured)
+    choose(kind, 0, None, configured)
 
 
 def in_processes(arguments: list[str], count: int, seconds: float) -> list[str]:
@@ -144,6 +154,7 @@ def said_by(process: subprocess.Popen[str], until: float) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="cases,times")
+    parser.add_argument("--kind", default="16bit", choices=VARIANTS, help="the elements of the cache")
     parser.add_argument("--heads", default="16,32,64,128")
     parser.add_argument("--blocks", default="64,16")
     parser.add_argument("--cases", default="", help="a part of the names of the batches to time")
@@ -162,7 +173,7 @@ def main() -> None:
             for record in check_cases(part, parts):
                 print(json.dumps(record), flush=True)
         else:
-            warm(heads, blocks, part, parts)
+            warm(args.kind, heads, blocks, part, parts)
         return
 
     start = time.monotonic()
@@ -184,11 +195,11 @@ def main() -> None:
         keep(counts)
         print(f"cases: {len(records)} of {counts['of']} ran, {len(wrong)} wrong, {time.monotonic() - start:.0f} s")
     if "times" in args.part:
-        own = ["--part", "warm", "--heads", args.heads, "--blocks", args.blocks]
+        own = ["--part", "warm", "--kind", args.kind, "--heads", args.heads, "--blocks", args.blocks]
         for line in in_processes(own, args.processes, 60.0):
             print("warm:", line)
         print(f"compiled: {time.monotonic() - start:.0f} s", flush=True)
-        for record in times(heads, blocks, args.cases, args.repeats):
+        for record in times(args.kind, heads, blocks, args.cases, args.repeats):
             keep(record)
             if "failed" in record:
                 print(
