@@ -174,6 +174,15 @@ class KVCache(BlockAllocator):
         """Bytes of the host cache."""
         return sum(layer.nbytes for layer in self.host_layers)
 
+    def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
+        """As of ``BlockAllocator``; of a cache that is spread over ranks, -1 for tokens of other ranks."""
+        slots = super().slots(seq_id, start, stop)
+        if self.spread.size == 1:
+            return slots
+        all_slots = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        mine: list[int] = self.spread.slots(all_slots // self.block_size, all_slots, self.block_size).tolist()
+        return mine
+
     def flush_copies(self) -> None:
         """Does the queued copy-on-write copies, all layers in one launch: call it before each step that writes."""
         pairs = self.pending_copies()

@@ -99,7 +99,7 @@ _numbers = itertools.count()
 def attend(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     kv_cache: Tensor,
     block_tables: Tensor,
     query_start_loc: Tensor,
@@ -118,20 +118,21 @@ def attend(
     Args:
         query: ``[T, H, D]``, the same on all ranks.
         key, value: ``[T', K, D]`` and ``[T', K, Dv]`` with T' of T or more: the step's own tokens, the same on all
-            ranks. They have been written to the cache by the step's slots.
+            ranks. They have been written to the cache by the step's slots. For a latent cache: rows ``[T', R + P]``,
+            and None.
         kv_cache, value_cache: what this rank holds, in any form.
         block_tables, query_start_loc: of the step, the same on all ranks.
         step: ``AttentionMetadata.context``.
         context: ``Context.handle``.
         soft_cap, sinks, output_scale: as in :func:`paged_ops.paged_attention`. Causality is that of a decoder.
-        cache: how keys and values are stored: ``k_scale``, ``v_scale``, ``kv_cache_dtype``.
+        cache: how keys and values are stored: ``k_scale``, ``v_scale``, ``kv_cache_dtype``, ``value_head_size``.
 
     Raises:
         ValueError: a feature that counts positions, or an argument that :func:`paged_ops.paged_attention` refuses.
     """
     refuse(cache)
     options: dict[str, Any] = {"value_cache": value_cache, "soft_cap": soft_cap, **cache}
-    H, K = query.shape[1], key.shape[1]
+    H, K = query.shape[1], 1 if value is None else key.shape[1]
     if step.history_lens is None:
         batch = block_tables, step.lens, query_start_loc
         counts = sinks if context.rank == 0 else None
@@ -141,9 +142,9 @@ def attend(
         part, lse = _with_lse(query, kv_cache, *batch, scale, causal=False, **options)
         heads, of_keys = own_heads(H, K, context)
         mine = part[:, heads], lse[:, heads], query[:, heads]
-        key, value, stored = as_stored(key[:, of_keys], value[:, of_keys], kv_cache.dtype, of_keys, cache)
+        pages, stored = own_pages(key, value, of_keys, kv_cache.dtype, cache)
         stored |= {"soft_cap": soft_cap, "sinks": None if sinks is None else sinks[heads]}
-        add_own_tokens(*mine, key, value, step.own_tables, query_start_loc, scale, **stored)
+        add_own_tokens(*mine, pages, step.own_tables, query_start_loc, scale, **stored)
     out, _ = torch.ops.paged_ops_parallel.merge_over_ranks(part, lse, context.name)
     return out if output_scale is None else saturated(out, output_scale, _FP8).to(_FP8)
 
@@ -191,9 +192,9 @@ def attend_with_gathered_heads(
     rows = torch.arange(max_query_len, dtype=torch.int32, device=query.device)
     heads = slice(group.rank * H, (group.rank + 1) * H)
     mine = part[:, heads], lse[:, heads], query
-    key, value, stored = as_stored(key, value, kv_cache.dtype, slice(0, 1), cache)
+    pages, stored = own_pages(key, value, slice(0, 1), kv_cache.dtype, cache)
     stored |= {"causal": causal, "soft_cap": soft_cap, "sinks": sinks}
-    add_own_tokens(*mine, key, value, query_start_loc[:-1, None] + rows, query_start_loc, scale, **stored)
+    add_own_tokens(*mine, pages, query_start_loc[:-1, None] + rows, query_start_loc, scale, **stored)
     return exchange.of_own_heads(part, lse)[0]
 
 
@@ -201,8 +202,7 @@ def add_own_tokens(
     part: Tensor,
     lse: Tensor,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    pages: Tensor,
     own_tables: Tensor | None,
     query_start_loc: Tensor,
     scale: float,
@@ -210,33 +210,43 @@ def add_own_tokens(
 ) -> None:
     """Merge attention to the step's own tokens into a part, which may be a view of some heads. Without heads: nothing.
 
-    ``own_tables``: int32 ``[S, >= the most tokens of a sequence]``, the rows of each sequence; tokens are read as
-    blocks of one.
+    ``pages``: a cache of the step's tokens, in blocks of one. ``own_tables``: int32 ``[S, >= the most tokens of a
+    sequence]``, the rows of each sequence.
     """
     if not part.shape[1]:
         return
     lens = query_start_loc.diff()
     batch = own_tables, lens, query_start_loc
-    own = _with_lse(query, key[:, None], *batch, scale, value_cache=value[:, None], **features)
+    own = _with_lse(query, pages, *batch, scale, **features)
     both, total = torch.ops.paged_ops.merge_attention_states(part, lse, *own)
     part.copy_(both)
     lse.copy_(total)
 
 
-def as_stored(
-    key: Tensor, value: Tensor, dtype: torch.dtype, heads: slice, cache: dict[str, Any]
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Keys and values of some heads as the cache holds them, rounded if it is fp8, and how they are stored."""
-    if key.dtype == dtype or not key.shape[1]:
-        return key, value, {}
-    cache = dict(cache)
-    for name in ("k_scale", "v_scale"):
-        if cache.get(name) is not None and cache[name].numel() > 1:
-            cache[name] = cache[name][heads]
-    pages = [torch.empty((len(each), 1, *each.shape[1:]), dtype=dtype, device=each.device) for each in (key, value)]
+def own_pages(
+    key: Tensor, value: Tensor | None, heads: slice, dtype: torch.dtype, cache: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Some heads of the step's tokens as a cache of blocks of one token, rounded as the real one if that is fp8; and
+    how attention reads it."""
     slots = torch.arange(len(key), device=key.device)
-    torch.ops.paged_ops.reshape_and_cache(key, value, pages[0], slots, value_cache=pages[1], **cache)
-    return pages[0][:, 0], pages[1][:, 0], cache
+    if value is None:
+        R = cache["value_head_size"]
+        if key.dtype == dtype:
+            return key[:, None], {"value_head_size": R}
+        pages = torch.empty((len(key), 1, key.shape[1]), dtype=dtype, device=key.device)
+        stored = {name: each for name, each in cache.items() if name in ("k_scale", "kv_cache_dtype")}
+        torch.ops.paged_ops.latent_cache_write(key[:, :R], key[:, R:], pages, slots, **stored)
+        return pages, {**stored, "value_head_size": R}
+    key, value = key[:, heads], value[:, heads]
+    if key.dtype == dtype or not key.shape[1]:
+        return key[:, None], {"value_cache": value[:, None]}
+    stored = dict(cache)
+    for name in ("k_scale", "v_scale"):
+        if stored.get(name) is not None and stored[name].numel() > 1:
+            stored[name] = stored[name][heads]
+    pages, values = (torch.empty((len(e), 1, *e.shape[1:]), dtype=dtype, device=e.device) for e in (key, value))
+    torch.ops.paged_ops.reshape_and_cache(key, value, pages, slots, value_cache=values, **stored)
+    return pages, {**stored, "value_cache": values}
 
 
 def own_heads(H: int, K: int, context: Handle) -> tuple[slice, slice]:

@@ -256,6 +256,7 @@ def _form(kv_cache: KVCache) -> dict[str, Any]:
         "layers": len(kv_cache.layers),
         "layout": kv_cache.layout.value,
         "block_size": kv_cache.block_size,
+        "spread": list(kv_cache.spread),
         "dtype": str(kv_cache.dtype),
         "num_kv_heads": list(kv_cache.num_kv_heads),
         "head_size": list(kv_cache.head_size),

@@ -40,6 +40,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "other values": {"value_head_size": 24},
     "fp8": {"stored": torch.float8_e4m3fn},
     "fp8 output": {"output_scale": True},
+    "latents": {"heads": (4, 1), "value_head_size": 8, "layout": "LATENT"},
+    "fp8 latents": {"heads": (4, 1), "value_head_size": 8, "layout": "LATENT", "stored": torch.float8_e4m3fn},
 }
 SIZE, BLOCK = 16, 8
 
@@ -54,8 +56,11 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
     torch.manual_seed(0)  # the same on all ranks
     keys, values = (torch.randn(sum(lens), kv_heads, n).to(dtype) for n in (SIZE, width))
     stored = {"layout": options.pop("layout", None), "dtype": options.pop("stored", dtype), "value_head_size": width}
-    scales = {}
-    if stored["dtype"].itemsize == 1:
+    scales: dict[str, Any] = {}
+    is_latent = stored["layout"] == "LATENT"
+    if is_latent and stored["dtype"].itemsize == 1:
+        scales = {"k_scale": torch.tensor([0.02])}
+    elif stored["dtype"].itemsize == 1:
         scales = {"k_scale": torch.tensor([0.02, 0.03]), "v_scale": torch.tensor([0.01])}
     context = Context(dist.group.WORLD, "cpu", head_size=width, dtype=dtype)
     whole = KVCache(1, 64, BLOCK, kv_heads, SIZE, **stored)
@@ -64,22 +69,31 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
     blocks = [[ids.pop() for _ in range(-(-n // BLOCK))] for n in lens]
     steps, caches = [], []
     for cache in (whole, mine):
-        view = split_joined_cache(cache.layers[0], SIZE) if width != SIZE else (cache.layers[0], None)
+        view = cache.layers[0], None
+        if width != SIZE and not is_latent:
+            view = split_joined_cache(cache.layers[0], SIZE)
         if stored["dtype"].itemsize > 1:
             cache.layers[0].fill_(torch.nan)
         builder = AttentionMetadataBuilder(
             BLOCK, len(lens) + 1, most, 16, num_blocks=64, spreads=[cache.spread], unused_block_id=63
         )
         slots = builder.build(0, Batch(lens, [0] * len(lens), blocks)).slot_mapping
-        paged_ops.reshape_and_cache(keys, values, view[0], slots, value_cache=view[1], **scales)
+        if is_latent:
+            paged_ops.latent_cache_write(keys[:, 0, :width], keys[:, 0, width:], view[0], slots, **scales)
+        else:
+            paged_ops.reshape_and_cache(keys, values, view[0], slots, value_cache=view[1], **scales)
         sizes = dict(num_reqs=len(lens) + 1, num_tokens=sum(query_lens) + 2)  # with padding
         steps.append(builder.build(0, Batch(query_lens, computed, blocks), **sizes))
-        caches.append({"value_cache": view[1], **scales})
+        caches.append({"value_head_size": width} if is_latent else {"value_cache": view[1]})
+        caches[-1] |= scales
         caches[-1]["kv_cache"] = view[0]
     step, T = steps[0], sum(query_lens)
     query = torch.randn(T + 2, heads, SIZE).to(dtype)
+    values = keys[..., :width] if is_latent else values
     rows = [i for s, n in enumerate(lens) for i in range(sum(lens[:s]) + n - query_lens[s], sum(lens[:s]) + n)]
     own = [torch.cat([each[rows], torch.full((2, *each.shape[1:]), torch.nan, dtype=dtype)]) for each in (keys, values)]
+    if is_latent:
+        own = [own[0][:, 0], None]
     features: dict[str, Any] = {"soft_cap": options.get("soft_cap", 0.0)}
     if options.get("sinks"):
         features["sinks"] = torch.randn(heads)

@@ -5,6 +5,7 @@ import torch
 from context_cases import BATCHES, FORMS
 from test_generation import EXPECTED, GREEDY, PROMPTS, make_loop
 
+from paged_ops.cache import KVCache
 from paged_ops.parallel.spread import Spread
 
 
@@ -25,6 +26,19 @@ def test_each_token_is_on_one_rank(size, block_size):
         for n in range(51):
             assert int(spread.lens(torch.tensor(n), block_size)) == int(held[:n].sum())
     assert torch.equal(owners, positions // b % size)
+
+
+def test_slots_of_a_cache():
+    caches = [KVCache(1, 8, 6, 1, 4, spread=Spread(rank, 3)) for rank in range(3)]
+    for cache in caches:
+        cache.admit("s", range(14))
+        assert cache.block_ids("s") == [0, 1, 2]
+    assert [cache.slots("s") for cache in caches] == [
+        [0, 1, -1, -1, -1, -1, 2, 3, -1, -1, -1, -1, 4, 5],
+        [-1, -1, 0, 1, -1, -1, -1, -1, 2, 3, -1, -1, -1, -1],
+        [-1, -1, -1, -1, 0, 1, -1, -1, -1, -1, 2, 3, -1, -1],
+    ]
+    assert caches[1].slots("s", 8, 10) == [2, 3]
 
 
 @pytest.mark.parametrize("size", [2, 4])
