@@ -115,6 +115,7 @@ def two(bench: Bench, variant: str = "spread") -> None:
         reason=told.reason,
         fused_sums=len(told.fused),
         alone=len(told.alone),
+        gathered=told.gathered,
         left=len(told.left),
         fused_products=fused,
         overlapping_products=products,
@@ -196,6 +197,28 @@ def tokens(bench: Bench) -> None:
         assert dtype != torch.float32 or not different, different[:10]
 
 
+def steps_of_loop(bench: Bench) -> None:
+    """Milliseconds per decode step of the loop with the small model, whose graph takes a part of them: by one GPU, by
+    all with one meeting per step, and with two."""
+    prompts = [[7 * i + j for j in range(8)] for i in range(8)]
+    params = SamplingParams(max_new_tokens=400, stop_token_ids=())
+    for gpus in (1, bench.size):
+        model = _small(bench, torch.bfloat16)
+        paged = PagedCausalLM(model if gpus == 1 else shard(model, bench))
+        cache = paged.allocate_kv_cache(1024, 16)
+        mode = "FULL_DECODE_ONLY" if bench.device.type == "cuda" else "NONE"
+        with GenerationLoop(paged, cache, max_num_seqs=8, max_num_tokens=64, graph_mode=mode) as loop:
+            loop.warm_up()
+            for on_token in (None, lambda new: None):
+                loop.generate(prompts, SamplingParams(max_new_tokens=20, stop_token_ids=()), on_token)
+                dist.barrier(group=bench.group)
+                began, before = time.monotonic(), loop.stats.steps
+                loop.generate(prompts, params, on_token)
+                taken = (time.monotonic() - began) / (loop.stats.steps - before)
+                looks = on_token is not None
+                bench.add(gpus=gpus, looks_at_each_token=looks, loop_ms_per_step=round(1e3 * taken, 3))
+
+
 def meetings(bench: Bench) -> None:
     from paged_ops.parallel.ranks import Ranks
 
@@ -208,6 +231,7 @@ def meetings(bench: Bench) -> None:
         taken.append(time.perf_counter() - began)
     us = [round(1e6 * min(each) / 1000, 1) for each in zip(*bench.every(taken), strict=True)]
     bench.add(us_per_meeting=us)
+    steps_of_loop(bench)
     sums = row_sums(bench.group, 4096, torch.bfloat16, bench.device)
     x = torch.ones(600, 4096, dtype=torch.bfloat16, device=bench.device)[: sums.max_rows]
     assert sums.sum(x).eq(bench.size).all()

@@ -290,13 +290,14 @@ class GenerationLoop:
         every = [sample for request in requests for sample in (request, *request.others)]
         try:
             self._queue(requests)
-            while events or any(request.finish_reason is None for request in every):
-                self._fill(events)
-                while events:
-                    new = events.popleft()
-                    if on_token is not None:
-                        with self._shared_errors():
-                            on_token(new)
+            with contextlib.nullcontext() if on_token or not self._team else self._team.calling_only_steps():
+                while events or any(request.finish_reason is None for request in every):
+                    self._fill(events)
+                    while events:
+                        new = events.popleft()
+                        if on_token is not None:
+                            with self._shared_errors():
+                                on_token(new)
         finally:
             self._drop(every)
         return [request.output() for request in every]

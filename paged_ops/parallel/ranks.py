@@ -2,7 +2,8 @@
 
 Each rank of a sharded model runs a ``GenerationLoop`` of its own. From the same requests all loops make the same
 decisions. What may differ goes through rank 0: the others send it a message, and it answers all. A step has two such
-meetings: one before it, about requests, and one after it, about tokens and errors.
+meetings: one before it, about requests, and one after it, about tokens and errors. The first is left out where all
+ranks said at the last step that they call nothing but the next.
 
 The messages go by gloo, between the hosts' processors, whatever the model's collectives use, so that they arrive while
 those are stuck. A rank that died closes its connections, which is seen at once. A late rank is named when the time
@@ -56,6 +57,7 @@ class _Report(NamedTuple):
     failure: Failure | None
     done: int | None  # the digest of the step, if the model has run it to its end
     result: Any
+    is_quiet: bool  # see Ranks.is_quiet
 
 
 class Ranks:
@@ -69,6 +71,8 @@ class Ranks:
     Attributes:
         rank, size: of this process in the group, of the group.
         lost: why the ranks cannot go on, or None.
+        is_quiet: whether all ranks said, with the result of the last step, that the next step is all that they call
+            next: then they need not meet before it.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Ranks:
         expect(self.rank >= 0, "group", "a process group with this process in it", "another")
         self.time_limit = time_limit
         self.lost: str | None = None
+        self.is_quiet = False
         # One group per pair: if one rank is late, gloo closes all connections of its group.
         leader, *others = dist.get_process_group_ranks(group)
         is_part = 1 + len(others) < dist.get_world_size()  # only some ranks of the job make these groups
@@ -145,8 +150,11 @@ class Ranks:
             raise given
         return given
 
-    def agree(self, run: Callable[[], Result], *, limit: float | None = None) -> Result:
+    def agree(
+        self, run: Callable[[], Result], *, limit: float | None = None, is_quiet: Callable[[], bool] = lambda: False
+    ) -> Result:
         """Run a part of a step on all ranks; returns rank 0's result on all. The function may return None on others.
+        ``is_quiet`` is asked afterwards whether this rank calls the next step next.
 
         Raises:
             Exception: the first in time that any of them raised, on all of them, with a note that names its rank. On
@@ -156,7 +164,7 @@ class Ranks:
         self.check()
         limit = self.time_limit if limit is None else limit
         since, failure = time.monotonic(), None
-        self._done = None
+        self._done, self.is_quiet = None, False
         result: Any = None
         try:
             with self._collectives.limited(limit):
@@ -165,10 +173,12 @@ class Ranks:
             failure = Failure(self.rank, time.time(), error)
         done = None if self._collectives.given_up else self._done
         reported = None if failure is None else failure._replace(error=portable(failure.error))
-        report = _Report(reported, done, result if self.leads and failure is None else None)
+        mine = result if self.leads and failure is None else None
+        report = _Report(reported, done, mine, failure is None and is_quiet())
         try:
             # others may have waited in a collective for the whole limit
-            return self.meet(report, _merge, limit=1.25 * limit + _GRACE, since=since)
+            result, self.is_quiet = self.meet(report, _merge, limit=1.25 * limit + _GRACE, since=since)
+            return result
         except _FailedError as failed:
             first = failed.first
             if failure is not None and (first.rank == self.rank or _same(first.error, failure.error)):
@@ -204,6 +214,7 @@ class Ranks:
             answer = True, RankError(reason), reason
         else:
             try:
+                self._expect_same_place(messages)
                 answer = False, merge(messages), None
             except _FailedError as failed:
                 answer = True, failed, failed.lost
@@ -221,6 +232,11 @@ class Ranks:
                 for work, _ in sent:
                     _wait(work, time.monotonic() + self.time_limit)
         return data
+
+    def _expect_same_place(self, messages: list[Any]) -> None:
+        for rank, other in enumerate(messages):
+            if type(other) is not type(messages[0]):
+                raise ApartError(f"rank {rank} of {self.size} left a step in which the others were, or began one alone")
 
     def _ask(self, message: Any, until: float) -> bytes:
         """The part of the other ranks."""
@@ -370,8 +386,8 @@ class _FailedError(Exception):
         self.first, self.lost = first, lost
 
 
-def _merge(reports: list[_Report]) -> Any:
-    """The result of rank 0, if no rank failed, and all ran the same."""
+def _merge(reports: list[_Report]) -> tuple[Any, bool]:
+    """The result of rank 0, if no rank failed, and all ran the same; and whether all are quiet."""
     failures = [report.failure for report in reports if report.failure is not None]
     done = {report.done for report in reports}
     if not failures:
@@ -380,7 +396,7 @@ def _merge(reports: list[_Report]) -> Any:
                 raise ApartError(
                     f"rank {rank} ran another step than rank 0: expected the same model, cache and calls on all ranks"
                 )
-        return reports[0].result
+        return reports[0].result, all(report.is_quiet for report in reports)
     first = min(failures, key=lambda failure: failure.when)
     # Else some ranks may have left others in a collective, after which its group is unusable.
     is_whole = None not in done or (

@@ -59,12 +59,15 @@ class Team:
     Attributes:
         submitted: requests that the other ranks do not know yet.
         aborted: requests that end as soon as the other ranks know of it.
+        only_steps: whether this rank now calls steps, one after the other, and nothing in between. If all do, they
+            meet once per step, not twice.
     """
 
     def __init__(self, loop: GenerationLoop, ranks: Ranks) -> None:
         self._loop, self._ranks = loop, ranks
         self.submitted: list[Request] = []
         self.aborted: set[Request] = set()
+        self.only_steps = False
         pools = tuple(
             (pool.num_blocks, pool.block_size, len(pool.layers), *([pool.spread.size] * (pool.spread.size > 1)))
             for pool in loop.kv_cache.pools
@@ -96,6 +99,9 @@ class Team:
     def meet(self, name: str, error: BaseException | None = None, limit: float | None = None) -> str:
         """To be called before each call: all ranks then have the same requests and aborts. Returns the call of rank
         0."""
+        if name == "step" and self._ranks.is_quiet:
+            self._ranks.is_quiet = False
+            return name
         loop = self._loop
         state = loop.stats.steps, loop.kv_cache.num_used_blocks
         submitted = tuple(map(Submission.of, self.submitted))
@@ -111,7 +117,20 @@ class Team:
 
     def agree(self, run: Callable[[], Result], limit: float | None = None) -> Result:
         """Runs a function on all ranks. On all, returns rank 0's result or raises the first error of any rank."""
-        return self._ranks.agree(run, limit=limit)
+
+        def is_quiet() -> bool:
+            return self.only_steps and not self.submitted and not self.aborted
+
+        return self._ranks.agree(run, limit=limit, is_quiet=is_quiet)
+
+    @contextlib.contextmanager
+    def calling_only_steps(self) -> Iterator[None]:
+        """Inside it this rank does nothing between steps, and all ranks leave it after the same one."""
+        self.only_steps = True
+        try:
+            yield
+        finally:
+            self.only_steps = self._ranks.is_quiet = False
 
     def has_run(self, batch: Batch, input_ids: Sequence[int]) -> None:
         """Inside of :meth:`agree`: records that the model has run this step."""

@@ -66,6 +66,18 @@ def generates(rank: int, size: int, **options: Any) -> Any:
         return [list(each) for each in outputs], stats_of(loop)
 
 
+def meets(rank: int, size: int, who: int | None) -> Any:
+    """How often the ranks meet, and how many steps there are; one of them may look at each token."""
+    with make_loop(rank, size) as loop:
+        met, meet = [], loop._team._ranks.meet
+        loop._team._ranks.meet = lambda *args, **options: met.append(None) or meet(*args, **options)
+        outputs = loop.generate(PROMPTS, GREEDY, (lambda new: None) if rank == who else None)
+        steps = loop.stats.steps
+        loop.submit(PROMPTS[3], GREEDY)
+        loop.run()
+        return [list(each) for each in outputs], len(met), steps, loop.stats.steps
+
+
 def samples(rank: int, size: int, noise: bool = False) -> Any:
     """Several samples of each prompt, whose seeds each rank draws for itself, with log-probabilities; and with logits
     that differ from rank to rank."""

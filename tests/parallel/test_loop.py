@@ -27,6 +27,15 @@ def test_greedy_tokens_and_decisions_equal_one_process(run_on, size, options):
         assert stats == stats_of(loop)
 
 
+@pytest.mark.parametrize("who", [None, 0, 1])
+def test_ranks_meet_once_per_step_if_nothing_happens_in_between(run_on, who):
+    for outputs, met, generated, steps in run_on("loop_cases.meets", 2, 60, who=who):
+        assert outputs == EXPECTED
+        once = generated if who is None else 0
+        assert 2 * steps - once <= met <= 2 * steps - once + 3  # also to warm up, and before the first
+        assert steps - generated > 10
+
+
 @pytest.mark.parametrize("noise", [False, True])
 def test_samples_are_those_of_rank_0(run_on, noise):
     (first, stats), *others = run_on("loop_cases.samples", 2, 60, noise=noise)
