@@ -37,6 +37,7 @@ PARTS = {
     "correct": ("parallel_reduce", 100),
     "replays": ("parallel_reduce", 100),
     "reduce": ("parallel_reduce", 130),
+    "gathers": ("parallel_reduce", 60),
     "one": ("parallel_steps", 150),
     "two": ("parallel_steps", 150),
     "plain": ("parallel_steps", 150),

@@ -3,6 +3,7 @@
 ``correct``: the ops against float64, for rows, dtypes, norms and kinds; all ranks must hold the same bits.
 ``replays``: 10^4 replays of captured calls with new inputs each time, on two streams in turn, one rank late now and
 then, compared bit by bit with the same steps one by one.
+``gathers``: the logits of a vocabulary of 128256, split over the ranks: checked in replays, and timed beside NCCL.
 ``reduce``: microseconds per call, 64 in one captured graph, beside NCCL and the ops of PyTorch, of several designs.
 """
 
@@ -20,6 +21,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from parallel import Bench
 from torch import Tensor
 
+from paged_ops.integrations.sums import columns_of_parts
 from paged_ops.lowerings.gpu import reduce as kernels
 from paged_ops.parallel.reduce import rms_norm, row_sums
 
@@ -201,3 +203,38 @@ def reduce_rows(bench: Bench, rows: int, places: kernels.Places, shared: Tensor)
         flat = shared[: rows * C]
         timed("torch one_shot_all_reduce", lambda: torch.ops.symm_mem.one_shot_all_reduce(flat, "sum", group))
         timed("torch two_shot_all_reduce_", lambda: torch.ops.symm_mem.two_shot_all_reduce_(flat, "sum", group))
+
+
+def gathers(bench: Bench) -> None:
+    rows_here, dtype = 128256 // bench.size, torch.bfloat16
+    columns = columns_of_parts(rows_here)
+    assert columns is not None
+    parts_of_row = rows_here // columns
+    sums = row_sums(bench.group, columns, dtype, bench.device, max_rows=64 * parts_of_row)
+    generator = torch.Generator(bench.device).manual_seed(4)  # the same on all ranks
+    for rows in (1, 16, 64):
+        parts = torch.zeros(bench.size, rows, rows_here, dtype=dtype, device=bench.device)
+        got: list[Tensor] = []
+
+        def call(parts: Tensor = parts, got: list[Tensor] = got) -> None:
+            got[:] = [sums.gather(parts[bench.rank])]
+
+        graph, wrong = bench.capture(call), torch.zeros((), dtype=torch.int64, device=bench.device)
+        for i in range(300):
+            parts.normal_(generator=generator)
+            if i % 16 == bench.rank:
+                torch.cuda._sleep(20_000)
+            graph.replay()
+            wrong += (got[0] != torch.cat(list(parts), -1)).sum()
+        every = bench.every(int(wrong))
+        ours = bench.median_us(bench.capture(lambda: [call() for _ in range(16)]), 16)
+        own, out = parts[bench.rank].contiguous(), torch.empty_like(parts)
+
+        def backend(own: Tensor = own, out: Tensor = out) -> None:
+            for _ in range(16):
+                dist.all_gather_into_tensor(out.view(-1, own.shape[-1]), own, group=bench.group)
+                out.transpose(0, 1).flatten(1)
+
+        nccl = bench.median_us(bench.capture(backend), 16)
+        bench.add(rows=rows, columns=128256, kind=sums.kind, wrong=every, us=round(ours, 2), nccl_us=round(nccl, 2))
+        assert not any(every), every

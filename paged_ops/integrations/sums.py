@@ -34,7 +34,8 @@ from paged_ops.parallel.reduce import (
 from paged_ops.parallel.tensor import is_sharded, local_of
 
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-_GATHERED_ROWS, _MOST_COLUMNS = 64, 8192  # the logits of so many rows are gathered in parts of so many columns
+# The logits of so many rows are gathered in parts of so many columns.
+_GATHERED_ROWS, _LEAST_COLUMNS, _MOST_COLUMNS = 64, 512, 8192
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 
 
@@ -234,6 +235,7 @@ class Watch:
         self._last: list[nn.Module] = []
         head = model.get_output_embeddings()
         is_split = type(head) is nn.Linear and _is_split(head, 0) and not head.weight.shape[0] % group.size()
+        is_split = is_split and columns_of_parts(len(local_of(head.weight))) is not None
         self._heads: dict[nn.Module, bool] = {head: False} if is_split else {}  # whether they give all columns
 
     def __enter__(self) -> Watch:
@@ -399,7 +401,8 @@ class Watch:
     def _gathers(self, head: Any) -> RowSums:
         """For the logits of so many rows; more go through the backend."""
         rows = len(local_of(head.weight))
-        columns = max(n for n in range(1, min(rows, _MOST_COLUMNS) + 1) if rows % n == 0)
+        columns = columns_of_parts(rows)
+        assert columns is not None
         size = rows // columns
         return row_sums(self._group, columns, self._model.dtype, self._model.device, max_rows=_GATHERED_ROWS * size)
 
@@ -440,6 +443,14 @@ def norm_kind(norm: Any, dtype: torch.dtype, device: torch.device) -> dict[str, 
             if wrong < fewest:
                 best, fewest = kind, wrong
     return best
+
+
+def columns_of_parts(columns: int) -> int | None:
+    """The width of the equal parts in which rows of so many columns are gathered, a multiple of 8 if possible; None if
+    there is no such width that is neither small nor too large."""
+    widths = [n for n in range(min(columns, _MOST_COLUMNS), 0, -1) if columns % n == 0]
+    fitting = [n for n in widths if n >= min(columns, _LEAST_COLUMNS)]
+    return next((n for n in fitting if n % 8 == 0), fitting[0] if fitting else None)
 
 
 def _row_parallel(layer: Any, part: str) -> Any:

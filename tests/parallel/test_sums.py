@@ -36,6 +36,15 @@ def test_bad_calls_are_told(run_on):
             assert re.search(want, got)
 
 
+def test_parts_of_rows_that_are_gathered():
+    from paged_ops.integrations.sums import columns_of_parts
+
+    assert columns_of_parts(64128) == 8016
+    assert columns_of_parts(75968) == 4748  # of 64·1187 no multiple of 8 fits
+    assert columns_of_parts(128) == 128
+    assert columns_of_parts(2 * 8209) is None  # a prime
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("models"))
