@@ -52,7 +52,7 @@ VARIANTS = [
     Variant(
         "latent-h71-masks",
         attend(71, 9, soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),
-        spills={(3, 6): 32, (3, 7): 56},
+        spills={(3, 6): 48, (3, 7): 48},
         targets=("cuda:90",),
     ),
     Variant("latent-write-e4m3", write, targets=("cuda:90",)),

@@ -164,7 +164,11 @@ def latent_kernel(
         acc, m, l = nothing_seen(M, R_PAD, 0)
         if W > 0:
             acc = tl.zeros([W, M, R_PART], tl.float32)
-        for each in range(tile, stop):
+        seen_end = stop
+        if MASKS.causal and MASKS.ranges == 0:  # its last row sees no later key
+            last_token = tl.minimum(first_token + TOKENS, q_len)
+            seen_end = tl.minimum(stop, tl.cdiv(tl.maximum(seq_len - q_len + last_token, 0), N))
+        for each in range(tile, seen_end):
             seen = True
             if MASKS.sparse:
                 seen = seen & (next_seen_tile(each, first_i, offset, numbers, N) == each)
