@@ -279,7 +279,8 @@ def groups_of_context(
         sharded: the ranks over which the model is sharded.
 
     Raises:
-        ValueError: the mesh has no such dimension, or a group is given where a mesh is needed.
+        ValueError: the mesh has no such dimension, the model is sharded over the same ranks, or a group is given where
+            a mesh is needed.
     """
     if context is None:
         return None, None
@@ -288,6 +289,11 @@ def groups_of_context(
         return context, context
     names = getattr(context, "mesh_dim_names", None) or ()
     expect("cp" in names, "context", 'a process group, or a device mesh with a dimension "cp"', context)
+    if sharded is not None:
+        both = {*dist.get_process_group_ranks(context.get_group("cp"))} & {*dist.get_process_group_ranks(sharded)}
+        apart = both == {dist.get_rank()} and context.ndim > 1
+        others = "ranks over which the model is not sharded, and a mesh with those over which it is"
+        expect(apart, "context", others, f"{context}, of which ranks {sorted(both)} have parts of one model")
     if context.ndim == 1:
         every = context.get_group()
     elif context.size() == dist.get_world_size():

@@ -272,6 +272,13 @@ def shard(model: Any, mesh: Any) -> Any:
     return model
 
 
+def sharded_over_all(rank: int, size: int, folder: str) -> str:
+    """A model that transformers has sharded over all ranks, those of the context among them."""
+    path = make("llama", folder, rank)
+    mesh = dist.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("tp", "cp"))
+    return told_by(lambda: PagedCausalLM(load(path, size), context=mesh))
+
+
 def refused(rank: int, size: int, folder: str) -> list[str]:
     context = Context(dist.group.WORLD, "cpu", head_size=D, dtype=torch.float32)
     builder = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, spreads=[context.spread])
