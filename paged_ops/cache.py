@@ -149,7 +149,8 @@ class KVCache(BlockAllocator):
         value_head_size: int | Sequence[int] | None = None,
         layout: Layout | str | None = None,
     ) -> int:
-        """How many blocks, keys and values of all layers, fit into ``num_bytes``; of LATENT keys that are values."""
+        """How many blocks, keys and values of all layers, fit into ``num_bytes``; of LATENT keys that are values. Of a
+        cache that is spread over ranks, ``block_size`` is what one rank holds of a block."""
         at_least(1, block_size=block_size)
         sizes = zip(*_layer_sizes(num_layers, num_kv_heads, head_size, value_head_size), strict=True)
         latent = layout is not None and Layout(layout) is Layout.LATENT

@@ -66,14 +66,16 @@ class ProcessGroup:
 
 
 class Exchange:
-    """Merges the parts of a group's ranks. All ranks make the same calls, with equal shapes and dtypes.
+    """Merges the parts of a group's ranks; :func:`prepare` makes it. All ranks make the same calls, with equal shapes
+    and dtypes, on one stream or on streams that wait for each other.
 
     Attributes:
         how: "symmetric memory", or "collectives" and why.
     """
 
-    def __init__(self, group: Group, places: Any = None, why: str = "") -> None:
+    def __init__(self, group: Group, places: Any = None, why: str = "", workspace: Any = None) -> None:
         self.group, self._places = group, places
+        self._workspace = workspace  # which is aborted with its group, as long as it lives
         self.how = "symmetric memory" if places is not None else f"collectives ({why})" if why else "collectives"
 
     def everywhere(self, part: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,9 +152,7 @@ def prepare(
     found = symmetric.allocate(group, device, merge_ranks.num_bytes(ranks.size, rows, head_size, dtype))
     if isinstance(found, str):
         return Exchange(ranks, why=found)
-    exchange = Exchange(ranks, merge_ranks.places(found, rows, head_size, dtype))
-    exchange.workspace = found  # type: ignore[attr-defined]
-    return exchange
+    return Exchange(ranks, merge_ranks.places(found, rows, head_size, dtype), workspace=found)
 
 
 def merged(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
