@@ -138,7 +138,7 @@ def _agreed(group: dist.ProcessGroup, device: torch.device, code: int) -> str | 
 
 def _told(group: dist.ProcessGroup, device: torch.device, code: int) -> list[tuple[int, int, int]]:
     """What each rank says: its host, the number of a reason, the index of its device. Also a barrier."""
-    own = torch.tensor([_host(), code, device.index], dtype=torch.int64, device=device)
+    own = torch.tensor([_host(), code, device.index or 0], dtype=torch.int64, device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
     return [(host, reason, index) for host, reason, index in (each.tolist() for each in every)]

@@ -105,6 +105,18 @@ def of_model(rank: int, size: int, name: str, folder: str, **changes: Any) -> An
     return tuple(sums), same
 
 
+def agrees(rank: int, size: int) -> Any:
+    """What all are told if all can, if one rank cannot, and if one is on another host."""
+    device, group = device_of(rank, size), dist.group.WORLD
+    results = [symmetric._agreed(group, device, 0), symmetric._agreed(group, device, 2 if rank == 1 else 0)]
+    host = symmetric._host
+    symmetric._host = lambda: host() + rank
+    try:
+        return [*results, symmetric._agreed(group, device, 0)]
+    finally:
+        symmetric._host = host
+
+
 def replays(rank: int, size: int, count: int) -> Any:
     """How many numbers differ from the steps one by one, in replays of captured calls with new inputs each time."""
     device, dtype, C, norm = device_of(rank, size), torch.bfloat16, 4096, KINDS[0]

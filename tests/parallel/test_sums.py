@@ -5,6 +5,8 @@ import re
 import pytest
 import torch
 
+from paged_ops.parallel import symmetric
+
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
 
 
@@ -34,6 +36,23 @@ def test_bad_calls_are_told(run_on):
     for results in run_on("sums_cases.refusals", 2, 60):
         for got, want in zip(results, wanted, strict=True):
             assert re.search(want, got)
+
+
+def test_ranks_agree_on_whether_their_memory_can_be_shared(run_on):
+    cannot = "rank 1 of 2: its GPU cannot address another rank's"
+    assert run_on("sums_cases.agrees", 2, 60) == [[None, cannot, "the ranks are on different hosts"]] * 2
+
+
+def test_an_aborted_workspace_says_so():
+    parts = tuple(torch.full((64,), 255, dtype=torch.uint8) for _ in range(2))
+    workspace = symmetric.Workspace(1, parts)
+    assert [each.shape for each in workspace.views(torch.int32, 2, 3, offset=16)] == [(2, 3)] * 2
+    assert (workspace.views(torch.int16, 32)[0] == -1).all()
+    with pytest.raises(ValueError, match="at most the workspace's 64 bytes, got 68 bytes"):
+        workspace.views(torch.int32, 17)
+    assert not workspace.aborted
+    workspace.abort()
+    assert workspace.aborted
 
 
 def test_parts_of_rows_that_are_gathered():
