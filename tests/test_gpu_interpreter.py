@@ -26,8 +26,8 @@ pytestmark = pytest.mark.interpreter
 # but for those that only repeat a kernel's path: the whole suite takes an interpreter too long.
 FEW = {"paged_attention": "decode-fp16|mixed-fp32|sinks|fp8-output-fp32|padding_only-fp32"}
 LATENT = (
-    r"query_past_keys-fp32|(b1|b544|h5|h71)-decode-fp16|13-5|latent_padded-all-features|window|noncausal|ranges|sparse"
-    r"|sinks|e4m3-(fp16|576-decode)|uneven-fp32"
+    r"query_past_keys-fp32|(b1|b544|h71|96-16)-decode-fp16|latent_padded-all-features|window|ranges|sparse|sinks"
+    r"|e4m3-fp16|uneven-fp32"
 )
 REPEATED = {
     "paged_attention_with_lse": (
@@ -71,7 +71,7 @@ def test_matches_reference(name, case):
 
 @pytest.mark.parametrize("programs", [1, 40])
 @pytest.mark.parametrize(
-    "case", ["decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode", "latent-h71-decode-fp16"]
+    "case", ["decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode", "latent-96-16-decode-fp16"]
 )
 def test_any_number_of_programs(case, programs, monkeypatch):
     """Shares of no tile, of less than a unit, of several units: the same numbers within the error budget."""
