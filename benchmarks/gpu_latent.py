@@ -4,7 +4,8 @@
     python benchmarks/gpu_latent.py --part times --heads 16,128 --blocks 64         # some
 
 ``cases`` runs the latent cases of ``paged_ops.testing`` against the float64 reference, in several processes. ``times``
-measures the latent cases of ``paged_ops bench`` with the configured tiles and with others, one record for each.
+measures the latent cases of ``paged_ops bench`` with the configured tiles and with others, one record for each, and
+``cache`` the ops of the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 import paged_ops
 from paged_ops import testing
-from paged_ops.bench import cases, measure, run, tune
+from paged_ops.bench import cache_ops, cases, measure, run, tune
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.registry import OPS
 
@@ -194,6 +195,17 @@ def main() -> None:
         counts = {"group": "latent cases", "checked": len(records), "of": len(latent_cases()), "wrong": wrong}
         keep(counts)
         print(f"cases: {len(records)} of {counts['of']} ran, {len(wrong)} wrong, {time.monotonic() - start:.0f} s")
+    if "cache" in args.part:
+        for row in (*cache_ops.writes(), *cache_ops.gathers()):
+            if "latent" in row["op"] + row["case"]:
+                keep({"group": "cache", **row})
+                print(
+                    row["op"],
+                    row["case"],
+                    f"{row['us']:.2f} us,",
+                    f"{row['bytes'] / row['us'] / 1e3:.0f} GB/s,",
+                    row["right"],
+                )
     if "times" in args.part:
         own = ["--part", "warm", "--kind", args.kind, "--heads", args.heads, "--blocks", args.blocks]
         for line in in_processes(own, args.processes, 60.0):

@@ -143,6 +143,29 @@ def write_row(
     return {"op": "reshape_and_cache", "case": case, "us": us, "bytes": nbytes, "target_us": target, "right": right}
 
 
+def latent_write_row(case: str, T: int, stored: torch.dtype = torch.bfloat16) -> Row:
+    R, P, block_size = 512, 64, 64
+    nbytes = T * (R + P) * (2 + stored.itemsize)
+    sets = max(2, math.ceil(L2_SEVERAL / nbytes))
+    N = sets * max(T // block_size, 16)
+    kv_cache = torch.empty(N, block_size, R + P, dtype=stored, device=DEVICE)
+    kv_cache.view(torch.uint8).fill_(0x7F)
+    named = {"k_scale": torch.full((1,), 0.02, device=DEVICE)} if stored.itemsize == 1 else {}
+    slots = torch.randperm(N * block_size, device=DEVICE)[: sets * T].view(sets, T)
+    rows = torch.randn(sets, T, R + P, dtype=torch.bfloat16, device=DEVICE)  # both parts by one projection
+    write = lowering("latent_cache_write", "CUDA")
+    calls = [
+        functools.partial(write, row[:, :R], row[:, R:], kv_cache, slot, **named)
+        for row, slot in zip(rows, slots, strict=True)
+    ]
+    us = graph_us(calls)
+    bits = torch.uint8 if stored.itemsize == 1 else torch.int16
+    got = kv_cache.view(bits).flatten(0, 1)
+    wanted = (reference.quantise(row[:, None], named.get("k_scale"), stored)[:, 0].view(bits) for row in rows)
+    right = all(same(got[slot], want) for slot, want in zip(slots, wanted, strict=True))
+    return {"op": "latent_cache_write", "case": case, "us": us, "bytes": nbytes, "right": right}
+
+
 def writes() -> Iterator[Row]:
     yield write_row("8192 tokens, bf16", 8192, target=18.5)
     yield write_row("8192 tokens, bf16, HND", 8192, "HND")
@@ -152,6 +175,9 @@ def writes() -> Iterator[Row]:
     yield write_row("8192 tokens, bf16 to e4m3, scale [1]", 8192, stored=torch.float8_e4m3fn, scales=1, target=16.0)
     yield write_row("8192 tokens, bf16 to e4m3, scale [K]", 8192, stored=torch.float8_e4m3fn, scales=K, target=16.0)
     yield write_row("8192 tokens, bf16 to e4m3, no scale", 8192, stored=torch.float8_e4m3fn, target=16.0)
+    yield latent_write_row("8192 tokens, bf16", 8192)
+    yield latent_write_row("64 tokens, bf16", 64)
+    yield latent_write_row("8192 tokens, bf16 to e4m3", 8192, torch.float8_e4m3fn)
 
 
 def copy_row(case: str, layers: int, pairs: int, block_bytes: int, target: float | None = None) -> Row:
@@ -257,6 +283,13 @@ def gathers() -> Iterator[Row]:
     blocks = tables[-1].view(-1).long()
     right = all(same(outs[-1][side], kv_cache[blocks, side].view(S * length, K, D)) for side in range(2))
     yield {"op": "gather_kv", "case": "8 x 1024 tokens", "us": us, "bytes": 4 * S * length * K * D * 2, "right": right}
+    latents = torch.randn(N, B, 576, dtype=torch.bfloat16, device=DEVICE)
+    pairs = [tuple(torch.full((S * length, 1, D_), torch.nan, dtype=torch.bfloat16, device=DEVICE) for D_ in (576, 0))
+             for _ in range(4)]  # fmt: skip
+    us = graph_us([functools.partial(gather, latents, tables[n], lens, S * length, out=pairs[n]) for n in range(4)])
+    right = same(pairs[-1][0], latents[blocks].view(S * length, 1, 576))
+    nbytes = 2 * S * length * 576 * 2
+    yield {"op": "gather_kv", "case": "8 x 1024 latents of 576", "us": us, "bytes": nbytes, "right": right}
 
 
 def hosts() -> Iterator[Row]:
