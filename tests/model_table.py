@@ -87,6 +87,8 @@ def _keeps(paged: PagedCausalLM) -> str:
     for spec, count in kinds.items():
         heads = f"{spec.num_kv_heads} × {spec.head_size}"
         heads += f"/{spec.value_head_size}" if spec.value_head_size != spec.head_size else ""
+        if spec.latent:
+            heads = f"latent {spec.value_head_size} + {spec.head_size - spec.value_head_size}"
         reach = f" window {spec.window}" if spec.window else f" chunk {spec.chunk}" if spec.chunk else ""
         parts.append(f"{count}: {heads}{reach}")
     if paged.states is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from paged_ops.integrations import latent
 from paged_ops.integrations.probe import Probe, request_mask
 from paged_ops.integrations.wrapping import NAME, UNDO, LayerCaches
 from paged_ops.layouts import split_joined_cache, split_kv_cache
@@ -96,6 +97,18 @@ def attention(
         noted = module.paged_attending
         kv_cache = kv_caches.caches[noted.place] if isinstance(kv_caches, LayerCaches) else kv_caches[noted.cache]
     pool = attention_metadata.pool(noted.pool if attention_metadata.other_pools else 0)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    features: dict[str, Any] = {
+        "sliding_window": noted.window,
+        "attention_chunk": noted.chunk,
+        "soft_cap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+        "bidirectional_ranges": attention_metadata.bidirectional_ranges,
+    }
+    starts = attention_metadata.query_start_loc
+    if noted.latent:
+        batch: tuple[Any, ...] = pool.slot_mapping, pool.block_tables, attention_metadata.seq_lens, starts, scale
+        return latent.attend(module, query, key, value, kv_cache, *batch, writes=noted.writes, **features), None
     rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
     value_cache = None
     if key.shape[3] != value.shape[3]:
@@ -104,19 +117,11 @@ def attention(
         kv_cache, value_cache = split_kv_cache(kv_cache, key.shape[1], key.shape[3])
     if noted.writes:
         reshape_and_cache(rows_of_key, rows_of_value, kv_cache, pool.slot_mapping, value_cache=value_cache)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    features: dict[str, Any] = {
-        "value_cache": value_cache,
-        "sliding_window": noted.window,
-        "attention_chunk": noted.chunk,
-        "soft_cap": softcap or 0.0,
-        "sinks": None if s_aux is None else s_aux.float(),
-        "bidirectional_ranges": attention_metadata.bidirectional_ranges,
-    }
-    rows, starts = _at_temperature(module, rows_of_query, attention_metadata), attention_metadata.query_start_loc
+    features["value_cache"] = value_cache
+    rows = _at_temperature(module, rows_of_query, attention_metadata)
     context = context_of(attention_metadata, noted.pool if attention_metadata.other_pools else 0)
     if context is None:
-        batch: tuple[Any, ...] = pool.block_tables, attention_metadata.seq_lens, starts, scale
+        batch = pool.block_tables, attention_metadata.seq_lens, starts, scale
         return paged_attention(rows, kv_cache, *batch, **features)[None], None
     batch = pool.block_tables, starts, scale, context, noted.context
     return attend(rows, rows_of_key, rows_of_value, kv_cache, *batch, **features)[None], None

@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from paged_ops import masks
+from paged_ops.integrations.latent import is_latent
 from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
@@ -37,6 +38,7 @@ class CacheSpec(NamedTuple):
     value_head_size: int
     window: int
     chunk: int
+    latent: bool = False  # rows of R + P, head_size, of which the first R, value_head_size, are values, too
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Attending:
     writes: bool  # else it reads what another module wrote (Gemma-3n)
     window: int
     chunk: int
+    latent: bool = False
     pool: int = 0  # of a cache with a pool for each window or chunk
     context: Any = None  # the handle of a Context, if the tokens of sequences are spread over ranks
 
@@ -130,15 +133,14 @@ class Probe:
             )
         self._called.add(module)
         if module not in self.calls:
-            self.calls[module] = self._first_call(name, key, value, mask)
+            self.calls[module] = self._first_call(name, module, key, value, mask)
         call = self.calls[module]
-        K, D, Dv, *_ = self.specs[call.cache]
-        if (key.shape[1], key.shape[3], value.shape[3]) != (K, D, Dv):
+        if self._sizes(module, key, value) != self.specs[call.cache][:3]:
             raise ValueError(f"keys and values of one shape in every step, but those of {name} differ")
         return self.attending(call), self.caches[call.cache]
 
     def attending(self, call: _Call) -> Attending:
-        return Attending(call.cache, call.cache, call.writes, *call.reach)
+        return Attending(call.cache, call.cache, call.writes, *call.reach, latent=self.specs[call.cache].latent)
 
     def reaches(self) -> list[tuple[int, int]]:
         """The window and the chunk of each cache: those of the modules that read it, or none if these differ."""
@@ -147,16 +149,23 @@ class Probe:
             of_caches[call.cache].add(call.reach)
         return [reaches.pop() if len(reaches) == 1 else (0, 0) for reaches in of_caches]
 
-    def _first_call(self, name: str, key: Tensor, value: Tensor, mask: Tensor | None) -> _Call:
+    @staticmethod
+    def _sizes(module: nn.Module, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+        """Heads, head size and value head size of the cache."""
+        K, D, Dv = key.shape[1], key.shape[3], value.shape[3]
+        return (K, D + Dv, D) if is_latent(module) else (K, D, Dv)
+
+    def _first_call(self, name: str, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> _Call:
         reach = self._reach(name, mask)
         for other in self.calls.values():
             if _same(key, other.key) and _same(value, other.value):
                 return _Call(name, key, value, other.cache, False, reach)
-        K, D, Dv = key.shape[1], key.shape[3], value.shape[3]
+        K, D, Dv = self._sizes(module, key, value)
+        layout = Layout.LATENT if is_latent(module) else self.layout
         shape = (self.num_blocks, self.block_size, K, D)
-        cache = allocate_kv_cache(self.layout, *shape, key.dtype, key.device, value_head_size=Dv)
+        cache = allocate_kv_cache(layout, *shape, key.dtype, key.device, value_head_size=Dv)
         self.caches.append(cache)
-        self.specs.append(CacheSpec(K, D, Dv, *reach))
+        self.specs.append(CacheSpec(K, D, Dv, *reach, is_latent(module)))
         return _Call(name, key, value, len(self.caches) - 1, True, reach)
 
     def _reach(self, name: str, mask: Any) -> tuple[int, int]:

@@ -18,7 +18,6 @@ Letters: T tokens of the batch, S sequences, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
@@ -32,16 +31,16 @@ from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.attention_function import PROBE, attention, no_mask
+from paged_ops.integrations.latent import as_they_are, expanded, latent_modules
 from paged_ops.integrations.probe import (
     CacheSpec,
     Probe,
     largest_difference,
     masks_by_type,
-    ranges_of,
-    reach_of,
     run_dense,
     run_probe,
 )
+from paged_ops.integrations.prompt_ranges import ranges_of_prompt
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.refusals import (
     expect_arguments_of_attention,
@@ -82,12 +81,15 @@ class PagedCausalLM:
             texts.
         context: the ranks over which tokens of sequences are spread (context parallelism): a process group, or a device
             mesh with a dimension "cp" beside those that the model is sharded over. All wrap the model together.
+        latent: for layers of latent attention (MLA), cache latents; False: keys and values of all heads, which take
+            many times the memory. Latents are not spread over ranks: with a context it is False.
 
     Attributes:
         layers: for each cache its heads, head sizes, window and chunk.
         num_layers: the number of caches.
         pool_of_layer: the pool of each cache, if layers with different windows have pools of their own.
-        num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache.
+        num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache. Of latents
+            they are 1, R + P and R.
         states: the layers that keep state instead of keys; None if there are none.
         process_group: the ranks that run a step together, those of ``tp_plan="auto"`` and of the context; or None. All
             wrap it together; heads and caches are this rank's, and key/value heads fewer than ranks are repeated.
@@ -101,7 +103,9 @@ class PagedCausalLM:
         RankError: the model is spread over ranks, of which one is gone or late.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None, latent: bool = True
+    ) -> None:
         refuse(model)
         limit = _position_limit(model)
         freezes = list(length_dependent(model))
@@ -126,7 +130,7 @@ class PagedCausalLM:
         probes: list[Probe] = []
 
         def wrap() -> None:
-            probes.append(self._wrap(freezes))
+            probes.append(self._wrap(freezes, latent and context is None))
             if of_context is not None:
                 refuse_context(model, self.states, probes[0].reaches())
 
@@ -165,7 +169,7 @@ class PagedCausalLM:
         sizes = zip(*self.layers, strict=True) if self.layers else ((),) * len(CacheSpec._fields)
         self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
 
-    def _wrap(self, freezes: Sequence[tuple[nn.Module, str, nn.Module]]) -> Probe:
+    def _wrap(self, freezes: Sequence[tuple[nn.Module, str, nn.Module]], latent: bool) -> Probe:
         """Changes the model, and runs it on trial."""
         model = self.model
         for module, whole, num_groups in repeated_heads(model):
@@ -186,6 +190,8 @@ class PagedCausalLM:
         if self.states is not None:
             self._wrapping.keep_states(self.states)
         self._wrapping.set_implementation(PROBE)
+        for module in latent_modules(model) if latent else ():
+            self._wrapping.set_attribute(module, "expand_kv", as_they_are)
         noise = self._noise(dense) if self.states is None else None
         probe = run_probe(model, self._step, dense, self.max_model_len, self.states, noise)
         if probe.calls:
@@ -198,13 +204,18 @@ class PagedCausalLM:
         def noise() -> float:
             self._wrapping.set_implementation("sdpa")
             try:
-                return max(map(largest_difference, run_dense(self.model), dense))
+                with expanded(self.model):
+                    return max(map(largest_difference, run_dense(self.model), dense))
             except ValueError:  # it has none
                 return 0.0
             finally:
                 self._wrapping.set_implementation(PROBE)
 
         return noise
+
+    @property
+    def _keeps_latents(self) -> bool:
+        return any(spec.latent for spec in self.layers)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -253,7 +264,8 @@ class PagedCausalLM:
 
         Args:
             num_blocks, num_host_blocks: of each pool.
-            block_size, layout: as of ``KVCache``; by default blocks have 16 tokens on each rank of the context.
+            block_size, layout: as of ``KVCache``; by default blocks have 16 tokens on each rank of the context. Latents
+                have no layout but LATENT.
             num_window_blocks: of each pool with a window or chunk, if others see everything;
                 :func:`paged_ops.blocks_within_reach` gives what suffices.
             keep_all: make one pool, which keeps all blocks.
@@ -268,10 +280,13 @@ class PagedCausalLM:
             "value_head_size": self.value_head_size,
             "dtype": self.model.dtype if dtype is None else dtype,
             "device": device,
-            "layout": layout,
+            "layout": Layout.LATENT if self._keeps_latents else layout,
             "num_host_blocks": num_host_blocks,
             "spread": spread,
         }
+        if self._keeps_latents and layout is not None:
+            fits = Layout(layout) is Layout.LATENT
+            expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
         whole = not (keep_all and spread.size > 1 and len(set(self.pool_of_layer)) > 1)
         expect(whole, "keep_all", "False with a context, as layers with a window are not spread", keep_all)
         if not keep_all and self.layers:
@@ -311,6 +326,8 @@ class PagedCausalLM:
                     f"kv_cache: expected heads, head size and value head size {tuple(spec[:3])} in layer {layer}, got"
                     f" {sizes}"
                 )
+            latent = pool.layout is Layout.LATENT
+            expect(latent == spec.latent, "kv_cache", f"latents: {spec.latent}, in layer {layer}", pool.layout)
             spread = WHOLE if self.context is None or spec.window or spec.chunk else self.context.spread
             expect(pool.spread == spread, "kv_cache", f"{spread} in layer {layer}, as of the model", pool.spread)
             for name, has, needs in (
@@ -390,40 +407,7 @@ class PagedCausalLM:
             ValueError: the model's masks do not depend on them, or paged attention has no such masks (as for an image
                 that is longer than Gemma-3's window).
         """
-        name = type(self.model).__name__
-        if not masks_by_type(self.model):
-            raise ValueError(f"model: expected one whose masks depend on token_type_ids, got {name}")
-        types = torch.as_tensor(token_type_ids, dtype=torch.int64, device="cpu")
-        if types.dim() != 1 or not len(types):
-            raise ValueError(f"token_type_ids: expected those of one prompt, [n], got shape {list(types.shape)}")
-        config = copy.deepcopy(self.model.config)
-        for each in (config, config.get_text_config(decoder=True)):
-            each._attn_implementation_internal = PROBE
-        n = len(types)
-        prompt = {
-            "inputs_embeds": torch.zeros(1, n, 1, dtype=torch.float32, device="cpu"),
-            "attention_mask": torch.ones(1, n, dtype=torch.bool, device="cpu"),
-            "position_ids": torch.arange(n, device="cpu")[None],
-            "past_key_values": None,
-        }
-        plain, typed = (
-            self.model.create_masks_for_generate(config=config, token_type_ids=each, is_first_iteration=True, **prompt)
-            for each in (None, types[None])
-        )
-        found: set[tuple[tuple[int, int], ...]] = set()
-        for kind in typed if isinstance(typed, dict) else (None,):
-            causal, overlaid = (each if kind is None else each[kind] for each in (plain, typed))
-            reach = reach_of(causal.request.mask_function, n)
-            ranges = None if reach is None else ranges_of(overlaid.request.mask_function, reach, n)
-            if ranges is None:
-                raise ValueError(
-                    "token_type_ids: expected masks that are causal, with or without a window or chunks, and open"
-                    f" within ranges of tokens, got another one from {name}" + (f" in its {kind}" if kind else "")
-                )
-            found.add(tuple(ranges))
-        if len(found) != 1:
-            raise ValueError(f"token_type_ids: expected the same ranges in all layers, got {sorted(found)} from {name}")
-        return list(found.pop())
+        return ranges_of_prompt(self.model, token_type_ids)
 
     def __call__(
         self,

@@ -60,7 +60,7 @@ class Wrapping:
         setattr(parent, name, module)
 
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        self._attributes.append((module, name, getattr(module, name, None)))
+        self._attributes.append((module, name, vars(module).get(name)))
         setattr(module, name, value)
 
     def replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
@@ -119,7 +119,7 @@ class Wrapping:
         for parent, name, module in reversed(self._replaced):
             setattr(parent, name, module.to(self.model.device))
         for module, name, value in reversed(self._attributes):
-            setattr(module, name, value)
+            delattr(module, name) if value is None else setattr(module, name, value)
         for module in self.attending:
             if getattr(module, "paged_attending", None) is not None:
                 del module.paged_attending

@@ -1,0 +1,111 @@
+"""Latent attention (MLA) of transformers' models: latents are cached, not the keys and values of all heads.
+
+These models make of a token a latent vector and a rotated key, and have a method ``expand_kv`` that turns them into
+keys and values of all heads, by the matrix of ``kv_b_proj``. While a model is wrapped, that method hands both on as
+they are, and :func:`attend` takes the absorbed form (docs/latent.md). Everything else, such as the rotary embedding,
+factors of the queries, and gates of the output, remains the model's own code::
+
+    q'[h]  = [q_nope[h] U_k[h], q_rot[h]]
+    out[h] = (softmax of scale q'[h] . [c, r]) c        by paged_attention
+    y[h]   = out[h] U_v[h]^T
+
+``U_k [H, Dn, R]`` and ``U_v [H, Dv, R]`` are views of the weight of ``kv_b_proj``, not copies.
+
+Letters: T tokens of the batch, H query heads, R latent size, P rotated size, Dn and Dv sizes of the heads' own keys
+(without the rotated part) and values. Source: DeepSeek-V2 (arXiv:2405.04434).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_ops.ops import latent_cache_write, paged_attention
+from paged_ops.parallel.tensor import is_sharded, local_of
+
+
+def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that attend by latents, in the form that is served."""
+    for module in model.modules():
+        if callable(getattr(module, "expand_kv", None)) and _is_served(module):
+            yield module
+
+
+def _is_served(module: Any) -> bool:
+    """Whether the module's keys and values are the products of one matrix with the latent, and its rotated key."""
+    linear = getattr(module, "kv_b_proj", None)
+    sizes = [getattr(module, name, 0) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
+    if type(linear) is not nn.Linear or linear.bias is not None or not all(sizes):
+        return False
+    R, Dn, Dv = sizes
+    rows, columns = local_of(linear.weight).shape
+    whole = "forward" not in vars(linear) or is_sharded(linear)
+    return whole and columns == R and rows % (Dn + Dv) == 0
+
+
+def as_they_are(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of ``expand_kv``: ``[1, 1, T, R]`` and ``[1, 1, T, P]``, not expanded."""
+    return latent, rotated
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether the module hands on latents."""
+    return vars(module).get("expand_kv") is as_they_are
+
+
+@contextmanager
+def expanded(model: nn.Module) -> Iterator[None]:
+    """Keys and values of all heads for a while, as without wrapping."""
+    modules = [module for module in model.modules() if is_latent(module)]
+    for module in modules:
+        del module.expand_kv
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module)["expand_kv"] = as_they_are
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    latent: Tensor,
+    rotated: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *batch: Any,
+    writes: bool,
+    **features: Any,
+) -> Tensor:
+    """Write the step's latents, and attend to the cache.
+
+    Args:
+        module: the layer.
+        query: ``[1, H, T, Dn + P]``, the rotated part last.
+        latent: ``[1, 1, T, R]``.
+        rotated: ``[1, 1, T, P]``.
+        kv_cache: ``[N, B, R + P]``.
+        batch, features: of :func:`paged_ops.paged_attention`.
+        writes: whether this layer's latents are its own.
+
+    Returns:
+        ``[1, T, H, Dv]``.
+    """
+    Dn, R = module.qk_nope_head_dim, latent.shape[-1]
+    of_keys, of_values = _matrices(module)
+    if writes:
+        latent_cache_write(latent[0, 0], rotated[0, 0], kv_cache, slot_mapping)
+    absorbed = torch.cat((query[0, :, :, :Dn] @ of_keys, query[0, :, :, Dn:]), -1)
+    out = paged_attention(absorbed.transpose(0, 1), kv_cache, *batch, value_head_size=R, **features)
+    return (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)[None]
+
+
+def _matrices(module: Any) -> tuple[Tensor, Tensor]:
+    """``U_k [H, Dn, R]`` and ``U_v [H, Dv, R]`` of this rank's heads."""
+    Dn, Dv = module.qk_nope_head_dim, module.v_head_dim
+    weight = local_of(module.kv_b_proj.weight).unflatten(0, (-1, Dn + Dv))
+    return weight[:, :Dn], weight[:, Dn:]

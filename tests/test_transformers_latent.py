@@ -1,0 +1,230 @@
+"""Models of latent attention cache latents, and give the tokens of ``generate()``: eager, compiled, in chunks.
+
+Every family of the installed transformers is in tests/test_model_table.py; here are the shapes and options.
+"""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from gpu_under_test import GPU
+
+transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+
+from test_transformers import generate_by_transformers, prompts  # noqa: E402
+
+from paged_ops.cache import KVCache  # noqa: E402
+from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
+from paged_ops.inspection import CompileReport  # noqa: E402
+from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
+from paged_ops.layouts import Layout  # noqa: E402
+
+GREEDY = SamplingParams(max_new_tokens=12)
+R, P, H = 32, 8, 4
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+COMMON: dict[str, Any] = dict(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=H,
+    num_key_value_heads=H,
+    kv_lora_rank=R,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=P,
+    v_head_dim=12,
+    max_position_embeddings=512,
+    initializer_range=0.15,
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+EXPERTS: dict[str, Any] = dict(
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
+CONFIGS: dict[str, Any] = {
+    # V2-Lite projects queries at once, and scales its logits by yarn; V3 has a second latent, of queries
+    "v2_lite": lambda: transformers.DeepseekV2Config(**COMMON, **EXPERTS, q_lora_rank=None, rope_parameters=YARN),
+    "v3": lambda: transformers.DeepseekV3Config(**COMMON, **EXPERTS, q_lora_rank=24, rope_parameters=YARN),
+    "v3_halves": lambda: transformers.DeepseekV3Config(**COMMON, **EXPERTS, q_lora_rank=24, rope_interleave=False),
+    "minicpm3": lambda: transformers.MiniCPM3Config(
+        **COMMON, q_lora_rank=24, attention_bias=True, scale_emb=1.0, dim_model_base=64
+    ),
+}
+
+
+def make_model(name: str, **changes: Any) -> Any:
+    torch.manual_seed(3)
+    config = CONFIGS[name]()
+    for attribute, value in changes.items():
+        setattr(config, attribute, value)
+    options: dict[str, Any] = dict(dtype=torch.float32, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+
+
+@functools.cache
+def expected(name: str) -> list[list[int]]:
+    return generate_by_transformers(make_model(name))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("latent", [True, False])
+def test_tokens_equal_generate(name: str, latent: bool) -> None:
+    paged = PagedCausalLM(make_model(name), latent=latent)
+    sizes = (1, R + P, R) if latent else (H, 16 + P, 12)
+    assert (paged.num_kv_heads, paged.head_size, paged.value_head_size) == sizes
+    kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64)  # chunks of prompts, mixtures, prefixes, swaps
+    assert (kv_cache.layout is Layout.LATENT) == latent
+    loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
+    assert loop.generate(prompts(), GREEDY) == expected(name)
+    assert loop.stats.cached_tokens > 0 and loop.stats.swapped_out > 0
+
+
+def test_the_texts_are_no_repetitions() -> None:
+    for name in CONFIGS:
+        assert len({token for text in expected(name) for token in text}) > 50, name
+
+
+@pytest.mark.slow
+def test_tokens_equal_generate_compiled() -> None:
+    model = make_model("minicpm3", num_hidden_layers=2)
+    want = generate_by_transformers(model)
+    paged = PagedCausalLM(model)
+    kv_cache = paged.allocate_kv_cache(56, 5, num_host_blocks=56)
+    with CompileReport(kv_cache.layers) as report:
+        loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40, compile=True)
+        loop.warm_up()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert loop.generate(prompts(), GREEDY) == want
+    assert (report.graphs, report.graph_breaks, report.recompiles) == (1, 0, 0), report.recompile_reasons
+    assert report.cache_copies == 0, report.copies
+    assert report.code[0].count("paged_ops.latent_cache_write.default(") == 2
+
+
+@pytest.mark.slow
+def test_tokens_equal_generate_with_compiled_layers() -> None:
+    torch._dynamo.utils.counters.clear()
+    paged = PagedCausalLM(make_model("v3")).compile_layers(backend="aot_eager")
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(96, 4), max_num_seqs=16, max_num_tokens=40)
+    loop.warm_up()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert loop.generate(prompts(), GREEDY) == expected("v3")
+    # a layer without experts, one for all with experts, the rotary embedding and the last norm
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("how", ["whole", "layers"])
+def test_tokens_equal_generate_in_cuda_graphs(name: str, how: str) -> None:
+    torch.set_float32_matmul_precision("highest")
+    model = make_model(name).to(GPU)
+    want = generate_by_transformers(model)
+    if name != "minicpm3":
+        model.set_experts_implementation("batched_mm")
+    paged = PagedCausalLM(model)
+    if how == "layers":
+        paged.compile_layers()
+    kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64)
+    loop = GenerationLoop(
+        paged,
+        kv_cache,
+        max_num_seqs=16,
+        max_num_tokens=40,
+        compile=how == "whole",
+        graph_mode="FULL_DECODE_ONLY",
+    )
+    assert loop.generate(prompts(), GREEDY) == want
+    assert loop.graph_stats.replayed > 0
+
+
+def test_a_token_takes_one_row_of_each_layer() -> None:
+    paged = PagedCausalLM(make_model("v3"))
+    kv_cache = paged.allocate_kv_cache(7, 5)
+    assert [tuple(layer.shape) for layer in kv_cache.layers] == [(7, 5, R + P)] * 3
+    heads = PagedCausalLM(paged.model, latent=False).allocate_kv_cache(7, 5)
+    assert heads.nbytes == kv_cache.nbytes * H * (16 + P + 12) // (R + P)
+
+
+def test_bfloat16_and_fp8_latents() -> None:
+    paged = PagedCausalLM(make_model("v3").to(torch.bfloat16))
+    for dtype in (None, torch.float8_e4m3fn):
+        kv_cache = paged.allocate_kv_cache(256, 16, dtype=dtype)
+        assert kv_cache.dtype == (dtype or torch.bfloat16) and kv_cache.layout is Layout.LATENT
+        outputs = GenerationLoop(paged, kv_cache).generate(prompts(), GREEDY)
+        same = sum(a[0] == b[0] for a, b in zip(outputs, expected("v3"), strict=True))
+        assert same >= 9, "most first tokens survive the rounding"
+
+
+def test_weights_may_change() -> None:
+    paged, other = PagedCausalLM(make_model("v3")), make_model("v3")
+    for module in other.modules():
+        if hasattr(module, "kv_b_proj"):
+            torch.nn.init.normal_(module.kv_b_proj.weight, std=0.2)
+    paged.model.load_state_dict(other.state_dict())
+    texts = GenerationLoop(paged, paged.allocate_kv_cache(256, 16)).generate(prompts(), GREEDY)
+    assert texts == generate_by_transformers(other) != expected("v3")
+
+
+def test_unwrap_gives_the_model_back() -> None:
+    paged = PagedCausalLM(make_model("v2_lite"))
+    attention = paged.model.model.layers[0].self_attn
+    assert "expand_kv" in vars(attention)
+    with pytest.raises(ValueError, match="attention_metadata: expected one, and kv_caches"):
+        paged.model.generate(torch.tensor([prompts()[3]]), max_new_tokens=2)
+    model = paged.unwrap()
+    assert "expand_kv" not in vars(attention)
+    assert generate_by_transformers(model) == expected("v2_lite")
+    copy.deepcopy(model)
+
+
+def test_a_projection_of_another_kind_keeps_whole_keys() -> None:
+    class Noted(torch.nn.Linear):  # stands for a quantised layer, whose weight is no matrix
+        pass
+
+    model = make_model("v3")
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            weight = module.kv_b_proj.weight
+            module.kv_b_proj = Noted(R, len(weight), bias=False)
+            module.kv_b_proj.weight = weight
+    paged = PagedCausalLM(model)
+    assert paged.num_kv_heads == H and not paged.layers[0].latent
+    texts = GenerationLoop(paged, paged.allocate_kv_cache(256, 16)).generate(prompts(), GREEDY)
+    assert texts == expected("v3")
+
+
+def test_other_caches_are_refused() -> None:
+    paged = PagedCausalLM(make_model("v3"))
+    with pytest.raises(ValueError, match=r"layout: expected LATENT, or PagedCausalLM\(model, latent=False\), got"):
+        paged.allocate_kv_cache(8, layout="HND")
+    paged.check_kv_cache(paged.allocate_kv_cache(8, layout="LATENT"))
+    with pytest.raises(ValueError, match=r"kv_cache: expected latents: True, in layer 0, got"):
+        paged.check_kv_cache(KVCache(3, 8, 16, 1, R + P, value_head_size=R))
+    with pytest.raises(ValueError, match=r"kv_cache: expected heads, head size and value head size \(1, 40, 32\)"):
+        paged.check_kv_cache(KVCache(3, 8, 16, H, 24, value_head_size=12))
+    whole = PagedCausalLM(paged.model, latent=False)
+    with pytest.raises(ValueError, match=r"kv_cache: expected heads, head size and value head size"):
+        whole.check_kv_cache(paged.allocate_kv_cache(8))
