@@ -200,7 +200,7 @@ class Steps:
         assert self.paged.states is not None
         self.layers = self.paged.states.layers
         sizes = (self.paged.num_layers, 200, B, self.paged.num_kv_heads, self.paged.head_size)
-        values = {"value_head_size": self.paged.value_head_size}
+        values = {"value_head_size": self.paged.value_head_size, "layout": self.paged.layout}
         self.kv_cache = KVCache(*sizes, **values) if self.paged.num_layers else KVCache(1, 200, B, 1, 1)
         self.states = StateCache(self.paged.states.specs, num_slots)
         for tensor in self.states.tensors:

@@ -96,7 +96,7 @@ def test_tokens_equal_generate(name: str, latent: bool) -> None:
     sizes = (1, R + P, R) if latent else (H, 16 + P, 12)
     assert (paged.num_kv_heads, paged.head_size, paged.value_head_size) == sizes
     kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64)  # chunks of prompts, mixtures, prefixes, swaps
-    assert (kv_cache.layout is Layout.LATENT) == latent
+    assert (kv_cache.layout is Layout.LATENT) == (paged.layout is Layout.LATENT) == latent
     loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
     assert loop.generate(prompts(), GREEDY) == expected(name)
     assert loop.stats.cached_tokens > 0 and loop.stats.swapped_out > 0

@@ -90,6 +90,7 @@ class PagedCausalLM:
         pool_of_layer: the pool of each cache, if layers with different windows have pools of their own.
         num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache. Of latents
             they are 1, R + P and R.
+        layout: LATENT if the caches hold latents; None if they may have any other layout.
         states: the layers that keep state instead of keys; None if there are none.
         process_group: the ranks that run a step together, those of ``tp_plan="auto"`` and of the context; or None. All
             wrap it together; heads and caches are this rank's, and key/value heads fewer than ranks are repeated.
@@ -166,6 +167,7 @@ class PagedCausalLM:
             for spec, (window, chunk) in zip(probe.specs, reaches, strict=True)
         )
         self.num_layers = len(self.layers)
+        self.layout = Layout.LATENT if any(spec.latent for spec in self.layers) else None
         sizes = zip(*self.layers, strict=True) if self.layers else ((),) * len(CacheSpec._fields)
         self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
 
@@ -212,10 +214,6 @@ class PagedCausalLM:
                 self._wrapping.set_implementation(PROBE)
 
         return noise
-
-    @property
-    def _keeps_latents(self) -> bool:
-        return any(spec.latent for spec in self.layers)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -280,13 +278,12 @@ class PagedCausalLM:
             "value_head_size": self.value_head_size,
             "dtype": self.model.dtype if dtype is None else dtype,
             "device": device,
-            "layout": Layout.LATENT if self._keeps_latents else layout,
+            "layout": layout if self.layout is None else self.layout,
             "num_host_blocks": num_host_blocks,
             "spread": spread,
         }
-        if self._keeps_latents and layout is not None:
-            fits = Layout(layout) is Layout.LATENT
-            expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
+        fits = layout is None or self.layout is None or Layout(layout) is self.layout
+        expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
         whole = not (keep_all and spread.size > 1 and len(set(self.pool_of_layer)) > 1)
         expect(whole, "keep_all", "False with a context, as layers with a window are not spread", keep_all)
         if not keep_all and self.layers:
