@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_ops.features import conflicts
+from paged_ops.layouts import Layout
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
 
 # What a caller may ask of supports() besides an op's arguments: properties of the tensors.
@@ -43,6 +44,13 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     except NotImplementedError as error:
         return [str(error)]
     reasons = conflicts(features)
+    latent = features.get("layout") == Layout.LATENT
+    if latent and op == "reshape_and_cache":
+        reasons.append("layout: a cache of the LATENT layout is written by latent_cache_write")
+    if op == "latent_cache_write" and not latent and features.get("layout") is not None:
+        reasons.append(
+            "layout: latent_cache_write writes the LATENT layout, the others are written by reshape_and_cache"
+        )
     unsupported = getattr(module_of(key), "unsupported", None)
     if unsupported is not None:
         reasons += unsupported(op, device, features)

@@ -300,6 +300,32 @@ def test_values_are_checked_before_anything_is_written(where, argument, change, 
     unchanged(op, replaced(testing.case_named(op, case).inputs(), op, argument, change), message)
 
 
+LATENTS = {"layout": "LATENT", "head_size": 576, "value_head_size": 512, "num_kv_heads": 1}
+SUPPORT = [
+    ("paged_attention", "cpu", {}, []),
+    ("paged_attention_with_lse", "cuda", {"dtype": torch.bfloat16, "sinks": True}, []),
+    ("paged_attention", "rocm", {"cache_dtype": torch.float8_e4m3fnuz, "k_scale": True}, []),
+    ("gather_kv", "cuda", {}, []),
+    ("latent_cache_write", "cuda", {}, []),
+    ("paged_attention", "cpu", {"num_kv_heads": 2}, ["num_kv_heads: expected 1 in the LATENT layout, got 2"]),
+    ("paged_attention", "cpu", {"value_head_size": 600}, ["value_head_size: expected at most head_size = R + P = 576 in"]),
+    ("paged_attention", "cpu", {"value_cache": True}, ["value_cache: expected None, as the cache of the LATENT layout"]),
+    ("paged_attention", "cpu", {"v_scale": True}, ["v_scale: expected None, as the cache of the LATENT layout has one"]),
+    ("paged_attention", "cuda", {"head_size": 1088, "value_head_size": 1024}, ["value_head_size: at most 512 of a latent"]),
+    ("paged_attention", "cuda", {"head_size": 768}, ["head_size - value_head_size: at most 128 of a latent cache, got 256"]),
+    ("paged_attention", "xla", {}, ["the ragged kernel has no latent attention"]),
+    ("reshape_and_cache", "cpu", {}, ["layout: a cache of the LATENT layout is written by latent_cache_write"]),
+    ("latent_cache_write", "cpu", {"layout": "NHD", "value_head_size": None}, ["layout: latent_cache_write writes the"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "device", "asked", "reasons"), SUPPORT)
+def test_reasons_about_latents(op, device, asked, reasons):
+    got = paged_ops.supports(op, device, **(LATENTS | asked))
+    assert len(got) == len(reasons), got
+    assert all(mine.startswith(wanted) for mine, wanted in zip(got, reasons, strict=True)), got
+
+
 def test_swapping_a_cache_with_itself_checks_both_roles():
     cache = torch.arange(8.0).view(4, 2)
     before = cache.clone()
