@@ -17,15 +17,13 @@ def places(ranks, rank, dtype, columns):
     return reduce.Places(by_rank, gpu(R, dtype=torch.int32), gpu(1, dtype=torch.int32), rank)
 
 
-def sum_rows(ranks=2, rank=1, dtype=BF16, columns=C, norm=True, weight=None, **options):
+def sum_rows(ranks=2, rank=1, dtype=BF16, columns=C, weight=None, inner_eps=0.0, **options):
     def call():
         x, residual, summed, normed = (gpu(64, columns, dtype=dtype) for _ in range(4))
-        to = places(ranks, rank, dtype, columns) if ranks > 1 else None
-        if norm:
-            scale = gpu(columns, dtype=weight or dtype)
-            reduce.reduce_rows(x, residual, scale, summed, normed, to, eps=1e-5, **options)
-        else:
-            reduce.reduce_rows(x, None, None, summed, None, to, **options)
+        scale = gpu(columns, dtype=weight or dtype)
+        inner = gpu(columns, dtype=weight or dtype) if inner_eps else None
+        how = dict(eps=1e-5, inner_weight=inner, inner_eps=inner_eps, **options)
+        reduce.reduce_rows(x, residual, scale, summed, normed, places(ranks, rank, dtype, columns), **how)
 
     return call
 
@@ -61,7 +59,11 @@ def gather(ranks, rank, columns, parts):
 POLLS = {"cuda": (r"ld\.volatile\.global\S*\.v[24]\.b(32|64)",)}
 VARIANTS = [
     Variant("all-reduce 2 ranks, norm", sum_rows(rounds_first=True), POLLS),
-    Variant("all-reduce 8 ranks, float32 weight", sum_rows(8, 3, weight=F32, weight_offset=1.0), POLLS),
+    Variant(
+        "all-reduce 8 ranks, float32 weights, inner norm",
+        sum_rows(8, 3, weight=F32, weight_offset=1.0, inner_eps=1e-6),
+        POLLS,
+    ),
     Variant("all-reduce 4 ranks, two shots, float32", sum_rows(4, 0, F32, two_shot=True, columns=2880)),
     Variant("all-gather 2 ranks, 8 parts", gather(2, 0, 8016, 8), POLLS),
     Variant("merge of 2 ranks' parts, one token", merge_parts(tokens=1), POLLS),

@@ -27,6 +27,7 @@ KINDS = {
     "sum": dict(),
     "llama": dict(eps=1e-5, rounds_first=True),
     "gemma": dict(eps=1e-6, weight_offset=1.0),
+    "gemma2": dict(eps=1e-6, weight_offset=1.0, inner_eps=1e-4),  # what is added is normed, by the reversed weight
 }
 
 
@@ -46,6 +47,7 @@ def run(rank, places, dtype, kind, two_shot, pipe):
         for call, rows in enumerate(ROWS):
             parts, residual, weight = inputs(call, dtype)
             summed, normed = torch.empty(2, rows, C, dtype=dtype)
+            inner = {"inner_weight": weight.flip(0).contiguous()} if "inner_eps" in KINDS[kind] else {}
             time.sleep(0.02 * ((rank + call) % 2))  # now one is late, now another
             reduce.reduce_rows(
                 parts[rank],
@@ -57,6 +59,7 @@ def run(rank, places, dtype, kind, two_shot, pipe):
                 two_shot=two_shot,
                 programs=2,
                 **KINDS[kind],
+                **inner,
             )
             wide = torch.empty(rows, len(places.by_rank) * C, dtype=dtype)
             reduce.gather_columns(parts[rank], wide, places)  # the same places, at other turns
@@ -71,6 +74,7 @@ def run(rank, places, dtype, kind, two_shot, pipe):
     [
         (2, torch.float16, "llama", False),
         (2, torch.float32, "gemma", True),
+        (2, torch.float32, "gemma2", False),
         (4, torch.float16, "sum", True),
         (4, torch.float32, "llama", False),
     ],
@@ -101,17 +105,21 @@ def test_ranks_sum_what_they_send_each_other(W, dtype, kind, two_shot):
         for part in parts[1:W]:
             total = total + part.float()
         summed = total.to(dtype)
-        norm = KINDS[kind]
+        norm = dict(KINDS[kind])
+        inner_eps = norm.pop("inner_eps", None)
         want = [summed, None]
+        if inner_eps is not None:
+            summed = rms_norm(summed, weight.flip(0), **norm | {"eps": inner_eps})
         if kind != "sum":
             summed = residual + summed
             want = [summed, rms_norm(summed, weight, **norm)]
-        assert summed.isnan().sum() == 3
+        assert summed.isnan().sum() == (3 if inner_eps is None else C)  # of a row
         for rank in range(W):
             assert not isinstance(told[rank], str), told[rank]
             got = [None if each is None else torch.tensor(each, dtype=dtype) for each in told[rank][call]]
             assert torch.equal(got[2].nan_to_num(7), torch.cat(list(parts[:W]), -1).nan_to_num(7))
-            torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
+            error = dict(rtol=0, atol=0) if inner_eps is None else dict(rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[0], want[0], **error, equal_nan=True)
             if want[1] is not None:
                 torch.testing.assert_close(
                     got[1], want[1], rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5, equal_nan=True

@@ -23,17 +23,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_ops.parallel.reduce import (
-    DTYPES,
-    RowSums,
-    all_gather_columns,
-    all_reduce_add_norm,
-    rms_norm,
-    row_sums,
+from paged_ops.integrations.summed_layers import (
+    LayerSums,
+    Lookup,
+    Part,
+    SumNorm,
+    rows_of,
+    run_head,
+    run_last_norm,
+    run_layer_with_sums,
+    run_lookup,
+    run_part,
 )
+from paged_ops.parallel.reduce import DTYPES, RowSums, rms_norm, row_sums
 from paged_ops.parallel.tensor import is_sharded, local_of
 
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # of layers that norm what they add
 # The logits of so many rows are gathered in parts of so many columns.
 _GATHERED_ROWS, _LEAST_COLUMNS, _MOST_COLUMNS = 64, 512, 8192
 _LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
@@ -58,101 +64,6 @@ class Sums(NamedTuple):
     left: dict[str, str]
 
 
-class Part:
-    """This rank's part of a row-parallel product. ``sums``: the name of the sums by which it is summed, if alone."""
-
-    def __init__(self, linear: Any, sums: str | None) -> None:
-        self.weight, self.sums = local_of(linear.weight), sums
-        self.bias = None if linear.bias is None else local_of(linear.bias)
-        self.product: Callable[..., Tensor] = F.linear
-
-
-class Lookup:
-    """This rank's part of an embedding's rows, which begin at ``start``."""
-
-    def __init__(self, embedding: Any, rank: int, size: int, sums: str) -> None:
-        self.weight, self.sums = local_of(embedding.weight), sums
-        self.start = rank * -(-embedding.weight.shape[0] // size)
-
-
-class SumNorm:
-    """A sum over ranks with the residual add and the norm behind it."""
-
-    def __init__(self, norm: nn.Module, kind: dict[str, Any], sums: str) -> None:
-        self.weight: Any = norm.weight
-        self.eps, self.weight_offset, self.rounds_first = kind["eps"], kind["weight_offset"], kind["rounds_first"]
-        self.sums = sums
-
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return all_reduce_add_norm(x, residual, self.weight, self.eps, self.sums, self.weight_offset, self.rounds_first)
-
-
-class LayerSums(NamedTuple):
-    """Of one layer: the sums behind its attention and its mlp that are fused, and arguments that its attention gets
-    beside the layer's own."""
-
-    attention: SumNorm | None
-    mlp: SumNorm | None
-    extras: dict[str, Any]
-
-
-def run_layer_with_sums(layer: Any, hidden_states: Any, **kwargs: Any) -> Any:
-    """The forward of a decoder layer whose sums are fused: takes and gives ``[1, T, C]``, or the pair of residual
-    stream and normed rows."""
-    sums: LayerSums = layer.paged_sums
-    if isinstance(hidden_states, tuple):
-        residual, normed = hidden_states
-    else:
-        residual, normed = hidden_states, layer.input_layernorm(hidden_states)
-    attended = layer.self_attn(hidden_states=normed, **{**sums.extras, **kwargs})
-    if isinstance(attended, tuple):
-        attended = attended[0]
-    if sums.attention is None:
-        residual = residual + attended
-        normed = layer.post_attention_layernorm(residual)
-    else:
-        residual, normed = sums.attention(attended, residual)
-    out = layer.mlp(normed)
-    return residual + out if sums.mlp is None else sums.mlp(out, residual)
-
-
-def _run_part(linear: Any, x: Tensor) -> Tensor:
-    part: Part = linear.paged_part
-    out = part.product(x, part.weight)
-    if part.sums is None:
-        return out
-    out = torch.ops.paged_ops_parallel.all_reduce.default(out, part.sums)
-    return out if part.bias is None else out + part.bias
-
-
-def _run_head(linear: Any, x: Tensor) -> Tensor:
-    part: Part = linear.paged_part
-    out = part.product(x, part.weight)
-    assert part.sums is not None
-    return all_gather_columns(out if part.bias is None else out + part.bias, part.sums)
-
-
-def _run_lookup(embedding: Any, ids: Tensor) -> Tensor:
-    part: Lookup = embedding.paged_lookup
-    summed: Tensor = torch.ops.paged_ops_parallel.all_reduce.default(_rows_of(part, ids), part.sums)
-    return summed
-
-
-def _rows_of(part: Lookup, ids: Tensor) -> Tensor:
-    """The rows of ids that are here, zeros for the others."""
-    own = ids - part.start
-    here = (own >= 0) & (own < len(part.weight))
-    return torch.where(here[..., None], F.embedding(torch.where(here, own, 0), part.weight), 0)
-
-
-def _run_last_norm(norm: Any, hidden_states: Any) -> Tensor:
-    if isinstance(hidden_states, tuple):  # normed with the last layer's sum
-        last: Tensor = hidden_states[1]
-        return last
-    out: Tensor = type(norm).forward(norm, hidden_states)
-    return out
-
-
 class _Call(NamedTuple):
     """The last call of a module on trial."""
 
@@ -167,6 +78,14 @@ class _Layer:
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name = name
         self.layer: Any = layer
+        self.norms_first = all(isinstance(getattr(layer, name, None), nn.Module) for name in _INNER)
+        # behind the attention; and the norms of what is added
+        self.second: Any = (
+            self.layer.pre_feedforward_layernorm if self.norms_first else self.layer.post_attention_layernorm
+        )
+        self.inner: dict[str, Any] = {"self_attn": None, "mlp": None}
+        if self.norms_first:
+            self.inner = {"self_attn": layer.post_attention_layernorm, "mlp": layer.post_feedforward_layernorm}
         self.products = {"self_attn": _row_parallel(layer, "self_attn"), "mlp": _row_parallel(layer, "mlp")}
         self.against: dict[str, str] = {}
         self.extras: dict[str, Any] = {}
@@ -185,14 +104,13 @@ class _Layer:
             self.refuse("layer", "gets more by position than its hidden states")
             return
         self.input, self.output = own.args[0], own.output
-        parts: list[_Call] = []
-        for name in _PARTS:
-            call = calls.get(getattr(layer, name))
-            if call is None:
+        for name in _PARTS + _INNER * self.norms_first:
+            if getattr(layer, name) not in calls:
                 self.refuse("layer", f"did not call its {name}")
                 return
-            parts.append(call)
-        first, attention, second, mlp = parts
+        first, attention, second, mlp = (
+            calls[each] for each in (layer.input_layernorm, layer.self_attn, self.second, layer.mlp)
+        )
         given = dict(attention.kwargs)
         normed = given.pop("hidden_states", None)
         self.extras = {name: value for name, value in given.items() if name not in own.kwargs}
@@ -202,17 +120,26 @@ class _Layer:
             self.refuse("layer", "its attention does not get its input's norm, by name")
         elif not passed or any(value not in (None, False) for value in self.extras.values()):
             self.refuse("layer", "its attention gets other arguments than the layer")
-        elif not (len(second.args) == 1 and _equal(second.args[0], self.input, attended)):
+        elif not (
+            len(second.args) == 1 and _equal(second.args[0], self.input, self._added("self_attn", attended, calls))
+        ):
             self.refuse("layer", "its second norm is not that of its input and the attention's output")
         elif not (len(mlp.args) == 1 and not mlp.kwargs and mlp.args[0] is second.output):
             self.refuse("layer", "its mlp does not get the second norm")
-        elif not _equal(self.output, second.args[0], mlp.output):
+        elif not _equal(self.output, second.args[0], self._added("mlp", mlp.output, calls)):
             self.refuse("layer", "its output is not the residual stream and the mlp's output")
         for part, made in (("self_attn", attended), ("mlp", mlp.output)):
             linear = self.products[part]
             call = None if linear is None else calls.get(linear)
             if call is None or call.output is not made:
                 self.refuse(part, "its last product is not row-parallel, or not its output")
+
+    def _added(self, part: str, made: Any, calls: dict[nn.Module, _Call]) -> Any:
+        """What is added to the residual stream for what a part made; None if something else is normed."""
+        inner = self.inner[part]
+        if inner is None:
+            return made
+        return calls[inner].output if _is_called_with(calls[inner], made) else None
 
 
 class Watch:
@@ -242,7 +169,7 @@ class Watch:
         by_layer = {each.layer: each for each in self._layers}
         watched = {*self._summing, *by_layer, *self._heads}
         for layer in by_layer:
-            watched |= {getattr(layer, name) for name in _PARTS}
+            watched |= {getattr(layer, name) for name in _PARTS + _INNER if hasattr(layer, name)}
         watched |= {module for module, name in self._names.items() if name.rpartition(".")[2] in _LAST_NORMS}
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -270,7 +197,7 @@ class Watch:
         if not is_lookup and x.shape[-1] != weight.shape[1]:
             self._summing[linear] = "its input is not this rank's part"
             return
-        want = _rows_of(self._lookup(linear, ""), x) if is_lookup else F.linear(x, weight)
+        want = rows_of(self._lookup(linear, ""), x) if is_lookup else F.linear(x, weight)
         dist.all_reduce(want, group=self._group)
         if not is_lookup and linear.bias is not None:
             want = want + local_of(linear.bias)
@@ -296,13 +223,15 @@ class Watch:
                 self._summing[linear] = f"is of {linear.weight.dtype}"
         following = self._following()
         kinds: dict[nn.Module, Any] = {}
-        for norm in (*(each.layer.post_attention_layernorm for each in self._layers), *filter(None, following)):
-            if norm not in kinds:
+        norms: list[Any] = [norm for each in self._layers for norm in (each.second, *each.inner.values())]
+        norms += following
+        for norm in norms:
+            if norm is not None and norm not in kinds:
                 kinds[norm] = norm_kind(norm, dtype, device)
         plans = []
         for each, after in zip(self._layers, following, strict=True):
-            for part, norm in (("self_attn", each.layer.post_attention_layernorm), ("mlp", after)):
-                linear = each.products[part]
+            for part, norm in (("self_attn", each.second), ("mlp", after)):
+                linear, inner = each.products[part], each.inner[part]
                 if linear is not None and self._summing[linear]:
                     each.refuse(part, self._summing[linear])
                 if linear is not None and linear.bias is not None:
@@ -311,6 +240,8 @@ class Watch:
                     each.refuse(part, "what follows is not a layer or a norm that gets its output as it is")
                 elif kinds[norm] is None:
                     each.refuse(part, "the norm behind it is not an RMSNorm of a known kind")
+                elif inner is not None and (kinds[inner] or {}) | {"eps": 0} != kinds[norm] | {"eps": 0}:
+                    each.refuse(part, "the norms before and behind the add are of two kinds")
                 if not each.ran:
                     each.refuse(part, "did not run on trial")
                 plans.append((each, part, linear, norm))
@@ -331,15 +262,17 @@ class Watch:
             for plan, part, linear, norm in plans:
                 if plan is each and part not in each.against and linear is not None and norm is not None:
                     sums = self._sums(made, linear)
-                    done[part] = SumNorm(norm, kinds[norm], sums.name)
+                    inner = each.inner[part]
+                    inner_eps = 0.0 if inner is None else kinds[inner]["eps"]
+                    done[part] = SumNorm(norm, kinds[norm], sums.name, inner, inner_eps)
                     self._replace(wrapping, linear, None)
                     fused.append(self._names[linear])
             if "layer" not in each.against:  # then it takes the pair that another gives
-                of_layer = LayerSums(done["self_attn"], done["mlp"], each.extras)
+                of_layer = LayerSums(done["self_attn"], done["mlp"], each.norms_first, each.extras)
                 wrapping.set_attribute(each.layer, "paged_sums", of_layer)
                 wrapping.replace_forward(each.layer, _bound(run_layer_with_sums, each.layer))
         for norm in self._last:
-            wrapping.replace_forward(norm, _bound(_run_last_norm, norm))
+            wrapping.replace_forward(norm, _bound(run_last_norm, norm))
         reasons = {
             each.products[part]: why for each in self._layers for part, why in each.against.items() if part != "layer"
         }
@@ -350,7 +283,7 @@ class Watch:
             if fits and linear in self._lookups:
                 sums = self._sums(made, linear)
                 wrapping.set_attribute(linear, "paged_lookup", self._lookup(linear, sums.name))
-                wrapping.replace_forward(linear, _bound(_run_lookup, linear))
+                wrapping.replace_forward(linear, _bound(run_lookup, linear))
                 alone[name] = "it looks up a part of the vocabulary"
             elif fits:
                 self._replace(wrapping, linear, self._sums(made, linear).name)
@@ -365,7 +298,7 @@ class Watch:
         for (head, _), fits in zip(self._heads.items(), agreed[2], strict=True):
             if fits and dtype in DTYPES:
                 wrapping.set_attribute(head, "paged_part", Part(head, self._gathers(head).name))
-                wrapping.replace_forward(head, _bound(_run_head, head))
+                wrapping.replace_forward(head, _bound(run_head, head))
                 gathered.append(self._names[head])
         kind = next((each for each in made.values()), None)
         told = ("plain", "there are none") if kind is None else (kind.kind, kind.reason)
@@ -408,7 +341,7 @@ class Watch:
 
     def _replace(self, wrapping: Any, linear: Any, sums: str | None) -> None:
         wrapping.set_attribute(linear, "paged_part", Part(linear, sums))
-        wrapping.replace_forward(linear, _bound(_run_part, linear))
+        wrapping.replace_forward(linear, _bound(run_part, linear))
 
     def _agreed(self, *lists: Sequence[bool]) -> list[list[bool]]:
         """What holds on all ranks."""

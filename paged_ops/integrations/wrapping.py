@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paged_ops.integrations.probe import Attending
 from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.integrations.state_steps import StepStates
-from paged_ops.integrations.sums import run_layer_with_sums
+from paged_ops.integrations.summed_layers import run_layer_with_sums
 
 NAME = "paged_ops"  # of the attention implementation
 UNDO = "undo the wrapping by PagedCausalLM.unwrap()"

@@ -7,6 +7,7 @@ stream and its norm::
     summed = residual + s                                                    rounded to x's dtype
     normed = summed / sqrt(mean(summed²) + eps) * (weight_offset + weight)   in float32, rounded to x's dtype
 
+With an ``inner_weight`` it is the norm of s, by that weight and ``inner_eps``, that is added, as in Gemma-2.
 With ``rounds_first`` the quotient is rounded to x's dtype before it is multiplied, as Llama's norm does. So each number
 is rounded where a model that does these steps one by one rounds it. On GPUs that address each other's memory one
 kernel does all of it (:mod:`paged_ops.lowerings.gpu.reduce`); elsewhere the backend of the process group sums, in its
@@ -92,9 +93,12 @@ class RowSums:
         *,
         weight_offset: float = 0.0,
         rounds_first: bool = False,
+        inner_weight: Tensor | None = None,
+        inner_eps: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream with the sum over ranks of ``x [..., C]``, and its norm: see the module."""
-        return all_reduce_add_norm(x, residual, weight, eps, self.name, weight_offset, rounds_first)
+        inner = inner_weight, inner_eps
+        return all_reduce_add_norm(x, residual, weight, eps, self.name, weight_offset, rounds_first, *inner)
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' ``x [..., N·C]`` side by side, ``[..., W·N·C]``."""
@@ -145,10 +149,12 @@ def all_reduce_add_norm(
     sums: str,
     weight_offset: float = 0.0,
     rounds_first: bool = False,
+    inner_weight: Tensor | None = None,
+    inner_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """:meth:`RowSums.add_norm` by the name of the sums, as compiled code calls it."""
     op = torch.ops.paged_ops_parallel.all_reduce_add_norm.default
-    summed, normed = op(x, residual, weight, eps, sums, weight_offset, rounds_first)
+    summed, normed = op(x, residual, weight, eps, sums, weight_offset, rounds_first, inner_weight, inner_eps)
     return summed, normed
 
 
@@ -163,7 +169,7 @@ _LIBRARY.define("all_reduce(Tensor x, str sums) -> Tensor")
 _LIBRARY.define("all_gather_columns(Tensor x, str sums) -> Tensor")
 _LIBRARY.define(
     "all_reduce_add_norm(Tensor x, Tensor residual, Tensor weight, float eps, str sums, float weight_offset=0.,"
-    " bool rounds_first=False) -> (Tensor, Tensor)"
+    " bool rounds_first=False, Tensor? inner_weight=None, float inner_eps=0.) -> (Tensor, Tensor)"
 )
 
 
@@ -189,11 +195,17 @@ def _fake_add_norm(
     sums: str,
     weight_offset: float = 0.0,
     rounds_first: bool = False,
+    inner_weight: Tensor | None = None,
+    inner_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     _checked(x, sums)
     checks.tensor("residual", residual, x.shape, x.dtype, x.device, "[..., C]")
     checks.tensor("weight", weight, x.shape[-1:], x.dtype if rounds_first else DTYPES, x.device, "[C]")
     expect(eps >= 0, "eps", "0 or more", eps)
+    if inner_weight is not None:
+        kinds = weight.dtype if rounds_first else DTYPES
+        checks.tensor("inner_weight", inner_weight, x.shape[-1:], kinds, x.device, "[C]")
+    expect(inner_eps >= 0, "inner_eps", "0 or more", inner_eps)
     summed, normed = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     return summed, normed
 
@@ -227,9 +239,14 @@ def _add_norm_on_cpu(
     sums: str,
     weight_offset: float = 0.0,
     rounds_first: bool = False,
+    inner_weight: Tensor | None = None,
+    inner_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    _fake_add_norm(x, residual, weight, eps, sums, weight_offset, rounds_first)
-    summed = residual + _sum_on_cpu(x, sums)
+    _fake_add_norm(x, residual, weight, eps, sums, weight_offset, rounds_first, inner_weight, inner_eps)
+    part = _sum_on_cpu(x, sums)
+    if inner_weight is not None:
+        part = rms_norm(part, inner_weight, inner_eps, weight_offset, rounds_first)
+    summed = residual + part
     return summed, rms_norm(summed, weight, eps, weight_offset, rounds_first)
 
 
@@ -269,8 +286,8 @@ def _sum_on_cuda(x: Tensor, sums: str) -> Tensor:
     else:
         from paged_ops.lowerings.gpu import reduce as kernels
 
-        how = dict(two_shot=known.is_two_shot(rows))
-        kernels.reduce_rows(x.contiguous(), None, None, summed, None, known.places, **how)
+        two_shot = known.is_two_shot(rows)
+        kernels.reduce_rows(x.contiguous(), None, None, summed, None, known.places, two_shot=two_shot)
     return summed
 
 
@@ -282,18 +299,23 @@ def _add_norm_on_cuda(
     sums: str,
     weight_offset: float = 0.0,
     rounds_first: bool = False,
+    inner_weight: Tensor | None = None,
+    inner_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     from paged_ops.lowerings.gpu import reduce as kernels
 
-    summed, normed = _fake_add_norm(x, residual, weight, eps, sums, weight_offset, rounds_first)
+    inner = inner_weight, inner_eps
+    summed, normed = _fake_add_norm(x, residual, weight, eps, sums, weight_offset, rounds_first, *inner)
     known = _known[sums]
     rows, x, places = x.numel() // known.columns, x.contiguous(), known.places
     if places is None or rows > known.max_rows:
         x, places = x.clone(), None
         dist.all_reduce(x, group=known.group)
     norm: dict[str, Any] = dict(eps=eps, weight_offset=weight_offset, rounds_first=rounds_first)
-    how = dict(two_shot=places is not None and known.is_two_shot(rows))
-    kernels.reduce_rows(x, residual.contiguous(), weight.contiguous(), summed, normed, places, **norm, **how)
+    if inner_weight is not None:
+        norm |= dict(inner_weight=inner_weight.contiguous(), inner_eps=inner_eps)
+    norm["two_shot"] = places is not None and known.is_two_shot(rows)
+    kernels.reduce_rows(x, residual.contiguous(), weight.contiguous(), summed, normed, places, **norm)
     return summed, normed
 
 

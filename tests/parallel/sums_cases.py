@@ -62,6 +62,9 @@ def ops(rank: int, size: int, dtype: torch.dtype, columns: int = 64) -> Any:
             total = parts[rank].clone()
             dist.all_reduce(total)
             plain = residual + total
+            inner, _ = sums.add_norm(parts[rank], residual, weight, **kind, inner_weight=weight.flip(0), inner_eps=1e-3)
+            added = rms_norm(total, weight.flip(0), **kind | {"eps": 1e-3})
+            same &= torch.allclose(inner.float(), (residual + added).float(), rtol=2e-2, atol=2e-2)
             same &= device.type != "cpu" or torch.equal(summed, plain)
             same &= torch.allclose(normed.float(), rms_norm(summed, weight, **kind).float(), rtol=2e-2, atol=2e-2)
             if seed == 0:
@@ -86,6 +89,7 @@ def refusals(rank: int, size: int) -> Any:
         told(lambda: sums.add_norm(x, x, weight.half(), 1e-5, rounds_first=True)),
         told(lambda: sums.add_norm(x, x, weight, -1.0)),
         told(lambda: sums.gather(x[:, :7])),
+        told(lambda: sums.add_norm(x, x, weight, 1e-5, inner_weight=weight[:7])),
     ]
     sums.close()
     return [*results, told(lambda: add(x, x, weight, 1e-5, sums.name))]

@@ -31,6 +31,7 @@ def test_bad_calls_are_told(run_on):
         "weight: expected float32, got a float16 tensor",
         "eps: expected 0 or more, got -1.0",
         "x: expected a multiple of 8 columns, as its sums, got",
+        r"inner_weight: expected 8 in dimension 0 of \[C\]",
         "sums: expected the name of sums that row_sums made and nobody closed",
     ]
     for results in run_on("sums_cases.refusals", 2, 60):
@@ -77,7 +78,7 @@ PRODUCTS = {f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn
     [
         ("llama", True, False, {}),
         ("qwen3", True, False, {}),
-        ("gemma2", False, True, {}),  # its norms come before the adds
+        ("gemma2", True, False, {}),  # what it adds is normed
         ("gpt_oss", False, False, {}),  # transformers shards its vocabulary alone
         ("llama", False, True, {"attention_bias": True, "mlp_bias": True}),
     ],

@@ -69,6 +69,8 @@ def reduce_rows(
     eps: float = 0.0,
     weight_offset: float = 0.0,
     rounds_first: bool = False,
+    inner_weight: Tensor | None = None,
+    inner_eps: float = 0.0,
     two_shot: bool = False,
     programs: int | None = None,
     num_warps: int | None = None,
@@ -83,11 +85,11 @@ def reduce_rows(
     if not T:
         return
     how = weight_offset, rounds_first, two_shot, programs, num_warps, overlaps
-    dtypes = x.dtype, None if weight is None else weight.dtype, residual is not None
+    weights = None if weight is None else weight.dtype, None if inner_weight is None else inner_weight.dtype
     R, W, rank = (1, 1, 0) if places is None else (*places.by_rank[0].shape[1:3], places.rank)
-    launcher, most = _launcher(C, R, W, rank, *dtypes, how, x.device)
+    launcher, most = _launcher(C, R, W, rank, x.dtype, weights, residual is not None, how, x.device)
     shared = (None, None) if places is None else (places.turns, places.aborted, *places.by_rank)
-    launcher((min(T, most), 1, 1), (x, residual, weight, summed, normed, *shared), (T, eps))
+    launcher((min(T, most), 1, 1), (x, residual, weight, inner_weight, summed, normed, *shared), (T, eps, inner_eps))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,7 +99,7 @@ def _launcher(
     W: int,
     rank: int,
     dtype: torch.dtype,
-    weight: torch.dtype | None,
+    weights: tuple[torch.dtype | None, torch.dtype | None],
     adds: bool,
     how: tuple[Any, ...],
     device: torch.device,
@@ -120,7 +122,8 @@ def _launcher(
         "WEIGHT_OFFSET": weight_offset,
         "ROUNDS_FIRST": rounds_first,
         "ADDS": adds,
-        "NORMS": weight is not None,
+        "NORMS": weights[0] is not None,
+        "NORMS_SUM": weights[1] is not None,
         "num_warps": num_warps,
         **(target.overlap() if overlaps else {"PDL": False}),
     }
@@ -152,11 +155,29 @@ def _residency(target: Target, num_warps: int) -> dict[str, int]:
     return {"maxnreg": min(255, 65536 // (32 * num_warps * _PER_PROCESSOR))} if target.backend == "cuda" else {}
 
 
-@triton.jit(do_not_specialize=["T", "eps"])
+@triton.jit
+def _norm(
+    wide, scale, eps, C: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr, dtype: tl.constexpr
+):
+    """The RMSNorm of one row in float32, in ``dtype``."""
+    wide = wide * tl.rsqrt(tl.sum(wide * wide) / C + eps)
+    if ROUNDS_FIRST:
+        wide = wide.to(dtype).to(tl.float32)
+    if WEIGHT_OFFSET != 0.0:
+        wide = wide * (WEIGHT_OFFSET + scale.to(tl.float32))
+    else:
+        wide = wide * scale.to(tl.float32)
+    return wide.to(dtype)
+
+
+@triton.jit(do_not_specialize=["T", "eps", "inner_eps"])
 def reduce_kernel(
-    tensors,  # x, residual, summed, normed [T, C], weight [C], turns [R], aborted [1], places [2, R, W, C] by rank
+    # x, residual [T, C], weight, inner weight [C], summed, normed [T, C], turns [R], aborted [1], then the places
+    # [2, R, W, C] by rank
+    tensors,
     T,
     eps,
+    inner_eps,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     R: tl.constexpr,
@@ -167,18 +188,21 @@ def reduce_kernel(
     ROUNDS_FIRST: tl.constexpr,
     ADDS: tl.constexpr,
     NORMS: tl.constexpr,
+    NORMS_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p: rows p, p + P, ... of P programs."""
-    x, residual, weight, summed = tensors[0], tensors[1], tensors[2], tensors[3]
-    normed, turns, aborted = tensors[4], tensors[5], tensors[6]
-    PLACES: tl.constexpr = 7  # from this index on
+    x, residual, weight, inner_weight = tensors[0], tensors[1], tensors[2], tensors[3]
+    summed, normed, turns, aborted = tensors[4], tensors[5], tensors[6], tensors[7]
+    PLACES: tl.constexpr = 8  # from this index on
     dtype: tl.constexpr = x.dtype.element_ty
     c = tl.arange(0, BLOCK)
     live = c < C
     zero = tl.full([], 0, tl.int64)  # for addresses
     if NORMS:  # a weight: no kernel before this one writes it
         scale = tl.load(weight + c, mask=live, other=0.0)
+    if NORMS_SUM:
+        inner_scale = tl.load(inner_weight + c, mask=live, other=0.0)
     if PDL:
         gdc_wait()
 
@@ -222,19 +246,14 @@ def reduce_kernel(
         else:
             total = own
         result = total.to(dtype)
+        if NORMS_SUM:
+            result = _norm(result.to(tl.float32), inner_scale, inner_eps, C, WEIGHT_OFFSET, ROUNDS_FIRST, dtype)
         if ADDS:
             result = (left + result.to(tl.float32)).to(dtype)
         tl.store(summed + row, result, mask=live)
         if NORMS:
-            wide = result.to(tl.float32)
-            wide = wide * tl.rsqrt(tl.sum(wide * wide) / C + eps)
-            if ROUNDS_FIRST:
-                wide = wide.to(dtype).to(tl.float32)
-            if WEIGHT_OFFSET != 0.0:
-                wide = wide * (WEIGHT_OFFSET + scale.to(tl.float32))
-            else:
-                wide = wide * scale.to(tl.float32)
-            tl.store(normed + row, wide.to(dtype), mask=live)
+            rows = _norm(result.to(tl.float32), scale, eps, C, WEIGHT_OFFSET, ROUNDS_FIRST, dtype)
+            tl.store(normed + row, rows, mask=live)
     if PDL:
         gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
 
