@@ -51,6 +51,7 @@ def one_by_one(parts: Tensor, residual: Tensor, weight: Tensor, norm: dict[str, 
 
 
 def correct(bench: Bench) -> None:
+    inner_norms(bench)
     for dtype, columns in ((torch.bfloat16, C), (torch.float32, C), (torch.float16, 2880), (torch.bfloat16, 8192)):
         sums = row_sums(bench.group, columns, dtype, bench.device)
         bench.say(dtype, columns, sums.kind, sums.reason)
@@ -205,7 +206,25 @@ def reduce_rows(bench: Bench, rows: int, places: kernels.Places, shared: Tensor)
         timed("torch two_shot_all_reduce_", lambda: torch.ops.symm_mem.two_shot_all_reduce_(flat, "sum", group))
 
 
+def inner_norms(bench: Bench) -> None:
+    """What is added to the residual stream is normed, as in Gemma-2."""
+    sums, norm = row_sums(bench.group, C, torch.bfloat16, bench.device), NORMS["gemma"]
+    for rows in (1, 33, 300):
+        parts, residual, weight = inputs(bench, rows, rows, torch.bfloat16)
+        inner = weight.flip(0).contiguous()
+        got = sums.add_norm(parts[bench.rank], residual, weight, **norm, inner_weight=inner, inner_eps=1e-5)
+        total, _ = one_by_one(parts, torch.zeros_like(residual), weight, norm)
+        summed = residual + rms_norm(total, inner, **norm | {"eps": 1e-5})
+        wrong = [
+            float((summed != got[0]).float().mean()),
+            float((rms_norm(got[0], weight, **norm) != got[1]).float().mean()),
+        ]
+        bench.add(rows=rows, inner_norm=True, other_bits=wrong)
+        assert max(wrong) < 1e-3, wrong
+
+
 def gathers(bench: Bench) -> None:
+    inner_norms(bench)
     rows_here, dtype = 128256 // bench.size, torch.bfloat16
     columns = columns_of_parts(rows_here)
     assert columns is not None
