@@ -27,6 +27,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
+from triton.backends.nvidia.compiler import get_ptxas
 
 from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 
@@ -199,6 +200,22 @@ def unset_registers(kernel: Any) -> list[str]:
     return unset
 
 
+def serialized(kernel: Any) -> list[str]:
+    """What ptxas says of matrix instructions of warpgroups that it runs one after another, which takes up to twice the
+    time. Only kernels in Gluon are looked at: their warpgroups have registers of their own, which can be too few."""
+    text = kernel.asm.get("ptx", "")
+    if "setmaxnreg" not in text:
+        return []
+    tool = get_ptxas(90).path
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "kernel.ptx").write_text(text)
+        command = [tool, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.o"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    said = done.stderr
+    assert done.returncode == 0, said
+    return [line for line in said.splitlines() if "Potential Performance Loss" in line]
+
+
 def fingerprint(kernel: Any) -> str:
     """A hash of a kernel's assembly without its name, comments and empty lines."""
     text = (kernel.asm.get("ptx") or kernel.asm.get("amdgcn")).replace(kernel.metadata.name, "KERNEL")
@@ -230,6 +247,7 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
         "kernels": {kernel.metadata.name: spills(kernel) for kernel in launched},
         "shared": {kernel.metadata.name: kernel.metadata.shared for kernel in launched},
         "unset": {kernel.metadata.name: unset_registers(kernel)[:4] for kernel in launched if target == "cuda:90"},
+        "serialized": {kernel.metadata.name: serialized(kernel) for kernel in launched if target == "cuda:90"},
         "assembly": [(kernel.metadata.name, fingerprint(kernel)) for kernel in launched],
         "missing": [pattern for pattern in expected if not re.search(pattern, assembly)],
         "seconds": round(time.perf_counter() - start, 2),

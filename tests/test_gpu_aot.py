@@ -70,6 +70,9 @@ def found_wrong(row, variant, target):
     for kernel, unset in row["unset"].items():
         if unset:
             yield f"{row['name']}: {kernel} reads registers that nothing has set: {unset}"
+    for kernel, said in row["serialized"].items():
+        if said:
+            yield f"{row['name']}: {kernel}: {said}"
     for pattern in row["missing"]:
         yield f"{row['name']}: no {pattern} in its assembly"
     known = variant.spills.get(TRITON, 0) if target == "cuda:90" else 0

@@ -79,7 +79,7 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
     hopper = SimpleNamespace(serves=lambda *_: [], plan=plan)
     here = torch.device("cpu")
     monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, target.DEFAULT, "interpreter", 0, 0, 0))
-    monkeypatch.setattr(attention, "_hopper", lambda: hopper)
+    monkeypatch.setattr(attention, "_hopper", lambda: (hopper,))
     attention.forget()
     try:
         case = testing.case_named("paged_attention_with_lse", name)

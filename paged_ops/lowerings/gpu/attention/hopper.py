@@ -183,7 +183,7 @@ class HopperLaunch(Launch):
         if not self._described or self._copied or addresses[QUERY] & 15:
             return False
         key, value = self._described
-        descriptors = _moved(key, addresses[KEYS]), _moved(value, addresses[VALUES])
+        descriptors = moved(key, addresses[KEYS]), moved(value, addresses[VALUES])
         return self._launcher.at(self._grid, addresses, numbers, self._short, *descriptors)
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
@@ -212,7 +212,7 @@ def describe(cache: Tensor, spec: Spec, page: int) -> TensorDescriptor:
     return TensorDescriptor(groups, list(shape), list(groups.stride()), [page // 8, D // 64, 8, 64], layout)
 
 
-def _moved(described: dict[str, Any], address: int) -> TensorDescriptor:
+def moved(described: dict[str, Any], address: int) -> TensorDescriptor:
     """The same descriptor for a cache at another address; Triton's checks of new descriptors need not be repeated."""
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(described, base=Address(address))

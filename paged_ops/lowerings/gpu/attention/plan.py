@@ -239,20 +239,20 @@ def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
 
 
 def _kernels(target: Target) -> Iterator[ModuleType]:
-    """The kernels in order of preference; the Gluon kernel is imported only where it can run.
+    """The kernels in order of preference; those in Gluon are imported only where they can run.
 
     A module's ``serves(spec, target)`` gives the reasons against it. Its ``plan(spec, target, shapes)`` is what it
     launches for a batch, or None if the next kernel should take it. A new kernel is one more module here.
     """
     if target.has_hopper_gluon:
-        yield _hopper()
+        yield from _hopper()
     yield latent
     yield decode
     yield prefill
 
 
 @functools.cache
-def _hopper() -> ModuleType:
-    from paged_ops.lowerings.gpu.attention import hopper
+def _hopper() -> tuple[ModuleType, ...]:
+    from paged_ops.lowerings.gpu.attention import hopper, latent_hopper
 
-    return hopper
+    return hopper, latent_hopper
