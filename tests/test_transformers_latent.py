@@ -18,6 +18,7 @@ from test_transformers import generate_by_transformers, prompts  # noqa: E402
 from paged_ops.cache import KVCache  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
+from paged_ops.integrations import latent as latent_attention  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 from paged_ops.layouts import Layout  # noqa: E402
 
@@ -100,6 +101,28 @@ def test_tokens_equal_generate(name: str, latent: bool) -> None:
     loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
     assert loop.generate(prompts(), GREEDY) == expected(name)
     assert loop.stats.cached_tokens > 0 and loop.stats.swapped_out > 0
+
+
+@pytest.mark.parametrize("name", ["v3", "minicpm3"])
+def test_many_new_tokens_attend_by_keys_of_all_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedCausalLM(make_model(name))
+    chosen: list[bool] = []
+
+    def expands(T: int, S: int) -> bool:
+        chosen.append(S < T)
+        return S < T
+
+    monkeypatch.setattr(latent_attention, "expands", expands)
+    kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64)
+    loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
+    assert loop.generate(prompts(), GREEDY) == expected(name)
+    assert {True, False} == set(chosen)
+    assert loop.stats.cached_tokens > 0 and loop.stats.swapped_out > 0
+
+
+def test_when_keys_of_all_heads_are_made() -> None:
+    assert not any(latent_attention.expands(T, S) for T, S in ((1, 1), (511, 1), (512, 65), (2048, 512)))
+    assert all(latent_attention.expands(T, S) for T, S in ((512, 1), (512, 64), (8192, 1), (8192, 1024)))
 
 
 def test_the_texts_are_no_repetitions() -> None:

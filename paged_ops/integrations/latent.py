@@ -11,6 +11,11 @@ factors of the queries, and gates of the output, remains the model's own code::
 
 ``U_k [H, Dn, R]`` and ``U_v [H, Dv, R]`` are views of the weight of ``kv_b_proj``, not copies.
 
+A query and a key cost ``2 (2R + P)`` operations per head in this form, and ``2 (Dn + P + Dv)`` with the head's own key
+and value: 2176 against 640 in DeepSeek-V3. The latter must be made once per token, by ``2 R (Dn + Dv)`` operations. So
+in a step of many tokens these attend to each other by keys and values of all heads, and to the history absorbed;
+both merge. :func:`expands` is the rule, which sees sizes alone, as nothing may wait for the device.
+
 Letters: T tokens of the batch, H query heads, R latent size, P rotated size, Dn and Dv sizes of the heads' own keys
 (without the rotated part) and values. Source: DeepSeek-V2 (arXiv:2405.04434).
 """
@@ -24,8 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_ops.ops import latent_cache_write, paged_attention
+from paged_ops.ops import latent_cache_write, merge_attention_states, paged_attention, paged_attention_with_lse
 from paged_ops.parallel.tensor import is_sharded, local_of
+
+MANY_TOKENS = 512  # of a step
+_BY_POSITION = ("sliding_window", "attention_chunk", "bidirectional_ranges")  # not to be split into two attentions
 
 
 def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -70,6 +78,16 @@ def expanded(model: nn.Module) -> Iterator[None]:
             vars(module)["expand_kv"] = as_they_are
 
 
+def expands(T: int, S: int) -> bool:
+    """Whether a step of T tokens of S sequences makes keys and values of all heads for its own tokens.
+
+    With n tokens of a sequence it saves ``n (2R - Dn - Dv)`` operations per token and head, and costs
+    ``2 R (Dn + Dv)``, so it is worth it from n = 341 on in DeepSeek-V3. Which sequence has them is not known here; if
+    none has, that costs as much as without latents. A compiled step stays absorbed: it would be compiled twice.
+    """
+    return not torch.compiler.is_compiling() and T >= max(MANY_TOKENS, 8 * S)
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -77,7 +95,11 @@ def attend(
     rotated: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    *batch: Any,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    *,
     writes: bool,
     **features: Any,
 ) -> Tensor:
@@ -89,7 +111,7 @@ def attend(
         latent: ``[1, 1, T, R]``.
         rotated: ``[1, 1, T, P]``.
         kv_cache: ``[N, B, R + P]``.
-        batch, features: of :func:`paged_ops.paged_attention`.
+        block_tables, seq_lens, query_start_loc, scale, features: of :func:`paged_ops.paged_attention`.
         writes: whether this layer's latents are its own.
 
     Returns:
@@ -99,9 +121,37 @@ def attend(
     of_keys, of_values = _matrices(module)
     if writes:
         latent_cache_write(latent[0, 0], rotated[0, 0], kv_cache, slot_mapping)
-    absorbed = torch.cat((query[0, :, :, :Dn] @ of_keys, query[0, :, :, Dn:]), -1)
-    out = paged_attention(absorbed.transpose(0, 1), kv_cache, *batch, value_head_size=R, **features)
-    return (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)[None]
+    heads = query[0].transpose(0, 1)
+    absorbed = torch.cat((query[0, :, :, :Dn] @ of_keys, query[0, :, :, Dn:]), -1).transpose(0, 1)
+    options: dict[str, Any] = {"value_head_size": R}
+
+    def expand(out: Tensor) -> Tensor:
+        return (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)
+
+    by_position = [features[name] for name in _BY_POSITION]
+    if (
+        not writes
+        or any(each is not None and each != 0 for each in by_position)
+        or not expands(len(heads), len(seq_lens))
+    ):
+        batch = block_tables, seq_lens, query_start_loc, scale
+        return expand(paged_attention(absorbed, kv_cache, *batch, **options, **features))[None]
+    features = {name: value for name, value in features.items() if name not in _BY_POSITION}
+    own = _own_tokens(type(module).expand_kv(module, latent, rotated), heads, query_start_loc, scale, features)
+    lens = seq_lens - query_start_loc.diff()
+    options |= {"causal": False, "soft_cap": features["soft_cap"]}
+    out, lse = paged_attention_with_lse(absorbed, kv_cache, block_tables, lens, query_start_loc, scale, **options)
+    return merge_attention_states(*own, expand(out), lse)[0][None]
+
+
+def _own_tokens(
+    states: tuple[Tensor, Tensor], query: Tensor, query_start_loc: Tensor, scale: float, features: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Attention of the step's tokens to each other, and its lse: the tokens are read as blocks of one."""
+    key, value = (each[0].transpose(0, 1)[:, None] for each in states)
+    rows = torch.arange(len(query), dtype=torch.int32, device=query.device)
+    tables, lens = query_start_loc[:-1, None] + rows, query_start_loc.diff()
+    return paged_attention_with_lse(query, key, tables, lens, query_start_loc, scale, value_cache=value, **features)
 
 
 def _matrices(module: Any) -> tuple[Tensor, Tensor]:
