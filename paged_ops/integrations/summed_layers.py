@@ -103,7 +103,7 @@ def run_head(linear: Any, x: Tensor) -> Tensor:
 
 
 def run_lookup(embedding: Any, ids: Tensor) -> Tensor:
-    part: Lookup = embedding.paged_lookup
+    part: Lookup = embedding.paged_part
     summed: Tensor = torch.ops.paged_ops_parallel.all_reduce.default(rows_of(part, ids), part.sums)
     return summed
 

@@ -71,6 +71,10 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
     output: Any
 
+    @property
+    def first(self) -> Any:
+        return self.args[0] if self.args else None
+
 
 class _Layer:
     """What one decoder layer did on trial, and what speaks against fusing its two sums."""
@@ -126,7 +130,7 @@ class _Layer:
             self.refuse("layer", "its second norm is not that of its input and the attention's output")
         elif not (len(mlp.args) == 1 and not mlp.kwargs and mlp.args[0] is second.output):
             self.refuse("layer", "its mlp does not get the second norm")
-        elif not _equal(self.output, second.args[0], self._added("mlp", mlp.output, calls)):
+        elif not _equal(self.output, second.first, self._added("mlp", mlp.output, calls)):
             self.refuse("layer", "its output is not the residual stream and the mlp's output")
         for part, made in (("self_attn", attended), ("mlp", mlp.output)):
             linear = self.products[part]
@@ -140,6 +144,17 @@ class _Layer:
         if inner is None:
             return made
         return calls[inner].output if _is_called_with(calls[inner], made) else None
+
+
+class _Plan(NamedTuple):
+    """A sum that may be fused with the norm behind it."""
+
+    layer: _Layer
+    part: str  # "self_attn" or "mlp"
+    linear: Any
+    norm: Any
+    kind: Any  # of the norm
+    inner_eps: float
 
 
 class Watch:
@@ -162,6 +177,7 @@ class Watch:
         self._last: list[nn.Module] = []
         head = model.get_output_embeddings()
         is_split = type(head) is nn.Linear and _is_split(head, 0) and not head.weight.shape[0] % group.size()
+        is_split = is_split and head.weight.dtype == model.dtype in DTYPES
         is_split = is_split and columns_of_parts(len(local_of(head.weight))) is not None
         self._heads: dict[nn.Module, bool] = {head: False} if is_split else {}  # whether they give all columns
 
@@ -190,8 +206,11 @@ class Watch:
 
     def _check(self, linear: Any) -> None:
         """Whether the product is this rank's part summed over ranks. A collective: the same on all ranks."""
-        x, output = self._calls[linear].args[0], self._calls[linear].output
-        if self._summing[linear] or not isinstance(x, Tensor):
+        x, output = self._calls[linear].first, self._calls[linear].output
+        if self._summing[linear]:
+            return
+        if not isinstance(x, Tensor):
+            self._summing[linear] = "its input is no tensor, or given by name"
             return
         weight, is_lookup = local_of(linear.weight), linear in self._lookups
         if not is_lookup and x.shape[-1] != weight.shape[1]:
@@ -206,7 +225,9 @@ class Watch:
 
     def _check_head(self, linear: Any) -> None:
         """Whether the product is that of all ranks' rows. A collective: the same on all ranks."""
-        x, output = self._calls[linear].args[0], self._calls[linear].output
+        x, output = self._calls[linear].first, self._calls[linear].output
+        if not isinstance(x, Tensor):
+            return
         bias = None if linear.bias is None else local_of(linear.bias)
         own = F.linear(x, local_of(linear.weight), bias)
         every = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -215,94 +236,102 @@ class Watch:
 
     def fuse(self, wrapping: Any) -> Sums:
         """Changes the model, as a :class:`paged_ops.integrations.wrapping.Wrapping` then undoes."""
+        plans = self._plans()
+        fit, alone_fit, heads_fit = self._agreed(
+            [not (plan.layer.against.get("layer") or plan.layer.against.get(plan.part)) for plan in plans],
+            [not why for why in self._summing.values()],
+            list(self._heads.values()),
+        )
+        for plan, fits in zip(plans, fit, strict=True):
+            if not fits:
+                plan.layer.refuse(plan.part, plan.layer.against.get("layer", "another rank cannot"))
+        made: dict[int, RowSums] = {}
+        fused = self._fuse_layers(wrapping, [plan for plan, fits in zip(plans, fit, strict=True) if fits], made)
+        alone, left = self._sum_others(wrapping, set(fused), alone_fit, made)
+        gathered = []
+        for head, fits in zip(self._heads, heads_fit, strict=True):
+            if fits:
+                self._replace(wrapping, head, run_head, Part(head, self._gathers(made, head).name))
+                gathered.append(self._names[head])
+        sums = next(iter(made.values()), None)
+        told = ("plain", "there are none") if sums is None else (sums.kind, sums.reason)
+        return Sums(*told, tuple(fused), alone, tuple(gathered), left)
+
+    def _plans(self) -> list[_Plan]:
+        """What could be fused; what speaks against it is noted at the layers."""
         dtype, device = self._model.dtype, self._model.device
         for linear in self._summing:
             if linear not in self._calls:
                 self._summing[linear] = "did not run on trial"
             elif dtype not in DTYPES or linear.weight.dtype != dtype:
                 self._summing[linear] = f"is of {linear.weight.dtype}"
-        following = self._following()
-        kinds: dict[nn.Module, Any] = {}
-        norms: list[Any] = [norm for each in self._layers for norm in (each.second, *each.inner.values())]
-        norms += following
-        for norm in norms:
-            if norm is not None and norm not in kinds:
-                kinds[norm] = norm_kind(norm, dtype, device)
+        kind_of = functools.cache(functools.partial(norm_kind, dtype=dtype, device=device))
         plans = []
-        for each, after in zip(self._layers, following, strict=True):
+        for each, after in zip(self._layers, self._following(), strict=True):
             for part, norm in (("self_attn", each.second), ("mlp", after)):
                 linear, inner = each.products[part], each.inner[part]
                 if linear is not None and self._summing[linear]:
                     each.refuse(part, self._summing[linear])
                 if linear is not None and linear.bias is not None:
                     each.refuse(part, "its last product has a bias")
+                kind = None if norm is None else kind_of(norm)
+                inner_kind = None if inner is None else kind_of(inner)
                 if norm is None:
                     each.refuse(part, "what follows is not a layer or a norm that gets its output as it is")
-                elif kinds[norm] is None:
+                elif kind is None:
                     each.refuse(part, "the norm behind it is not an RMSNorm of a known kind")
-                elif inner is not None and (kinds[inner] or {}) | {"eps": 0} != kinds[norm] | {"eps": 0}:
+                elif inner is not None and (inner_kind or {}) | {"eps": 0} != kind | {"eps": 0}:
                     each.refuse(part, "the norms before and behind the add are of two kinds")
-                if not each.ran:
+                if not each.ran or linear is None:
                     each.refuse(part, "did not run on trial")
-                plans.append((each, part, linear, norm))
-        agreed = self._agreed(
-            [not (plan[0].against.get("layer") or plan[0].against.get(plan[1])) for plan in plans],
-            [not why for why in self._summing.values()],
-            list(self._heads.values()),
-        )
-        for (each, part, *_), fits in zip(plans, agreed[0], strict=True):
-            if not fits:
-                each.refuse(part, each.against.get("layer", "another rank cannot"))
-        made: dict[int, RowSums] = {}
+                plans.append(_Plan(each, part, linear, norm, kind, 0.0 if inner_kind is None else inner_kind["eps"]))
+        return plans
+
+    def _fuse_layers(self, wrapping: Any, plans: list[_Plan], made: dict[int, RowSums]) -> list[str]:
+        """The names of the products whose sums are fused."""
         fused: list[str] = []
-        alone: dict[str, str] = {}
-        left: dict[str, str] = {}
         for each in self._layers:
             done: dict[str, SumNorm | None] = {"self_attn": None, "mlp": None}
-            for plan, part, linear, norm in plans:
-                if plan is each and part not in each.against and linear is not None and norm is not None:
-                    sums = self._sums(made, linear)
-                    inner = each.inner[part]
-                    inner_eps = 0.0 if inner is None else kinds[inner]["eps"]
-                    done[part] = SumNorm(norm, kinds[norm], sums.name, inner, inner_eps)
-                    self._replace(wrapping, linear, None)
-                    fused.append(self._names[linear])
-            if "layer" not in each.against:  # then it takes the pair that another gives
+            for plan in plans:
+                if plan.layer is each:
+                    sums = self._sums(made, plan.linear).name
+                    done[plan.part] = SumNorm(plan.norm, plan.kind, sums, each.inner[plan.part], plan.inner_eps)
+                    self._replace(wrapping, plan.linear, run_part, Part(plan.linear, None))
+                    fused.append(self._names[plan.linear])
+            if plans and "layer" not in each.against:  # then it takes the pair that another gives
                 of_layer = LayerSums(done["self_attn"], done["mlp"], each.norms_first, each.extras)
                 wrapping.set_attribute(each.layer, "paged_sums", of_layer)
                 wrapping.replace_forward(each.layer, _bound(run_layer_with_sums, each.layer))
         for norm in self._last:
             wrapping.replace_forward(norm, _bound(run_last_norm, norm))
+        return fused
+
+    def _sum_others(
+        self, wrapping: Any, fused: set[str], fit: list[bool], made: dict[int, RowSums]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """What is summed alone, and what is left to transformers, with the reasons."""
+        alone: dict[str, str] = {}
+        left: dict[str, str] = {}
         reasons = {
             each.products[part]: why for each in self._layers for part, why in each.against.items() if part != "layer"
         }
-        for (linear, why), fits in zip(self._summing.items(), agreed[1], strict=True):
-            name = self._names[linear]
+        for (module, why), fits in zip(self._summing.items(), fit, strict=True):
+            name = self._names[module]
             if name in fused:
                 continue
-            if fits and linear in self._lookups:
-                sums = self._sums(made, linear)
-                wrapping.set_attribute(linear, "paged_lookup", self._lookup(linear, sums.name))
-                wrapping.replace_forward(linear, _bound(run_lookup, linear))
-                alone[name] = "it looks up a part of the vocabulary"
-            elif fits:
-                self._replace(wrapping, linear, self._sums(made, linear).name)
-                alone[name] = reasons.get(linear, "it is not the last product of a layer that is known")
-            else:
+            if not fits:
                 left[name] = why or "another rank cannot"
+            elif module in self._lookups:
+                self._replace(wrapping, module, run_lookup, self._lookup(module, self._sums(made, module).name))
+                alone[name] = "it looks up a part of the vocabulary"
+            else:
+                self._replace(wrapping, module, run_part, Part(module, self._sums(made, module).name))
+                alone[name] = reasons.get(module, "it is not the last product of a layer that is known")
         for module, name in self._names.items():
             has_forward = "forward" in vars(module) and module not in self._summing
             if is_sharded(module) and has_forward and not isinstance(module, nn.Linear):
                 left[name] = f"it is no linear layer but {type(module).__name__}"
-        gathered = []
-        for (head, _), fits in zip(self._heads.items(), agreed[2], strict=True):
-            if fits and dtype in DTYPES:
-                wrapping.set_attribute(head, "paged_part", Part(head, self._gathers(head).name))
-                wrapping.replace_forward(head, _bound(run_head, head))
-                gathered.append(self._names[head])
-        kind = next((each for each in made.values()), None)
-        told = ("plain", "there are none") if kind is None else (kind.kind, kind.reason)
-        return Sums(*told, tuple(fused), alone, tuple(gathered), left)
+        return alone, left
 
     def _following(self) -> list[Any]:
         """For each layer the norm behind it: the next layer's first, or the last one."""
@@ -331,17 +360,18 @@ class Watch:
             made[columns] = row_sums(self._group, columns, self._model.dtype, self._model.device)
         return made[columns]
 
-    def _gathers(self, head: Any) -> RowSums:
+    def _gathers(self, made: dict[int, RowSums], head: Any) -> RowSums:
         """For the logits of so many rows; more go through the backend."""
         rows = len(local_of(head.weight))
         columns = columns_of_parts(rows)
         assert columns is not None
-        size = rows // columns
-        return row_sums(self._group, columns, self._model.dtype, self._model.device, max_rows=_GATHERED_ROWS * size)
+        most = _GATHERED_ROWS * (rows // columns)
+        made[-1] = row_sums(self._group, columns, self._model.dtype, self._model.device, max_rows=most)
+        return made[-1]
 
-    def _replace(self, wrapping: Any, linear: Any, sums: str | None) -> None:
-        wrapping.set_attribute(linear, "paged_part", Part(linear, sums))
-        wrapping.replace_forward(linear, _bound(run_part, linear))
+    def _replace(self, wrapping: Any, module: nn.Module, run: Callable[..., Any], part: Part | Lookup) -> None:
+        wrapping.set_attribute(module, "paged_part", part)
+        wrapping.replace_forward(module, _bound(run, module))
 
     def _agreed(self, *lists: Sequence[bool]) -> list[list[bool]]:
         """What holds on all ranks."""

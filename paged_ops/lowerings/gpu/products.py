@@ -37,8 +37,8 @@ def use_overlapping_products(model: nn.Module) -> int:
     """
     found = 0
     for module in model.modules():
-        part = getattr(module, "paged_part", None)  # of a row-parallel product
-        if part is not None and (part.bias is None or part.sums is not None) and _weight_serves(part.weight):
+        part: Any = getattr(module, "paged_part", None)  # of a row-parallel product
+        if hasattr(part, "product") and (part.bias is None or part.sums is not None) and _weight_serves(part.weight):
             part.product = linear
             found += 1
             continue
