@@ -128,13 +128,10 @@ def attend(
     def expand(out: Tensor) -> Tensor:
         return (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)
 
-    by_position = [features[name] for name in _BY_POSITION]
-    if (
-        not writes
-        or any(each is not None and each != 0 for each in by_position)
-        or not expands(len(heads), len(seq_lens))
-    ):
-        batch = block_tables, seq_lens, query_start_loc, scale
+    splits = writes and not (features["sliding_window"] or features["attention_chunk"])
+    splits = splits and features["bidirectional_ranges"] is None
+    if not (splits and expands(len(heads), len(seq_lens))):
+        batch: tuple[Any, ...] = block_tables, seq_lens, query_start_loc, scale
         return expand(paged_attention(absorbed, kv_cache, *batch, **options, **features))[None]
     features = {name: value for name, value in features.items() if name not in _BY_POSITION}
     own = _own_tokens(type(module).expand_kv(module, latent, rotated), heads, query_start_loc, scale, features)
