@@ -100,7 +100,7 @@ def make_parts(size: int, T: int, heads: int, dtype: torch.dtype, seed: int, dev
 
 def exchange_is_right(run: Run) -> None:
     worst, agree = 0.0, True
-    count = 0
+    wrong = count = 0
     for context, dtype in ((run.context, BF16), (run.wide, torch.float32), (run.by_collectives, BF16)):
         for T, heads in ((1, 32), (8, 32), (64, 32), (3, 5), (128, 32), (200, 32)):
             for seed in range(6):
@@ -109,8 +109,7 @@ def exchange_is_right(run: Run) -> None:
                 want, total = truth_of(parts, lses)
                 error = float((out.double() - want).abs().max()) / (4e-6 if dtype is torch.float32 else 0.032)
                 worst = max(worst, error)
-                assert error < 1.0, (context.exchange.how, T, heads, seed, error)
-                assert torch.allclose(lse.double(), total, atol=1e-5)
+                wrong += not (error < 1.0 and torch.allclose(lse.double(), total, atol=1e-5))
                 agree &= run.all_agree(out) and run.all_agree(lse)
                 count += 1
             own = heads // run.size
@@ -118,13 +117,15 @@ def exchange_is_right(run: Run) -> None:
                 parts, lses = make_parts(run.size, T, heads, dtype, 99, run.device)
                 out, _ = context.exchange.of_own_heads(parts[run.rank], lses[run.rank])
                 want = truth_of(parts, lses)[0][:, run.rank * own : (run.rank + 1) * own]
-                assert float((out.double() - want).abs().max()) < (4e-6 if dtype is torch.float32 else 0.032)
-    assert agree
+                wrong += not float((out.double() - want).abs().max()) < (4e-6 if dtype is torch.float32 else 0.032)
+    wrong = sum(run.bench.every(wrong))  # a rank that raised before would leave the others waiting
     how = [each.exchange.how for each in (run.context, run.wide, run.by_collectives)]
     run.note(
         "exchange is right",
-        {"how": how, "cases": count, "worst part of the limit": round(worst, 3), "same_bits": agree},
+        {"how": how, "cases": count, "wrong": wrong, "part of the limit": round(worst, 3), "same_bits": agree},
     )
+    assert agree
+    assert not wrong
 
 
 def captured_exchange(run: Run) -> None:
@@ -153,8 +154,9 @@ def captured_exchange(run: Run) -> None:
             close = (results[at][0].double() - want).abs().max() <= torch.finfo(BF16).eps * 4 * (1.0 + at)
             wrong += int(not close)
             count += 1
-    assert wrong == 0, wrong
+    wrong = sum(run.bench.every(wrong))
     run.note("captured exchange", {"replays": 600, "checked": count, "wrong": wrong})
+    assert not wrong
 
 
 class Long:
@@ -217,7 +219,7 @@ def attention(run: Run, S: int, longest: int) -> None:
     alone, of_one = capture(data.alone, CALLS)
     together, of_all = capture(lambda n: data.together(n, run.context), CALLS)
     chooser = torch.Generator().manual_seed(7)
-    worst = worst_alone = 0.0
+    worst = worst_alone = difference = 0.0
     agree = True
     for n in range(10):
         lens = [int(longest ** float(torch.rand(1, generator=chooser))) - 1 for _ in range(S)]
@@ -233,11 +235,10 @@ def attention(run: Run, S: int, longest: int) -> None:
         scale = max(float(want.abs().max()), 0.05)
         worst = max(worst, float((of_all[at][s].double() - want).abs().max()) / scale)
         worst_alone = max(worst_alone, float((of_one[at][s].double() - want).abs().max()) / scale)
-        difference = (of_all[at].float() - of_one[at].float()).abs().max() / scale
-        assert float(difference) < 0.1, (lens, float(difference))
+        difference = max(difference, float((of_all[at].float() - of_one[at].float()).abs().max()) / scale)
         agree &= run.all_agree(of_all[at])
-    assert worst < max(2 * worst_alone, 0.01), (worst, worst_alone)
-    assert agree
+    told = run.bench.every((difference, worst, worst_alone, agree))
+    assert all(a < 0.1 and b < max(2 * c, 0.01) and d for a, b, c, d in told), told
     data.set([longest] * S)
     us = {"one GPU": timed(run, alone, CALLS), "together, symmetric memory": timed(run, together, CALLS)}
     part, _ = capture(data.part, CALLS)
@@ -343,9 +344,10 @@ def every_kind(run: Run) -> None:
                     out.append(attend(query, *own, cache, *batch))
             one, spread_over = (float((each.double() - truth).abs().max()) for each in out)
             largest = float(values.float().abs().max())
-            assert spread_over <= 2 * one + torch.finfo(dtype).eps * largest, (name, dtype, spread_over, one)
-            assert not out[1][sum(query_lens) :].any()
-            assert run.all_agree(out[1]), name
+            agree = run.all_agree(out[1])
+            within = spread_over <= 2 * one + torch.finfo(dtype).eps * largest
+            padded = not out[1][sum(query_lens) :].any()
+            assert all(run.bench.every(within and padded and agree)), (name, dtype, spread_over, one, padded, agree)
             worst.setdefault(name, {})[str(dtype)[6:]] = round(spread_over, 8)
             worst[name][f"{str(dtype)[6:]}, one GPU"] = round(one, 8)
     run.note("every kind of batch: errors against float64", {"errors": worst})
