@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -74,79 +74,106 @@ def check_cases(part: int, parts: int) -> Iterator[dict[str, Any]]:
             yield {**record, "right": False, "error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def settings(kind: str, heads: list[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Heads, rows of a tile, and the numbers of a variant."""
-    for rows, variants in VARIANTS[kind].items():
-        for H in HEADS_OF_ROWS[rows]:
-            for numbers in variants if H in heads else ():
-                yield H, rows, numbers
+class Job(NamedTuple):
+    """A case, and the tiles that it is timed with; None is what is configured."""
+
+    kind: str  # of the cache's elements
+    H: int
+    B: int
+    batch: str
+    tiles: tuple[tuple[int, tuple[int, ...]] | None, ...]  # rows and numbers
+
+    @property
+    def case(self) -> cases.Case:
+        return self.with_batch(self.batch, cases.LATENT[self.batch])
+
+    def with_batch(self, name: str, seqs: cases.Seqs) -> cases.Case:
+        stored = cases.FP8 if self.kind == "fp8" else None
+        word = " fp8" if stored else ""
+        sizes = {**cases.LATENT_SIZES, "block_size": self.B, "cache_dtype": stored}
+        return cases.Case("latent", f"{name} block {self.B}{word}", tuple(seqs), self.H, 1, **sizes)
 
 
-def choose(kind: str, rows: int, numbers: tuple[int, ...] | None, configured: dict[str, Any]) -> None:
-    """Use these numbers, for tiles of so many rows; None: as configured."""
+def all_jobs(kind: str, heads: list[int], blocks: list[int], match: str) -> list[Job]:
+    """Every tile on every batch."""
+
+    def tiles(H: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        return tuple((rows, each) for rows, them in VARIANTS[kind].items() if H in HEADS_OF_ROWS[rows] for each in them)
+
+    batches = [name for name in cases.LATENT if match in name]
+    return [Job(kind, H, B, name, (None, *tiles(H))) for B in blocks for H in heads for name in batches]
+
+
+def quick_jobs() -> list[Job]:
+    """What is configured, the most important first, and few tiles of 16 rows."""
+    few: Any = tuple((16, numbers) for numbers in ((32, 4, 5, 2), (32, 4, 5, 2, 4), (64, 4, 5, 1)))
+    fp8: Any = tuple((16, numbers) for numbers in ((32, 4, 5, 2, 4), (32, 4, 5, 3, 4)))
+    jobs = [
+        Job("16bit", H, 64, name, (None, *(few if H == 16 else ()))) for H in (16, 32, 128) for name in cases.LATENT
+    ]
+    jobs += [Job("16bit", H, 16, name, (None,)) for H in (16, 32, 128) for name in cases.LATENT]
+    jobs += [Job("16bit", 64, 64, name, (None,)) for name in cases.LATENT]
+    names = ("64x4096", "ragged128")
+    jobs += [Job("fp8", 16, 64, name, (None, *fp8)) for name in names]
+    jobs += [Job("fp8", 128, 64, name, (None, (64, (32, 8, 1, 1)))) for name in names]
+    return jobs + [Job("16bit", 64, 16, name, (None,)) for name in cases.LATENT]
+
+
+def choose(kind: str, tile: tuple[int, tuple[int, ...]] | None, configured: dict[str, Any]) -> None:
+    """Use these numbers for tiles of so many rows; None: as configured."""
     tree = target_of(torch.device(DEVICE, torch.cuda.current_device())).tiles
     tree["latent"] = json.loads(json.dumps(configured))
     plan._kernels = KERNELS
-    if numbers is not None:  # as the largest tile, of the Triton kernel on Hopper, too
+    if tile is not None:  # as the largest tile, of the Triton kernel on Hopper, too
+        rows, numbers = tile
         tree["latent"][kind] = {str(rows): list(numbers)}
         plan._kernels = lambda target: iter((latent,))
     tune.forget()
 
 
-def of_kind(kind: str) -> dict[str, Any]:
-    return {**cases.LATENT_SIZES, "cache_dtype": cases.FP8 if kind == "fp8" else None}
-
-
-def warm(kind: str, heads: list[int], blocks: list[int], part: int, parts: int) -> None:
+def warm(jobs: list[Job], part: int, parts: int) -> None:
     """Compile a share of what ``times`` launches, for Triton's cache on disk."""
     configured = target_of(torch.device(DEVICE, torch.cuda.current_device())).tiles["latent"]
-    todo = [(*setting, B, S) for setting in settings(kind, heads) for B in blocks for S in (8, 128)]
-    for H, rows, numbers, B, S in todo[part::parts]:
-        case = cases.Case("latent", "warm", cases.decode(S, 64), H, 1, block_size=B, **of_kind(kind))
-        choose(kind, rows, numbers, configured)
+    todo = {
+        (job._replace(batch=""), tile, S): None
+        for job in jobs
+        for tile in job.tiles
+        for S in (128 if len(job.case.seqs) > 64 else 8,)
+    }
+    for job, tile, S in [(each._replace(tiles=()), *rest) for each, *rest in list(todo)[part::parts]]:
+        case = job.with_batch("warm", cases.decode(S, 64))
+        choose(job.kind, tile, configured)
         (inputs, *_) = cases.make_inputs(case, torch.device(DEVICE), 0, most=2)
         try:
             paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
         except Exception as error:
-            print(f"{H} {rows} {numbers} {B}: {error}"[:200], flush=True)
+            print(f"{job} {tile}: {error}"[:300], flush=True)
 
 
-def times(kind: str, heads: list[int], blocks: list[int], match: str, repeats: int) -> Iterator[dict[str, Any]]:
+def times(jobs: list[Job], repeats: int) -> Iterator[dict[str, Any]]:
     device = torch.device(DEVICE, torch.cuda.current_device())
     ceilings = measure.measure_ceilings(device)
     yield from run.ceiling_records(ceilings)
     configured = target_of(device).tiles["latent"]
-    for B in blocks:
-        for H in heads:
-            for name, seqs in cases.LATENT.items():
-                if match not in name:
-                    continue
-                case = cases.Case("latent", f"{name} block {B}", seqs, H, 1, block_size=B, **of_kind(kind))
-                sets = measure.inputs_of(case, device)
-                tried = [(0, None), *((rows, numbers) for _, rows, numbers in settings(kind, [H]))]
-                for rows, numbers in tried:
-                    choose(kind, rows, numbers, configured)
-                    record = {**run.describe(case), "rows": rows, "tile": numbers or "configured"}
-                    try:
-                        calls = [functools.partial(paged_ops.paged_attention, *s.args, **s.kwargs) for s in sets]
-                        yield {**record, **measure.measure(calls, sets, ceilings, repeats)}
-                    except Exception as error:
-                        yield {**record, "failed": f"{type(error).__name__}: {error}".strip()[:300]}
-                del sets
-    choose(kind, 0, None, configured)
+    for job in jobs:
+        sets = measure.inputs_of(job.case, device)
+        for tile in job.tiles:
+            choose(job.kind, tile, configured)
+            record = {**run.describe(job.case), "tile": tile or "configured"}
+            try:
+                calls = [functools.partial(paged_ops.paged_attention, *s.args, **s.kwargs) for s in sets]
+                yield {**record, **measure.measure(calls, sets, ceilings, repeats)}
+            except Exception as error:
+                yield {**record, "failed": f"{type(error).__name__}: {error}".strip()[:300]}
+        del sets
+    choose("16bit", None, configured)
 
 
-def in_processes(arguments: list[str], count: int, seconds: float) -> list[str]:
-    """What this script prints in several processes, each with its share."""
+def started(arguments: list[str], count: int) -> list[subprocess.Popen[str]]:
+    """This script in several processes, each with its share."""
     command = [sys.executable, __file__, *arguments]
-    running = [
-        subprocess.Popen([*command, "--share", f"{n}/{count}"], stdout=subprocess.PIPE, text=True) for n in range(count)
-    ]
-    lines: list[str] = []
-    until = time.monotonic() + seconds
-    for each in running:
-        lines += said_by(each, until)
-    return lines
+    shares = [[*command, "--share", f"{n}/{count}"] for n in range(count)]
+    return [subprocess.Popen(share, stdout=subprocess.PIPE, text=True) for share in shares]
 
 
 def said_by(process: subprocess.Popen[str], until: float) -> list[str]:
@@ -160,17 +187,19 @@ def said_by(process: subprocess.Popen[str], until: float) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="cases,times")
+    parser.add_argument("--quick", action="store_true", help="time little more than what is configured")
     parser.add_argument("--kind", default="16bit", choices=VARIANTS, help="the elements of the cache")
     parser.add_argument("--heads", default="16,32,64,128")
     parser.add_argument("--blocks", default="64,16")
     parser.add_argument("--cases", default="", help="a part of the names of the batches to time")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=110.0, help="after so long nothing more is timed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--share", help="for its own processes")
     args = parser.parse_args()
     heads, blocks = ([int(each) for each in value.split(",")] for value in (args.heads, args.blocks))
+    jobs = quick_jobs() if args.quick else all_jobs(args.kind, heads, blocks, args.cases)
     torch.set_grad_enabled(False)
     if args.share:
         part, parts = map(int, args.share.split("/"))
@@ -179,10 +208,17 @@ def main() -> None:
             for record in check_cases(part, parts):
                 print(json.dumps(record), flush=True)
         else:
-            warm(args.kind, heads, blocks, part, parts)
+            warm(jobs, part, parts)
         return
 
     start = time.monotonic()
+    # Both at once, as both mostly compile.
+    ways = {"cases": ("cases", args.processes * 2 // 3), "times": ("warm", args.processes // 3)}
+    same = ["--kind", args.kind, "--heads", args.heads, "--blocks", args.blocks, "--cases", args.cases]
+    same += ["--quick"] if args.quick else []
+    running = {
+        part: started(["--part", own, *same], max(1, count)) for part, (own, count) in ways.items() if part in args.part
+    }
     about = run.about(torch.device(DEVICE, torch.cuda.current_device()))
 
     def keep(record: dict[str, Any]) -> None:
@@ -191,39 +227,34 @@ def main() -> None:
             with args.out.open("a") as file:
                 file.write(json.dumps({**record, **about}) + "\n")
 
-    if "cases" in args.part:
-        lines = in_processes(["--part", "cases"], args.processes, 60.0)
-        records = [json.loads(line) for line in lines if line.startswith("{")]
+    def said(part: str) -> list[str]:
+        return [line for each in running[part] for line in said_by(each, start + 60.0)]
+
+    if "cases" in running:
+        records = [json.loads(line) for line in said("cases") if line.startswith("{")]
         wrong = [record for record in records if not record["right"]]
         for record in wrong:
             print("wrong:", record, flush=True)
         counts = {"group": "latent cases", "checked": len(records), "of": len(latent_cases()), "wrong": wrong}
         keep(counts)
-        print(f"cases: {len(records)} of {counts['of']} ran, {len(wrong)} wrong, {time.monotonic() - start:.0f} s")
+        seconds = time.monotonic() - start
+        print(f"cases: {len(records)} of {counts['of']} ran, {len(wrong)} wrong, {seconds:.0f} s", flush=True)
     if "cache" in args.part:
         for row in (*cache_ops.writes(), *cache_ops.gathers()):
             if "latent" in row["op"] + row["case"]:
                 keep({"group": "cache", **row})
-                print(
-                    row["op"],
-                    row["case"],
-                    f"{row['us']:.2f} us,",
-                    f"{row['bytes'] / row['us'] / 1e3:.0f} GB/s,",
-                    row["right"],
-                )
-    if "times" in args.part:
-        own = ["--part", "warm", "--kind", args.kind, "--heads", args.heads, "--blocks", args.blocks]
-        for line in in_processes(own, args.processes, 60.0):
+                speed = f"{row['us']:.2f} us, {row['bytes'] / row['us'] / 1e3:.0f} GB/s"
+                print(row["op"], row["case"], speed, row["right"], flush=True)
+    if "times" in running:
+        for line in said("times"):
             print("warm:", line)
         print(f"compiled: {time.monotonic() - start:.0f} s", flush=True)
-        for record in times(args.kind, heads, blocks, args.cases, args.repeats):
+        for record in times(jobs, args.repeats):
             keep(record)
             if "failed" in record:
-                print(
-                    "failed:", record["heads"], record["case"], record["rows"], record["tile"], record["failed"][:150]
-                )
+                print("failed:", record["heads"], record["case"], record["tile"], record["failed"][:150], flush=True)
             elif "us" in record:
-                words = record["heads"], record["case"], record["rows"], record["tile"]
+                words = record["heads"], record["case"], record["tile"]
                 print(*words, f"{record['us']} us, floor {record['floor_us']}", flush=True)
             if time.monotonic() - start > args.seconds:
                 print("stopped: out of time")
