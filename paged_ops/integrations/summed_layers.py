@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_ops.parallel.reduce import all_gather_columns, all_reduce_add_norm
 from paged_ops.parallel.tensor import local_of
+
+_OPS = torch.ops.paged_ops_parallel  # of paged_ops.parallel.reduce
 
 
 class Part:
@@ -48,7 +49,8 @@ class SumNorm:
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         how = self.sums, self.weight_offset, self.rounds_first, self.inner_weight, self.inner_eps
-        return all_reduce_add_norm(x, residual, self.weight, self.eps, *how)
+        summed, normed = _OPS.all_reduce_add_norm.default(x, residual, self.weight, self.eps, *how)
+        return summed, normed
 
 
 class LayerSums(NamedTuple):
@@ -91,7 +93,7 @@ def run_part(linear: Any, x: Tensor) -> Tensor:
     out = part.product(x, part.weight)
     if part.sums is None:
         return out
-    out = torch.ops.paged_ops_parallel.all_reduce.default(out, part.sums)
+    out = _OPS.all_reduce.default(out, part.sums)
     return out if part.bias is None else out + part.bias
 
 
@@ -99,12 +101,13 @@ def run_head(linear: Any, x: Tensor) -> Tensor:
     part: Part = linear.paged_part
     out = part.product(x, part.weight)
     assert part.sums is not None
-    return all_gather_columns(out if part.bias is None else out + part.bias, part.sums)
+    gathered: Tensor = _OPS.all_gather_columns.default(out if part.bias is None else out + part.bias, part.sums)
+    return gathered
 
 
 def run_lookup(embedding: Any, ids: Tensor) -> Tensor:
     part: Lookup = embedding.paged_part
-    summed: Tensor = torch.ops.paged_ops_parallel.all_reduce.default(rows_of(part, ids), part.sums)
+    summed: Tensor = _OPS.all_reduce.default(rows_of(part, ids), part.sums)
     return summed
 
 

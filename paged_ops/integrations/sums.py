@@ -3,7 +3,7 @@
 transformers sums each row-parallel product by itself: ``o_proj`` and ``down_proj`` of a layer. What follows such a sum
 in most models is the residual add and an RMSNorm: that of the same layer, that of the next, or the last one. Here a
 layer hands on the pair of residual stream and normed rows instead of their sum, and one op
-(:func:`paged_ops.parallel.reduce.all_reduce_add_norm`) makes both.
+(:meth:`paged_ops.parallel.reduce.RowSums.add_norm`) makes both.
 
 Nothing is taken from names alone. While the model runs on trial, each layer is watched: that a product is summed over
 ranks and handed on as it is, what is added to what, which norm follows. Where anything differs, the layer is left

@@ -97,12 +97,14 @@ class RowSums:
         inner_eps: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream with the sum over ranks of ``x [..., C]``, and its norm: see the module."""
-        inner = inner_weight, inner_eps
-        return all_reduce_add_norm(x, residual, weight, eps, self.name, weight_offset, rounds_first, *inner)
+        op, kind = torch.ops.paged_ops_parallel.all_reduce_add_norm.default, (weight_offset, rounds_first)
+        summed, normed = op(x, residual, weight, eps, self.name, *kind, inner_weight, inner_eps)
+        return summed, normed
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' ``x [..., N·C]`` side by side, ``[..., W·N·C]``."""
-        return all_gather_columns(x, self.name)
+        gathered: Tensor = torch.ops.paged_ops_parallel.all_gather_columns.default(x, self.name)
+        return gathered
 
     def close(self) -> None:
         """Gives the memory back. Graphs that were captured with it must not run any more."""
@@ -139,29 +141,6 @@ def row_sums(
         if device.type == "cuda" and max_rows and found.reason is not None:
             warnings.warn(f"paged_ops: sums over ranks go through the backend: {found.reason}", stacklevel=2)
     return found
-
-
-def all_reduce_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    sums: str,
-    weight_offset: float = 0.0,
-    rounds_first: bool = False,
-    inner_weight: Tensor | None = None,
-    inner_eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """:meth:`RowSums.add_norm` by the name of the sums, as compiled code calls it."""
-    op = torch.ops.paged_ops_parallel.all_reduce_add_norm.default
-    summed, normed = op(x, residual, weight, eps, sums, weight_offset, rounds_first, inner_weight, inner_eps)
-    return summed, normed
-
-
-def all_gather_columns(x: Tensor, sums: str) -> Tensor:
-    """:meth:`RowSums.gather` by the name of the sums, as compiled code calls it."""
-    gathered: Tensor = torch.ops.paged_ops_parallel.all_gather_columns.default(x, sums)
-    return gathered
 
 
 _LIBRARY = torch.library.Library("paged_ops_parallel", "DEF")
