@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from paged_ops import checks, masks
+from paged_ops.checks import expect
 from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, is_latent
 
 
@@ -27,6 +30,34 @@ class Features(NamedTuple):
     kv_cache_dtype: str = "auto"
     bidirectional_ranges: Tensor | None = None
     value_head_size: int | None = None
+
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def check_features(f: Features, query: Tensor, S: int, block_size: int, scale: float) -> None:
+    """Check the features of a call with queries ``[T, H, D]`` of S sequences, as far as that needs no values of
+    tensors. A ValueError names the one that is wrong."""
+    H = query.shape[1]
+    if type(scale) is float:
+        expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
+    expect(f.sliding_window >= 0, "sliding_window", "0 (off) or a number of tokens", f.sliding_window)
+    expect(f.attention_chunk >= 0, "attention_chunk", "0 (off) or a number of tokens", f.attention_chunk)
+    expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
+    if type(f.soft_cap) is float and f.soft_cap != 0:  # kernels hold it as float32
+        expect(SMALLEST <= f.soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", f.soft_cap)
+    for name, per_head in (("alibi_slopes", f.alibi_slopes), ("sinks", f.sinks)):
+        if per_head is not None:
+            checks.tensor(name, per_head, (H,), torch.float32, query.device, "[H]")
+    if f.output_scale is not None:
+        checks.tensor("output_scale", f.output_scale, (1,), torch.float32, query.device, "[1]")
+    if f.block_sparse is not None:
+        masks.check_block_sparse(f.block_sparse, block_size)
+    for reason in conflicts(f._asdict()):
+        raise ValueError(reason)
+    if f.bidirectional_ranges is not None:
+        ranges, device = f.bidirectional_ranges, query.device
+        checks.tensor("bidirectional_ranges", ranges, (S, None, 2), torch.int32, device, "[S, R, 2]")
 
 
 def with_value_scale(f: Features, kv_cache: Tensor) -> Features:

@@ -7,12 +7,15 @@ tensors that broadcast, and a predicate returns a bool tensor. A tile of keys is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paged_ops.checks import expect
+
+if TYPE_CHECKING:
+    from paged_ops.features import Features
 
 
 def causal(i: Tensor, j: Tensor) -> Tensor:
@@ -141,3 +144,26 @@ def keep(
     for start, end in ranges:
         kept = kept | bidirectional(i, j, start, end)
     return kept
+
+
+def kept(
+    f: Features, s: int | Tensor, i: Tensor, j: Tensor, num_heads: int, num_kv_heads: int, block_size: int
+) -> Tensor:
+    """:func:`keep` with all masks of a call: bool ``[H or 1, q, k]``.
+
+    Args:
+        f: the call's keyword arguments.
+        s: the sequence of the queries, or ``[q]`` that of each.
+        i, j: positions ``[q]`` of queries and ``[k]`` of keys.
+        num_heads, num_kv_heads, block_size: H, K and the tokens of a block of the cache.
+    """
+    sparse = None if f.block_sparse is None else check_block_sparse(f.block_sparse, block_size)
+    ranges: Sequence[Sequence[Any]] = ()
+    if f.bidirectional_ranges is not None:
+        of_rows = f.bidirectional_ranges[s]  # [R, 2], or [q, R, 2]
+        by_row = [pair[:, None].unbind(2) for pair in of_rows.unbind(1)] if of_rows.dim() == 3 else of_rows.tolist()
+        ranges = by_row
+    window, chunk = f.sliding_window, f.attention_chunk
+    return keep(
+        i, j, num_heads, num_kv_heads, is_causal=f.causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges
+    )

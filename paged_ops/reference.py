@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from paged_ops import masks
+from paged_ops.features import Features, with_value_scale
 from paged_ops.fp8 import dequantise, quantise
-from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, is_latent, paged_kv
+from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
 
 
 def reshape_and_cache(
@@ -67,28 +68,13 @@ def paged_attention_with_lse(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
-    *,
-    value_cache: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int = 0,
-    attention_chunk: int = 0,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    block_sparse: Sequence[int] | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    output_scale: Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    bidirectional_ranges: Tensor | None = None,
-    value_head_size: int | None = None,
+    **features: Any,
 ) -> tuple[Tensor, Tensor]:
+    f = with_value_scale(Features(**features), kv_cache)
     dtype, (T, H, _) = query.dtype, query.shape
-    paged = _typed(paged_kv(kv_cache, value_cache, value_head_size), element_dtype(kv_cache, kv_cache_dtype))
-    if is_latent(kv_cache):  # whose values are a part of the keys
-        v_scale = k_scale
-    K = paged.num_kv_heads
-    sparse = None if block_sparse is None else masks.check_block_sparse(block_sparse, paged.block_size)
+    stored = element_dtype(kv_cache, f.kv_cache_dtype)
+    paged = _typed(paged_kv(kv_cache, f.value_cache, f.value_head_size), stored)
+    K, B = paged.num_kv_heads, paged.block_size
     out = query.new_zeros(T, H, paged.value_head_size)
     lse = torch.full((T, H), -torch.inf, dtype=torch.promote_types(dtype, torch.float32), device=query.device)
     starts = query_start_loc.tolist()
@@ -97,30 +83,28 @@ def paged_attention_with_lse(
         if start == end:
             continue
         q_len = end - start
-        k, v = _read_sequence(paged, block_tables[s], seq_len, k_scale, v_scale, dtype)  # [n, K, D], [n, K, Dv]
+        k, v = _read_sequence(paged, block_tables[s], seq_len, f.k_scale, f.v_scale, dtype)  # [n, K, D], [n, K, Dv]
         k, v = k.repeat_interleave(H // max(K, 1), 1), v.repeat_interleave(H // max(K, 1), 1)  # [n, H, D], [n, H, Dv]
         i = torch.arange(q_len, device=query.device) + (seq_len - q_len)  # positions of the queries
         j = torch.arange(len(k), device=query.device)  # and of the keys
 
         logits = torch.einsum("qhd,khd->hqk", query[start:end], k) * scale
-        if soft_cap:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        if alibi_slopes is not None:
-            logits = logits + alibi_slopes[:, None, None].to(dtype) * (j[None, :] - i[:, None]).to(dtype)
-        ranges = () if bidirectional_ranges is None else bidirectional_ranges[s].tolist()
-        window, chunk = sliding_window, attention_chunk
-        kept = masks.keep(i, j, H, K, is_causal=causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges)
+        if f.soft_cap:
+            logits = f.soft_cap * torch.tanh(logits / f.soft_cap)
+        if f.alibi_slopes is not None:
+            logits = logits + f.alibi_slopes[:, None, None].to(dtype) * (j[None, :] - i[:, None]).to(dtype)
+        kept = masks.kept(f, s, i, j, H, K, B)
         logits = logits.masked_fill(~kept, -torch.inf)
         summands = logits
-        if sinks is not None:  # one more logit per head, without a value
-            summands = torch.cat([logits, sinks.to(dtype)[:, None, None].expand(H, q_len, 1)], 2)
+        if f.sinks is not None:  # one more logit per head, without a value
+            summands = torch.cat([logits, f.sinks.to(dtype)[:, None, None].expand(H, q_len, 1)], 2)
 
         total = torch.logsumexp(summands, 2)  # [H, q]; -inf for a row that sees nothing
         weights = torch.exp(logits - total.masked_fill(total == -torch.inf, 0.0)[:, :, None])
         out[start:end] = _weighted_sum(weights, v, kept)
         lse[start:end] = total.T
-    if output_scale is not None:
-        out = quantise(out, output_scale, torch.float8_e4m3fn)
+    if f.output_scale is not None:
+        out = quantise(out, f.output_scale, torch.float8_e4m3fn)
     return out, lse
 
 

@@ -15,6 +15,7 @@ import paged_ops
 from paged_ops import features
 from paged_ops.registry import DISPATCH_KEYS, OPS
 from paged_ops.support import supports
+from paged_ops.testing.cases import FEATURES
 
 Rows = dict[str, dict[str, dict[str, Any]]]  # row -> device -> {"ok": bool, "reasons": [...]}
 
@@ -23,14 +24,10 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "float16": {"dtype": torch.float16},
     "bfloat16": {"dtype": torch.bfloat16},
-    "causal off": {"causal": False},
-    "sliding window": {"sliding_window": 128},
-    "attention chunk": {"attention_chunk": 8192},
-    "soft cap": {"soft_cap": 50.0},
-    "ALiBi": {"alibi_slopes": True},
-    "sinks": {"sinks": True},
-    "block-sparse": {"block_sparse": paged_ops.BlockSparse(64, 16, 8)},
-    "bidirectional ranges": {"bidirectional_ranges": True},
+    **{
+        argument.replace("_", " ") + (" off" if value is False else ""): {argument: value}
+        for argument, value in FEATURES.values()
+    },
     "fp8 e4m3 cache with scales": {"cache_dtype": torch.float8_e4m3fn, "k_scale": True, "v_scale": True},
     "fp8 e5m2 cache with scales": {"cache_dtype": torch.float8_e5m2, "k_scale": True, "v_scale": True},
     "fp8 in uint8 storage": {"cache_dtype": torch.uint8, "kv_cache_dtype": "fp8"},

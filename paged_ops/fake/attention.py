@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops import checks, masks
+from paged_ops import checks
 from paged_ops.checks import expect
 from paged_ops.fake.cache import check_cache, result
-from paged_ops.features import Features, conflicts
+from paged_ops.features import Features, check_features
 from paged_ops.layouts import MODEL_DTYPES, PagedKV, is_latent
 
 OUTPUT_FP8 = torch.float8_e4m3fn
-SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def paged_attention(
@@ -31,10 +30,7 @@ def paged_attention(
     f = Features(**features)
     paged = _check_query_and_cache(query, kv_cache, f)
     _check_batch(block_tables, seq_lens, query_start_loc, query.device)
-    _check_features(query, paged, scale, f)
-    if f.bidirectional_ranges is not None:
-        shape = (seq_lens.shape[0], None, 2)
-        checks.tensor("bidirectional_ranges", f.bidirectional_ranges, shape, torch.int32, query.device, "[S, R, 2]")
+    check_features(f, query, seq_lens.shape[0], paged.block_size, scale)
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
 
@@ -77,7 +73,7 @@ def cascade_attention(
     checks.tensor("prefix_block_table", prefix_block_table, (1, None), torch.int32, query.device, "[1, Mp]")
     checks.tensor("prefix_len", prefix_len, (1,), torch.int32, query.device, "[1]")
     _check_batch(suffix_block_tables, suffix_lens, query_start_loc, query.device, "suffix_block_tables", "suffix_lens")
-    _check_features(query, paged, scale, f)
+    check_features(f, query, suffix_lens.shape[0], paged.block_size, scale)
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
 
@@ -109,26 +105,6 @@ def _check_batch(
     S = seq_lens.shape[0]
     checks.tensor(tables, block_tables, (S, None), torch.int32, device, "[S, M]")
     checks.tensor("query_start_loc", query_start_loc, (S + 1,), torch.int32, device, "[S + 1]")
-
-
-def _check_features(query: Tensor, paged: PagedKV, scale: float, f: Features) -> None:
-    H = query.shape[1]
-    if type(scale) is float:
-        expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
-    expect(f.sliding_window >= 0, "sliding_window", "0 (off) or a number of tokens", f.sliding_window)
-    expect(f.attention_chunk >= 0, "attention_chunk", "0 (off) or a number of tokens", f.attention_chunk)
-    expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
-    if type(f.soft_cap) is float and f.soft_cap != 0:  # kernels hold it as float32
-        expect(SMALLEST <= f.soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", f.soft_cap)
-    for name, per_head in (("alibi_slopes", f.alibi_slopes), ("sinks", f.sinks)):
-        if per_head is not None:
-            checks.tensor(name, per_head, (H,), torch.float32, query.device, "[H]")
-    if f.output_scale is not None:
-        checks.tensor("output_scale", f.output_scale, (1,), torch.float32, query.device, "[1]")
-    if f.block_sparse is not None:
-        masks.check_block_sparse(f.block_sparse, paged.block_size)
-    for reason in conflicts(f._asdict()):
-        raise ValueError(reason)
 
 
 def _output_shape(query: Tensor, paged: PagedKV) -> tuple[int, int, int]:

@@ -146,12 +146,7 @@ def _attend_tile(
         logits = f.soft_cap * torch.tanh(logits / f.soft_cap)
     if f.alibi_slopes is not None:
         logits = logits + f.alibi_slopes[:, None] * (j - i[:, None])[:, None].float()
-    sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
-    window, chunk = f.sliding_window, f.attention_chunk
-    of_rows = () if f.bidirectional_ranges is None else f.bidirectional_ranges[s].unbind(1)
-    ranges = [pair[:, None].unbind(2) for pair in of_rows]
-    kept = masks.keep(i, j, H, K, is_causal=f.causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges)
-    kept = kept.transpose(0, 1) & owned[:, None]  # [R, H or 1, n]
+    kept = masks.kept(f, s, i, j, H, K, B).transpose(0, 1) & owned[:, None]  # [R, H or 1, n]
     logits = torch.where(kept, logits, -torch.inf)
 
     largest = logits.amax(2)  # [R, H]
