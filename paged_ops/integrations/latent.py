@@ -131,8 +131,9 @@ def attend(
     splits = writes and not (features["sliding_window"] or features["attention_chunk"])
     splits = splits and features["bidirectional_ranges"] is None
     if not (splits and expands(len(heads), len(seq_lens))):
-        batch: tuple[Any, ...] = block_tables, seq_lens, query_start_loc, scale
-        return expand(paged_attention(absorbed, kv_cache, *batch, **options, **features))[None]
+        options |= features
+        out = paged_attention(absorbed, kv_cache, block_tables, seq_lens, query_start_loc, scale, **options)
+        return expand(out)[None]
     features = {name: value for name, value in features.items() if name not in _BY_POSITION}
     own = _own_tokens(type(module).expand_kv(module, latent, rotated), heads, query_start_loc, scale, features)
     lens = seq_lens - query_start_loc.diff()
