@@ -67,7 +67,7 @@ VARIANTS = [
     Variant("all-reduce 4 ranks, two shots, float32", sum_rows(4, 0, F32, two_shot=True, columns=2880)),
     Variant("all-gather 2 ranks, 8 parts", gather(2, 0, 8016, 8), POLLS),
     Variant("merge of 2 ranks' parts, one token", merge_parts(tokens=1), POLLS),
-    Variant("merge of 2 ranks' parts", merge_parts(), POLLS),
+    Variant("merge of 2 ranks' parts", merge_parts(), {"cuda": (*POLLS["cuda"], r"\btrap;")}),
     Variant("merge of 4 ranks' parts, own heads", merge_parts(4, 3, is_scattered=True, width=80, tokens=64)),
     Variant("merge of 8 ranks' parts, float32", merge_parts(8, 0, F32, heads=8)),
     Variant("merge of gathered parts", merge_gathered_parts),

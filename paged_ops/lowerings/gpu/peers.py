@@ -30,12 +30,13 @@ def put(at, values, mask):
 
 
 @triton.jit
-def take(at, mask, aborted, dtype: tl.constexpr):
+def take(at, mask, aborted, dtype: tl.constexpr, MOST_POLLS: tl.constexpr = 0):
     """The values that come to these addresses, pointers to integers of this rank, as ``dtype``.
 
     The addresses are the same, and in the same order, for all who wait, and hold the sentinel again afterwards. No two
     warps may wait for one address, as they would if the tile has fewer elements than its layout has places. Where the
-    mask is off it gives 0. Ends with any values once ``aborted``, a pointer to int32, is not 0.
+    mask is off it gives 0. Ends with any values once ``aborted``, a pointer to int32, is not 0. After ``MOST_POLLS``,
+    unless that is 0, it traps (CUDA alone): what the host next asks of the GPU is an error.
     """
     bits = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.max((bits == -1).to(tl.int32))
@@ -46,5 +47,8 @@ def take(at, mask, aborted, dtype: tl.constexpr):
         polls += 1
         if tl.load(aborted, mask=polls % 64 == 0, other=0, volatile=True) != 0:
             missing = 0
+        if MOST_POLLS != 0:
+            if polls == MOST_POLLS:
+                tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [polls], tl.int32, is_pure=False, pack=1)
     tl.store(at, tl.full(bits.shape, -1, bits.dtype), mask=mask)
     return bits.to(dtype, bitcast=True)
