@@ -158,6 +158,24 @@ def test_tokens_equal_generate_with_compiled_layers() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
+def test_compiled_layers_leave_steps_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedCausalLM(make_model("minicpm3", num_hidden_layers=2)).compile_layers(backend="eager")
+    kind = type(paged.model.model.layers[0].self_attn)
+    many, texts, expanded, expand_kv = [[(7 * i) % 251 for i in range(480)]], [], [0], kind.expand_kv
+
+    def counted(*arguments: Any) -> Any:
+        expanded[-1] += 1
+        return expand_kv(*arguments)
+
+    monkeypatch.setattr(latent_attention, "MANY_TOKENS", 300)
+    monkeypatch.setattr(kind, "expand_kv", counted)
+    for size in (320, 290):  # steps of 320 and 160 tokens, and of 290 and 190
+        loop = GenerationLoop(paged, paged.allocate_kv_cache(130, 4), max_num_tokens=size)
+        texts.append(loop.generate(many, GREEDY))
+        expanded.append(0)
+    assert texts[0] == texts[1] and expanded == [2, 0, 0], "each layer, once"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("how", ["whole", "layers"])

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import latent_cache_write, merge_attention_states, paged_attention, paged_attention_with_lse
 from paged_ops.parallel.tensor import is_sharded, local_of
 
@@ -83,9 +84,15 @@ def expands(T: int, S: int) -> bool:
 
     With n tokens of a sequence it saves ``n (2R - Dn - Dv)`` operations per token and head, and costs
     ``2 R (Dn + Dv)``, so it is worth it from n = 341 on in DeepSeek-V3. Which sequence has them is not known here; if
-    none has, that costs as much as without latents. A compiled step stays absorbed: it would be compiled twice.
+    none has, that costs as much as without latents. Compiled code stays absorbed, as both would have to be compiled:
+    layers that are compiled one by one run such steps eagerly, a step that is compiled whole remains absorbed.
     """
     return not torch.compiler.is_compiling() and T >= max(MANY_TOKENS, 8 * S)
+
+
+def expands_step(metadata: AttentionMetadata) -> bool:
+    """As :func:`expands`."""
+    return expands(len(metadata.slot_mapping), len(metadata.seq_lens))
 
 
 def attend(

@@ -384,7 +384,8 @@ class PagedCausalLM:
             places = [each.index for each in keeping]
             if sums is not None and layer is next(iter(layers)):
                 self._wrapping.compile(layer.get_submodule("input_layernorm"), **options)
-            self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places))
+            latent = any(each.latent for each in noted)
+            self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places, latent))
         for decoder in decoders:
             for name, part in decoder.named_children():
                 # a layer of torch itself is already one kernel

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from paged_ops.integrations.latent import expands_step
 from paged_ops.integrations.probe import Attending
 from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.integrations.state_steps import StepStates
@@ -134,10 +135,14 @@ class Wrapping:
 
 
 class CompiledLayer:
-    """The forward of one decoder layer, by code that all layers of its kind share."""
+    """The forward of one decoder layer, by code that all layers of its kind share. Steps of many tokens of a layer that
+    keeps latents run eagerly, as they attend in another way."""
 
-    def __init__(self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int], states: list[int]) -> None:
+    def __init__(
+        self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int], states: list[int], latent: bool
+    ) -> None:
         self.run_layer, self.layer, self.caches, self.states = run_layer, layer, caches, states
+        self.latent = latent
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.caches:
@@ -157,7 +162,8 @@ class CompiledLayer:
         if getattr(self.layer, "paged_sums", None) is not None and isinstance(args[0], Tensor):
             layer: Any = self.layer  # the first: what it gets is made what all others get
             args = (args[0], layer.input_layernorm(args[0])), *args[1:]
-        return self.run_layer(self.layer, args, kwargs)
+        is_eager = self.latent and expands_step(kwargs["attention_metadata"])
+        return (run_layer if is_eager else self.run_layer)(self.layer, args, kwargs)
 
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
