@@ -2,11 +2,11 @@
 
     python benchmarks/latent_model.py --out benchmarks/data/latent_model.jsonl --commit $(git rev-parse --short HEAD)
 
-``tokens``: a few layers in float32 give the tokens of ``generate()``: eager, captured, with keys of all heads in
-prefills, and captured with compiled layers. ``steps``: milliseconds of a captured decode step in bfloat16, with latents
-in the cache and with the keys and values of all heads. ``prefill``: milliseconds of a step of many tokens, by the
-absorbed form, by keys of all heads for the new tokens, and without latents. ``compiled``: decode steps with compiled
-layers. Each part is run though another failed, and none is begun after ``--seconds``.
+``tokens``: a few layers in float32 give the tokens of ``generate()``: eager, captured, and with keys of all heads in
+prefills; ``more``: without latents, and captured with compiled layers. ``steps``: milliseconds of a captured decode
+step in bfloat16, with latents in the cache and with the keys and values of all heads. ``prefill``: milliseconds of a
+step of many tokens, by the absorbed form, by keys of all heads for the new tokens, and without latents. ``compiled``:
+decode steps with compiled layers. Each part is run though another failed, and none is begun after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,15 @@ SHAPE: dict[str, Any] = dict(  # that of DeepSeek-V2-Lite
         "mscale_all_dim": 0.707,
     },
 )
-SMALL: dict[str, Any] = dict(vocab_size=4096, intermediate_size=2048, n_routed_experts=8, num_hidden_layers=3)
+SMALL: dict[str, Any] = dict(  # batched_mm copies the weights of each token's experts
+    vocab_size=4096,
+    intermediate_size=2048,
+    moe_intermediate_size=128,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    num_hidden_layers=3,
+)
+WAYS = ("eager", "captured", "keys of all heads"), ("without latents", "compiled")
 POINTS = {"1x1024": (1, 1024), "16x4096": (16, 4096)}
 PREFILLS = ((2048, 0), (8192, 0), (2048, 16384))  # new tokens and history of one sequence
 
@@ -93,7 +101,8 @@ class Bench:
             with self.out.open("a") as out:
                 out.write(json.dumps({**record, **about}) + "\n")
 
-    def model(self, dtype: torch.dtype, **changes: Any) -> Any:
+    def model(self, dtype: torch.dtype, added: float = 1.0, **changes: Any) -> Any:
+        """With random weights; ``added`` times as much as usual is added to the residual stream."""
         config = transformers.DeepseekV2Config(**{**SHAPE, **changes})
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
@@ -107,7 +116,8 @@ class Bench:
                 torch.nn.init.ones_(parameter)
             else:
                 deviation = 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
-                parameter.data.normal_(0.0, deviation, generator=generator)
+                factor = added if "o_proj" in name or "down_proj" in name else 1.0
+                parameter.data.normal_(0.0, factor * deviation, generator=generator)
         return model.eval().requires_grad_(False)
 
     def time_ms(self, run: Callable[[], Any], repeats: int = REPLAYS) -> float:
@@ -132,7 +142,7 @@ def _prompts() -> list[list[int]]:
     return own[:5] + [shared + each for each in own[5:]]
 
 
-def tokens(bench: Bench) -> None:
+def tokens(bench: Bench, ways: Sequence[str]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = bench.model(torch.float32, **SMALL)
     if bench.is_gpu:
@@ -144,7 +154,7 @@ def tokens(bench: Bench) -> None:
         want.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
     bench.add(part="tokens", how="generate", distinct=len({token for text in want for token in text}))
     rule, captured = latent_attention.expands, "FULL_DECODE_ONLY" if bench.is_gpu else "NONE"
-    for how in ("eager", "captured", "keys of all heads", "without latents", "compiled"):
+    for how in ways:
         paged = PagedCausalLM(model, latent=how != "without latents")
         if how == "compiled":
             paged.compile_layers()
@@ -251,7 +261,7 @@ def _free() -> None:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["tokens", "steps", "prefill", "compiled"])
+    parser.add_argument("--parts", nargs="+", default=["tokens", "steps", "prefill", "more", "compiled"])
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--seconds", type=float, default=50.0, help="after which no part is begun")
     parser.add_argument("--device", default="cuda:0")
@@ -260,24 +270,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     bench = Bench(options)
-    if "tokens" in options.parts:
+    model: Any = None
+    for part in options.parts:
+        began = time.monotonic()
+        if began > bench.until:
+            break
         try:
-            tokens(bench)
+            if part in ("tokens", "more"):
+                tokens(bench, WAYS[part == "more"])
+                continue
+            if model is None:
+                # random experts are chosen by near ties, which rounding decides: they should not change all logits
+                model = bench.model(torch.bfloat16, added=0.2, num_hidden_layers=bench.layers)
+            if part == "prefill":
+                prefill(bench, model)
+            else:
+                _decode(bench, model, part, part == "compiled")
         except Exception:
             traceback.print_exc()
-        _free()
-    parts = [part for part in options.parts if part != "tokens"]
-    if not parts:
-        return
-    began = time.monotonic()
-    model = bench.model(torch.bfloat16, num_hidden_layers=bench.layers)
-    print(f"model made in {time.monotonic() - began:.1f} s", flush=True)
-    if "steps" in parts:
-        _decode(bench, model, "steps", False)
-    if "prefill" in parts:
-        prefill(bench, model)
-    if "compiled" in parts:
-        _decode(bench, model, "compiled", True)
+        finally:
+            _free()
+            print(f"{part}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
