@@ -108,8 +108,7 @@ def _launcher(
     target = target_of(device)
     weight_offset, rounds_first, two_shot, programs, num_warps, overlaps = how
     BLOCK = triton.next_power_of_2(C)
-    if num_warps is None:  # 16 bytes of a row for each thread; more than 8 warps were never faster
-        num_warps = max(1, min(8, BLOCK * dtype.itemsize // (32 * 16)))
+    num_warps = _warps(BLOCK, dtype) if num_warps is None else num_warps
     if programs is None:
         programs = max(1, target.processors) * _PER_PROCESSOR
     constants = {
@@ -144,10 +143,17 @@ def gather_columns(x: Tensor, out: Tensor, places: Places) -> None:
 def _gather_launcher(
     C: int, R: int, W: int, rank: int, N: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Launcher, int]:
-    target, num_warps = target_of(device), 8
-    constants = {"C": C, "BLOCK": triton.next_power_of_2(C), "R": R, "W": W, "RANK": rank, "N": N}
+    target, BLOCK = target_of(device), triton.next_power_of_2(C)
+    num_warps = _warps(BLOCK, dtype)
+    constants = {"C": C, "BLOCK": BLOCK, "R": R, "W": W, "RANK": rank, "N": N}
     constants |= {"num_warps": num_warps, **target.overlap(), **_residency(target, num_warps)}
     return Launcher(gather_kernel, constants, device), max(1, target.processors) * _PER_PROCESSOR
+
+
+def _warps(BLOCK: int, dtype: torch.dtype) -> int:
+    """At least 16 bytes of a row for each thread, so that no element is polled by two warps, as one could put the
+    sentinel back before the other has looked. More than 8 warps were never faster."""
+    return max(1, min(8, BLOCK * dtype.itemsize // (32 * 16)))
 
 
 def _residency(target: Target, num_warps: int) -> dict[str, int]:
