@@ -79,8 +79,9 @@ class PagedCausalLM:
         max_model_len: the longest sequence, prompt and output; by default the length for which the model was made.
             Position embeddings that depend on a text's length (longrope, dynamic) are those of this length, for all
             texts.
-        context: the ranks over which tokens of sequences are spread (context parallelism): a process group, or a device
-            mesh with a dimension "cp" beside those that the model is sharded over. All wrap the model together.
+        context: the ranks over which tokens of sequences are spread (context parallelism): a process group, a device
+            mesh with a dimension "cp" beside those that the model is sharded over, or a
+            :class:`paged_ops.parallel.context.Context` of a group. All wrap the model together.
         latent: for layers of latent attention (MLA), cache latents; False: keys and values of all heads, which take
             many times the memory. Latents are not spread over ranks: with a context it is False.
 
@@ -152,7 +153,8 @@ class PagedCausalLM:
         self.context: Context | None = None
         if of_context is not None:
             widest = max(spec.value_head_size for spec in probe.specs)
-            self.context = Context(of_context, model.device, head_size=widest, dtype=model.dtype)
+            made = context if isinstance(context, Context) else None
+            self.context = made or Context(of_context, model.device, head_size=widest, dtype=model.dtype)
             self.process_group = everyone
         handle = None if self.context is None else self.context.handle
         self.pool_of_layer = tuple(pools_by_reach(reaches)[1])

@@ -272,10 +272,10 @@ def refuse(features: dict[str, Any]) -> None:
 def groups_of_context(
     context: Any, sharded: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The ranks over which tokens are spread, and all that run a step together, of a process group or a device mesh.
+    """The ranks over which tokens are spread, and all that run a step together.
 
     Args:
-        context: a process group, or a mesh with a dimension "cp"; None without context parallelism.
+        context: a process group, a mesh with a dimension "cp", or a :class:`Context`; None without context parallelism.
         sharded: the ranks over which the model is sharded.
 
     Raises:
@@ -284,6 +284,8 @@ def groups_of_context(
     """
     if context is None:
         return None, None
+    if isinstance(context, Context):
+        context = context.group
     if isinstance(context, dist.ProcessGroup):
         expect(sharded is None, "context", 'a device mesh with a dimension "cp", as the model is sharded', "a group")
         return context, context

@@ -210,7 +210,10 @@ def serves(rank: int, size: int, name: str, folder: str, how: str = "eager", ten
         model = shard(load(path), context["tp"])
     else:
         model = load(path).to(device)
+    if "layers" in how:
+        context = Context(context, device, head_size=16, dtype=torch.float32, collectives=True)
     paged = PagedCausalLM(model, context=context)
+    assert (paged.context is context) == ("layers" in how)
     if "fused" in how:
         fuse_projections(model)
     if "layers" in how:
