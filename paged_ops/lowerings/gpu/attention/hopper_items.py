@@ -236,10 +236,10 @@ def producer(k_desc, v_desc, block_tables, table_stride, shared, SPEC: gl.conste
             tile = end_tile - 1 - t
             stage = (total + t) % STAGES
             free = (((total + t) // STAGES) & 1) ^ 1
-            rows = ()
+            rows: gl.tuple = ()
             first = ids * SHAPE.rows_n + head_row + (tile * N + lane % PAGES * PAGE) % B
             for page in gl.static_range(PAGES):
-                rows += (gl.sum(gl.where(lane == page, first, 0), 0) // 8,)  # type: ignore[assignment]
+                rows += (gl.sum(gl.where(lane == page, first, 0), 0) // 8,)
             # block ids of the next tile, one tile ahead, to hide their latency; keys past the end are masked
             j = gl.maximum(tile - 1, 0) * N + lane % PAGES * PAGE
             ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
