@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from test_transformers import CONFIGS, SEEDS, prompts
+from test_transformers_latent import CONFIGS as LATENT_CONFIGS
 
 from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.projections import fuse_projections, split_projections
@@ -24,10 +25,10 @@ def make(name: str, folder: str, rank: int, **changes: Any) -> str:
     """The path of a tiny model, written by rank 0."""
     path = os.path.join(folder, "-".join([name, *map(str, changes.values())]))
     if rank == 0 and not os.path.exists(path):
-        config = CONFIGS[name]()
+        config = (CONFIGS | LATENT_CONFIGS)[name]()
         for attribute, value in changes.items():
             setattr(config, attribute, value)
-        torch.manual_seed(SEEDS[name])
+        torch.manual_seed(SEEDS.get(name, 3))
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         model.save_pretrained(path)
     dist.barrier()

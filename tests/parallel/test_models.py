@@ -11,11 +11,11 @@ def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("models"))
 
 
-def check(results, heads, fused=None):
+def check(results, heads, fused=None, head_size=16):
     expected = results[0][0]
     assert len({token for tokens in expected for token in tokens}) > 10, "its text varies"
-    for _, by_way, num_kv_heads, head_size in results:
-        assert (num_kv_heads, head_size) == (heads, 16)
+    for _, by_way, *sizes in results:
+        assert sizes == [heads, head_size]
         for way, (tokens, saved) in by_way.items():
             assert tokens == expected, way
             assert saved == (fused if "fused" in way else 0)
@@ -37,6 +37,12 @@ def check(results, heads, fused=None):
 def test_tokens_equal_those_of_one_process(run_on, folder, size, name, heads, fused):
     """Two key/value heads: with four ranks each is at two of them."""
     check(run_on("model_cases.serves", size, 60, name=name, folder=folder, how=("eager", "fused")), heads, fused)
+
+
+def test_latents_are_whole_on_each_rank(run_on, folder):
+    """Heads are spread; a token's latent serves all of them."""
+    how = ("eager", "fused")
+    check(run_on("model_cases.serves", 2, 60, name="minicpm3", folder=folder, how=how), 1, 3, head_size=40)
 
 
 @pytest.mark.parametrize("how", ["layers fused", "whole"])
