@@ -129,7 +129,7 @@ def attend(
     if writes:
         latent_cache_write(latent[0, 0], rotated[0, 0], kv_cache, slot_mapping)
     heads = query[0].transpose(0, 1)
-    absorbed = torch.cat((query[0, :, :, :Dn] @ of_keys, query[0, :, :, Dn:]), -1).transpose(0, 1)
+    absorbed = torch.cat(((query[0, :, :, :Dn] @ of_keys).transpose(0, 1), heads[:, :, Dn:]), -1)
     options: dict[str, Any] = {"value_head_size": R}
 
     def expand(out: Tensor) -> Tensor:
