@@ -797,8 +797,8 @@ def test_bad_addresses():
         block_ids_from_addresses(table, [9], cache)
     with pytest.raises(ValueError, match=r"seq_lens: .* got -1 for request 0"):
         block_ids_from_addresses(table, [-1], cache)
-    with pytest.raises(ValueError, match=r"kv_cache: expected 4 or 5 dimensions"):
-        block_ids_from_addresses(table, [1], cache[0, 0])
+    with pytest.raises(ValueError, match=r"kv_cache: expected 3, 4 or 5 dimensions"):
+        block_ids_from_addresses(table, [1], cache[0, 0, 0])
     with pytest.raises(ValueError, match=r"block_tables: expected the start of one of the cache's 0 blocks"):
         block_ids_from_addresses(table, [1], cache[:0])
 
