@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,36 @@ def test_reasons_are_given():
     assert "keys and values apart" in DenseSDPA().reasons_against(LATENT, CPU)
     assert "latents of 512 + 64 in blocks of 64" in FlashMLA().reasons_against(LATENT, torch.device("cuda"))
     assert "head size: 64, 128 or 256" in FlashInfer().reasons_against(SQUARE, CPU)
+
+
+def test_flash_mla_gets_what_its_interface_asks_for(monkeypatch):
+    """Its own arguments by its own names; a stand-in computes."""
+    plans = []
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+        softmax_scale=None, causal=False,
+    ):  # fmt: skip
+        assert tile_scheduler_metadata is plans[0]
+        assert causal
+        (S, q_len, H, D), starts = q.shape, torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
+        rows, cache = q.reshape(S * q_len, H, D), k_cache[:, :, 0]
+        out = reference.paged_attention(
+            rows, cache, block_table, cache_seqlens, starts, softmax_scale, value_head_size=head_dim_v
+        )
+        return out.view(S, q_len, H, head_dim_v), None
+
+    def get_mla_metadata(*args):
+        plans.append(object())
+        return plans[-1], None
+
+    stand_in = types.SimpleNamespace(flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=get_mla_metadata)
+    monkeypatch.setitem(sys.modules, "flash_mla", stand_in)
+    case = Case("latent", "t", ((2, 70), (2, 9)), 4, 1, block_size=64, dtype=torch.float32, **cases.LATENT_SIZES)
+    (inputs, _) = sets_of(case)
+    (call,) = FlashMLA().prepare([inputs])
+    want = measure.reference(inputs)
+    assert measure.relative_error(call().view_as(want), want) < 1e-5
 
 
 def test_a_provider_that_fails_has_no_speed():
