@@ -146,8 +146,8 @@ def read_tiles(name: str) -> dict[str, Any]:
     By kind of element and padded head size. ``split``: keys, warps, stages, programs per multiprocessor and, on CUDA, a
     bound on registers. ``slices``: the same for sliced tiles; without an entry tiles are not sliced. ``prefill``: rows,
     keys, warps, stages. ``latent``: by kind of element and the rows of a tile keys, warps, stages, programs per
-    multiprocessor and, if warps have parts of the columns, how many. ``triton``: what differs from a given Triton on,
-    because kernels would spill registers with it; entries for earlier Tritons hold too.
+    multiprocessor. ``triton``: what differs from a given Triton on, because kernels would spill registers with it;
+    entries for earlier Tritons hold too.
     """
     path = config_path(CONFIGS, "attention", name)
     numbers = json.loads((path if path.exists() else config_path(CONFIGS, "attention", DEFAULT)).read_text())

@@ -28,6 +28,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
     count_sink,
     dot_keys,
     finish,
+    load_tile,
     next_seen_tile,
     nothing_seen,
     oldest_key,
@@ -37,7 +38,6 @@ from paged_ops.lowerings.gpu.attention.tile import (
     stripe_offset,
     weigh,
 )
-from paged_ops.lowerings.gpu.fp8 import decode_fp8, widen_fp8
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
@@ -60,10 +60,10 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
     """Launches that serve any batch."""
-    tile, parts, programs = tuning.latent_tile(spec, target, shapes.T, shapes.S)
+    tile, programs = tuning.latent_tile(spec, target, shapes.T, shapes.S)
     grouped = in_groups(spec, tile.block_m)
     division = tuning.division(tile.block_m, shapes.S, everyone=True)
-    shape = tile_shape(tile, spec, parts)
+    shape = tile_shape(tile, spec)
     constants = {
         "SPEC": grouped,
         "DIVISION": division,
@@ -83,14 +83,12 @@ def in_groups(spec: Spec, rows: int) -> Spec:
     return spec._replace(K=-(-spec.heads // G), G=G, v_side=spec.v_side._replace(run=1))
 
 
-def tile_shape(tile: tuning.Tile, spec: Spec, parts: int = 0) -> TileShape:
-    """The shape of a tile, whose D is the padded P here, and whose W are parts of columns."""
+def tile_shape(tile: tuning.Tile, spec: Spec) -> TileShape:
+    """The shape of a tile, whose D is the padded P here."""
     assert spec.rotated is not None, "a latent cache"
     itemsize = spec.storage.dtype.itemsize
     P, R = (tuning.padded(size, itemsize) for size in (spec.rotated.size, spec.v_side.size))
-    if R < 16 * parts:  # too narrow for matrix instructions
-        parts = 0
-    return TileShape(tile.block_m, tile.block_n, max(P, 16 * parts), R, parts, False)
+    return TileShape(tile.block_m, tile.block_n, P, R, 0, False)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
@@ -116,8 +114,6 @@ def latent_kernel(
     P: tl.constexpr = SPEC.rotated.size
     R_PAD: tl.constexpr = TILE.Dv
     P_PAD: tl.constexpr = TILE.D
-    W: tl.constexpr = TILE.W
-    R_PART: tl.constexpr = TILE.Dv // (TILE.W if TILE.W > 0 else 1)
     MASKS: tl.constexpr = SPEC.masks
     TOKENS: tl.constexpr = M // G
     r = tl.arange(0, M)
@@ -143,9 +139,8 @@ def latent_kernel(
         row_live = token < q_len
         if SPEC.heads < K * G:
             row_live = row_live & (head < SPEC.heads)
-        at = tensors.query + (row_start + token).to(tl.int64) * SPEC.query[0] + head.to(tl.int64) * SPEC.query[1]
-        q_latent = load_rows(at, row_live, SPEC.query[2], 0, R, R_PAD, TILE.W)
-        q_rotated = load_rows(at, row_live, SPEC.query[2], R, P, P_PAD, TILE.W)
+        q_latent = load_columns(tensors.query, row_start + token, head, row_live, 0, R, SPEC, R_PAD)
+        q_rotated = load_columns(tensors.query, row_start + token, head, row_live, R, P, SPEC, P_PAD)
         slopes = None
         if SPEC.logits.alibi:
             slopes = tl.load(tensors.alibi_slopes + head, mask=row_live, other=0.0)
@@ -162,8 +157,6 @@ def latent_kernel(
         rows = Rows(q_latent, i, sees, slopes, factor, offset)
         keys = Keys(seq_len, oldest, block_table, tensors.key_cache, tensors.key_cache + R * SPEC.rotated.d)
         acc, m, l = nothing_seen(M, R_PAD, 0)
-        if W > 0:
-            acc = tl.zeros([W, M, R_PART], tl.float32)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # its last row sees no later key
             last_token = tl.minimum(first_token + TOKENS, q_len)
@@ -173,8 +166,6 @@ def latent_kernel(
             if MASKS.sparse:
                 seen = seen & (next_seen_tile(each, first_i, offset, numbers, N) == each)
             acc, m, l = see_latents(acc, m, l, rows, q_rotated, keys, each, seen, numbers, SPEC, TILE)
-        if W > 0:
-            acc = tl.reshape(tl.permute(acc, (1, 0, 2)), (M, R_PAD))
         from_start = tile == first_tile
         if SPEC.logits.sinks:
             if from_start:  # the first part includes the sink
@@ -196,34 +187,24 @@ def latent_kernel(
 
 
 @triton.jit
-def load_rows(
-    at, live, step: tl.constexpr, first: tl.constexpr, size: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr
-):
-    """``size`` elements, ``step`` apart, of the rows that begin at ``at [rows]``, from element ``first`` on: ``[rows,
-    PADDED]``, or ``[PARTS, rows, PADDED / PARTS]``; 0 past them and where a row is not live."""
-    if PARTS == 0:
-        d = tl.arange(0, PADDED)
-        place = at[:, None] + ((first + d) * step)[None, :]
-        mask = live[:, None]
-        if size < PADDED:
-            mask = mask & (d < size)[None, :]
-    else:
-        WIDTH: tl.constexpr = PADDED // PARTS
-        d = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        place = at[None, :, None] + ((first + d) * step)[:, None, :]
-        mask = live[None, :, None]
-        if size < PADDED:
-            mask = mask & (d < size)[:, None, :]
-    return tl.load(place, mask=mask, other=0.0)
+def load_columns(
+    query, row_token, row_head, row_live, first: tl.constexpr, size: tl.constexpr, SPEC: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """``[M, PADDED]``: ``size`` columns of packed query rows, from column ``first`` on."""
+    d = tl.arange(0, PADDED)
+    row = row_token.to(tl.int64) * SPEC.query[0] + row_head.to(tl.int64) * SPEC.query[1]
+    mask = row_live[:, None] & (d < size)[None, :]
+    return tl.load(query + row[:, None] + (first + d)[None, :] * SPEC.query[2], mask=mask, other=0.0)
 
 
 @triton.jit
 def see_latents(
-    acc,  # [M, R], or [W, M, R/W]
+    acc,  # [M, R]
     m,
     l,
     rows,  # q has the R columns of the queries
-    q_rotated,
+    q_rotated,  # [M, P]
     keys,  # k is the first compressed column, v the first rotated one
     tile,
     seen,  # whether any row sees a key of the tile
@@ -231,20 +212,16 @@ def see_latents(
     SPEC: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add one tile of latents to the rows, as :func:`~paged_ops.lowerings.gpu.attention.tile.see_tile` adds keys.
-
-    With W parts each warp has a part of the columns of queries, keys and values. The parts' products with the keys are
-    added up, after which each warp has all weights.
-    """
+    """Add one tile of latents to the rows, as :func:`~paged_ops.lowerings.gpu.attention.tile.see_tile` adds keys."""
     q = rows.q
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
     N: tl.constexpr = TILE.N
-    W: tl.constexpr = TILE.W
     LATENT: tl.constexpr = SPEC.v_side
     ROTATED: tl.constexpr = SPEC.rotated
     R_PAD: tl.constexpr = TILE.Dv
     P_PAD: tl.constexpr = TILE.D
+    FORMAT: tl.constexpr = SPEC.storage.format
     j = tile * N + tl.arange(0, N)
     live = j < keys.seq_len
     if SPEC.masks.window or SPEC.masks.chunk:
@@ -256,20 +233,12 @@ def see_latents(
         block = tl.load(keys.block_table + (tile * N // SPEC.B) * SPEC.table, mask=exists, other=0)
     else:
         block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=live, other=0)
-    at = block.to(tl.int64) * LATENT.n + (j % SPEC.B).to(tl.int64) * LATENT.b
-    latents = converted(load_rows(keys.k + at, live, LATENT.d, 0, LATENT.size, R_PAD, W), SPEC, q.dtype)
-    if W == 0:
-        qk = dot_keys(q, latents)
-    else:
-        qk = tl.dot(q, tl.permute(latents, (0, 2, 1)))
+    offset = j % SPEC.B
+    latents = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, q.dtype)
+    qk = dot_keys(q, latents)
     if ROTATED.size > 0:
-        rotated = converted(load_rows(keys.v + at, live, ROTATED.d, 0, ROTATED.size, P_PAD, W), SPEC, q.dtype)
-        if W == 0:
-            qk += dot_keys(q_rotated, rotated)
-        else:
-            qk = tl.dot(q_rotated, tl.permute(rotated, (0, 2, 1)), qk)
-    if W > 0:
-        qk = tl.sum(qk, 0)
+        rotated = load_tile(keys.v, block, offset, live, live, ROTATED, P_PAD, FORMAT, q.dtype)
+        qk += dot_keys(q_rotated, rotated)
     slopes, sees = rows.slopes, rows.sees
     offset_of_row = None
     if slopes is not None:
@@ -280,19 +249,5 @@ def see_latents(
         sees = (sees[0][:, None], sees[1][:, None])
     across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
     p, decay, m, l = weigh(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
-    p = p.to(latents.dtype)
-    if W > 0:
-        p = tl.broadcast_to(p[None, :, :], (W, p.shape[0], N))
-        decay = decay[None, :, :]
-    acc = tl.dot(p, latents, acc * decay, input_precision=PRECISION)
+    acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
     return acc, m, l
-
-
-@triton.jit
-def converted(tile, SPEC: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of the cache as numbers."""
-    if tile.dtype.primitive_bitwidth == 8 and SPEC.storage.format == 0:
-        tile = widen_fp8(tile)
-    if SPEC.storage.format != 0:
-        tile = decode_fp8(tile, SPEC.storage.format)
-    return tile.to(DTYPE)

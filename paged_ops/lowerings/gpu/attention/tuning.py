@@ -148,21 +148,19 @@ def plan(
     return Plan(split, split.block_n // SLICE if sliced else 0, prefill, programs, all_split)
 
 
-def latent_tile(spec: Spec, target: Target, T: int, S: int) -> tuple[Tile, int, int]:
-    """The tile of latent.py for T rows of H heads in S sequences, its parts by columns (0: whole), and the number of
-    programs."""
+def latent_tile(spec: Spec, target: Target, T: int, S: int) -> tuple[Tile, int]:
+    """The tile and the number of programs of latent.py for T rows of H heads in S sequences."""
     rows = max(16, triton.next_power_of_2(-(-T // S)) * triton.next_power_of_2(spec.heads))
     if target.device.type == "cpu":
-        parts = 4 if spec.dtype == spec.storage.dtype == torch.float16 and spec.v_side.size >= 64 else 0
-        return Tile(min(rows, 64), 16, 4, 1), parts, INTERPRETER_PROGRAMS
+        return Tile(min(rows, 64), 16, 4, 1), INTERPRETER_PROGRAMS
     numbers = target.tiles["latent"][element_kind(spec.dtype, spec.storage.dtype)]
     M = min(rows, max(map(int, numbers)))
-    N, warps, stages, per_sm, *parts = numbers[str(M)]
+    N, warps, stages, per_sm = numbers[str(M)]
     # Block ids are loaded first, which on CUDA takes every second stage.
     tiles = (stages - 1) // 2 if target.backend == "cuda" else stages - 1
     if (M + N * max(tiles, 1)) * spec.k_side.size * spec.dtype.itemsize > target.shared_memory:
         N, stages = 16, 2
-    return Tile(M, N, warps, stages), sum(parts), per_sm * target.processors
+    return Tile(M, N, warps, stages), per_sm * target.processors
 
 
 def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool = True) -> list[tuple[int, int]]:
