@@ -1,4 +1,4 @@
-"""One matrix product instead of several with the same input: queries, keys and values; gate and up.
+"""One matrix product instead of several with the same input: queries, keys and values (or their latents); gate and up.
 
 A decode step is bound by reading weights, and one product over all of them reads faster than three. Works on any model
 whose modules name their projections as Llama does, compiled or not; the idea is that of every serving engine's fused
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from paged_ops.parallel.tensor import gives_own_rows, is_sharded, like, local_of
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    # latent attention, which has one of these
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 
 def fuse_projections(model: nn.Module) -> int:
