@@ -38,11 +38,6 @@ def attend(
     return run
 
 
-def write() -> None:
-    slots = gpu(7, dtype=torch.int64)
-    lowering.latent_cache_write(gpu(7, 512), gpu(7, 64), gpu(8, 64, 576, dtype=E4M3), slots, k_scale=gpu(1, dtype=FP32))
-
-
 VARIANTS = [
     # What the kernel in Gluon serves on sm_90 is among the variants of aot_variants_hopper.py.
     Variant("latent-bf16-h128", attend(128), may_spill=RDNA, targets=NOT_HOPPER),
@@ -58,5 +53,4 @@ VARIANTS = [
         spills={(3, 6): 24, (3, 7): 48, (3, 8): 448, (3, 9): 928},
         targets=("cuda:90",),
     ),
-    Variant("latent-write-e4m3", write, targets=("cuda:90",)),
 ]

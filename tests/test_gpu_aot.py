@@ -21,7 +21,7 @@ from paged_ops.lowerings.gpu.target import TRITON
 
 pytestmark = pytest.mark.aot
 
-MOST_VARIANTS = 60
+MOST_VARIANTS = 64
 # The target with the most kernels is compiled in two halves, so that two processes share the work. The other
 # GPUs of AMD compile the variants in which they may differ from gfx942: fp8, and the most registers and shared memory.
 NAMES = {
