@@ -104,8 +104,7 @@ def with_merge(
     return Plan((*launches, merge), (to_lse, to_taken, to_taken + 4))
 
 
-# Wider values are latents, whose units have many rows of many columns. So many programs merge what one program of the
-# first launch leaves; with one, merging took longer than attention (8x8192, 128 heads, H200: 196 µs in all, not 82).
+# Wider values are latents: so many programs merge what one program leaves. With one, that took longer than attention.
 LARGEST_PLAIN = tl.constexpr(tuning.LARGEST_HEAD)
 HELPERS_OF_LATENTS = 8
 
@@ -400,11 +399,14 @@ def merge_kernel(
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
     batch = Batch(tensors, numbers, ranges)
     p = tl.program_id(0)
-    Y = tl.num_programs(1)  # programs that share what one program of the first launch leaves
-    y = tl.program_id(1)
+    program, programs = p, tl.num_programs(0)
+    LATENT: tl.constexpr = DV_PAD > LARGEST_PLAIN
+    if LATENT:  # programs along axis 1 share what one program of the first launch leaves
+        program = p * tl.num_programs(1) + tl.program_id(1)
+        programs = programs * tl.num_programs(1)
     one = tl.arange(0, 1)
     d = tl.arange(0, DV_PAD)
-    for t in range(tl.load(tensors.query_start_loc + numbers.S) + p * Y + y, numbers.T, tl.num_programs(0) * Y):
+    for t in range(tl.load(tensors.query_start_loc + numbers.S) + program, numbers.T, programs):
         for h in range(0, H):
             nothing = tl.zeros([1, DV_PAD], tl.float32)
             unseen = tl.full([1], float("-inf"), tl.float32)
@@ -420,7 +422,11 @@ def merge_kernel(
     first_token = unit // K * TOKENS
     row_start += first_token
     tokens = tl.minimum(q_len - first_token, TOKENS)
-    cut = Cut(first, last, (p - first) * Y + y, (last - first) * Y, row_start, tokens, kh)
+    helper, helpers = p - first, last - first
+    if LATENT:
+        helper = helper * tl.num_programs(1) + tl.program_id(1)
+        helpers = helpers * tl.num_programs(1)
+    cut = Cut(first, last, helper, helpers, row_start, tokens, kh)
     if PDL:
         gdc_wait()
     if (start == end) | (left == 0):
@@ -430,18 +436,16 @@ def merge_kernel(
     GROUP: tl.constexpr = triton.next_power_of_2(G)
     ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # in triton 3.5 (torch 2.9) min() would give a tensor
     WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
-    parts = last - first + 1
-    LATENT: tl.constexpr = DV_PAD > LARGEST_PLAIN
     if LATENT:
-        if parts <= 8:
+        if last - first < 8:
             merge_items(tensors, cut, SPEC, TILE, 1, DV_PAD, 8, 1)
-        elif parts <= 16:
+        elif last - first < 16:
             merge_items(tensors, cut, SPEC, TILE, 1, 128, 16, 1)
         else:
             merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
-    elif parts <= 8:
+    elif cut.helpers < 8:
         merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
-    elif parts <= 64:
+    elif cut.helpers < 64:
         merge_items(tensors, cut, SPEC, TILE, 1, WIDTH, 64, 1)
     else:
         merge_items(tensors, cut, SPEC, TILE, 1, 8, 512, 1)
