@@ -50,7 +50,7 @@ VARIANTS = [
     Variant(
         "latent-h71-masks",
         attend(71, 9, soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),
-        spills={(3, 6): 24, (3, 7): 48, (3, 8): 448, (3, 9): 928},
+        spills={(3, 5): 256, (3, 6): 24, (3, 7): 48, (3, 8): 448, (3, 9): 928},
         targets=("cuda:90",),
     ),
 ]
