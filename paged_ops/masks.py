@@ -161,8 +161,7 @@ def kept(
     ranges: Sequence[Sequence[Any]] = ()
     if f.bidirectional_ranges is not None:
         of_rows = f.bidirectional_ranges[s]  # [R, 2], or [q, R, 2]
-        by_row = [pair[:, None].unbind(2) for pair in of_rows.unbind(1)] if of_rows.dim() == 3 else of_rows.tolist()
-        ranges = by_row
+        ranges = [pair[:, None].unbind(2) for pair in of_rows.unbind(1)] if of_rows.dim() == 3 else of_rows.tolist()
     window, chunk = f.sliding_window, f.attention_chunk
     return keep(
         i, j, num_heads, num_kv_heads, is_causal=f.causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges

@@ -204,7 +204,7 @@ def _known_as(x: Tensor, sums: str) -> RowSums:
     return known
 
 
-def _sum_on_cpu(x: Tensor, sums: str) -> Tensor:
+def _sum_by_backend(x: Tensor, sums: str) -> Tensor:
     summed = _fake_sum(x, sums).copy_(x)
     dist.all_reduce(summed, group=_known[sums].group)
     return summed
@@ -222,7 +222,7 @@ def _add_norm_on_cpu(
     inner_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     _fake_add_norm(x, residual, weight, eps, sums, weight_offset, rounds_first, inner_weight, inner_eps)
-    part = _sum_on_cpu(x, sums)
+    part = _sum_by_backend(x, sums)
     if inner_weight is not None:
         part = rms_norm(part, inner_weight, inner_eps, weight_offset, rounds_first)
     summed = residual + part
@@ -257,16 +257,14 @@ def _gather_on_cuda(x: Tensor, sums: str) -> Tensor:
 
 
 def _sum_on_cuda(x: Tensor, sums: str) -> Tensor:
-    summed = _fake_sum(x, sums)
-    known = _known[sums]
+    summed, known = _fake_sum(x, sums), _known[sums]
     rows = x.numel() // known.columns
     if known.places is None or rows > known.max_rows:
-        dist.all_reduce(summed.copy_(x), group=known.group)
-    else:
-        from paged_ops.lowerings.gpu import reduce as kernels
+        return _sum_by_backend(x, sums)
+    from paged_ops.lowerings.gpu import reduce as kernels
 
-        two_shot = known.is_two_shot(rows)
-        kernels.reduce_rows(x.contiguous(), None, None, summed, None, known.places, two_shot=two_shot)
+    two_shot = known.is_two_shot(rows)
+    kernels.reduce_rows(x.contiguous(), None, None, summed, None, known.places, two_shot=two_shot)
     return summed
 
 
@@ -288,8 +286,7 @@ def _add_norm_on_cuda(
     known = _known[sums]
     rows, x, places = x.numel() // known.columns, x.contiguous(), known.places
     if places is None or rows > known.max_rows:
-        x, places = x.clone(), None
-        dist.all_reduce(x, group=known.group)
+        x, places = _sum_by_backend(x, sums), None
     norm: dict[str, Any] = dict(eps=eps, weight_offset=weight_offset, rounds_first=rounds_first)
     if inner_weight is not None:
         norm |= dict(inner_weight=inner_weight.contiguous(), inner_eps=inner_eps)
@@ -299,7 +296,7 @@ def _add_norm_on_cuda(
 
 
 for _name, _on_cpu, _on_cuda in (
-    ("all_reduce", _sum_on_cpu, _sum_on_cuda),
+    ("all_reduce", _sum_by_backend, _sum_on_cuda),
     ("all_gather_columns", _gather_by_backend, _gather_on_cuda),
     ("all_reduce_add_norm", _add_norm_on_cpu, _add_norm_on_cuda),
 ):
