@@ -35,6 +35,7 @@ from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.decode import next_unit, sequence, sequence_tiles
 from paged_ops.lowerings.gpu.attention.hopper import barriers, moved, tile_layout
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of, scores, values
+from paged_ops.lowerings.gpu.attention.tile import Batch
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape
@@ -192,27 +193,20 @@ class Share(NamedTuple):
     tile: Any
 
 
-class Work(NamedTuple):
-    """What all partitions know."""
-
-    tensors: Any
-    numbers: Any
-
-
 @gluon.jit
 def add(a, b):
     return a + b
 
 
 @gluon.jit
-def share_of(p, programs, work, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+def share_of(p, programs, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The p-th of equal shares of all key tiles of all units; compare shares and locate of decode.py."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     TIMES: gl.constexpr = DIVISION.times
     total = 0
     for n in gl.static_range(TIMES):
         s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
-        total += gl.sum(sequence_tiles(s_, work, SPEC, DIVISION, SHAPE), 0)
+        total += gl.sum(sequence_tiles(s_, batch, SPEC, DIVISION, SHAPE), 0)
     share = total // programs
     longer = total - share * programs
     start = p * share + gl.minimum(p, longer)
@@ -222,12 +216,12 @@ def share_of(p, programs, work, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAP
     passed_total = 0
     for n in gl.static_range(TIMES):
         s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
-        tiles = sequence_tiles(s_, work, SPEC, DIVISION, SHAPE)
-        passed = (passed_total + gl.associative_scan(tiles, 0, add) <= start) & (s_ < work.numbers.S)
+        tiles = sequence_tiles(s_, batch, SPEC, DIVISION, SHAPE)
+        passed = (passed_total + gl.associative_scan(tiles, 0, add) <= start) & (s_ < batch.numbers.S)
         s += gl.sum(passed.to(gl.int32), 0)
         before += gl.sum(gl.where(passed, tiles, 0), 0)
         passed_total += gl.sum(tiles, 0)
-    _row_start, _q_len, _seq_len, first_tile, end_tile = sequence(s, work, SPEC, DIVISION, SHAPE.N)
+    _row_start, _q_len, _seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, SHAPE.N)
     unit = (start - before) // (end_tile - first_tile)
     tile = first_tile + start - before - unit * (end_tile - first_tile)
     return Share(steps, s, unit % SPEC.K, unit // SPEC.K * (SHAPE.M // SPEC.G), tile)
@@ -235,7 +229,7 @@ def share_of(p, programs, work, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAP
 
 @gluon.jit
 def producer(
-    descriptors, work, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+    descriptors, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Brings the tiles of the share, and each unit's query rows."""
     q_latent_desc, q_rotated_desc, latent_desc, rotated_desc = descriptors
@@ -252,11 +246,11 @@ def producer(
     total = 0
     while left > 0:
         row_start, q_len, seq_len, _first_tile, _end_tile, count, seen = part_of(
-            s, first_token, tile, left, work, SPEC, DIVISION, SHAPE
+            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
         )
         left -= count
         if q_len > 0:
-            block_table = work.tensors.block_tables + s.to(gl.int64) * work.numbers.table_stride
+            block_table = batch.tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
             j = tile * N + lane % PAGES * PAGE
             ids = gl.load(block_table + j // B * SPEC.table, mask=j < seq_len, other=0)
             for t in range(seen):
@@ -297,17 +291,17 @@ def producer(
             n += 1
         s, kh, first_token = next_unit(s, kh, first_token, q_len, SPEC.K, TOKENS)
         if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, work, SPEC, DIVISION, N)
+            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
 
 
 @gluon.jit
-def left_values(work, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    values(0, shared.left_tiles, shared.left_empty, work, share, shared, SPEC, DIVISION, SHAPE)
+def left_values(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    values(0, shared.left_tiles, shared.left_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
-def right_values(work, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    values(1, shared.right_tiles, shared.right_empty, work, share, shared, SPEC, DIVISION, SHAPE)
+def right_values(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    values(1, shared.right_tiles, shared.right_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -354,15 +348,15 @@ def latent_hopper_kernel(
         weights, factors, changed, barriers(1, 1), barriers(1, 2),
     )  # fmt: skip
     fence_async_shared()
-    work = Work(tensors, numbers)
-    share = share_of(gl.program_id(0), gl.num_programs(0), work, SPEC, DIVISION, SHAPE)
+    batch = Batch(tensors, numbers, None)
+    share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descriptors = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
     gl.warp_specialize(
         [
-            (scores, (work, share, shared, SPEC, DIVISION, SHAPE)),
-            (left_values, (work, share, shared, SPEC, DIVISION, SHAPE)),
-            (right_values, (work, share, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (descriptors, work, share, shared, SPEC, DIVISION, SHAPE)),
+            (scores, (batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (left_values, (batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (right_values, (batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (producer, (descriptors, batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

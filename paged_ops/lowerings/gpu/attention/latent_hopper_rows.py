@@ -25,12 +25,12 @@ SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
-def part_of(s, first_token, tile, left, work, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+def part_of(s, first_token, tile, left, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The part of a unit that begins at ``tile`` and that a share with ``left`` more tiles has: the sequence's first
     row, rows and keys, the unit's first tile and its end, the number of tiles of the part, and of those that a row may
     see, at least one."""
     N: gl.constexpr = SHAPE.N
-    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, work, SPEC, DIVISION, N)
+    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
     count = gl.minimum(end_tile - tile, left)
     seen = count
     if SPEC.masks.causal:
@@ -135,9 +135,9 @@ def weigh(
 
 
 @gluon.jit
-def scores(work, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The weights of all tiles, the factors of earlier sums, and lse."""
-    tensors, numbers = work
+    tensors, numbers = batch.tensors, batch.numbers
     MASKS: gl.constexpr = SPEC.masks
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
@@ -162,7 +162,7 @@ def scores(work, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAP
     told = 0  # messages to the other warpgroups
     while left > 0:
         row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
-            s, first_token, tile, left, work, SPEC, DIVISION, SHAPE
+            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
         )
         left -= count
         if q_len > 0:
@@ -221,16 +221,16 @@ def scores(work, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAP
             n += 1
         s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
         if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, work, SPEC, DIVISION, N)
+            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
 
 
 @gluon.jit
 def values(
-    which: gl.constexpr, tiles, empty, work, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr,
+    which: gl.constexpr, tiles, empty, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """One half of the value columns of each unit."""
-    tensors, _numbers = work
+    tensors = batch.tensors
     K: gl.constexpr = SPEC.K
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
@@ -250,7 +250,7 @@ def values(
     told = 0
     while left > 0:
         row_start, q_len, _seq_len, first_tile, end_tile, count, seen = part_of(
-            s, first_token, tile, left, work, SPEC, DIVISION, SHAPE
+            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
         )
         left -= count
         if q_len > 0:
@@ -296,4 +296,4 @@ def values(
             total += seen
         s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
         if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, work, SPEC, DIVISION, N)
+            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
