@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import paged_ops
 from paged_ops import cli, reference
-from paged_ops.bench import cache_ops, cases, measure, report, run, tune
+from paged_ops.bench import cache_ops, cases, measure, providers, report, run, tune
 from paged_ops.bench.cases import Case
-from paged_ops.bench.providers import PROVIDERS, DenseSDPA, FlashInfer, FlashMLA, Flex, PagedOps
+from paged_ops.bench.providers import PROVIDERS, DenseSDPA, FlashAttention3, FlashInfer, FlashMLA, Flex, PagedOps
 
 CPU = torch.device("cpu")
 CEILINGS = measure.Ceilings(read=1e9, copy=1e9, matmul=1e11)
@@ -157,6 +157,7 @@ def test_reasons_are_given():
     assert "keys and values apart" in DenseSDPA().reasons_against(LATENT, CPU)
     assert "latents of 512 + 64 in blocks of 64" in FlashMLA().reasons_against(LATENT, torch.device("cuda"))
     assert "head size: 64, 128 or 256" in FlashInfer().reasons_against(SQUARE, CPU)
+    assert FlashAttention3().reasons_against(SQUARE, CPU)[0] == "runs on Hopper"
 
 
 def test_flash_mla_gets_what_its_interface_asks_for(monkeypatch):
@@ -187,6 +188,47 @@ def test_flash_mla_gets_what_its_interface_asks_for(monkeypatch):
     (call,) = FlashMLA().prepare([inputs])
     want = measure.reference(inputs)
     assert measure.relative_error(call().view_as(want), want) < 1e-5
+
+
+def test_flash_attention_gets_what_its_interface_asks_for(monkeypatch):
+    """Its own arguments by its own names; a stand-in computes."""
+    schedules = []
+
+    def get_scheduler_metadata(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype,
+        cu_seqlens_q, page_size, causal,
+    ):  # fmt: skip
+        assert (batch_size, max_seqlen_q, max_seqlen_k) == (len(RAGGED.seqs), *map(max, zip(*RAGGED.seqs, strict=True)))
+        assert (num_heads_q, num_heads_kv, headdim) == (RAGGED.num_heads, RAGGED.num_kv_heads, RAGGED.head_size)
+        assert (len(cache_seqlens), len(cu_seqlens_q)) == (batch_size, batch_size + 1)
+        assert (qkv_dtype, page_size, causal) == (RAGGED.dtype, RAGGED.block_size, True)
+        schedules.append(object())
+        return schedules[-1]
+
+    def flash_attn_varlen_func(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal, block_table, out,
+        scheduler_metadata, fa_version,
+    ):  # fmt: skip
+        assert (scheduler_metadata, fa_version, causal) == (schedules[0], 3, True)
+        kv_cache = torch.stack((k, v), 1)
+        return out.copy_(reference.paged_attention(q, kv_cache, block_table, seqused_k, cu_seqlens_q, softmax_scale))
+
+    stand_in = types.SimpleNamespace(
+        get_scheduler_metadata=get_scheduler_metadata, flash_attn_varlen_func=flash_attn_varlen_func
+    )
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(vllm_flash_attn=stand_in))
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", stand_in)
+    (inputs, _) = sets_of(RAGGED)
+    (call,) = FlashAttention3().prepare([inputs])
+    assert measure.relative_error(call(), measure.reference(inputs)) < 1e-5
+
+
+def test_versions_name_the_package_that_built_a_peer(monkeypatch):
+    monkeypatch.setattr(run, "version", lambda distribution: {"vllm": "0.26.0", "flash-mla": "1.0"}.get(distribution))
+    assert run.provider_version(FlashAttention3()) == "in vllm 0.26.0"
+    assert FlashMLA().distribution == "flash-mla"
+    monkeypatch.setattr(providers, "is_installed", lambda module: module.startswith("vllm"))
+    assert run.provider_version(FlashMLA()) == "in vllm 0.26.0"
 
 
 def test_a_provider_that_fails_has_no_speed():
@@ -292,7 +334,7 @@ def test_tune_is_for_gpus():
 
 
 def test_providers_are_found_by_name():
-    assert list(PROVIDERS) == ["paged_ops", "FlashInfer", "FlashMLA", "FlexAttention", "SDPA dense"]
+    assert list(PROVIDERS) == ["paged_ops", "FlashAttention-3", "FlashInfer", "FlashMLA", "FlexAttention", "SDPA dense"]
 
 
 # Tables and plots

@@ -8,8 +8,10 @@ and is not timed. To add a provider, write such a class and add it to ``PROVIDER
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,13 +29,23 @@ class Provider(Protocol):
     """One way to compute paged attention."""
 
     name: str
-    distribution: str  # the package whose version a record has
+
+    @property
+    def distribution(self) -> str:
+        """The package whose version a record has."""
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
         """Why it cannot compute the case on the device; empty if it can."""
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
         """For each set of inputs, a call without arguments that returns attention, ``[T, H, D]`` in any shape."""
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that would hold it
+        return False
 
 
 class PagedOps:
@@ -108,18 +120,85 @@ class FlashInfer:
         return plan, functools.partial(wrapper.run, inputs.query, inputs.kv_cache, out=out)
 
 
+class FlashAttention3:
+    """FlashAttention-3 over the same cache, as vLLM builds it, with the schedule made before for these lengths."""
+
+    name = "FlashAttention-3"
+    distribution = "vllm"
+    MODULE = "vllm.vllm_flash_attn"
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+            reasons.append("runs on Hopper")
+        if not is_installed(self.MODULE):
+            reasons.append("vllm is not installed")
+        if case.dtype == torch.float32 or case.stored != case.dtype:
+            reasons.append("float16 or bfloat16, also in the cache")
+        if case.latent or case.head_size > 256 or case.head_size % 8:
+            reasons.append("head size: multiples of 8 up to 256")
+        if case.captured_len is not None:
+            reasons.append("a schedule is for the lengths that it was made for")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        return [self._prepare(each) for each in sets]
+
+    def _prepare(self, inputs: Inputs) -> Callable[[], Tensor]:
+        fa3 = importlib.import_module(self.MODULE)
+        case = inputs.case
+        longest = [max(lengths) for lengths in zip(*case.seqs, strict=True)]  # of the queries, and of the keys
+        schedule = fa3.get_scheduler_metadata(
+            len(case.seqs),
+            *longest,
+            case.num_heads,
+            case.num_kv_heads,
+            case.head_size,
+            inputs.seq_lens,
+            qkv_dtype=case.dtype,
+            cu_seqlens_q=inputs.query_start_loc,
+            page_size=case.block_size,
+            causal=True,
+        )
+        return functools.partial(
+            fa3.flash_attn_varlen_func,
+            inputs.query,
+            inputs.kv_cache[:, 0],
+            inputs.kv_cache[:, 1],
+            max_seqlen_q=longest[0],
+            cu_seqlens_q=inputs.query_start_loc,
+            max_seqlen_k=longest[1],
+            seqused_k=inputs.seq_lens,
+            softmax_scale=inputs.scale,
+            causal=True,
+            block_table=inputs.block_tables,
+            out=torch.empty_like(inputs.query),
+            scheduler_metadata=schedule,
+            fa_version=3,
+        )
+
+
 class FlashMLA:
-    """FlashMLA's dense decode over the same latent cache, planned for exactly these lengths."""
+    """FlashMLA's dense decode over the same latent cache, planned for exactly these lengths; its own package, or as
+    vLLM builds it."""
 
     name = "FlashMLA"
-    distribution = "flash-mla"
+    MODULES = "flash_mla", "vllm.third_party.flashmla.flash_mla_interface"
+
+    @property
+    def distribution(self) -> str:
+        return "flash-mla" if self._module == self.MODULES[0] else "vllm"
+
+    @property
+    def _module(self) -> str:
+        return next(filter(is_installed, self.MODULES), self.MODULES[0])
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
         reasons = []
         if device.type != "cuda":
             reasons.append("runs on cuda")
-        if importlib.util.find_spec("flash_mla") is None:
-            reasons.append("flash_mla is not installed")
+        if not any(map(is_installed, self.MODULES)):
+            reasons.append("neither flash_mla nor vllm is installed")
         if (case.head_size, case.value_head_size, case.block_size) != (576, 512, 64):
             reasons.append("latents of 512 + 64 in blocks of 64")
         if case.dtype == torch.float32 or case.stored != case.dtype:
@@ -134,8 +213,7 @@ class FlashMLA:
         return [self._prepare(each) for each in sets]
 
     def _prepare(self, inputs: Inputs) -> Callable[[], Tensor]:
-        import flash_mla
-
+        flash_mla = importlib.import_module(self._module)
         case = inputs.case
         S, q_len = len(case.seqs), case.seqs[0][0]
         query = inputs.query.view(S, q_len, case.num_heads, case.head_size)
@@ -261,5 +339,5 @@ class DenseSDPA:
 
 
 PROVIDERS: dict[str, Provider] = {
-    each.name: each for each in (PagedOps(), FlashInfer(), FlashMLA(), Flex(), DenseSDPA())
+    each.name: each for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), Flex(), DenseSDPA())
 }

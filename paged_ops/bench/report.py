@@ -14,6 +14,7 @@ from typing import Any
 Record = dict[str, Any]
 BLOCK = re.compile(r"(<!-- bench: (?P<group>[\w-]+), (?P<device>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OURS = "paged_ops"
+PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA")  # whose versions are told: the others are torch's
 SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot that has all providers
 COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#b08ea2", "#e3a857", "#5c677d")
 
@@ -103,7 +104,7 @@ def _source(chosen: Sequence[Record]) -> str:
     commits = ", ".join(dict.fromkeys(str(record["commit"]) for record in ours))
     dates = ", ".join(dict.fromkeys(record["date"][:10] for record in ours))
     versions = {record["provider"]: record["provider_version"] for record in chosen if record.get("provider_version")}
-    peers = "".join(f", {name} {number}" for name, number in versions.items() if name in ("FlashInfer", "FlashMLA"))
+    peers = "".join(f", {name} {number}" for name, number in versions.items() if name in PEERS)
     last = ours[-1]
     triton = f", triton {last['triton']}" if last.get("triton") else ""
     return f"\n{last['device']}, torch {last['torch']}{triton}{peers}; commit {commits}; {dates}.\n"

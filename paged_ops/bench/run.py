@@ -41,6 +41,11 @@ def version(distribution: str) -> str | None:
         return paged_ops.__version__ if distribution == "paged-ops" else None
 
 
+def provider_version(provider: Provider) -> str | None:
+    number = version(provider.distribution)
+    return f"in vllm {number}" if provider.distribution == "vllm" else number
+
+
 def git_commit() -> str | None:
     """The commit of this package's checkout, with a + if files differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -84,7 +89,7 @@ def attention_records(
         return
     sets = measure.inputs_of(case, device)
     for provider in able:
-        record = {**describe(case), "provider": provider.name, "provider_version": version(provider.distribution)}
+        record = {**describe(case), "provider": provider.name, "provider_version": provider_version(provider)}
         try:
             yield {**record, **measure.measure(provider.prepare(sets), sets, ceilings, repeats)}
         except Exception as error:
