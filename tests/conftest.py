@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import gpu_under_test
 import pytest
@@ -20,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--device")
     if name.startswith("cuda:"):
         gpu_under_test.GPU = torch.device(name)
+    # Tables that were tuned on this machine are read only if the variable is set outside.
+    os.environ.setdefault("PAGED_OPS_CONFIGS", str(Path(__file__).parent / "no_configs"))
     # Precompiled headers are half the time of a compilation: the processes of a run share them, and no two runs do.
     if COMPILED not in os.environ:
         os.environ[COMPILED] = tempfile.mkdtemp(prefix="paged_ops_compiled_")

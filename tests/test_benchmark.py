@@ -475,6 +475,7 @@ def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
     monkeypatch.setitem(vars(target), "tiles", tree)
     monkeypatch.setattr(targets, "target_of", {target.device: target}.get)
     monkeypatch.setattr(cli.bench, "choose_device", lambda name: target.device)
+    monkeypatch.setattr(measure, "cache_bytes", lambda device: 60 << 20)
     path, seen = tmp_path / "attention_some_gpu.json", []
 
     def cost():

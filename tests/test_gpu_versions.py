@@ -98,7 +98,8 @@ def test_tuned_numbers_replace_those_of_this_triton(monkeypatch, tmp_path):
     changes = {"3.8": {"split": {"16bit": {"64": [2]}}}, "3.10": {"split": {"16bit": {"64": [3]}}}}
     before = {"split": {"16bit": {"64": [1]}}, "triton": changes}
     (tmp_path / "attention_default.json").write_text(json.dumps(before))
-    tune.write(tmp_path, "attention", target.DEFAULT, {"split": {"16bit": {"64": [4]}}})
+    default = target.Target(torch.device("cpu"), target.DEFAULT, "cuda", 80, 1, 0)
+    tune.write(tmp_path, "attention", default, {"split": {"16bit": {"64": [4]}}})
     assert table_under((3, 9), monkeypatch)["split"] == {"16bit": {"64": [4]}}
     assert table_under((3, 10), monkeypatch)["split"] == {"16bit": {"64": [3]}}
 

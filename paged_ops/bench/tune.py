@@ -12,10 +12,12 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ import paged_ops
 from paged_ops.bench import cases, measure
 from paged_ops.bench.cases import Case, Inputs
 from paged_ops.bench.measure import Call, Replay, WrongResultError
+
+if TYPE_CHECKING:
+    from paged_ops.lowerings.gpu.target import Target
 
 GAIN = 0.015  # a neighbour must be faster by this share
 Place = tuple[str, ...]  # where a number is in the tree
@@ -35,6 +40,7 @@ class Workload:
 
     name: str
     make: Callable[[], tuple[list[Call], Callable[[Replay], object]]]
+    num_bytes: int = 0  # of its inputs on the device, about
 
     def us(self, device: torch.device, repeats: int) -> float:
         """Microseconds of a call.
@@ -145,7 +151,7 @@ def descend(
     """
     readers: dict[Place, list[Workload]] = {}
     times: dict[str, float] = {}
-    plain = dict(tree)
+    plain, started = dict(tree), time.perf_counter()
     for workload in workloads:
         progress(f"{workload.name} as it is")
         seen: set[Place] = set()
@@ -162,6 +168,12 @@ def descend(
         for place in seen:
             readers.setdefault(place, []).append(workload)
 
+    measured = sum(len(neighbours(get(tree, place))) * len(each) for place, each in readers.items())
+    seconds = (time.perf_counter() - started) / max(len(workloads), 1)
+    progress(
+        f"{len(readers)} numbers are read; their neighbours are at least {measured} measurements, which take about"
+        f" {measured * seconds / 60:.0f} minutes at {seconds:.1f} s for each, as so far"
+    )
     for place in sorted(readers):
         moved = True
         while moved:
@@ -184,13 +196,29 @@ def descend(
                 forget()
 
 
+# A measurement compiles two or three kernels, makes its inputs and a reference, and times; on an H200's host.
+SECONDS_EACH = 5.0
+# The numbers that a workload reads, and the neighbours of each.
+READ_EACH, TRIED_EACH = 7, 3
+
+
+def forecast(workloads: Sequence[Workload], device: torch.device) -> str:
+    """What :func:`descend` will take, in words. It says more when it knows which numbers the workloads read."""
+    minutes = len(workloads) * (1 + READ_EACH * TRIED_EACH) * SECONDS_EACH / 60
+    gib = (max((each.num_bytes for each in workloads), default=0) + 8 * measure.cache_bytes(device)) / 2**30
+    return (
+        f"{len(workloads)} workloads, of which each number that they read is tried with its neighbours: roughly"
+        f" {minutes:.0f} minutes, and up to {gib:.1f} GiB on {device} with nothing else running there"
+    )
+
+
 def attention_workload(case: Case, device: torch.device) -> Workload:
     def make() -> tuple[list[Call], Callable[[Replay], object]]:
         sets = measure.inputs_of(case, device)
         calls: list[Call] = [functools.partial(paged_ops.paged_attention, *each.args, **each.kwargs) for each in sets]
         return calls, lambda replay: measure.verify(replay, sets)
 
-    return Workload(case.key, make)
+    return Workload(case.key, make, case.bytes)
 
 
 def attention_workloads(device: torch.device) -> list[Workload]:
@@ -319,15 +347,19 @@ def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> s
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
 
 
-def write(folder: Path, kind: str, device_name: str, tree: dict[str, Any]) -> Path:
+def write(folder: Path, kind: str, target: Target, tree: dict[str, Any]) -> Path:
     """Writes ``<kind>_<device>.json``, which the lowering reads on devices of that name; other entries of the file are
-    kept."""
-    from paged_ops.lowerings.gpu import target
+    kept. What the package's file has for newer Tritons is written, too."""
+    from paged_ops.lowerings.gpu.target import config_path, later, packaged
 
-    path = target.config_path(folder, kind, device_name)
+    path = config_path(folder, kind, target.name)
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
-    if "triton" in before:
-        before["triton"] = target.later(before)  # the tree has what holds for this Triton
-    path.write_text(render({**before, **tree}) + "\n")
+    # The tree has what holds for this Triton.
+    newer = later(before if path.exists() else json.loads(packaged(kind, target.name, target.stand_in).read_text()))
+    if newer or "triton" in before:
+        before["triton"] = newer
+    fresh = path.with_suffix(f".{os.getpid()}")  # a reader finds the old file or the new one
+    fresh.write_text(render({**before, **tree}) + "\n")
+    fresh.replace(path)
     return path

@@ -123,7 +123,11 @@ def bench(
 def tune_tiles(
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, ...; by default cuda.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The folder to write to; by default where the installed package reads.")
+        Path | None,
+        typer.Option(
+            help="The folder to write to; by default the user's, whose tables are read before the package's:"
+            " $PAGED_OPS_CONFIGS, else $XDG_CONFIG_HOME/paged_ops, else ~/.config/paged_ops."
+        ),
     ] = None,
     only: Annotated[str, typer.Option(help="attention or cache; by default both.")] = "",
     match: Annotated[str, typer.Option("--workloads", help="A regular expression; the workloads that it finds.")] = "",
@@ -131,16 +135,26 @@ def tune_tiles(
 ) -> None:
     """Sweep the tiles of the GPU kernels on this device and write the best as its configuration.
 
-    Every result is verified. Starts from the device's own configuration or the default; takes minutes.
+    Every result is verified. Starts from the device's own configuration, or that of its architecture. Says first what
+    it will take and how long. Each improvement is written at once: Ctrl-C loses nothing.
     """
     console = Console()
     target = choose_device(device)
     expect(target.type == "cuda", "--device", "a GPU, whose kernels have tiles to tune", str(target))
     expect(only in ("", "attention", "cache"), "--only", "attention or cache", only)
     expect(repeats >= 1, "--repeats", "at least 1", repeats)
-    from paged_ops.lowerings.gpu.target import CONFIGS, target_of
+    from paged_ops.lowerings.gpu.target import config_path, target_of, user_configs
 
-    tuned = target_of(target)
+    tuned, folder = target_of(target), (out or user_configs()).absolute()
+    of_attention = tune.attention_workloads(target) if only != "cache" else []
+    of_cache = tune.cache_workloads(target) if only != "attention" else {}
+    all_names = [each.name for workloads in (of_attention, *of_cache.values()) for each in workloads]
+    names = _found("--workloads", match, all_names)
+    kinds = ["attention"] * (only != "cache") + ["cache"] * (only != "attention")
+    files = " and ".join(str(config_path(folder, kind, tuned.name)) for kind in kinds)
+    every = [each for workloads in (of_attention, *of_cache.values()) for each in workloads if each.name in names]
+    for line in (f"{tuned.name}: {tune.forecast(every, target)}.", f"Writes {files} after each improvement."):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     with console.status("") as status, torch.no_grad():
 
         def show(line: str) -> None:
@@ -148,21 +162,17 @@ def tune_tiles(
             if not console.is_terminal:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        folder, moves = out or CONFIGS, Table("number", "before", "after", "time saved")
-        of_attention = tune.attention_workloads(target) if only != "cache" else []
-        of_cache = tune.cache_workloads(target) if only != "attention" else {}
-        all_names = [each.name for workloads in (of_attention, *of_cache.values()) for each in workloads]
-        names = _found("--workloads", match, all_names)
+        moves = Table("number", "before", "after", "time saved")
 
         def descend(kind: str, place: str, tree: dict[str, Any], workloads: list[tune.Workload]) -> None:
             """Each improvement is written at once, so that Ctrl-C loses nothing."""
             chosen = [each for each in workloads if each.name in names]
             whole = {place: tree} if place else tree
-            tune.write(folder, kind, tuned.name, whole)
+            tune.write(folder, kind, tuned, whole)
             for step in tune.descend(tree, chosen, target, repeats, show):
                 path = ".".join(filter(None, (place, *step.place)))
                 moves.add_row(path, str(step.before), str(step.after), f"{step.gain:.1%}")
-                tune.write(folder, kind, tuned.name, whole)
+                tune.write(folder, kind, tuned, whole)
 
         try:
             if only != "cache":

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
 # An option of each launch: a product and a sum are one instruction. From Triton 3.10 on this will not be the default.
 FUSED = {"enable_fp_fusion": True}
-DEFAULT = "default"  # the device name whose tables serve devices without tables of their own
+DEFAULT = "default"  # the device name whose tables serve devices without tables of their own, of any architecture
+# The device whose tables serve others of its backend and architecture: an H100, H20, GH200 or a part of one (MIG).
+STAND_INS: dict[tuple[str, int | str], str] = {("cuda", 90): "NVIDIA H200"}
+# The variable that names another folder for what ``paged-ops tune`` writes; see user_configs.
+FOLDER_VARIABLE = "PAGED_OPS_CONFIGS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +68,20 @@ class Target:
         """The launch options of a kernel that may start while the previous one ends, and then waits for it (PDL)."""
         return {"PDL": True, "launch_pdl": True} if self.has_pdl else {"PDL": False}
 
+    @property
+    def stand_in(self) -> str:
+        """The name of the device whose tables it has, unless there are tables of its own."""
+        return STAND_INS.get((self.backend, self.arch), DEFAULT)
+
     @functools.cached_property
     def tiles(self) -> dict[str, Any]:
         """The tiles of the attention kernels: see :func:`read_tiles`. Tuning changes them in place."""
-        return read_tiles(self.name)
+        return read_tiles(self.name, self.stand_in)
 
     @functools.cached_property
     def numbers(self) -> dict[str, Any]:
         """The numbers tuned for the cache ops, by op: see :func:`read_numbers`. Tuning changes them in place."""
-        return read_numbers(self.name)
+        return read_numbers(self.name, self.stand_in)
 
     def _is_cuda_from(self, capability: int) -> bool:
         return self.backend == "cuda" and int(self.arch) >= capability
@@ -123,34 +134,77 @@ def config_path(folder: Path, kind: str, name: str) -> Path:
     return folder / f"{kind}_{name.lower().replace(' ', '_')}.json"
 
 
-def read_numbers(name: str) -> dict[str, Any]:
-    """The numbers of the cache ops: ``cache_default.json``, overridden op by op by the device's own file.
+def user_configs() -> Path:
+    """The user's own tables, which ``paged-ops tune`` writes, and which are read before the package's.
+
+    The folder that ``PAGED_OPS_CONFIGS`` names, else ``paged_ops`` in the user's folder of configurations:
+    ``$XDG_CONFIG_HOME``, ``~/.config``; on Windows ``%LOCALAPPDATA%``.
+    """
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CONFIG_HOME", "")
+    if not os.path.isabs(base):  # as the XDG specification says
+        base = os.path.expanduser("~/.config")
+    return Path(base) / "paged_ops"
+
+
+def packaged(kind: str, name: str, stand_in: str = DEFAULT) -> Path:
+    """The package's file of a device: its own, or that of the device that stands in for it."""
+    path = config_path(CONFIGS, kind, name)
+    return path if path.exists() else config_path(CONFIGS, kind, stand_in)
+
+
+def read_numbers(name: str, stand_in: str = DEFAULT) -> dict[str, Any]:
+    """The numbers of the cache ops: ``cache_default.json``, overridden op by op by the device's file (its own, or that
+    of the device that stands in for it), and that by the user's.
 
     Raises ValueError if a file sets a number that the default does not have.
     """
-    numbers: dict[str, Any] = json.loads(config_path(CONFIGS, "cache", DEFAULT).read_text())
-    path = config_path(CONFIGS, "cache", name)
-    own = json.loads(path.read_text()) if path.exists() else {}
-    for op, changes in own.items():
-        known = numbers.get(op, {})
-        unknown = sorted(set(changes) - set(known))
-        if unknown or op not in numbers:
-            raise ValueError(f"{path.name}: expected {sorted(known)} for {op}, got {unknown}")
-        numbers[op] = {**known, **changes}
+    numbers: dict[str, Any] = _read(config_path(CONFIGS, "cache", DEFAULT))
+    for path in (packaged("cache", name, stand_in), config_path(user_configs(), "cache", name)):
+        own = _read(path) if path.exists() else {}
+        for op, changes in own.items():
+            known = numbers.get(op, {})
+            unknown = sorted(set(changes) - set(known))
+            if unknown or op not in numbers:
+                raise ValueError(f"{path.name}: expected {sorted(known)} for {op}, got {unknown} in {path.parent}")
+            numbers[op] = {**known, **changes}
     return numbers
 
 
-def read_tiles(name: str) -> dict[str, Any]:
-    """The tiles of a device, or the default's if it has no file.
+def read_tiles(name: str, stand_in: str = DEFAULT) -> dict[str, Any]:
+    """The tiles of a device: from the package its own file, or that of the device that stands in for it; over these,
+    entry by entry, the user's file.
 
     By kind of element and padded head size. ``split``: keys, warps, stages, programs per multiprocessor and, on CUDA, a
     bound on registers. ``slices``: the same for sliced tiles; without an entry tiles are not sliced. ``prefill``: rows,
     keys, warps, stages. ``latent``: by kind of element and the rows of a tile keys, warps, stages, programs per
     multiprocessor. ``triton``: what differs from a given Triton on, because kernels would spill registers with it;
     entries for earlier Tritons hold too.
+
+    Raises ValueError if the user's file has a table that the package's has not.
     """
-    path = config_path(CONFIGS, "attention", name)
-    numbers = json.loads((path if path.exists() else config_path(CONFIGS, "attention", DEFAULT)).read_text())
+    numbers = _tiles_of(packaged("attention", name, stand_in))
+    path = config_path(user_configs(), "attention", name)
+    own = _tiles_of(path) if path.exists() else {}
+    unknown = sorted(own.keys() - numbers.keys())
+    if unknown:
+        raise ValueError(f"{path.name}: expected some of {sorted(numbers)}, got {unknown} in {path.parent}")
+    for kernel, kinds in own.items():
+        for kind, widths in kinds.items():
+            numbers[kernel].setdefault(kind, {}).update(widths)
+    return numbers
+
+
+def later(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a table for Tritons that are newer than this one."""
+    return {name: change for name, change in numbers.get("triton", {}).items() if _version(name) > TRITON}
+
+
+def _tiles_of(path: Path) -> dict[str, Any]:
+    """The tiles in a file, as they are for this Triton."""
+    numbers = _read(path)
     newer = later(numbers)
     changes = numbers.pop("triton", {})
     for version in sorted(changes.keys() - newer.keys(), key=_version):
@@ -160,9 +214,14 @@ def read_tiles(name: str) -> dict[str, Any]:
     return numbers
 
 
-def later(numbers: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a table for Tritons that are newer than this one."""
-    return {name: change for name, change in numbers.get("triton", {}).items() if _version(name) > TRITON}
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        numbers = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}; mend it, or delete it") from None
+    if not isinstance(numbers, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {numbers}")
+    return numbers
 
 
 def _version(name: str) -> tuple[int, ...]:
