@@ -6,7 +6,8 @@
 prefills; ``more``: without latents, and captured with compiled layers. ``steps``: milliseconds of a captured decode
 step in bfloat16, with latents in the cache and with the keys and values of all heads. ``prefill``: milliseconds of a
 step of many tokens, by the absorbed form, by keys of all heads for the new tokens, and without latents. ``compiled``:
-decode steps with compiled layers. Each part is run though another failed, and none is begun after ``--seconds``.
+decode steps with compiled layers. ``attend``: one layer's attention of steps of many tokens in both forms, which
+latents' rule of choice rests on. Each part is run though another failed, and none is begun after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -252,6 +253,59 @@ def prefill(bench: Bench, model: Any) -> None:
             _free()
 
 
+ATTENDS = (  # sequences, new tokens of each, history of each
+    *((1, T, history) for history in (0, 4096, 32768) for T in (512, 1024, 2048, 4096, 8192)),
+    *((16, 512, 0), (16, 512, 4096), (64, 128, 0), (64, 128, 4096), (256, 32, 0)),
+)
+
+
+def attend(bench: Bench) -> None:
+    """Attention of one layer alone, captured: microseconds by the absorbed form, and by keys of all heads for the new
+    tokens, whose results are compared. What the rule of ``latent.expands`` rests on."""
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
+
+    rule, features = latent_attention.expands, dict.fromkeys(("sliding_window", "attention_chunk"), 0)
+    for H, (S, T, history) in itertools.product((16, 128), ATTENDS):
+        if time.monotonic() > bench.until:
+            break
+        sizes = dict(num_attention_heads=H, num_key_value_heads=H)
+        config = transformers.DeepseekV2Config(**{**SHAPE, **sizes}, attn_implementation="eager")
+        with bench.device:
+            module = DeepseekV2Attention(config, 0).to(torch.bfloat16).requires_grad_(False)
+        needed, tables = _blocks(S, T + history)
+        new = functools.partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
+        cache, query = new(needed, BLOCK_SIZE, 576), new(1, H, S * T, 192)
+        builder = AttentionMetadataBuilder(BLOCK_SIZE, S, S * T, T + history, bench.device, num_blocks=needed)
+        batch = builder.build(0, Batch([T] * S, [history] * S, tables))
+        step = batch.slot_mapping, batch.block_tables, batch.seq_lens, batch.query_start_loc
+        call = functools.partial(
+            latent_attention.attend, module, query, new(1, 1, S * T, 512), new(1, 1, S * T, 64), cache, *step,
+            192**-0.5, writes=True, soft_cap=0.0, bidirectional_ranges=None, **features,
+        )  # fmt: skip
+        us, outs = {}, []
+        try:
+            for way, choice in (("absorbed", False), ("keys of all heads", True)):
+                latent_attention.expands = lambda T, S, choice=choice: choice
+                outs.append(call())
+                run: Callable[[], Any] = call
+                if bench.is_gpu:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        call()
+                    run = graph.replay
+                us[way] = round(1e3 * bench.time_ms(run, 9), 1)
+            apart = float((outs[0] - outs[1]).norm() / outs[0].norm())
+            bench.add(part="attend", heads=H, sequences=S, tokens=T, history=history, us=us, apart=apart)
+            assert apart < 0.02, apart
+        except Exception:
+            error = traceback.format_exc()[-1500:]
+            bench.add(part="attend", heads=H, sequences=S, tokens=T, history=history, error=error)
+        finally:
+            latent_attention.expands = rule
+            outs, run, call, cache, query = [], None, None, None, None
+            _free()
+
+
 def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -261,7 +315,7 @@ def _free() -> None:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["tokens", "steps", "prefill", "more", "compiled"])
+    parser.add_argument("--parts", nargs="+", default=["tokens", "steps", "prefill", "attend", "more", "compiled"])
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--seconds", type=float, default=50.0, help="after which no part is begun")
     parser.add_argument("--device", default="cuda:0")
@@ -278,6 +332,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             if part in ("tokens", "more"):
                 tokens(bench, WAYS[part == "more"])
+                continue
+            if part == "attend":
+                attend(bench)
                 continue
             if model is None:
                 # random experts are chosen by near ties, which rounding decides: they should not change all logits

@@ -45,7 +45,7 @@ PARTS = {
     "meetings": ("parallel_steps", 60),
     "context": ("parallel_context", 60),
     "context_attention": ("parallel_context", 70),
-    "context_loop": ("parallel_context", 60),
+    "context_loop": ("parallel_context", 170),
     "context_kinds": ("parallel_context", 70),
 }
 

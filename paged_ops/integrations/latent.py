@@ -34,6 +34,7 @@ from paged_ops.ops import latent_cache_write, merge_attention_states, paged_atte
 from paged_ops.parallel.tensor import is_sharded, local_of
 
 MANY_TOKENS = 512  # of a step
+OWN_BLOCK = 16  # tokens of a block of keys and values of all heads
 _BY_POSITION = ("sliding_window", "attention_chunk", "bidirectional_ranges")  # not to be split into two attentions
 
 
@@ -142,7 +143,7 @@ def attend(
         out = paged_attention(absorbed, kv_cache, block_tables, seq_lens, query_start_loc, scale, **options)
         return expand(out)[None]
     features = {name: value for name, value in features.items() if name not in _BY_POSITION}
-    own = _own_tokens(type(module).expand_kv(module, latent, rotated), heads, query_start_loc, scale, features)
+    own = _own_tokens(module, latent, rotated, heads, query_start_loc, scale, features)
     lens = seq_lens - query_start_loc.diff()
     options |= {"causal": False, "soft_cap": features["soft_cap"]}
     out, lse = paged_attention_with_lse(absorbed, kv_cache, block_tables, lens, query_start_loc, scale, **options)
@@ -150,12 +151,34 @@ def attend(
 
 
 def _own_tokens(
-    states: tuple[Tensor, Tensor], query: Tensor, query_start_loc: Tensor, scale: float, features: dict[str, Any]
+    module: Any,
+    latent: Tensor,
+    rotated: Tensor,
+    query: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    features: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the step's tokens to each other, and its lse: the tokens are read as blocks of one."""
-    key, value = (each[0].transpose(0, 1)[:, None] for each in states)
-    rows = torch.arange(len(query), dtype=torch.int32, device=query.device)
-    tables, lens = query_start_loc[:-1, None] + rows, query_start_loc.diff()
+    """Attention of the step's tokens to each other by keys and values of all heads, and its lse.
+
+    The latents are laid in blocks first, each sequence from the beginning of a block on, so that the keys and values
+    that are made of them are a paged cache.
+    """
+    S, T = len(query_start_loc) - 1, len(query)
+    starts, lens = query_start_loc[:-1], query_start_loc.diff()
+    blocks = (lens + (OWN_BLOCK - 1)) // OWN_BLOCK
+    first = (blocks.cumsum(0) - blocks).int()
+    count = (T + (OWN_BLOCK - 1) * S) // OWN_BLOCK  # at least as many as all sequences can need
+    row = torch.arange(T, dtype=torch.int32, device=query.device)
+    s = torch.searchsorted(query_start_loc[1:], row, right=True).clamp_(max=S - 1)
+    # Tokens of no sequence, at the end of a padded batch, go to a block of their own.
+    to = torch.where(row < query_start_loc[-1], (first * OWN_BLOCK - starts)[s] + row, count * OWN_BLOCK).long()
+    rows = (count + 1) * OWN_BLOCK
+    laid = [each.new_zeros(1, 1, rows, each.shape[-1]).index_copy_(2, to, each) for each in (latent, rotated)]
+    states = type(module).expand_kv(module, *laid)
+    key, value = (each[0].transpose(0, 1).unflatten(0, (-1, OWN_BLOCK)) for each in states)
+    columns = torch.arange(-(-T // OWN_BLOCK), dtype=torch.int32, device=query.device)
+    tables = first[:, None] + columns
     return paged_attention_with_lse(query, key, tables, lens, query_start_loc, scale, value_cache=value, **features)
 
 
