@@ -180,6 +180,12 @@ PREFILL = {
     "8x1024@4096": ((1024, 4096),) * 8,
     "2048@8192+63x4096": ((2048, 8192), *decode(63, 4096)),
 }
+GROUPS = {  # of decode, for many query heads on one key/value head
+    "1x131072": DECODE["1x131072"],
+    "50x6000": decode(50, 6000),
+    "4x65536+124x512": (*decode(4, 65536), *decode(124, 512)),
+    "ragged128": DECODE["ragged128"],
+}
 LATENT = {name: DECODE[name] for name in ("1x131072", "8x8192", "64x4096")}
 LATENT |= {"128x4096": decode(128, 4096), "ragged128": DECODE["ragged128"]}
 LATENT_SIZES: dict[str, Any] = {"head_size": 576, "value_head_size": 512}  # DeepSeek-V2 and V3, Kimi-K2
@@ -206,7 +212,12 @@ def gpu_cases() -> list[Case]:
     cases += [Case("sizes", "64x4096", many, H, K) for H, K in ((16, 8), (128, 8), (32, 2), (12, 4), (48, 1), (71, 1))]
     cases += [Case("sizes", f"64x4096 {n} tokens each", ((n, 4096),) * 64) for n in (4, 16)]
     cases += [Case("sizes", "64x4096 float16", many, dtype=torch.float16)]
-    cases += [Case("sizes", f"1x8192 D {D}", PREFILL["1x8192"], head_size=D) for D in (64, 256)]
+    cases += [Case("sizes", f"1x8192 D {D}", PREFILL["1x8192"], head_size=D) for D in (64, 80, 96, 112, 192, 256)]
+    cases += [Case("groups", name, seqs, H, 1) for H in (48, 64, 71) for name, seqs in GROUPS.items()]
+    cases += [Case("groups", "ragged128, 16 tokens each", tuple((16, n + 16) for _, n in DECODE["ragged128"]))]
+    cases += [Case("fp8", f"64x4096 D {D}", many, head_size=D, cache_dtype=FP8) for D in (64, 256)]
+    cases += [Case("fp8", "64x4096 e5m2", many, cache_dtype=torch.float8_e5m2)]
+    cases += [Case("fp8", name, PREFILL[name], cache_dtype=FP8) for name in ("1x8192", "8x1024@4096")]
     cases += latent_cases()
     cases += [Case("replay", f"{name} captured at 1", DECODE[name], captured_len=1) for name in DECODE]
     cases += [Case("context", f"8x{2**n}", decode(8, 2**n)) for n in range(8, 17)]
