@@ -72,13 +72,10 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """Launches that serve every sequence of a batch; None if this kernel cannot."""
-    side, H, R = spec.v_side, spec.heads, spec.v_side.size
-    rows = (shapes.N - 1) * (side.n // side.b) + spec.B
-    # The maximum is taken before scaling.
-    if shapes.numbers.scale <= 0 or not shapes.columns or not shapes.aligned or not 0 < rows < 1 << 31:
+    side, R = spec.v_side, spec.v_side.size
+    if not has_form(spec, shapes):
         return None
-    G = min(H, ROWS)
-    spec = spec._replace(K=-(-H // G), G=G, query=(H * (LATENT + ROTATED), LATENT + ROTATED, 1))
+    spec = packed(spec, ROWS)
     division = tuning.division(ROWS, shapes.S, everyone=True)
     page, P = min(spec.B & -spec.B, KEYS), target.processors
     constants = {
@@ -89,8 +86,22 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         "num_warps": 4,
     }
     launcher = launcher_of(latent_hopper_kernel, constants, target.device)
-    launch = LatentLaunch(launcher, (P, 1, 1), spec, shapes.N, page)
+    launch = LatentLaunch(launcher, (P, 1, 1), spec, shapes.N, page, ROWS)
     return decode.with_merge((launch,), P, TileShape(ROWS, KEYS, 0, R, 0, False), spec, target, division)
+
+
+def has_form(spec: Spec, shapes: Shapes) -> bool:
+    """Whether TMA can bring the tiles of these shapes, and the maximum can be taken before scaling."""
+    side = spec.v_side
+    rows = (shapes.N - 1) * (side.n // side.b) + spec.B
+    return bool(shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and 0 < rows < 1 << 31)
+
+
+def packed(spec: Spec, rows: int) -> Spec:
+    """The spec with groups of query heads, of at most ``rows`` each, as key/value heads; query rows side by side."""
+    H, D = spec.heads, LATENT + ROTATED
+    G = min(H, rows)
+    return spec._replace(K=-(-H // G), G=G, query=(H * D, D, 1))
 
 
 QUERY, CACHE = map(Pointers._fields.index, ("query", "key_cache"))
@@ -102,18 +113,20 @@ class LatentLaunch(Launch):
     """Adds to :class:`Launch` the descriptors of the query rows and of the cache. Query rows are copied if they do not
     lie side by side, at multiples of 16 bytes."""
 
-    __slots__ = ("_N", "_described", "_page", "_spec")
+    __slots__ = ("_N", "_described", "_page", "_rows", "_spec")
+    described: tuple[int, ...] = (QUERY, QUERY, CACHE, CACHE)  # what the descriptors describe
 
-    def __init__(self, launcher: Launcher, grid: tuple[int, int, int], spec: Spec, N: int, page: int) -> None:
+    def __init__(
+        self, launcher: Launcher, grid: tuple[int, int, int], spec: Spec, N: int, page: int, rows: int
+    ) -> None:
         super().__init__(launcher, grid, NOT_TAKEN)
-        self._spec, self._N, self._page = spec, N, page
+        self._spec, self._N, self._page, self._rows = spec, N, page, rows
         self._described: tuple[dict[str, Any], ...] = ()  # descriptors, after the first call
 
     def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
         if not self._described or addresses[QUERY] & 15:
             return False
-        bases = (addresses[QUERY], addresses[QUERY], addresses[CACHE], addresses[CACHE])
-        descriptors = map(moved, self._described, bases)
+        descriptors = map(moved, self._described, (addresses[each] for each in self.described))
         return self._launcher.at(self._grid, addresses, numbers, *descriptors)
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
@@ -134,7 +147,7 @@ class LatentLaunch(Launch):
         T, H, D = query.shape
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         for width in (LATENT // 2, ROTATED):
-            yield TensorDescriptor(query, [T * H, D], [D, 1], [ROWS, width], layout)
+            yield TensorDescriptor(query, [T * H, D], [D, 1], [self._rows, width], layout)
 
     def _describe(self, cache: Tensor) -> Iterator[TensorDescriptor]:
         """Halves of the latents, and the rotated columns, of ``[N, B, ...]`` in groups of 8 rows by 64 columns. One
