@@ -13,11 +13,17 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from paged_ops import testing
 from paged_ops.lowerings import gpu
+from paged_ops.lowerings.gpu import spec as specs
 from paged_ops.lowerings.gpu import target
 from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention.tile import Batch
+from paged_ops.lowerings.gpu.attention.units import locate, sequence, shares, unit_after
 
 pytestmark = pytest.mark.interpreter
 
@@ -87,3 +93,66 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
     finally:
         attention.forget()
     assert served
+
+
+@triton.jit
+def tiles_kernel(
+    tensors, numbers, located, walked, P, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """For every key tile of all shares its program, sequence, unit and number, by locate and by a walk of the share."""
+    batch = Batch(tensors, numbers, None)
+    TOKENS: tl.constexpr = TILE.M // SPEC.G
+    for p in range(P):
+        start, end, _, _ = shares(p, P, batch, SPEC, DIVISION, TILE)
+        s, unit, tile = locate(start, batch, SPEC, DIVISION, TILE)
+        kh, first_token = unit % SPEC.K, unit // SPEC.K * TOKENS
+        for position in range(start, end):
+            s_, unit_, tile_ = locate(position, batch, SPEC, DIVISION, TILE)
+            _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+            tl.store(located + position * 4, p)
+            tl.store(located + position * 4 + 1, s_)
+            tl.store(located + position * 4 + 2, unit_)
+            tl.store(located + position * 4 + 3, tile_)
+            tl.store(walked + position * 4, p)
+            tl.store(walked + position * 4 + 1, s)
+            tl.store(walked + position * 4 + 2, first_token // TOKENS * SPEC.K + kh)
+            tl.store(walked + position * 4 + 3, tile)
+            tile += 1
+            if tile == end_tile - first_tile:
+                tile = 0
+                s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_tiles_of_all_units_stand_in_one_row(apart):
+    """Every tile once, in equal shares; with heads apart, those of a head side by side for all sequences."""
+    q_lens, seq_lens, K, P, N, M = [1, 0, 3, 1, 2], [100, 30, 65, 1, 640], 3, 7, 64, 2
+    units = [(-(-n // M) if n else 1) for n in q_lens]
+    tiles = [max(1, -(-n // N)) if q else 1 for q, n in zip(q_lens, seq_lens, strict=True)]
+    if apart:
+        wanted = [
+            (s, unit * K + kh, tile) for kh in range(K) for s in range(5) for unit in range(units[s])
+            for tile in range(tiles[s])
+        ]  # fmt: skip
+    else:
+        heads = [K if n else 1 for n in q_lens]
+        wanted = [(s, u, tile) for s in range(5) for u in range(units[s] * heads[s]) for tile in range(tiles[s])]
+    starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32)
+    tensors = specs.Pointers(*[None] * len(specs.Pointers._fields))._replace(
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32), query_start_loc=starts
+    )
+    numbers = specs.Numbers(*[0] * len(specs.Numbers._fields))._replace(S=5)
+    side = specs.Side(64, 64, 1, 0, 0, 0, 0, 1, None)
+    masks = specs.Masks(True, False, False, 0, False, 1)
+    logits, storage = specs.Logits(False, False, False), specs.Storage(torch.float32, 0, False)
+    spec = specs.Spec(
+        masks, logits, storage, torch.float32, torch.float32, False, K, 1, 16, side, side, (), 1, K, None
+    )  # fmt: skip
+    located, walked = (torch.full((len(wanted), 4), -1, dtype=torch.int32) for _ in range(2))
+    division = specs.Division(M, True, -1, 8, 1, apart)
+    shape = specs.TileShape(M, N, 64, 64, 0, False)
+    tiles_kernel[(1,)](tensors, numbers, located, walked, P, SPEC=spec, DIVISION=division, TILE=shape)
+    assert located.tolist() == walked.tolist()
+    assert [tuple(each[1:]) for each in located.tolist()] == wanted
+    counts = torch.bincount(located[:, 0], minlength=P)
+    assert counts.max() - counts.min() <= 1 and located[:, 0].diff().min() >= 0

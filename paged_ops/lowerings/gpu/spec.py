@@ -172,13 +172,15 @@ class TileShape(NamedTuple):
 
 class Division(NamedTuple):
     """Which sequences split_kernel serves: those of at most ``rows`` packed query rows and more than ``short`` keys, or
-    all. A program counts ``at_once`` sequences in one vector, ``times`` times."""
+    all. A program counts ``at_once`` sequences in one vector, ``times`` times. The key tiles of all units stand in one
+    row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first."""
 
     rows: int
     everyone: bool
     short: int
     at_once: int
     times: int
+    heads_apart: bool = False
 
 
 def spec_of(

@@ -20,7 +20,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import decode, tuning
-from paged_ops.lowerings.gpu.attention.decode import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.attention.tile import (
     Batch,
     Keys,
@@ -38,6 +37,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
     stripe_offset,
     weigh,
 )
+from paged_ops.lowerings.gpu.attention.units import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target

@@ -32,10 +32,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import decode, tuning
-from paged_ops.lowerings.gpu.attention.decode import next_unit, sequence, sequence_tiles
 from paged_ops.lowerings.gpu.attention.hopper import barriers, moved, tile_layout
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of, scores, values
 from paged_ops.lowerings.gpu.attention.tile import Batch
+from paged_ops.lowerings.gpu.attention.units import sequence, sequence_tiles, unit_after
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape
@@ -213,17 +213,24 @@ def add(a, b):
 
 @gluon.jit
 def share_of(p, programs, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    """The p-th of equal shares of all key tiles of all units; compare shares and locate of decode.py."""
+    """The p-th of equal shares of all key tiles of all units; compare shares and locate of units.py."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     TIMES: gl.constexpr = DIVISION.times
     total = 0
     for n in gl.static_range(TIMES):
         s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
         total += gl.sum(sequence_tiles(s_, batch, SPEC, DIVISION, SHAPE), 0)
+    of_head = total
+    if DIVISION.heads_apart:
+        total *= SPEC.K
     share = total // programs
     longer = total - share * programs
     start = p * share + gl.minimum(p, longer)
     steps = share + (p < longer).to(gl.int32)
+    kh = 0
+    if DIVISION.heads_apart:
+        kh = start // of_head
+        start -= kh * of_head
     s = 0
     before = 0
     passed_total = 0
@@ -237,7 +244,10 @@ def share_of(p, programs, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
     _row_start, _q_len, _seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, SHAPE.N)
     unit = (start - before) // (end_tile - first_tile)
     tile = first_tile + start - before - unit * (end_tile - first_tile)
-    return Share(steps, s, unit % SPEC.K, unit // SPEC.K * (SHAPE.M // SPEC.G), tile)
+    if not DIVISION.heads_apart:
+        kh = unit % SPEC.K
+        unit //= SPEC.K
+    return Share(steps, s, kh, unit * (SHAPE.M // SPEC.G), tile)
 
 
 @gluon.jit
@@ -302,7 +312,7 @@ def producer(
                     load_box(q_rotated_desc, [row, R], shared.q_full.index(0), shared.q_rotated)
             total += seen
             n += 1
-        s, kh, first_token = next_unit(s, kh, first_token, q_len, SPEC.K, TOKENS)
+        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
         if left > 0:
             _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
 

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged_ops.lowerings.gpu.attention.decode import next_unit, sequence
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
+from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
 
 # A maximum in use is replaced by a larger one only if that is larger by so much, to base 2: see weights_of.
 SLACK = gl.constexpr(8.0)
@@ -141,7 +141,6 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
     MASKS: gl.constexpr = SPEC.masks
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    K: gl.constexpr = SPEC.K
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
@@ -219,7 +218,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
                 gl.store(tensors.part_lse + part_row, lse2, mask=live)
             total += seen
             n += 1
-        s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
+        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
         if left > 0:
             _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
 
@@ -231,7 +230,6 @@ def values(
 ):  # fmt: skip
     """One half of the value columns of each unit."""
     tensors = batch.tensors
-    K: gl.constexpr = SPEC.K
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
@@ -294,6 +292,6 @@ def values(
                 gl.store(part, acc0, mask=live[:, None])
                 gl.store(part + WIDTH, acc1, mask=live[:, None])
             total += seen
-        s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
+        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
         if left > 0:
             _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)

@@ -1,0 +1,131 @@
+"""The units of a batch, and their key tiles in one row that programs share.
+
+A unit is a sequence, a key/value head, and as many of its query rows as a tile has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paged_ops.lowerings.gpu.attention.tile import oldest_key, reach_of_ranges
+
+
+@triton.jit
+def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
+    """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more."""
+    total = 0
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
+    for n in tl.static_range(TIMES):
+        s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
+        total += tl.sum(tiles)
+    if DIVISION.heads_apart:
+        total *= SPEC.K
+    share = total // P
+    longer = total - share * P
+    start = p * share + tl.minimum(p, longer)
+    return start, start + share + tl.where(p < longer, 1, 0), share, longer
+
+
+@triton.jit
+def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
+    """The sequence, the unit and the tile of the unit at a position among all tiles. The compiler need not repeat the
+    loads of :func:`shares`, as both loops are unrolled."""
+    kh = 0
+    if DIVISION.heads_apart:
+        _, of_head, _, _ = shares(0, SPEC.K, batch, SPEC, DIVISION, TILE)
+        kh = position // of_head
+        position -= kh * of_head
+    s = 0
+    before = 0  # tiles of the sequences before s
+    total = 0
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
+    for n in tl.static_range(TIMES):
+        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        tiles = sequence_tiles(s_, batch, SPEC, DIVISION, TILE)
+        passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < batch.numbers.S)
+        s += tl.sum(passed.to(tl.int32))
+        before += tl.sum(tl.where(passed, tiles, 0))
+        total += tl.sum(tiles)
+    _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+    unit = (position - before) // (end_tile - first_tile)
+    tile = position - before - unit * (end_tile - first_tile)
+    if DIVISION.heads_apart:
+        unit = unit * SPEC.K + kh
+    return s, unit, tile
+
+
+@triton.jit
+def program_of(position, share, longer):
+    """The program whose share has a key tile; the first ``longer`` programs have one tile more than ``share``."""
+    of_longer = longer * (share + 1)
+    return tl.where(
+        position < of_longer, position // (share + 1), longer + (position - of_longer) // tl.maximum(share, 1)
+    )
+
+
+@triton.jit
+def sequence(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, N: tl.constexpr):
+    """For sequences s: first row, numbers of tokens and of keys, and the range of a unit's key tiles (of N keys).
+
+    A sequence that split_kernel does not serve counts as empty. If it has more rows than a tile, it has more units.
+    """
+    MASKS: tl.constexpr = SPEC.masks
+    live = s < batch.numbers.S
+    start = tl.load(batch.tensors.query_start_loc + s, mask=live, other=0)
+    q_len = tl.load(batch.tensors.query_start_loc + s + 1, mask=live, other=0) - start
+    seq_len = tl.load(batch.tensors.seq_lens + s, mask=live, other=0)
+    mine = q_len > 0
+    if not DIVISION.everyone:
+        mine = mine & (q_len * SPEC.G <= DIVISION.rows) & (seq_len > DIVISION.short)
+    q_len = tl.where(mine, q_len, 0)
+    seq_len = tl.where(mine, seq_len, 0)
+    oldest = oldest_key(seq_len - q_len, batch.numbers, MASKS)
+    if SPEC.masks.window or SPEC.masks.chunk:
+        if SPEC.masks.ranges:
+            s_ = tl.where(live, s, 0)
+            oldest, _ = reach_of_ranges(batch.ranges, s_, seq_len - q_len, seq_len, oldest, seq_len, SPEC.masks.ranges)
+    first_tile = oldest // N
+    end_tile = tl.maximum(tl.cdiv(seq_len, N), first_tile + 1)
+    return start, q_len, seq_len, first_tile, end_tile
+
+
+@triton.jit
+def sequence_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
+    """The number of key tiles of the units of sequences s, of one head if those are apart. A sequence without rows
+    counts as one tile, to be passed over."""
+    _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+    HEADS: tl.constexpr = 1 if DIVISION.heads_apart else SPEC.K
+    units = tl.where(q_len > 0, HEADS * tl.cdiv(q_len, TILE.M // SPEC.G), 1)
+    return tl.where(s < batch.numbers.S, (end_tile - first_tile) * units, 0)
+
+
+@triton.jit
+def next_unit(s, kh, first_token, q_len, K, TOKENS: tl.constexpr):
+    """The next unit: key/value heads first, then tiles of rows, then sequences. A sequence without rows has one
+    unit."""
+    kh += 1
+    if (kh == K) | (q_len == 0):
+        kh = 0
+        first_token += TOKENS
+        if first_token >= q_len:
+            first_token = 0
+            s += 1
+    return s, kh, first_token
+
+
+@triton.jit
+def unit_after(s, kh, first_token, q_len, S, SPEC: tl.constexpr, DIVISION: tl.constexpr, TOKENS: tl.constexpr):
+    """The next unit of a division: with ``heads_apart``, tiles of rows first, then sequences, then heads."""
+    if DIVISION.heads_apart:
+        first_token += TOKENS
+        if first_token >= q_len:
+            first_token = 0
+            s += 1
+            if s == S:
+                s = 0
+                kh += 1
+    else:
+        s, kh, first_token = next_unit(s, kh, first_token, q_len, SPEC.K, TOKENS)
+    return s, kh, first_token
