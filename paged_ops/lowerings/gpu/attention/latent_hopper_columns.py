@@ -31,12 +31,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import decode, latent_hopper, tuning
-from paged_ops.lowerings.gpu.attention.decode import next_unit, sequence
 from paged_ops.lowerings.gpu.attention.hopper import barriers
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.latent_hopper import CACHE, QUERY, LatentLaunch, share_of
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import Bounds, part_of
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
+from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
@@ -195,7 +195,7 @@ def producer(
                     if t == 0:
                         bring_rows(q_desc, q_row, n, shared, CHUNKS, SHAPE)
             n += 1
-        s, kh, first_token = next_unit(s, kh, first_token, q_len, SPEC.K, TOKENS)
+        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
         if left > 0:
             _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
 
@@ -302,7 +302,6 @@ def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, S
     tensors, numbers = batch.tensors, batch.numbers
     MASKS: gl.constexpr = SPEC.masks
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
-    K: gl.constexpr = SPEC.K
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
@@ -399,7 +398,7 @@ def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, S
                 gl.store(tensors.part_lse + part_row, lse2, mask=live)
                 store_all(tensors.parts, part_row, live, sums, scale, R)
             n += 1
-        s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
+        s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
         if left > 0:
             _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
 
