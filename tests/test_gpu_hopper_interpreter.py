@@ -82,7 +82,7 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
 
         return decode.plan_around((StandIn(),), spec, target, shapes, division, counted=True)
 
-    hopper = SimpleNamespace(serves=lambda *_: [], plan=plan)
+    hopper = SimpleNamespace(serves=lambda *_: [], depends_on=lambda *_: None, plan=plan)
     here = torch.device("cpu")
     monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, target.DEFAULT, "interpreter", 0, 0, 0))
     monkeypatch.setattr(attention, "_hopper", lambda: (hopper,))

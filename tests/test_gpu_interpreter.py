@@ -179,6 +179,6 @@ def test_key_tiles_are_sliced_where_they_can_be(sliced, changes, monkeypatch):
     starts = torch.arange(S + 1, dtype=torch.int32) * settings["tokens"]
     query = torch.zeros(S * settings["tokens"], H, D, dtype=dtype)
     tables, lens = torch.zeros(S, 2, dtype=torch.int32), torch.full((S,), 5, dtype=torch.int32)
-    attention._calls.clear()
+    attention._forms.clear()
     gpu.paged_attention(query, kv_cache, tables, lens, starts, D**-0.5, **features)
     assert {bool(each.slices) for each in plans} == {sliced}

@@ -35,13 +35,11 @@ def reshape_and_cache(
     v_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
-    """Calls of one kind (shapes, strides, dtypes, devices) are checked and planned once, as each decode step makes one
-    call per layer on the host."""
+    """Calls of one kind (shapes, strides, dtypes, devices; of the numbers of tokens only whether they agree) are
+    checked and planned once, as each decode step makes one call per layer on the host."""
     kind = (
-        *(key.shape, key.stride(), key.dtype, key.get_device()),
-        *(value.shape, value.stride(), value.dtype, value.get_device()),
+        *_kind_of_rows(key, value, slot_mapping),
         *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.get_device()),
-        *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, slot_mapping.get_device()),
         kv_cache_dtype,
         value_cache if value_cache is None else _kind(value_cache),
         k_scale if k_scale is None else _kind(k_scale),
@@ -66,7 +64,8 @@ def latent_cache_write(
     """The kernel of :func:`reshape_and_cache`, for which the compressed columns of a row are the key of one head, and
     the rotated columns its value."""
     kind = (
-        *(*_kind(latent), *_kind(rotated), *_kind(kv_cache), *_kind(slot_mapping)),
+        *_kind_of_rows(latent, rotated, slot_mapping),
+        *_kind(kv_cache),
         kv_cache_dtype,
         k_scale if k_scale is None else _kind(k_scale),
     )
@@ -81,8 +80,7 @@ class Write(NamedTuple):
     """What the calls of one kind share."""
 
     launcher: Launcher | None  # None: nothing to write
-    grid: tuple[int, int, int]
-    numbers: tuple[int]
+    tokens: int  # of a program
     as_bytes: bool  # the kernel takes the cache as uint8
     num_slots: int
 
@@ -122,11 +120,13 @@ def _run(
         0 if k_scale is None else k_scale.data_ptr(),
         0 if v_scale is None else v_scale.data_ptr(),
     )
-    if not write.launcher.at(write.grid, addresses, write.numbers):
+    T = slot_mapping.shape[0]
+    grid, numbers = (-(-T // write.tokens), 1, 1), (T,)
+    if not write.launcher.at(grid, addresses, numbers):
         if write.as_bytes:
             kv_cache, values = kv_cache.view(torch.uint8), values.view(torch.uint8)
         tensors = (key, value, kv_cache, values, slot_mapping, k_scale, v_scale)
-        write.launcher(write.grid, tensors, write.numbers)
+        write.launcher(grid, tensors, numbers)
 
 
 def forget() -> None:
@@ -136,6 +136,21 @@ def forget() -> None:
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+def _kind_of_rows(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Any, ...]:
+    """The kinds of tensors with a row for each token, without the number of tokens: whether it agrees, and whether it
+    is 0, 1 or more."""
+    rows, of_value, slots = key.shape, value.shape, slot_mapping.shape
+    if not (rows and of_value and slots):
+        return rows, of_value, slots  # what the checks refuse
+    T = slots[0]
+    return (
+        *(min(T, 2), min(rows[0], 2), T <= rows[0], of_value[0] == rows[0], slots[1:]),
+        *(rows[1:], key.stride(), key.dtype, key.get_device()),
+        *(of_value[1:], value.stride(), value.dtype, value.get_device()),
+        *(slot_mapping.stride(), slot_mapping.dtype, slot_mapping.get_device()),
+    )
 
 
 def _plan_write(
@@ -185,7 +200,7 @@ def _write_of(
     """Write keys ``[T', K, D]`` and values ``[T', K, Dv]`` into two planes of a cache."""
     T, num_slots = slot_mapping.shape[0], paged.num_blocks * paged.block_size
     if not (T and kv_cache.numel()):
-        return Write(None, (0, 1, 1), (0,), False, num_slots)
+        return Write(None, 1, False, num_slots)
     target = target_of(key.device)
     FORMAT = stored_format(element_dtype(kv_cache, kv_cache_dtype), kv_cache.dtype, target)
     launcher, tokens = _write_launcher(
@@ -197,7 +212,7 @@ def _write_of(
         (key.dtype, kv_cache.dtype, slot_mapping.dtype),
         target,
     )
-    return Write(launcher, (-(-T // tokens), 1, 1), (T,), FORMAT > 0, num_slots)
+    return Write(launcher, tokens, FORMAT > 0, num_slots)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,12 @@ class Launcher:
     Triton launches the first call of each combination. It launches every call in its interpreter, on ROCm (which also
     specialises on the sizes of storages), under a profiler's launch hooks, and if it is newer than the newest Triton
     known here. This class is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
+
+    Attributes:
+        kept: what its owners keep for further calls.
     """
 
-    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values")
+    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values", "kept")
 
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device) -> None:
         self._kernel = kernel
@@ -41,6 +44,7 @@ class Launcher:
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment
         self._device, self._index = device, device.index
         self._stream: Any = None
+        self.kept: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -89,22 +93,29 @@ class Launcher:
         return True
 
 
+Grid = tuple[int, int, int]
+
+
 class Launch:
     """One kernel of a call that launches several. All get the call's pointers and numbers, tuples with named fields;
-    each leaves out the fields ``without``."""
+    each leaves out the fields ``without``. The grid may depend on the call's numbers."""
 
     __slots__ = ("_grid", "_launcher", "_without")
 
-    def __init__(self, launcher: Launcher, grid: tuple[int, int, int], without: Iterable[str] = ()) -> None:
+    def __init__(self, launcher: Launcher, grid: Grid | Callable[[Any], Grid], without: Iterable[str] = ()) -> None:
         self._launcher, self._grid, self._without = launcher, grid, frozenset(without)
+
+    def grid(self, numbers: Any) -> Grid:
+        grid = self._grid
+        return grid if isinstance(grid, tuple) else grid(numbers)
 
     def at(self, addresses: tuple[int, ...], numbers: Any) -> bool:
         """As :meth:`Launcher.at`."""
-        return self._launcher.at(self._grid, addresses, numbers)
+        return self._launcher.at(self.grid(numbers), addresses, numbers)
 
     def __call__(self, tensors: Any, numbers: Any, addresses: tuple[int, ...]) -> None:
         """As :meth:`Launcher.__call__`."""
-        self._launcher(self._grid, self._taken(tensors), self._taken(numbers), addresses=addresses)
+        self._launcher(self.grid(numbers), self._taken(tensors), self._taken(numbers), addresses=addresses)
 
     def _taken(self, given: Any) -> Any:
         return given._replace(**dict.fromkeys(self._without.intersection(given._fields)))

@@ -57,6 +57,12 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return latent + tuning.too_large(spec.k_side.size, spec.v_side.size)
 
 
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """On what :func:`plan` depends besides the spec, the target, the tiles and the count of sequences: equal values
+    have equal plans, whatever T and S are."""
+    return None
+
+
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """Launches that serve every sequence of a batch; None if this kernel should not take all of them."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)

@@ -31,7 +31,7 @@ from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.hopper_items import FIELDS, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper_rows import consumer
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
-from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec
 from paged_ops.lowerings.gpu.target import Target
 
@@ -69,8 +69,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    items = 0 if tile_plan.all_split else shapes.T * spec.G // BLOCK_M * spec.K
-    short = short_keys(tile_plan.split.block_m, shapes.S * spec.K, items, target.processors)
+    short = _short_of(tile_plan, spec, target, shapes.T, shapes.S)
     if tile_plan.all_split and short < 0:
         return None
     # The maximum is taken before scaling. The producer reads the first entry of a table even if there are no keys.
@@ -88,10 +87,25 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         "SHAPE": HopperShape(BLOCK_M, BLOCK_N[D], page, STAGES[D], SLOTS[D], *matrix),
         "num_warps": 4,
     }
-    num_tiles = shapes.T // (BLOCK_M // spec.G) + shapes.S
-    grid = (min(num_tiles * spec.K, target.processors), 1, 1)
-    launch = HopperLaunch(launcher_of(prefill_kernel, constants, target.device), grid, short, copied, spec, page)
+    tokens, K, most = BLOCK_M // spec.G, spec.K, target.processors
+
+    def grid(numbers: Numbers) -> Grid:
+        return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
+
+    launch = HopperLaunch(
+        launcher_of(prefill_kernel, constants, target.device), grid, short, copied, spec, shapes.N, page
+    )
     return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return _short_of(tile_plan, spec, target, T, S)
+
+
+def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
+    items = 0 if tile_plan.all_split else T * spec.G // BLOCK_M * spec.K
+    return short_keys(tile_plan.split.block_m, S * spec.K, items, target.processors)
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:
@@ -170,21 +184,19 @@ class HopperLaunch(Launch):
     """Adds to :class:`Launch` the descriptors of the cache, ``short``, and the requirement that query rows lie at
     multiples of 16 bytes, as they are copied by 16 bytes."""
 
-    __slots__ = ("_copied", "_described", "_page", "_short", "_spec")
+    __slots__ = ("_N", "_copied", "_page", "_short", "_spec")
 
-    def __init__(
-        self, launcher: Launcher, grid: tuple[int, int, int], short: int, copied: bool, spec: Spec, page: int
-    ) -> None:
+    def __init__(self, launcher: Launcher, grid: Any, short: int, copied: bool, spec: Spec, N: int, page: int) -> None:
         super().__init__(launcher, grid, NOT_TAKEN)
-        self._short, self._copied, self._spec, self._page = short, copied, spec, page
-        self._described: tuple[dict[str, Any], ...] = ()  # descriptors of keys and values, after the first call
+        self._short, self._copied, self._spec, self._N, self._page = short, copied, spec, N, page
 
     def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
-        if not self._described or self._copied or addresses[QUERY] & 15:
+        described = self._launcher.kept.get(self._N)  # of a cache of so many blocks, after the first call
+        if described is None or self._copied or addresses[QUERY] & 15:
             return False
-        key, value = self._described
+        key, value = described
         descriptors = moved(key, addresses[KEYS]), moved(value, addresses[VALUES])
-        return self._launcher.at(self._grid, addresses, numbers, self._short, *descriptors)
+        return self._launcher.at(self.grid(numbers), addresses, numbers, self._short, *descriptors)
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
         query = tensors.query
@@ -194,12 +206,11 @@ class HopperLaunch(Launch):
             query = query.new_empty_strided(query.shape, query.stride()).copy_(query)
         caches = tensors.key_cache.squeeze(3), tensors.value_cache
         descriptors = [describe(each, self._spec, self._page) for each in caches]
-        self._described = tuple(
-            {**vars(each), "base": None} for each in descriptors
-        )  # a base would keep the cache alive
+        # A base would keep the cache alive.
+        self._launcher.kept[self._N] = tuple({**vars(each), "base": None} for each in descriptors)
         taken = self._taken(tensors._replace(query=query))
         addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
-        self._launcher(self._grid, taken, numbers, self._short, *descriptors, addresses=addresses)
+        self._launcher(self.grid(numbers), taken, numbers, self._short, *descriptors, addresses=addresses)
 
 
 def describe(cache: Tensor, spec: Spec, page: int) -> TensorDescriptor:

@@ -15,6 +15,8 @@ absorbed form of DeepSeek-V2 (arXiv:2405.04434), in which the latents are keys a
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -58,6 +60,11 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return too_large(spec.v_side.size, spec.rotated.size)
 
 
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return tuning.latent_tile(spec, target, T, S)
+
+
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
     """Launches that serve any batch."""
     tile, programs = tuning.latent_tile(spec, target, shapes.T, shapes.S)
@@ -79,7 +86,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
 
 def in_groups(spec: Spec, rows: int) -> Spec:
     """The spec with groups of query heads, of at most ``rows`` each, as key/value heads."""
-    G = min(triton.next_power_of_2(spec.heads), rows)
+    G = min(tuning.power_of_2(spec.heads), rows)
     return spec._replace(K=-(-spec.heads // G), G=G, v_side=spec.v_side._replace(run=1))
 
 

@@ -70,6 +70,11 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return [reason for reason, holds in against.items() if holds]
 
 
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py. A launch describes the rows of its queries, so each number of tokens has its own."""
+    return T
+
+
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """Launches that serve every sequence of a batch; None if this kernel cannot."""
     side, R = spec.v_side, spec.v_side.size
@@ -127,7 +132,7 @@ class LatentLaunch(Launch):
         if not self._described or addresses[QUERY] & 15:
             return False
         descriptors = map(moved, self._described, (addresses[each] for each in self.described))
-        return self._launcher.at(self._grid, addresses, numbers, *descriptors)
+        return self._launcher.at(self.grid(numbers), addresses, numbers, *descriptors)
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
         query = tensors.query
@@ -139,7 +144,7 @@ class LatentLaunch(Launch):
             self._described = tuple({**vars(each), "base": None} for each in descriptors)
         taken = self._taken(tensors._replace(query=query))
         addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
-        self._launcher(self._grid, taken, numbers, *descriptors, addresses=addresses)
+        self._launcher(self.grid(numbers), taken, numbers, *descriptors, addresses=addresses)
 
     def _describe_rows(self, query: Tensor) -> Iterator[TensorDescriptor]:
         """Halves of the latent columns, and the rotated columns, of a contiguous ``[T, H, R + P]``. One copy brings a

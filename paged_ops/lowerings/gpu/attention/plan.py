@@ -13,14 +13,16 @@ read once for all of them) and N keys of a tile.
 * ``prefill_kernel`` (prefill.py, or hopper.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
 
-The host plans a *kind* of call once, by shapes, strides, dtypes and features; calls of a known kind are launched at
-once. The length of a sequence decides on the device which kernel serves it. Ideas: stream-K (Osama et al. 2023,
+The host checks and describes a *form* of call once, by shapes, strides, dtypes and features, without the numbers of
+tokens and sequences. It plans each pair of these numbers once, in a few microseconds, and launches known calls at once.
+The length of a sequence decides on the device which kernel serves it. Ideas: stream-K (Osama et al. 2023,
 arXiv:2301.03598), FlashAttention-2 (arXiv:2307.08691), Flash-Decoding (Dao et al. 2023), the packing of grouped heads
 from FlashInfer (arXiv:2501.01005).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from types import ModuleType
@@ -45,6 +47,8 @@ from paged_ops.lowerings.gpu.spec import (
     spec_of,
 )
 from paged_ops.lowerings.gpu.target import Target, target_of
+
+RANGES = "bidirectional_ranges"  # the one feature with a row for each sequence
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
@@ -72,17 +76,47 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
 
 
 class Call(NamedTuple):
-    """What the calls of one kind share: see :func:`_plan`."""
+    """What is passed and launched for T tokens in S sequences."""
 
-    out: tuple[tuple[int, ...], torch.dtype]
+    numbers: Numbers
+    plan: Plan
+
+
+@dataclasses.dataclass(slots=True)
+class Form:
+    """What calls share that differ in nothing but their numbers of tokens and sequences: see :func:`_describe`."""
+
+    out: tuple[tuple[int, int], torch.dtype]  # H and Dv
     cache: tuple[int, int]  # blocks, tokens per block
     has_keys: bool  # whether any sequence can have keys
     offsets: tuple[int, int] = (0, 0)  # bytes to the first key in kv_cache and the first value in its tensor
-    numbers: Numbers | None = None
-    plan: Plan | None = None  # None: there is nothing to compute
+    kernels: tuple[ModuleType, ...] = ()  # that serve it, in order of preference; none: there is nothing to compute
+    spec: Any = None  # Spec
+    target: Any = None  # Target
+    shapes: Any = None  # Shapes, of the call that was described
+    calls: dict[tuple[int, int], Call | None] = dataclasses.field(default_factory=dict)
+    plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)  # by all on which they depend
+
+    def plan(self, T: int, S: int) -> Call | None:
+        """The call for these numbers; None: there is nothing to compute."""
+        call = None
+        if self.kernels and T and S:
+            spec, target, numbers = self.spec, self.target, self.shapes.numbers._replace(T=T, S=S)
+            tile_plan, division = tuning.plan_of(spec, target, T, S), tuning.division(0, S)
+            kind = tile_plan, division, *(each.depends_on(tile_plan, spec, target, T, S) for each in self.kernels)
+            plan = self.plans.get(kind)
+            if plan is None:
+                shapes = self.shapes._replace(T=T, S=S, numbers=numbers)
+                plan = self.plans[kind] = _plan_launches(self.kernels, spec, target, shapes)
+            call = Call(numbers, plan)
+        if len(self.calls) >= MOST_KINDS:
+            self.calls.clear()
+            self.plans.clear()
+        self.calls[T, S] = call
+        return call
 
 
-_calls: dict[Any, Call] = {}
+_forms: dict[Any, Form] = {}
 
 
 def _attend(
@@ -96,41 +130,53 @@ def _attend(
     query_start_loc: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls of one kind are checked, planned and compiled once. A kind is all that checks and kernels depend on."""
+    """Calls of one form are checked and described once. A form is all that checks and kernels depend on: of sizes that
+    are numbers of tokens or sequences only that they agree, and whether they are 0, 1 or more."""
     seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
     for name in OPTIONAL:
         vector = features.get(name)
         if vector is not None and not vector.is_contiguous():
             features = {**features, name: vector.contiguous()}
     value_cache = features.get("value_cache")
+    T, S = _length(query), _length(seq_lens)
+    out, lse = results
     kind = (
         with_lse,
         scale,
+        min(T, 2),
+        min(S, 2),
         kv_cache.data_ptr() & 15,
         0 if value_cache is None else value_cache.data_ptr() & 15,
-        *map(_kind, (query, kv_cache, block_tables, seq_lens, query_start_loc, *results)),
-        *((name, _kind(value)) for name, value in features.items()),
+        _kind(kv_cache),
+        *_kind_of(query, T),
+        *_kind_of(block_tables, S),
+        *_kind_of(seq_lens, S),
+        *_kind_of(query_start_loc, S),
+        *(() if out is None else _kind_of(out, T)),
+        *(() if lse is None else _kind_of(lse, T)),
+        *((name, _kind_of(each, S) if name == RANGES else _kind(each)) for name, each in features.items()),
     )
-    call = _calls.get(kind)
-    if call is None:
-        call = _plan(
+    form = _forms.get(kind)
+    if form is None:
+        form = _describe(
             with_lse, results, Features(**features), query, kv_cache, block_tables, seq_lens, query_start_loc, scale
         )
-        if len(_calls) >= MOST_KINDS:
-            _calls.clear()
-        _calls[kind] = call
+        if len(_forms) >= MOST_KINDS:
+            _forms.clear()
+        _forms[kind] = form
+    call = form.calls[T, S] if (T, S) in form.calls else form.plan(T, S)
     if checks.debug_checks():
-        checks.batch(block_tables, seq_lens, query_start_loc, query.shape[0], *call.cache)
-    out, lse = results
+        checks.batch(block_tables, seq_lens, query_start_loc, T, *form.cache)
     if out is None:
-        out = query.new_empty(call.out[0], dtype=call.out[1])
-        lse = query.new_empty(call.out[0][:2], dtype=torch.float32) if with_lse else None
-    if call.plan is None:
+        heads, dtype = form.out
+        out = query.new_empty((T, *heads), dtype=dtype)
+        lse = query.new_empty((T, heads[0]), dtype=torch.float32) if with_lse else None
+    if call is None:
         out.view(torch.uint8).zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
         return out, lse
-    if not call.has_keys:
+    if not form.has_keys:
         seq_lens = torch.zeros_like(seq_lens)
 
     value_cache = kv_cache if value_cache is None else value_cache
@@ -145,8 +191,8 @@ def _attend(
         parts + 4 * to_lse,
         parts + 4 * to_taken,
         query.data_ptr(),
-        kv_cache.data_ptr() + call.offsets[0],
-        value_cache.data_ptr() + call.offsets[1],
+        kv_cache.data_ptr() + form.offsets[0],
+        value_cache.data_ptr() + form.offsets[1],
         block_tables.data_ptr(),
         seq_lens.data_ptr(),
         query_start_loc.data_ptr(),
@@ -167,8 +213,8 @@ def _attend(
 
 
 def forget() -> None:
-    """Plan known kinds of calls again: for tests and tuning, which change the results of :func:`tuning.plan`."""
-    _calls.clear()
+    """Plan known forms of calls again: for tests and tuning, which change the results of :func:`tuning.plan`."""
+    _forms.clear()
     tuning.plan.cache_clear()
 
 
@@ -179,7 +225,19 @@ def _kind(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _plan(
+def _kind_of(value: Any, count: int) -> Any:
+    """The same for a tensor whose length is a number of tokens or sequences, or one more."""
+    if value is None:
+        return (None,)
+    shape = value.shape
+    return value.dtype, shape[0] - count if shape else None, shape[1:], value.stride(), value.device
+
+
+def _length(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 0
+
+
+def _describe(
     with_lse: bool,
     results: tuple[Tensor | None, Tensor | None],
     f: Features,
@@ -189,8 +247,8 @@ def _plan(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
-) -> Call:
-    """Check a call, and plan its launches."""
+) -> Form:
+    """Check a call, and describe its form."""
     arguments = (query, kv_cache, block_tables, seq_lens, query_start_loc, scale)
     out, lse = results
     if with_lse:
@@ -201,9 +259,9 @@ def _plan(
     paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
     N, B, K, D, Dv = *paged.key.shape[:3], paged.head_size, paged.value_head_size
     (T, H, _), S, device = query.shape, seq_lens.shape[0], query.device
-    call = Call((tuple(out.shape), out.dtype), (N, B), bool(N and B and block_tables.shape[1]))
-    if not (out.numel() and D and S and K):
-        return call
+    form = Form(((H, Dv), out.dtype), (N, B), bool(N and B and block_tables.shape[1]))
+    if not (H and Dv and D and K):
+        return form
     stored = element_dtype(kv_cache, f.kv_cache_dtype)
     layout = Layout.LATENT if is_latent(kv_cache) else None
     properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv, "layout": layout}
@@ -218,23 +276,20 @@ def _plan(
     numbers = numbers_of(f, sparse, H, K, scale, block_tables.stride(0), S, T)
     aligned = not (key.data_ptr() | value.data_ptr()) & 15
     shapes = Shapes(T, S, N, block_tables.shape[1], aligned, numbers)
-    return call._replace(
-        offsets=(
-            key.data_ptr() - kv_cache.data_ptr(),
-            value.data_ptr() - (kv_cache if f.value_cache is None else f.value_cache).data_ptr(),
-        ),
-        numbers=numbers,
-        plan=_plan_launches(spec, target, shapes),
+    offsets = (
+        key.data_ptr() - kv_cache.data_ptr(),
+        value.data_ptr() - (kv_cache if f.value_cache is None else f.value_cache).data_ptr(),
     )
+    kernels = tuple(kernel for kernel in _kernels(target) if not kernel.serves(spec, target))
+    return dataclasses.replace(form, offsets=offsets, kernels=kernels, spec=spec, target=target, shapes=shapes)
 
 
-def _plan_launches(spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """The plan of the first kernel that serves the call."""
-    for kernel in _kernels(target):
-        if not kernel.serves(spec, target):
-            plan = kernel.plan(spec, target, shapes)
-            if plan is not None:
-                return plan
+def _plan_launches(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: Shapes) -> Plan:
+    """The plan of the first kernel that takes these numbers of tokens and sequences."""
+    for kernel in kernels:
+        plan = kernel.plan(spec, target, shapes)
+        if plan is not None:
+            return plan
     raise AssertionError("prefill.py serves whatever unsupported() lets through")
 
 

@@ -26,7 +26,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
     store_rows,
     stripe_offset,
 )
-from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Grid, Launch, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
 from paged_ops.lowerings.gpu.target import Target
 
@@ -34,6 +34,9 @@ from paged_ops.lowerings.gpu.target import Target
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     return decode.serves(spec, target)
+
+
+depends_on = decode.depends_on
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
@@ -47,7 +50,11 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
         **target.overlap(),
         **tile.options(target.backend != "hip"),
     }
-    grid = (spec.K * (shapes.T // (tile.block_m // spec.G) + shapes.S + 1), 1, 1)
+    K, tokens = spec.K, tile.block_m // spec.G
+
+    def grid(numbers: Numbers) -> Grid:
+        return K * (numbers.T // tokens + numbers.S + 1), 1, 1
+
     launch = Launch(launcher_of(prefill_kernel, constants, target.device), grid, ("parts", "part_lse", "taken", "T"))
     return decode.plan_around((launch,), spec, target, shapes, division)
 

@@ -6,7 +6,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 
 from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, is_sliceable
 from paged_ops.lowerings.gpu.target import Target
@@ -20,6 +19,11 @@ SAME_LENGTH = 64
 WARPGROUP_ROWS = 64
 # Slices serve up to so many packed query rows; with more, a warp's sums of values would fill its registers.
 SLICED_ROWS = 8
+
+
+def power_of_2(n: int) -> int:
+    """The least that is n or more. Triton's own function takes a hundred times as long, as kernels can call it."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 class Tile(NamedTuple):
@@ -50,7 +54,7 @@ class Plan(NamedTuple):
 def padded(size: int, itemsize: int) -> int:
     """A head size as matrix instructions take it. With fp8 values of 32, Triton 3.6 reads past the end of shared
     memory."""
-    return max(64 if itemsize == 1 else 16, triton.next_power_of_2(size))
+    return max(64 if itemsize == 1 else 16, power_of_2(size))
 
 
 def padded_values(D: int, Dv: int, itemsize: int) -> int:
@@ -65,7 +69,7 @@ def padded_values(D: int, Dv: int, itemsize: int) -> int:
 
 def sequences_at_once(S: int) -> int:
     """The number of sequences that a program counts in one vector."""
-    return min(max(64, triton.next_power_of_2(S)), 1024)
+    return min(max(64, power_of_2(S)), 1024)
 
 
 def too_large(D: int | None, Dv: int | None) -> list[str]:
@@ -112,11 +116,11 @@ def plan(
 
     ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.is_sliceable`.
     """
-    group = triton.next_power_of_2(G)
+    group = power_of_2(G)
     # Decode and speculation: tiles have as many rows as each sequence has if all have the same number. Only the device
     # knows whether they do. So split_kernel also takes longer ones, instead of a prefill_kernel that mostly does
     # nothing.
-    rows = triton.next_power_of_2(-(-T // S) * group)
+    rows = power_of_2(-(-T // S) * group)
     same = T % S == 0 and rows <= max(SAME_LENGTH, group)
     if not same:  # one token each; if there are more tokens than sequences, up to 16 rows
         rows = group if T <= S else max(16, group)
@@ -150,7 +154,7 @@ def plan(
 
 def latent_tile(spec: Spec, target: Target, T: int, S: int) -> tuple[Tile, int]:
     """The tile and the number of programs of latent.py for T rows of H heads in S sequences."""
-    rows = max(16, triton.next_power_of_2(-(-T // S)) * triton.next_power_of_2(spec.heads))
+    rows = max(16, power_of_2(-(-T // S)) * power_of_2(spec.heads))
     if target.device.type == "cpu":
         return Tile(min(rows, 64), 16, 4, 1), INTERPRETER_PROGRAMS
     numbers = target.tiles["latent"][element_kind(spec.dtype, spec.storage.dtype)]
