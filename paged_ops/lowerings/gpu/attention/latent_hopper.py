@@ -72,7 +72,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
     """As in decode.py. A launch describes the rows of its queries, so each number of tokens has its own."""
-    return T
+    return T, S
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -60,12 +59,13 @@ class Design(NamedTuple):
 DESIGNS = {16: Design(3, 8, 1, 1, 40, 256), 32: Design(3, 7, 1, 1, 40, 256)}
 
 serves = latent_hopper.serves
+depends_on = latent_hopper.depends_on
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """Launches that serve every sequence of a batch; None if another kernel should."""
     side, H, R = spec.v_side, spec.heads, spec.v_side.size
-    M = max(16, triton.next_power_of_2(-(-shapes.T // shapes.S)) * triton.next_power_of_2(H))
+    M = max(16, tuning.power_of_2(-(-shapes.T // shapes.S)) * tuning.power_of_2(H))
     if M not in DESIGNS or not latent_hopper.has_form(spec, shapes):
         return None
     design = DESIGNS[M]

@@ -297,7 +297,8 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
     """The kernels in order of preference; those in Gluon are imported only where they can run.
 
     A module's ``serves(spec, target)`` gives the reasons against it. Its ``plan(spec, target, shapes)`` is what it
-    launches for a batch, or None if the next kernel should take it. A new kernel is one more module here.
+    launches for a batch, or None if the next kernel should take it. Its ``depends_on`` says on what else
+    than the tiles and the count of sequences that depends. A new kernel is one more module here.
     """
     if target.has_hopper_gluon:
         yield from _hopper()
