@@ -414,9 +414,6 @@ def latent_columns_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
@@ -434,6 +431,9 @@ def latent_columns_kernel(
         barriers(SHAPE.groups, N // PAGE), barriers(SHAPE.groups, 1), weights,
     )  # fmt: skip
     fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = Batch(tensors, numbers, None)
     share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     gl.warp_specialize(
