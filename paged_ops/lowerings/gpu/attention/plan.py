@@ -102,7 +102,9 @@ class Form:
         call = None
         if self.kernels and T and S:
             spec, target, numbers = self.spec, self.target, self.shapes.numbers._replace(T=T, S=S)
-            tile_plan, division = tuning.plan_of(spec, target, T, S), tuning.division(0, S)
+            division = tuning.division(0, S)
+            # Tables have no tiles of split_kernel for latents, whose kernels do not ask for them.
+            tile_plan = None if spec.rotated is not None else tuning.plan_of(spec, target, T, S)
             kind = tile_plan, division, *(each.depends_on(tile_plan, spec, target, T, S) for each in self.kernels)
             plan = self.plans.get(kind)
             if plan is None:
