@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 from triton.backends.nvidia.compiler import get_ptxas
 
+from paged_ops.lowerings.gpu import counters
 from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942", "hip:gfx950", "hip:gfx1100")
@@ -132,6 +133,7 @@ def install(target: str) -> None:
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
     torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None)
     torch.Tensor.pin_memory = lambda tensor: tensor
+    counters._new = lambda place: gpu(place[1], dtype=torch.int32)
     move = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -123,10 +123,13 @@ class Launch:
 
 class Plan(NamedTuple):
     """What a call launches, in this order, and its workspace in float32s: the offset of the parts' lse, the offset of
-    the counters of taken work, and the size."""
+    the counters of taken work, and the size. Some launches count in ``counters`` of counters.py; if there are none,
+    those ``without_counters`` do the same."""
 
     launches: tuple[Launch, ...]
     workspace: tuple[int, int, int]
+    counters: int = 0
+    without_counters: tuple[Launch, ...] = ()
 
 
 _launchers: dict[Any, Launcher] = {}

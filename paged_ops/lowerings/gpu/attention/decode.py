@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.parts import COUNTERS, Divided, merge_if_last
 from paged_ops.lowerings.gpu.attention.tile import (
     Batch,
     Keys,
@@ -78,17 +79,27 @@ def plan_around(
     one takes its work by counters."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     split, P = tile_plan.split, tile_plan.programs
-    constants = {
-        "SPEC": spec,
-        "DIVISION": division,
-        "TILE": tuning.shape(split, spec, slices=tile_plan.slices, paired=spec.storage.paired),
-        **target.overlap(),
-        **split.options(target.backend != "hip"),
-    }
-    without = ("T",) if counted else ("T", "taken")
-    launch = Launch(launcher_of(split_kernel, constants, target.device), (P, 1, 1), without)
+    tile = tuning.shape(split, spec, slices=tile_plan.slices, paired=spec.storage.paired)
+    fan = tuning.fan_of(tile, target)
+
+    def launch(fan: int) -> Launch:
+        constants = {
+            "SPEC": spec,
+            "DIVISION": division,
+            "TILE": tile,
+            "FAN": fan,
+            **target.overlap(),
+            **split.options(target.backend != "hip"),
+        }
+        without = (*(() if counted else ("taken",)), *(() if fan else ("T", "arrived")))
+        return Launch(launcher_of(split_kernel, constants, target.device), (P, 1, 1), without)
+
     merged = tuning.shape(split, spec, weighed=False)
-    return with_merge((launch, *between), P, merged, spec, target, division)
+    plan = with_merge((launch(0), *between), P, merged, spec, target, division)
+    if not fan:
+        return plan
+    counters = -(-P * COUNTERS.value // 4) * 4  # addresses are multiples of 16
+    return Plan((launch(fan), *between), plan.workspace, counters, plan.launches)
 
 
 def with_merge(
@@ -116,7 +127,18 @@ HELPERS_OF_LATENTS = 8
 
 # The fields that merge_kernel does not get.
 NOT_OF_MERGE = (
-    *("taken", "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "sinks", "k_scale", "v_scale"),
+    *(
+        "taken",
+        "arrived",
+        "query",
+        "key_cache",
+        "value_cache",
+        "block_tables",
+        "alibi_slopes",
+        "sinks",
+        "k_scale",
+        "v_scale",
+    ),
     *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
     "table_stride",
 )
@@ -127,15 +149,18 @@ def split_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
-    SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """All key tiles of a share. Divided units leave parts: with FAN, whoever is last merges them (parts.py), and no
+    other kernel follows; without, merge_kernel does."""
     numbers = Numbers(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not FAN:
+            gdc_launch_dependents()
     p = tl.program_id(0)
     P = tl.num_programs(0)
     if tensors.taken is not None:
@@ -155,13 +180,20 @@ def split_kernel(
         ranges = ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
     batch = Batch(tensors, numbers, ranges)
 
-    start, end, _, _ = shares(p, P, batch, SPEC, DIVISION, TILE)
+    start, end, share, longer = shares(p, P, batch, SPEC, DIVISION, TILE)
     s, unit, part_tile = locate(start, batch, SPEC, DIVISION, TILE)
     row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
     part_tile += first_tile  # the first tile of this program's part of the unit
     tile = part_tile - 1
     kh = unit % K
     first_token = unit // K * TOKENS
+    if FAN:
+        first = p
+        last = p
+        if (part_tile > first_tile) & (start < end):
+            first = program_of(start + first_tile - part_tile, share, longer)
+            last = program_of(start + end_tile - part_tile - 1, share, longer)
+        begun = Divided(first, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS) * K + kh)
     steps = end - start
     skipped = 0
     if MASKS.sparse:
@@ -281,6 +313,29 @@ def split_kernel(
                     tl.store(tensors.part_lse + part_row, lse2, mask=row_live)
             acc, m, l = nothing_seen(M, TILE.Dv // HALVES, TILE.W)
             acc_odd = acc
+    if FAN:
+        first_free = tl.load(tensors.query_start_loc + numbers.S)
+        last = p
+        if (start < end) & (tile + 1 < end_tile) & (tile - first_tile < end - start):
+            share = end - start - tl.where(p < longer, 1, 0)  # again: no register holds it meanwhile
+            last = program_of(end + end_tile - tile - 2, share, longer)
+        left = Divided(p, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS) * K + kh)
+        if (begun.first < begun.last) | (p < last):
+            merge_if_last(tensors, p, begun, left, SPEC, TILE, FAN)
+        one = tl.arange(0, 1)
+        store_padding(tensors, first_free + p, numbers.T, P, one, tl.arange(0, TILE.Dv), H, SPEC.v_side.size)
+        if PDL:
+            gdc_launch_dependents()  # last, as in merge_kernel
+
+
+@triton.jit
+def store_padding(tensors, first, T, step, one, d, H, Dv: tl.constexpr):
+    """Rows of padding, from ``first`` to T by ``step``: zero, and nothing seen."""
+    for t in range(first, T, step):
+        for h in range(0, H):
+            nothing = tl.zeros([1, d.shape[0]], tl.float32)
+            unseen = tl.full([1], float("-inf"), tl.float32)
+            store_rows(tensors, nothing, unseen, t + one, h + one, one == 0, d, H, Dv)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
@@ -319,11 +374,8 @@ def merge_kernel(
         programs = programs * tl.num_programs(1)
     one = tl.arange(0, 1)
     d = tl.arange(0, DV_PAD)
-    for t in range(tl.load(tensors.query_start_loc + numbers.S) + program, numbers.T, programs):
-        for h in range(0, H):
-            nothing = tl.zeros([1, DV_PAD], tl.float32)
-            unseen = tl.full([1], float("-inf"), tl.float32)
-            store_rows(tensors, nothing, unseen, t + one, h + one, one == 0, d, H, Dv)
+    first_free = tl.load(tensors.query_start_loc + numbers.S)
+    store_padding(tensors, first_free + program, numbers.T, programs, one, d, H, Dv)
     # The unit in which this share ends, if it goes on: the programs whose shares have its first and its last tile.
     start, end, share, longer = shares(p, tl.num_programs(0), batch, SPEC, DIVISION, TILE)
     s, unit, tile = locate(end - 1, batch, SPEC, DIVISION, TILE)

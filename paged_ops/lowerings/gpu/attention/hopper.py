@@ -177,7 +177,17 @@ class Address:
 
 QUERY, KEYS, VALUES = map(Pointers._fields.index, ("query", "key_cache", "value_cache"))
 # The pointers that the kernel does not get.
-NOT_TAKEN = ("parts", "part_lse", "key_cache", "value_cache", "alibi_slopes", "k_scale", "v_scale", "output_scale")
+NOT_TAKEN = (
+    "parts",
+    "part_lse",
+    "arrived",
+    "key_cache",
+    "value_cache",
+    "alibi_slopes",
+    "k_scale",
+    "v_scale",
+    "output_scale",
+)
 
 
 class HopperLaunch(Launch):

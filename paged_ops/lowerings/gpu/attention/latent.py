@@ -79,7 +79,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
         **tile.options(target.backend != "hip"),
     }
     launch = Launch(
-        launcher_of(latent_kernel, constants, target.device), (programs, 1, 1), ("T", "taken", "value_cache")
+        launcher_of(latent_kernel, constants, target.device), (programs, 1, 1), ("T", "taken", "arrived", "value_cache")
     )
     return decode.with_merge((launch,), programs, shape, grouped, target, division)
 

@@ -111,7 +111,7 @@ def packed(spec: Spec, rows: int) -> Spec:
 
 QUERY, CACHE = map(Pointers._fields.index, ("query", "key_cache"))
 # The pointers that the kernel does not get.
-NOT_TAKEN = ("taken", "key_cache", "value_cache", "alibi_slopes", "k_scale", "v_scale", "output_scale")
+NOT_TAKEN = ("taken", "arrived", "key_cache", "value_cache", "alibi_slopes", "k_scale", "v_scale", "output_scale")
 
 
 class LatentLaunch(Launch):

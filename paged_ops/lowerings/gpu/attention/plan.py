@@ -35,6 +35,7 @@ from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
 from paged_ops.lowerings.gpu.attention import decode, latent, prefill, tuning
+from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
 from paged_ops.lowerings.gpu.spec import (
     OPTIONAL,
@@ -185,6 +186,11 @@ def _attend(
     to_lse, to_taken, floats = call.plan.workspace
     workspace = query.new_empty(floats, dtype=torch.float32)
     parts = workspace.data_ptr()
+    launches, arrived = call.plan.launches, None
+    if call.plan.counters:
+        arrived = counters_of(workspace, call.plan.counters)
+        if arrived is None:
+            launches = call.plan.without_counters
     optional = [features.get(name) for name in OPTIONAL]
     addresses = (
         out.data_ptr(),
@@ -192,6 +198,7 @@ def _attend(
         parts,
         parts + 4 * to_lse,
         parts + 4 * to_taken,
+        0 if arrived is None else arrived.data_ptr(),
         query.data_ptr(),
         kv_cache.data_ptr() + form.offsets[0],
         value_cache.data_ptr() + form.offsets[1],
@@ -200,7 +207,7 @@ def _attend(
         query_start_loc.data_ptr(),
         *(0 if each is None else each.data_ptr() for each in optional),
     )
-    for launch in call.plan.launches:
+    for launch in launches:
         if launch.at(addresses, call.numbers):
             continue
         f = Features(**features)
@@ -208,7 +215,7 @@ def _attend(
         stored = element_dtype(kv_cache, f.kv_cache_dtype)
         key, value, _ = readable(paged, stored, target_of(kv_cache.device))
         written = out if f.output_scale is None else out.view(torch.uint8)
-        halfway = workspace, workspace[to_lse:], workspace[to_taken:].view(torch.int32)
+        halfway = workspace, workspace[to_lse:], workspace[to_taken:].view(torch.int32), arrived
         batch = block_tables, seq_lens, query_start_loc
         launch(Pointers(written, lse, *halfway, query, key, value, *batch, *optional), call.numbers, addresses)
     return out, lse

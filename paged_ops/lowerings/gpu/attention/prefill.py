@@ -55,7 +55,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
     def grid(numbers: Numbers) -> Grid:
         return K * (numbers.T // tokens + numbers.S + 1), 1, 1
 
-    launch = Launch(launcher_of(prefill_kernel, constants, target.device), grid, ("parts", "part_lse", "taken", "T"))
+    launcher = launcher_of(prefill_kernel, constants, target.device)
+    launch = Launch(launcher, grid, ("parts", "part_lse", "taken", "arrived", "T"))
     return decode.plan_around((launch,), spec, target, shapes, division)
 
 

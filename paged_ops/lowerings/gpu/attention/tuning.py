@@ -19,6 +19,9 @@ SAME_LENGTH = 64
 WARPGROUP_ROWS = 64
 # Slices serve up to so many packed query rows; with more, a warp's sums of values would fill its registers.
 SLICED_ROWS = 8
+# Parts that split_kernel's programs merge: so many at a time, of at most so many numbers.
+FAN = 16
+LARGEST_PART = 2048
 
 
 def power_of_2(n: int) -> int:
@@ -91,6 +94,13 @@ def division(rows: int, S: int, short: int = -1, everyone: bool = False) -> Divi
     """The division of a batch of S sequences."""
     at_once = sequences_at_once(S)
     return Division(rows, everyone, short, at_once, -(-S // at_once))
+
+
+def fan_of(tile: TileShape, target: Target) -> int:
+    """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them, all of its
+    programs one unit, as large parts would take a single program too long."""
+    # On ROCm it was compiled, but never ran.
+    return FAN if target.backend != "hip" and tile.M * tile.Dv <= LARGEST_PART else 0
 
 
 def plan_of(spec: Spec, target: Target, T: int, S: int) -> Plan:

@@ -1,0 +1,49 @@
+"""Counters that kernels leave at zero, so that nothing has to zero them before the next launch."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from paged_ops.lowerings.gpu.target import capturing
+
+# Sets of counters are made so many at a time, before the last few are gone.
+SETS, FEW = 256, 64
+
+_known: dict[tuple[torch.device, int, int, int], Tensor] = {}
+_unused: dict[tuple[torch.device, int], list[Tensor]] = {}
+_lock = threading.Lock()
+
+
+def counters_of(workspace: Tensor, number: int) -> Tensor | None:
+    """int32 ``[number]``, all zero, for the launch that uses ``workspace``; None if there are none.
+
+    Which ones, the place of the workspace in memory decides. Two launches that may run at the same time, on whatever
+    streams and in whatever CUDA graphs, have workspaces that do not overlap: their counters differ. Launches whose
+    workspaces overlap are ordered, and each finds the zeros that the one before has left. Counters lie in memory that
+    belongs to no graph, where nothing else is ever written.
+
+    None can be made while a graph is captured. If there are none then, no call before it was of such a kind.
+    """
+    device, size = workspace.device, workspace.nbytes.bit_length() - 1
+    # Workspaces that begin less than 2^size bytes apart overlap.
+    place = device, number, size, workspace.data_ptr() >> size
+    known = _known.get(place)
+    return _new(place) if known is None else known
+
+
+def _new(place: tuple[torch.device, int, int, int]) -> Tensor | None:
+    device, number, _, _ = place
+    if device.type == "cpu":  # Triton's interpreter
+        return torch.zeros(number, dtype=torch.int32)
+    with _lock:
+        unused = _unused.setdefault((device, number), [])
+        if len(unused) < FEW and not capturing(device):
+            sets = torch.zeros(SETS, number, dtype=torch.int32, device=device)
+            torch.cuda.current_stream(device).synchronize()  # launches on other streams use them, too
+            unused.extend(sets.unbind())
+        if place not in _known and unused:
+            _known[place] = unused.pop()
+        return _known.get(place)

@@ -1,0 +1,114 @@
+"""Who merges the parts of divided units, in Triton's interpreter: whatever the order in which programs end.
+
+The interpreter runs one program after another, so the order of the programs is the order in which they count.
+``TRITON_INTERPRET=1 pytest -m interpreter tests/test_gpu_parts_interpreter.py``.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from paged_ops.lowerings import cpu, gpu
+from paged_ops.lowerings.gpu.attention import decode, tuning
+from paged_ops.lowerings.gpu.attention import plan as attention
+
+pytestmark = pytest.mark.interpreter
+
+
+def a_call(heads, lens, tokens=1, padding=0, D=24):
+    """float32; each sequence has ``tokens`` new tokens, and ``padding`` rows follow."""
+    (H, K), B, S = heads, 8, len(lens)
+    torch.manual_seed(sum(lens))
+    blocks = -(-max(lens) // B)
+    tables = torch.randperm(S * blocks).view(S, blocks)
+    query, kv_cache = torch.randn(S * tokens + padding, H, D), torch.randn(S * blocks, 2, B, K, D)
+    ints = tables, torch.tensor(lens), torch.arange(S + 1) * tokens
+    return query, kv_cache, *(each.to(torch.int32) for each in ints), D**-0.5
+
+
+# One part of a unit, two, some, more than FAN; shares that hold several units, and units that are not divided.
+CALLS = {
+    "many": (50, a_call((2, 1), [800])),
+    "some": (12, a_call((8, 2), [130, 1, 77, 0, 300, 16], padding=3)),
+    "groups and single ones": (23, a_call((4, 1), [5, 700, 16, 40], tokens=2)),
+}
+
+
+def in_order(monkeypatch, order, programs):
+    """Run the programs of split_kernel in this order."""
+    builder = interpreter.interpreter_builder
+    set_grid_idx = builder.set_grid_idx
+
+    def permuted(x, y, z):
+        set_grid_idx(order[x] if builder.grid_dim[0] == programs else x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", permuted, raising=False)
+
+
+def counting(monkeypatch, made):
+    """Keep the counters that calls get."""
+
+    def counters_of(workspace, number):
+        made.append(torch.zeros(number, dtype=torch.int32))
+        workspace.fill_(torch.nan)
+        return made[-1]
+
+    monkeypatch.setattr(attention, "counters_of", counters_of)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_order_of_programs_does_not_show(name, monkeypatch):
+    programs, call = CALLS[name]
+    monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
+    shuffled = random.Random(1).sample(range(programs), programs)
+    results, made = [], []
+    counting(monkeypatch, made)
+    attention.forget()
+    try:
+        for order in (range(programs), range(programs)[::-1], shuffled):
+            with monkeypatch.context() as patch:
+                in_order(patch, order, programs)
+                results.append(gpu.paged_attention_with_lse(*call))
+    finally:
+        attention.forget()
+    assert len(made) == 3
+    assert not any(counters.any() for counters in made)  # as they were before
+    for got in results[1:]:
+        assert all(map(torch.equal, got, results[0]))
+    for got, want in zip(results[0], cpu.paged_attention_with_lse(*call), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_without_counters_another_kernel_merges(monkeypatch):
+    programs, call = CALLS["some"]
+    monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
+    monkeypatch.setattr(attention, "counters_of", lambda workspace, number: None)
+    attention.forget()
+    try:
+        got = gpu.paged_attention_with_lse(*call)
+    finally:
+        attention.forget()
+    for mine, want in zip(got, cpu.paged_attention_with_lse(*call), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+
+
+def test_large_parts_are_merged_by_all_programs_of_a_unit(monkeypatch):
+    """One program would take too long for 71 rows."""
+    launched = []
+    launch = decode.Launch.__call__
+    monkeypatch.setattr(decode.Launch, "__call__", lambda self, *args: (launched.append(self), launch(self, *args))[1])
+    kernels = []
+    for heads in ((71, 1), (4, 1)):
+        attention.forget()
+        launched.clear()
+        gpu.paged_attention(*a_call(heads, [40, 3]))
+        kernels.append(len(launched))
+    assert kernels == [2, 1]
