@@ -86,7 +86,7 @@ def test_steps_of_any_size_are_checked_and_described_once(launched, monkeypatch)
     assert len(set(sizes)) > 700
     assert (len(described), len(writes)) == (1, 1)
     assert len(planned) <= 16  # kinds of tiles, not sizes
-    assert len(launch._launchers) <= 16
+    assert len(launch._launchers) <= 20  # some of them only for calls without counters
 
 
 def test_a_plan_that_is_shared_launches_what_a_plan_of_its_own_would(launched):
