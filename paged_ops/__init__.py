@@ -42,6 +42,7 @@ from paged_ops.ops import (
     swap_blocks,
 )
 from paged_ops.support import supports
+from paged_ops.warming import WarmUp, warm_up
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "KVCache",
     "Layout",
     "OutOfBlocks",
+    "WarmUp",
     "allocate_kv_cache",
     "block_ids_from_addresses",
     "blocks_within_reach",
@@ -84,4 +86,5 @@ __all__ = [
     "supports",
     "swap_blocks",
     "use_cascade_attention",
+    "warm_up",
 ]

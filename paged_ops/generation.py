@@ -397,6 +397,7 @@ class GenerationLoop:
 
     @torch.no_grad()
     def _run_first(self, on_capture: Callable[[int, int], None] | None) -> None:
+        self._runner.compile_ahead(wait=False)
         # Eagerly first, so that the model's errors are not wrapped in the compiler's. In the loop's sizes, as compiled
         # layers would be compiled again for another width of the block tables.
         first = DecodeGraphs(

@@ -64,6 +64,7 @@ class InputBuffers:
             graph_support=graph_support,
             spreads=[pool.spread for pool in kv_cache.pools],
         )
+        self.max_num_tokens = max_num_tokens
         self._seqs = seqs
         # last rows, then ids, so that one copy sends what a step uses of both
         self._device = torch.zeros(seqs + tokens, dtype=torch.int64, device=kv_cache.device)

@@ -6,6 +6,7 @@ Letters: T tokens of a step (padded), S sequences (padded), V vocabulary.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mo
 from paged_ops.graphs.pieces import Pieces, check_pieces_exist
 from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import AttentionMetadata, Batch, GraphSupport, advance_decodes
+from paged_ops.warming import WarmUp, warm_up
 
 Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
 
@@ -169,6 +171,7 @@ class DecodeGraphs:
         self.captured.clear()
         self._last = None
         self._addresses = self._cache_addresses()
+        self.compile_ahead(wait=False)
         if dynamic:
             for is_decode in (True, False)[: 1 + self._is_spread]:
                 self._run_step(self._inputs.of_open_sizes(is_decode))
@@ -183,6 +186,23 @@ class DecodeGraphs:
                 on_progress(len(keys), len(keys), None)
         graphs = sum(len(each) if isinstance(each, Pieces) else 1 for each in self.captured.values())
         return CaptureReport(tuple(keys), graphs, time.perf_counter() - started, session.num_bytes)
+
+    def compile_ahead(self, wait: bool = True) -> WarmUp:
+        """Compile the kernels of this package that steps need, of the sizes that :meth:`capture` captures and of all
+        others that this runner takes: see :func:`paged_ops.warm_up`. The step is run once, eagerly."""
+        if self.kv_cache.device.type != "cuda":
+            return warm_up(())
+        captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
+        kinds = (True, False) if self._is_spread else (True,)
+        steps = [functools.partial(self._run_on_trial, is_decode) for is_decode in kinds]
+        limits = {"max_num_tokens": self._inputs.max_num_tokens, "max_num_seqs": self._max_num_seqs}
+        return warm_up(steps, sizes=captured, wait=wait, **limits)
+
+    def _run_on_trial(self, is_decode: bool) -> None:
+        """A step of which nothing is kept; an error is left to the next one."""
+        inputs = self._inputs.of_open_sizes(is_decode)
+        with contextlib.suppress(Exception):
+            self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
 
     @torch.no_grad()
     def replay(

@@ -229,7 +229,7 @@ def _write_launcher(
     by_head = max(k_scales, v_scales) > 1  # a scale is read, and divided by, once for a program's tokens
     plan = constants(target, "reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
     fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and target.has_fp8_cvt, "K_SCALES": k_scales, "V_SCALES": v_scales}
-    return Launcher(write_kernel, {**plan, **fp8, "SLOTS": slots}, target.device), plan["BLOCK_T"]
+    return Launcher(write_kernel, {**plan, **fp8, "SLOTS": slots}, target.device, can_wait=True), plan["BLOCK_T"]
 
 
 class Side(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from paged_ops.lowerings.gpu import ahead
 from paged_ops.lowerings.gpu.target import FUSED, NEWEST_KNOWN, TRITON, on_device
 
 
@@ -31,13 +32,16 @@ class Launcher:
     specialises on the sizes of storages), under a profiler's launch hooks, and if it is newer than the newest Triton
     known here. This class is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
 
+    A launcher with ``can_wait`` does nothing where calls are only noted (:mod:`paged_ops.lowerings.gpu.ahead`).
+
     Attributes:
         kept: what its owners keep for further calls.
     """
 
-    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values", "kept")
+    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values", "can_wait", "kept")
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device, *, can_wait: bool = False) -> None:
+        self.can_wait = can_wait
         self._kernel = kernel
         self._constants = constants
         self._values: tuple[Any, ...] = ()  # values of the constants that are parameters, in the kernel's order
@@ -59,7 +63,14 @@ class Launcher:
             addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
         if self.at(grid, addresses, numbers, *more):
             return
-        with on_device(self._device):
+        job = self._kernel, tensors, addresses, numbers, more, self._constants
+        notes = ahead.notes() if self.can_wait else None
+        if notes is not None:
+            if _alignment(addresses) not in self._compiled:
+                with on_device(self._device):
+                    notes.append(ahead.job_of(*job))
+            return
+        with on_device(self._device), ahead.in_cache(job):
             compiled = self._kernel[grid](tensors, *numbers, *more, **self._constants, **FUSED)
             if compiled is None or torch.version.hip is not None or TRITON > NEWEST_KNOWN:
                 return
@@ -81,7 +92,7 @@ class Launcher:
         """
         known = self._compiled.get(_alignment(addresses))
         hook = triton.knobs.runtime.launch_enter_hook
-        if known is None or getattr(hook, "calls", hook):
+        if known is None or getattr(hook, "calls", hook) or (self.can_wait and ahead.notes() is not None):
             return False
         launch, kernel = known
         arguments = (*grid, self._stream(self._index), *kernel, addresses, *numbers, *more, *self._values)
@@ -143,7 +154,7 @@ def launcher_of(kernel: Any, constants: dict[str, Any], device: torch.device) ->
     if key not in _launchers:
         if len(_launchers) >= MOST_KINDS:
             _launchers.clear()
-        _launchers[key] = Launcher(kernel, constants, device)
+        _launchers[key] = Launcher(kernel, constants, device, can_wait=True)
     return _launchers[key]
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
+from paged_ops.lowerings.gpu import ahead
 from paged_ops.lowerings.gpu.attention import decode, latent, prefill, tuning
 from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
@@ -174,10 +175,11 @@ def _attend(
         heads, dtype = form.out
         out = query.new_empty((T, *heads), dtype=dtype)
         lse = query.new_empty((T, heads[0]), dtype=torch.float32) if with_lse else None
-    if call is None:
+    if call is None or ahead.notes() is not None:
         out.view(torch.uint8).zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
+    if call is None:
         return out, lse
     if not form.has_keys:
         seq_lens = torch.zeros_like(seq_lens)
@@ -217,7 +219,14 @@ def _attend(
         written = out if f.output_scale is None else out.view(torch.uint8)
         halfway = workspace, workspace[to_lse:], workspace[to_taken:].view(torch.int32), arrived
         batch = block_tables, seq_lens, query_start_loc
-        launch(Pointers(written, lse, *halfway, query, key, value, *batch, *optional), call.numbers, addresses)
+        tensors = Pointers(written, lse, *halfway, query, key, value, *batch, *optional)
+        launch(tensors, call.numbers, addresses)
+        for sizes in ahead.sizes_for(form):
+            other = form.plan(*sizes)
+            if other is not None:
+                counting = tensors._replace(arrived=workspace.view(torch.int32) if other.plan.counters else None)
+                for each in other.plan.launches:
+                    each(counting, other.numbers, addresses)
     return out, lse
 
 
