@@ -149,7 +149,7 @@ def test_products_that_stay(change):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 64, 65])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (256, 64), (4096, 28672)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_overlapping_products_on_a_gpu(rows, inputs, outputs, dtype):

@@ -2,7 +2,8 @@
 
 A case is a function ``(rank, size, **options)`` of a module beside this one, called on every rank at once. It has a
 time limit; when that is over, or when a rank does not survive it, all processes are killed, and the next case gets new
-ones. They are forked from one process that has imported all, which takes milliseconds where a start takes seconds.
+ones. They are forked from one process that has imported all, which takes milliseconds where a start takes seconds. With
+GPUs each is started anew, as CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import time
 import traceback
 from datetime import timedelta
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 
 class Raised(NamedTuple):
@@ -38,7 +42,7 @@ class Processes:
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="paged_ops_ranks_")
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context("spawn" if torch.cuda.device_count() >= size else "forkserver")
         context.set_forkserver_preload(["loop_cases", "model_cases"])
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where the server finds them
         self._pipes, self.processes = [], []
@@ -87,9 +91,6 @@ class Processes:
 
 
 def _serve(rank: int, size: int, folder: str, pipe: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.FileStore(os.path.join(folder, "store"), size)

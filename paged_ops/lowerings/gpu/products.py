@@ -2,7 +2,8 @@
 
 A product of up to 16 rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
 two kernels if it splits the sum. One Triton kernel that is launched before the previous kernel has ended (programmatic
-dependent launch) reads them faster. ``torch.nn.functional.linear`` serves more rows and other devices.
+dependent launch) reads them faster. With up to 64 rows, it does so where there are many outputs.
+``torch.nn.functional.linear`` serves everything else.
 
 Letters: T rows, C input features, O output features.
 """
@@ -21,7 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.integrations.projections import FusedLinear
 from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
 
-MOST_ROWS = 16
+FEW_ROWS, MOST_ROWS = 16, 64
+MANY_OUTPUTS = 8192  # from so many on, products of more than FEW_ROWS rows are served
 STEPS = 64, 256  # O and C are multiples of them
 
 _LIBRARY = torch.library.Library("paged_ops_products", "DEF")
@@ -85,13 +87,18 @@ def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     O = weight.shape[0]
     out = x.new_empty(*x.shape[:-1], O)
+    options: dict[str, Any]
+    if T > FEW_ROWS:
+        if O < MANY_OUTPUTS or O % 128:
+            return F.linear(x, weight)
+        options = dict(ROWS=64, BN=128, BK=64, STAGES=5)
     # 32 outputs per program, if there is at most one program per multiprocessor; else 64, which reads x less often.
-    if 32 * target.processors >= O:
-        options: dict[str, Any] = dict(BN=32, BK=256, STAGES=6)
+    elif 32 * target.processors >= O:
+        options = dict(ROWS=16, BN=32, BK=256, STAGES=6)
     elif O <= 8192 or O % 128:
-        options = dict(BN=64, BK=128, STAGES=5)
+        options = dict(ROWS=16, BN=64, BK=128, STAGES=5)
     else:
-        options = dict(BN=128, BK=128, STAGES=4)
+        options = dict(ROWS=16, BN=128, BK=128, STAGES=4)
     with on_device(target.device):
         product_kernel[(O // options["BN"],)](
             rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True, **FUSED
@@ -113,31 +120,34 @@ def product_kernel(
     T,
     O,
     C: tl.constexpr,
+    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p: outputs p*BN to (p+1)*BN of all rows. Wide tiles are the left operand, as wgmma needs 64 rows."""
+    """Program p: outputs p*BN to (p+1)*BN of all rows. wgmma needs 64 rows on the left: those of the weight, if x has
+    fewer and the tile is wide."""
+    WEIGHT_LEFT: tl.constexpr = ROWS < 64 and BN > 32
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
-    t = tl.arange(0, 16)
+    t = tl.arange(0, ROWS)
     x_at = x + t[:, None] * C + c[None, :]
     weight_at = weight + n[:, None].to(tl.int64) * C + c[None, :]
     # A kernel that starts from here on finds everything before this one complete.
     gdc_wait()
     gdc_launch_dependents()
-    if BN > 32:
-        total = tl.zeros([BN, 16], tl.float32)
+    if WEIGHT_LEFT:
+        total = tl.zeros([BN, ROWS], tl.float32)
     else:
-        total = tl.zeros([16, BN], tl.float32)
+        total = tl.zeros([ROWS, BN], tl.float32)
     for start in tl.range(0, C, BK, num_stages=STAGES):
         a = tl.load(x_at + start, mask=(t < T)[:, None], other=0.0)
         b = tl.load(weight_at + start)
-        if BN > 32:
+        if WEIGHT_LEFT:
             total = tl.dot(b, tl.trans(a), total)
         else:
             total = tl.dot(a, tl.trans(b), total)
-    if BN > 32:
+    if WEIGHT_LEFT:
         total = tl.trans(total)
     out_at = out + t[:, None] * O + n[None, :]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(t < T)[:, None])
