@@ -29,6 +29,7 @@ import torch
 import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cache_ops, cases, measure, run, tune
+from paged_ops.layouts import FP8_DS_MLA
 from paged_ops.lowerings.gpu.attention import latent, plan
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.registry import OPS
@@ -44,6 +45,11 @@ VARIANTS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         16: ((64, 8, 5, 2), (64, 8, 5, 1), (64, 4, 5, 2), (32, 4, 5, 3), (64, 8, 7, 1)),
         32: ((32, 8, 5, 2), (64, 8, 5, 1), (64, 8, 5, 2), (32, 4, 5, 2)),
         64: ((32, 8, 1, 1), (32, 8, 2, 1)),
+    },
+    "rows": {  # fp8_ds_mla
+        16: ((32, 8, 5, 2), (32, 8, 3, 2), (64, 8, 5, 1), (32, 4, 5, 2), (16, 4, 5, 4), (16, 8, 5, 4)),
+        32: ((32, 8, 5, 2), (64, 8, 3, 1), (16, 8, 5, 2)),
+        64: ((32, 8, 3, 1), (16, 8, 3, 1)),
     },
 }
 HEADS_OF_ROWS = {16: (16,), 32: (32, 128), 64: (64, 128)}
@@ -88,9 +94,11 @@ class Job(NamedTuple):
         return self.with_batch(self.batch, cases.LATENT[self.batch])
 
     def with_batch(self, name: str, seqs: cases.Seqs) -> cases.Case:
-        stored = cases.FP8 if self.kind == "fp8" else None
-        word = " fp8" if stored else ""
+        stored = {"fp8": cases.FP8, "rows": torch.uint8}.get(self.kind)
+        word = {"fp8": " fp8", "rows": " fp8_ds_mla"}.get(self.kind, "")
         sizes = {**cases.LATENT_SIZES, "block_size": self.B, "cache_dtype": stored}
+        if self.kind == "rows":
+            sizes["kv_cache_dtype"] = FP8_DS_MLA
         return cases.Case("latent", f"{name} block {self.B}{word}", tuple(seqs), self.H, 1, **sizes)
 
 
@@ -116,6 +124,7 @@ def quick_jobs() -> list[Job]:
     names = ("64x4096", "ragged128")
     jobs += [Job("fp8", 16, 64, name, (None, *fp8)) for name in names]
     jobs += [Job("fp8", 128, 64, name, (None, (64, (32, 8, 1, 1)))) for name in names]
+    jobs += [Job("rows", H, 64, name, (None,)) for H in (16, 128) for name in names]
     return jobs + [Job("16bit", 64, 16, name, (None,)) for name in cases.LATENT]
 
 

@@ -23,7 +23,17 @@ from paged_ops.allocator import BlockAllocator
 from paged_ops.block_pool import OutOfBlocks
 from paged_ops.checks import at_least
 from paged_ops.device import with_index
-from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, allocate_kv_cache, get_default_layout, split_kv_cache
+from paged_ops.layouts import (
+    FP8_DTYPES,
+    MODEL_DTYPES,
+    Layout,
+    allocate_kv_cache,
+    check_storage,
+    get_default_layout,
+    has_row_scales,
+    kv_cache_shape,
+    split_kv_cache,
+)
 from paged_ops.ops import copy_blocks, swap_blocks
 from paged_ops.parallel.spread import WHOLE, Spread
 
@@ -47,6 +57,8 @@ class KVCache(BlockAllocator):
         head_size: D, one number or one for each layer.
         value_head_size: Dv, one number or one for each layer; D when None. With LATENT, whose D is R + P, it is R.
         dtype: float32, float16, bfloat16, a float8, or uint8 (fp8 bits; ops then need a ``kv_cache_dtype``).
+        kv_cache_dtype: what uint8 storage will hold, for the ops' argument of this name. ``"fp8_ds_mla"`` makes latent
+            rows that hold their scales, ``[N, B, 656]``: with LATENT, D 576 and Dv 512.
         device: where the layers live; "cuda" means the GPU that is current at construction.
         layout: the default layout of the device when None.
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
@@ -61,6 +73,7 @@ class KVCache(BlockAllocator):
             ``split_kv_cache``; and layers with Dv other than D, ``[N, B, K, D + Dv]``, by ``split_joined_cache``.
         host_layers: L tensors in the same form, with ``num_host_blocks`` blocks.
         num_kv_heads, head_size, value_head_size: of each layer.
+        kv_cache_dtype: as given.
         pools, pool_of_layer, states: as of a :class:`paged_ops.HybridCache` that has this pool alone.
 
     Raises:
@@ -79,6 +92,7 @@ class KVCache(BlockAllocator):
         *,
         value_head_size: int | Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
         device: torch.device | str = "cpu",
         layout: Layout | str | None = None,
         num_host_blocks: int = 0,
@@ -96,13 +110,16 @@ class KVCache(BlockAllocator):
             raise ValueError("spread: expected one rank for layers with a window or chunk, which each rank keeps whole")
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
             raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
-        self.dtype = dtype
+        self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
         self.device = with_index(device)
+        named: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
         chosen = get_default_layout(self.device) if layout is None else layout
 
         def allocate(blocks: int, where: torch.device, pin_memory: bool) -> list[Tensor]:
             return [
-                allocate_kv_cache(chosen, blocks, in_memory, K, D, dtype, where, pin_memory, value_head_size=Dv)
+                allocate_kv_cache(
+                    chosen, blocks, in_memory, K, D, dtype, where, pin_memory, value_head_size=Dv, **named
+                )
                 for K, D, Dv in zip(*sizes, strict=True)
             ]
 
@@ -148,13 +165,22 @@ class KVCache(BlockAllocator):
         *,
         value_head_size: int | Sequence[int] | None = None,
         layout: Layout | str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> int:
         """How many blocks, keys and values of all layers, fit into ``num_bytes``; of LATENT keys that are values. Of a
         cache that is spread over ranks, ``block_size`` is what one rank holds of a block."""
         at_least(1, block_size=block_size)
         sizes = zip(*_layer_sizes(num_layers, num_kv_heads, head_size, value_head_size), strict=True)
+        check_storage(dtype, kv_cache_dtype)
         latent = layout is not None and Layout(layout) is Layout.LATENT
-        token = sum(K * (D if latent else D + Dv) for K, D, Dv in sizes)
+
+        def elements(K: int, D: int, Dv: int) -> int:
+            if has_row_scales(kv_cache_dtype):
+                chosen = Layout.NHD if layout is None else layout  # which is refused
+                return kv_cache_shape(chosen, 1, 1, K, D, value_head_size=Dv, kv_cache_dtype=kv_cache_dtype)[2]
+            return K * (D if latent else D + Dv)
+
+        token = sum(elements(*each) for each in sizes)
         return num_bytes // (block_size * dtype.itemsize * token)
 
     @property

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from paged_ops import checks, masks
 from paged_ops.checks import expect
-from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, Layout, is_latent
+from paged_ops.layouts import (
+    FP8_DS_MLA,
+    FP8_DTYPES,
+    MODEL_DTYPES,
+    ROW_LATENT,
+    ROW_ROTATED,
+    Layout,
+    has_row_scales,
+    is_latent,
+)
 
 
 class Features(NamedTuple):
@@ -105,6 +114,18 @@ def conflicts(features: Mapping[str, Any]) -> list[str]:
         reasons.append(f"num_heads: expected a multiple of num_kv_heads {K}, got {H}")
     D, Dv = features.get("head_size"), features.get("value_head_size")
     layout = features.get("layout")
+    if has_row_scales(features.get("kv_cache_dtype", "auto")):
+        needs = {
+            "layout": (layout, (None, Layout.LATENT)),
+            "cache_dtype": (cache_dtype, (None, torch.uint8)),
+            "head_size": (D, (None, ROW_LATENT + ROW_ROTATED)),
+            "value_head_size": (Dv, (None, ROW_LATENT)),
+        }
+        for name, (got, allowed) in needs.items():
+            if got not in allowed:
+                reasons.append(f"{name}: expected {allowed[1]} with kv_cache_dtype={FP8_DS_MLA!r}, got {got}")
+        if _on(features, "k_scale"):
+            reasons.append(f"k_scale: expected None, as rows of {FP8_DS_MLA} hold their scales")
     if layout == Layout.LATENT:
         if D and Dv and Dv > D:
             reasons.append(f"value_head_size: expected at most head_size = R + P = {D} in the LATENT layout, got {Dv}")

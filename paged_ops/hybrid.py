@@ -91,6 +91,7 @@ class HybridCache:
         num_window_blocks: int | None = None,
         num_host_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
         device: torch.device | str = "cpu",
         layout: Layout | str | None = None,
         states: StateCache | None = None,
@@ -99,7 +100,8 @@ class HybridCache:
         """A cache for a model's L layers, with one pool per window or chunk; layers that see everything have the first.
 
         Args:
-            num_layers, num_kv_heads, head_size, value_head_size, dtype, device, layout: as of ``KVCache``.
+            num_layers, num_kv_heads, head_size, value_head_size, dtype, kv_cache_dtype, device, layout: as of
+                ``KVCache``.
             sliding_window, attention_chunk: one number or one for each layer; 0 is everything.
             num_blocks: N of the pool whose layers see everything, and of all pools if ``num_window_blocks`` is None.
             num_window_blocks: N of each pool with a window or chunk. :func:`blocks_within_reach` gives what suffices
@@ -122,6 +124,7 @@ class HybridCache:
             }
             of_kind = num_blocks if kind == (0, 0) or num_window_blocks is None else num_window_blocks
             options: dict[str, Any] = {**own, "dtype": dtype, "device": device, "layout": layout}
+            options["kv_cache_dtype"] = kv_cache_dtype
             options |= {"sliding_window": kind[0], "attention_chunk": kind[1], "num_host_blocks": num_host_blocks}
             options["spread"] = spread if kind == (0, 0) else WHOLE
             pools.append(KVCache(len(members), of_kind, block_size, **options))

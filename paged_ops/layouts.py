@@ -13,11 +13,13 @@ interleaved    [N, B, 2K, D], key h at 2h, value at 2h+1   -                    
 separate       [N, B, K, D], any strides                   [N, B, K, Dv]           engines with two tensors
 x-packed       [N, K, D/x, B, x]                           [N, K, D, B]            the classic PagedAttention cache
 latent         [N, B, R + P], any strides                  -                       latent attention (MLA)
+               or uint8 [N, B, 656]
 =============  ==========================================  ======================  ================================
 
 A latent cache is keys and values at once, for one key/value head (K = 1): its rows are the keys, D = R + P, and their
 first ``value_head_size`` = R columns the values. :func:`paged_ops.latent_cache_write` writes it; every op but
-:func:`paged_ops.reshape_and_cache` takes it.
+:func:`paged_ops.reshape_and_cache` takes it. With ``kv_cache_dtype="fp8_ds_mla"`` it is uint8 ``[N, B, 656]``, R is 512
+and P 64: see :func:`row_parts`.
 
 Where values have another head size than keys in the other forms, a layer is still one allocation,
 ``[N, B, K, D + Dv]``, of which :func:`split_joined_cache` makes the separate form.
@@ -78,12 +80,21 @@ def is_latent(kv_cache: Tensor) -> bool:
     return kv_cache.dim() == 3
 
 
-def paged_kv(kv_cache: Tensor, value_cache: Tensor | None = None, value_head_size: int | None = None) -> PagedKV:
+def paged_kv(
+    kv_cache: Tensor,
+    value_cache: Tensor | None = None,
+    value_head_size: int | None = None,
+    kv_cache_dtype: str = "auto",
+) -> PagedKV:
     """Find which form a cache has: checks ``kv_cache`` and ``value_cache``, and returns them as views.
 
-    ``value_head_size`` is the R of a latent cache, which without it has values of size 0; other forms show theirs.
+    ``value_head_size`` is the R of a latent cache, which without it has values of size 0; other forms show theirs. Rows
+    with scales give views of the right sizes and strides, in e4m3, of which only the first R columns are numbers.
     """
     present("kv_cache", kv_cache)
+    if has_row_scales(kv_cache_dtype):
+        expect(value_cache is None, "value_cache", f"None beside a kv_cache [N, B, {ROW_BYTES}]", value_cache)
+        return _scaled_rows_kv(kv_cache, value_head_size)
     rank = kv_cache.dim()
     expect(rank in (3, 4, 5), "kv_cache", "3, 4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
     if is_latent(kv_cache):
@@ -103,6 +114,46 @@ def _latent_kv(kv_cache: Tensor, value_head_size: int | None) -> PagedKV:
         expect(value_head_size >= 1, "value_head_size", most, value_head_size)
         expect(value_head_size <= columns, "value_head_size", most, value_head_size)
     return PagedKV(kv_cache[:, :, None, None, :], kv_cache[:, :, None, :R])
+
+
+def _scaled_rows_kv(kv_cache: Tensor, value_head_size: int | None) -> PagedKV:
+    name = f"uint8 [N, B, {ROW_BYTES}] (kv_cache_dtype={FP8_DS_MLA!r})"
+    expect(kv_cache.dim() == 3, "kv_cache", name, kv_cache)
+    expect(kv_cache.dtype == torch.uint8, "kv_cache", name, kv_cache)
+    expect(kv_cache.shape[2] == ROW_BYTES, "kv_cache", name, kv_cache)
+    places = (*kv_cache.stride()[:2], kv_cache.storage_offset())
+    expect(kv_cache.stride(2) == 1, "kv_cache", "the bytes of a token side by side", f"strides {kv_cache.stride()}")
+    for place in places:
+        multiples = f"strides and an offset that are multiples of {ROW_ALIGNMENT} bytes"
+        expect(place % ROW_ALIGNMENT == 0, "kv_cache", multiples, f"strides {kv_cache.stride()}, offset {places[2]}")
+    R = 0 if value_head_size is None else ROW_LATENT
+    if value_head_size is not None:
+        expect(value_head_size == R, "value_head_size", f"{R} with kv_cache_dtype={FP8_DS_MLA!r}", value_head_size)
+    rows = kv_cache.view(torch.float8_e4m3fn)
+    return PagedKV(rows[:, :, None, None, : ROW_LATENT + ROW_ROTATED], rows[:, :, None, :R])
+
+
+class RowParts(NamedTuple):
+    """The parts of rows with scales: ``latent [..., 512]`` e4m3, ``scales [..., 4]`` float32, ``rotated [..., 64]``
+    bfloat16."""
+
+    latent: Tensor
+    scales: Tensor
+    rotated: Tensor
+
+
+def row_parts(rows: Tensor) -> RowParts:
+    """Views of rows with scales, uint8 ``[..., 656]``: a cache of ``kv_cache_dtype="fp8_ds_mla"``, or a part of it.
+
+    A row is 512 numbers in e4m3, 4 scales in float32, each for 128 of them (``real = stored * scale``), and 64 rotated
+    columns in bfloat16. Source: the format of FlashMLA (deepseek-ai/FlashMLA) and vLLM.
+    """
+    scales, rotated = ROW_LATENT, ROW_BYTES - 2 * ROW_ROTATED
+    return RowParts(
+        rows[..., :scales].view(torch.float8_e4m3fn),
+        rows[..., scales:rotated].view(torch.float32),
+        rows[..., rotated:].view(torch.bfloat16),
+    )
 
 
 def _two_planes(kv_cache: Tensor, value_cache: Tensor | None) -> PagedKV:
@@ -148,19 +199,27 @@ def kv_cache_shape(
     head_size: int,
     *,
     value_head_size: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[int, ...]:
     """The shape to allocate for one layer; :func:`kv_cache_view` turns the tensor into what the ops take.
 
     With a ``value_head_size`` Dv other than D it is that of a joined cache: ``[N, B, K, D + Dv]``, HND
     ``[N, K, B, D + Dv]``; INTERLEAVED and X_PACKED have none. LATENT is ``[N, B, D]`` with D = R + P, K = 1, and Dv = R
-    if given.
+    if given; with ``kv_cache_dtype="fp8_ds_mla"``, which needs D = 576 and R = 512, ``[N, B, 656]`` bytes.
     """
     N, B, K, D = num_blocks, block_size, num_kv_heads, head_size
+    row_scales = has_row_scales(kv_cache_dtype)
+    if row_scales:
+        latent, whole = f"LATENT with kv_cache_dtype={FP8_DS_MLA!r}", ROW_LATENT + ROW_ROTATED
+        expect(_layout(layout) is Layout.LATENT, "layout", latent, _layout(layout))
+        expect(D == whole, "head_size", f"{whole} with kv_cache_dtype={FP8_DS_MLA!r}", D)
+        fits = value_head_size in (None, ROW_LATENT)
+        expect(fits, "value_head_size", f"{ROW_LATENT} with kv_cache_dtype={FP8_DS_MLA!r}", value_head_size)
     if _layout(layout) is Layout.LATENT:
         expect(K == 1, "num_kv_heads", "1 for the LATENT layout, whose rows serve all heads", K)
         within = value_head_size is None or value_head_size <= D
         expect(within, "value_head_size", f"at most head_size = R + P = {D} for the LATENT layout", value_head_size)
-        return N, B, D
+        return N, B, ROW_BYTES if row_scales else D
     if value_head_size not in (None, D):
         row = D + value_head_size
         joined = {Layout.NHD: (N, B, K, row), Layout.HND: (N, K, B, row)}
@@ -195,10 +254,15 @@ def allocate_kv_cache(
     pin_memory: bool = False,
     *,
     value_head_size: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Tensor:
-    """A zeroed cache of one layer as the ops take it. Split x-packed and joined ones in the compiled function."""
+    """A zeroed cache of one layer as the ops take it. Split x-packed and joined ones in the compiled function.
+
+    ``kv_cache_dtype`` is what uint8 storage will hold; only ``"fp8_ds_mla"`` changes the shape.
+    """
     sizes = (num_blocks, block_size, num_kv_heads, head_size)
-    shape = kv_cache_shape(layout, *sizes, value_head_size=value_head_size)
+    shape = kv_cache_shape(layout, *sizes, value_head_size=value_head_size, kv_cache_dtype=kv_cache_dtype)
+    check_storage(dtype, kv_cache_dtype)
     return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
 
 
@@ -294,11 +358,39 @@ _FP8 = {
 FP8_DTYPES = (*_FP8["fp8_e4m3"], *_FP8["fp8_e5m2"])
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+# The kv_cache_dtype of a latent cache whose rows hold their scales, and what a row holds: see row_parts.
+FP8_DS_MLA = "fp8_ds_mla"
+ROW_LATENT, ROW_GROUP, ROW_ROTATED = 512, 128, 64  # columns, columns of one scale, columns
+ROW_BYTES = ROW_LATENT + 4 * (ROW_LATENT // ROW_GROUP) + 2 * ROW_ROTATED
+ROW_ALIGNMENT = 16  # bytes
+
+
+def has_row_scales(kv_cache_dtype: str) -> bool:
+    """Whether the rows of a latent cache hold scales of their own."""
+    return kv_cache_dtype == FP8_DS_MLA
+
+
+def stored_as(kv_cache: Tensor) -> str:
+    """The ``kv_cache_dtype`` of a latent cache of a model: bytes are rows with scales."""
+    return FP8_DS_MLA if kv_cache.dtype == torch.uint8 else "auto"
+
+
+def check_storage(dtype: torch.dtype, kv_cache_dtype: str) -> None:
+    """Check that storage of ``dtype`` can hold what ``kv_cache_dtype`` names."""
+    _known(kv_cache_dtype)
+    if has_row_scales(kv_cache_dtype):
+        expect(dtype == torch.uint8, "dtype", f"torch.uint8 with kv_cache_dtype={FP8_DS_MLA!r}", dtype)
+    elif kv_cache_dtype != "auto":
+        agreeing = (torch.uint8, *_FP8[kv_cache_dtype])
+        expect(dtype in agreeing, "dtype", f"torch.uint8 or {agreeing[1]} ({kv_cache_dtype=})", dtype)
+
 
 def element_dtype(kv_cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
     """The dtype of a cache's elements: its own, or for uint8 storage the one that ``kv_cache_dtype`` names."""
-    names = ("auto", *_FP8)
-    expect(kv_cache_dtype in names, "kv_cache_dtype", f"one of {names}", repr(kv_cache_dtype))
+    _known(kv_cache_dtype)
+    if has_row_scales(kv_cache_dtype):
+        expect(kv_cache.dtype == torch.uint8, "kv_cache", f"uint8 ({kv_cache_dtype=})", kv_cache)
+        return torch.float8_e4m3fn  # of the latent columns
     if kv_cache_dtype == "auto":
         allowed = (*MODEL_DTYPES, *FP8_DTYPES)
         expect(
@@ -313,3 +405,8 @@ def element_dtype(kv_cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
         kv_cache.dtype in (torch.uint8, *agreeing), "kv_cache", f"uint8 or {agreeing[0]} ({kv_cache_dtype=})", kv_cache
     )
     return agreeing[0] if kv_cache.dtype == torch.uint8 else kv_cache.dtype
+
+
+def _known(kv_cache_dtype: str) -> None:
+    names = ("auto", *_FP8, FP8_DS_MLA)
+    expect(kv_cache_dtype in names, "kv_cache_dtype", f"one of {names}", repr(kv_cache_dtype))

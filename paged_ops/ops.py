@@ -9,6 +9,8 @@ What all ops share:
 * **Cache.** ``kv_cache`` and ``value_cache`` take the forms of :mod:`paged_ops.layouts`, in the model's dtype or in fp8
   (``float8_*``, or ``uint8`` named by ``kv_cache_dtype="fp8"|"fp8_e4m3"|"fp8_e5m2"``). ``k_scale`` and ``v_scale`` are
   float32 ``[1]`` or ``[K]``, ``stored = real / scale``; absent means 1; given on a cache that is not fp8 is an error.
+  Latent caches may also be uint8 ``[N, B, 656]`` with ``kv_cache_dtype="fp8_ds_mla"``, whose rows hold their scales:
+  512 e4m3 numbers, 4 float32 scales, 64 bfloat16 columns (:func:`latent_cache_write`).
 * **Padding.** Slots of padding are negative. Padding sequences have ``seq_lens`` 0 and an empty query range (the tail
   of ``query_start_loc`` repeats its last value). Rows of ``query`` past ``query_start_loc[S]`` give output 0 and lse
   -inf. Block-table entries that no length needs, blocks that no sequence owns and the tail of a last block are not
@@ -80,16 +82,22 @@ def latent_cache_write(
     key that carries the rotary positions. All else is as in :func:`reshape_and_cache`: row t goes to slot
     ``slot_mapping[t]``, and an fp8 cache stores ``real / scale``.
 
+    With ``kv_cache_dtype="fp8_ds_mla"`` a row is 656 bytes, which hold their scales: for each group of 128 latent
+    columns, ``scale = max(amax / 448, 2**-126)`` in float32, then ``real / scale`` in e4m3, rounded and saturated as
+    above. amax is the largest magnitude of the group; infinities count as the largest float32, and NaN does not count.
+    Rotated columns are rounded to bfloat16. The order is 512 numbers, 4 scales, 64 columns.
+
     Args:
         latent: ``[T', R]``, the compressed part (512 columns in DeepSeek-V3), any strides, the cache's dtype or, if
             that is fp8, any model dtype.
         rotated: ``[T', P]``, the rotated part (64), as latent; P may be 0.
-        kv_cache: ``[N, B, R + P]``, mutated.
+        kv_cache: ``[N, B, R + P]``, mutated; uint8 ``[N, B, 656]`` of rows with scales, where R is 512 and P 64, the
+            bytes of a row lie side by side, and strides and offset are multiples of 16 bytes.
         slot_mapping: int32 or int64 ``[T]``, ``T <= T'``, as in :func:`reshape_and_cache`.
-        k_scale: float32 ``[1]`` of an fp8 cache, for all R + P columns.
+        k_scale: float32 ``[1]`` of an fp8 cache, for all R + P columns; None for rows with scales.
         kv_cache_dtype: what uint8 storage holds.
 
-    Source: multi-head latent attention of DeepSeek-V2 (arXiv:2405.04434).
+    Sources: multi-head latent attention of DeepSeek-V2 (arXiv:2405.04434); rows with scales as of FlashMLA and vLLM.
     """
 
 
@@ -306,7 +314,7 @@ def gather_kv(
         kv_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, kv_cache_dtype: as in :func:`paged_attention`.
         num_tokens: rows of the results, so that no sync is needed.
         dtype: float32, float16 or bfloat16 of the results; by default the cache's; required for an fp8 cache, which is
-            dequantised (``stored * scale``).
+            dequantised (``stored * scale``, in float32, then rounded).
 
     Returns:
         key ``[num_tokens, K, D]``, value ``[num_tokens, K, Dv]``. Of a latent cache the key holds the whole rows,

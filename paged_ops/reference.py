@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paged_ops import masks
 from paged_ops.features import Features, with_value_scale
-from paged_ops.fp8 import dequantise, quantise
-from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
+from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_rows
+from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
 
 
 def reshape_and_cache(
@@ -50,11 +50,13 @@ def latent_cache_write(
     kv_cache_dtype: str = "auto",
 ) -> None:
     stored = element_dtype(kv_cache, kv_cache_dtype)
-    rows = _typed(paged_kv(kv_cache), stored).key[:, :, 0, 0]  # [N, B, R + P]
+    row_scales = has_row_scales(kv_cache_dtype)
+    rows = kv_cache if row_scales else _typed(paged_kv(kv_cache), stored).key[:, :, 0, 0]  # [N, B, R + P]
     for t, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            row = torch.cat([latent[t], rotated[t]])
-            rows[divmod(slot, rows.shape[1])] = quantise(row[None], k_scale, stored)[0]
+            row = torch.cat([latent[t], rotated[t]])[None]
+            cells = quantise_rows(latent[t], rotated[t])[None] if row_scales else quantise(row, k_scale, stored)
+            rows[divmod(slot, rows.shape[1])] = cells[0]
 
 
 def paged_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -72,8 +74,7 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     f = with_value_scale(Features(**features), kv_cache)
     dtype, (T, H, _) = query.dtype, query.shape
-    stored = element_dtype(kv_cache, f.kv_cache_dtype)
-    paged = _typed(paged_kv(kv_cache, f.value_cache, f.value_head_size), stored)
+    paged = _numbers(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype, dtype)
     K, B = paged.num_kv_heads, paged.block_size
     out = query.new_zeros(T, H, paged.value_head_size)
     lse = torch.full((T, H), -torch.inf, dtype=torch.promote_types(dtype, torch.float32), device=query.device)
@@ -170,8 +171,8 @@ def gather_kv(
     kv_cache_dtype: str = "auto",
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    paged = _typed(paged_kv(kv_cache, value_cache), element_dtype(kv_cache, kv_cache_dtype))
-    dtype = paged.key.dtype if dtype is None else dtype
+    dtype = element_dtype(kv_cache, kv_cache_dtype) if dtype is None else dtype
+    paged = _numbers(kv_cache, value_cache, None, kv_cache_dtype, dtype)
     key = kv_cache.new_zeros((num_tokens, paged.num_kv_heads, paged.head_size), dtype=dtype)
     value = kv_cache.new_zeros((num_tokens, paged.num_kv_heads, paged.value_head_size), dtype=dtype)
     row = 0
@@ -216,6 +217,15 @@ def _at(cache: Tensor, block: Tensor, offset: Tensor) -> Tensor:
     if cache.dtype in FP8_DTYPES:  # torch 2.9 does not index float8 on the CPU
         return cache.view(torch.uint8)[block, offset].view(cache.dtype)
     return cache[block, offset]
+
+
+def _numbers(
+    kv_cache: Tensor, value_cache: Tensor | None, value_head_size: int | None, kv_cache_dtype: str, dtype: torch.dtype
+) -> PagedKV:
+    """Keys and values as numbers, which a scale may have to multiply; rows with scales already multiplied."""
+    if has_row_scales(kv_cache_dtype):
+        return paged_kv(dequantise_rows(kv_cache, dtype), value_cache, value_head_size)
+    return _typed(paged_kv(kv_cache, value_cache, value_head_size), element_dtype(kv_cache, kv_cache_dtype))
 
 
 def _typed(paged: PagedKV, stored: torch.dtype) -> PagedKV:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_ops.features import conflicts
-from paged_ops.layouts import Layout
+from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
 
 # What a caller may ask of supports() besides an op's arguments: properties of the tensors.
@@ -38,6 +38,8 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     if device not in DISPATCH_KEYS:
         raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device!r}")
     _check_names(op, features)
+    if has_row_scales(features.get("kv_cache_dtype", "auto")):
+        features.setdefault("layout", Layout.LATENT)
     key = DISPATCH_KEYS[device]
     try:
         lowering(op, key)

@@ -8,6 +8,7 @@ import torch
 from aot import TARGETS, Variant, gpu
 from aot_variants_attention import BF16, E4M3, FP16, FP32, MASKS, RDNA, SPLIT
 
+from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES
 from paged_ops.lowerings import gpu as lowering
 
 NOT_HOPPER = tuple(target for target in TARGETS if target != "cuda:90")
@@ -21,11 +22,14 @@ def attend(
     B: int = 64,
     R: int = 512,
     per_head: tuple[str, ...] = (),
+    scaled_rows: bool = False,
     **features: Any,
 ) -> Any:
     def run() -> None:
         P, S = 64, 4
         kv_cache = gpu(8, B, R + P, dtype=stored or dtype)
+        if scaled_rows:
+            kv_cache, features["kv_cache_dtype"] = gpu(8, B, ROW_BYTES, dtype=torch.uint8), FP8_DS_MLA
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
         named = {name: gpu(H, dtype=FP32) for name in per_head}
         if stored is not None:
@@ -43,6 +47,11 @@ VARIANTS = [
     Variant("latent-bf16-h128", attend(128), may_spill=RDNA, targets=NOT_HOPPER),
     Variant("latent-bf16-h40-r256", attend(40, R=256), {"cuda:90": (r"wgmma\.mma_async",)}, targets=("cuda:90",)),
     Variant("latent-e4m3-h32", attend(32, stored=E4M3), may_spill=RDNA),
+    # sm_80 converts fp8 by bits, for which 16 heads take 8 bytes more than there are registers.
+    Variant("latent-rows-h16", attend(16, scaled_rows=True), may_spill=(*RDNA, "cuda:80")),
+    Variant("latent-rows-h128", attend(128, scaled_rows=True), may_spill=RDNA),
+    Variant("latent-rows-h32-b16", attend(32, B=16, scaled_rows=True), targets=("cuda:90", "hip:gfx942")),
+    Variant("latent-rows-fp32-h16", attend(16, dtype=FP32, scaled_rows=True), targets=("cuda:90", "hip:gfx942")),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
     Variant(
         "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")

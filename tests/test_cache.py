@@ -647,6 +647,24 @@ def test_latent_layers() -> None:
     assert cache.nbytes == 5 * 3 * (576 + 40) * 2
     assert KVCache.num_blocks_for(cache.nbytes, **sizes, **options) == 5
     assert KVCache.num_blocks_for(cache.nbytes - 1, **sizes, **options) == 4
+    rows = KVCache(
+        2, 5, 3, 1, 576, value_head_size=512, layout="LATENT", dtype=torch.uint8, kv_cache_dtype="fp8_ds_mla"
+    )
+    assert [tuple(layer.shape) for layer in rows.layers] == [(5, 3, 656)] * 2 and rows.head_size == (576, 576)
+    of_rows = {"value_head_size": 512, "layout": "LATENT", "kv_cache_dtype": "fp8_ds_mla"}
+    assert KVCache.num_blocks_for(rows.nbytes, 2, 3, 1, 576, torch.uint8, **of_rows) == 5
+    assert KVCache.num_blocks_for(rows.nbytes - 1, 2, 3, 1, 576, torch.uint8, **of_rows) == 4
+    assert KVCache(1, 2, 3, 1, 8, dtype=torch.uint8, kv_cache_dtype="fp8").layers[0].shape == (2, 2, 3, 1, 8)
+    with pytest.raises(
+        ValueError, match=r"dtype: expected torch.uint8 with kv_cache_dtype='fp8_ds_mla', got torch.float32"
+    ):
+        KVCache(1, 5, 3, 1, 576, **of_rows)
+    with pytest.raises(ValueError, match=r"head_size: expected 576 with kv_cache_dtype='fp8_ds_mla', got 40"):
+        KVCache(1, 5, 3, 1, 40, dtype=torch.uint8, layout="LATENT", kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(ValueError, match=r"layout: expected LATENT with kv_cache_dtype='fp8_ds_mla', got NHD"):
+        KVCache(1, 5, 3, 1, 576, dtype=torch.uint8, layout="NHD", kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: expected one of .*, got 'fp4'"):
+        KVCache(1, 5, 3, 1, 576, dtype=torch.uint8, kv_cache_dtype="fp4")
     with pytest.raises(ValueError, match=r"num_kv_heads: expected 1 for the LATENT layout, .*, got 2"):
         KVCache(1, 5, 3, 2, 40, layout="LATENT")
     with pytest.raises(ValueError, match=r"value_head_size: expected at most head_size = R . P = 40 .*, got 41"):

@@ -29,6 +29,9 @@ LATENT = ("paged_attention", "latent-mixed-fp32")
 LATENT_FP8 = ("paged_attention", "latent-e4m3-fp16")
 LATENT_WRITE = ("latent_cache_write", "latent-fp32")
 LATENT_FP8_WRITE = ("latent_cache_write", "latent-e4m3-tensor-bf16")
+ROWS = ("paged_attention", "latent-rows-decode-bf16")
+ROWS_WRITE = ("latent_cache_write", "latent-rows-fp32-b16")
+ROWS_GATHER = ("gather_kv", "latent-rows-fp32-b16")
 GATHER_FP8 = ("gather_kv", "nhd-e4m3-tensor-fp16")
 
 f32, f16, i32, i64 = torch.float32, torch.float16, torch.int32, torch.int64
@@ -93,6 +96,27 @@ STATIC = [
     (LATENT, "value_cache", ones(4, 16, 1, 32), r"value_cache: expected None beside a latent kv_cache \[N, B, R \+ P\], got"),
     (LATENT_FP8, "v_scale", ones(1), r"v_scale: expected None, as a latent cache has one scale, k_scale, got"),
     (ATTEND, "value_head_size", 32, r"value_head_size: expected None, or the 64 of the cache, got 32"),
+    # latent rows that hold their scales
+    (ROWS_WRITE, "kv_cache", lambda t: t[..., :640], r"kv_cache: expected uint8 \[N, B, 656\] \(kv_cache_dtype='fp8_ds_mla'\), got .*640\]"),
+    (ROWS_WRITE, "kv_cache", lambda t: t[0], r"kv_cache: expected 3 dimensions \[N, B, R \+ P\], got .*\[16, 656\]"),
+    (ROWS_WRITE, "kv_cache", lambda t: t.view(torch.float8_e4m3fn), r"kv_cache: expected uint8 \[N, B, 656\] .*, got a float8_e4m3fn"),
+    (ROWS_WRITE, "kv_cache", ones(4, 16, 656), r"kv_cache: expected uint8 \[N, B, 656\] .*, got a float32 tensor"),
+    (ROWS_WRITE, "kv_cache", ones(4, 16, 664, dtype=torch.uint8)[..., :656], r"kv_cache: expected strides and an offset that are multiples of 16 bytes, got"),
+    (ROWS_WRITE, "kv_cache", ones(4, 16, 672, dtype=torch.uint8)[..., 8:664], r"kv_cache: expected strides and an offset that are .*, got .* offset 8"),
+    (ROWS_WRITE, "kv_cache", ones(4, 16, 1312, dtype=torch.uint8)[..., ::2], r"kv_cache: expected the bytes of a token side by side, got strides"),
+    (ROWS_WRITE, "kv_cache_dtype", "auto", r"kv_cache: expected float32, .*\(uint8 needs .*, got a uint8 tensor"),
+    (ROWS_WRITE, "kv_cache_dtype", "fp8", r"kv_cache: expected R \+ P = 512 \+ 64 columns in \[N, B, R \+ P\], got .*656\]"),
+    (ROWS_WRITE, "latent", lambda t: t[:, :256], r"latent: expected 512 columns with kv_cache_dtype='fp8_ds_mla', got .*256\]"),
+    (ROWS_WRITE, "rotated", lambda t: t[:, :32], r"rotated: expected 64 columns with kv_cache_dtype='fp8_ds_mla', got .*32\]"),
+    (ROWS_WRITE, "k_scale", ones(1), r"k_scale: expected None, as rows of fp8_ds_mla hold their scales, got"),
+    (ROWS, "k_scale", ones(1), r"k_scale: expected None, as rows of fp8_ds_mla hold their scales, got"),
+    (ROWS, "v_scale", ones(1), r"v_scale: expected None, as rows of fp8_ds_mla hold their scales, got"),
+    (ROWS, "value_cache", ones(4, 16, 1, 32), r"value_cache: expected None beside a kv_cache \[N, B, 656\], got"),
+    (ROWS, "value_head_size", 256, r"value_head_size: expected 512 with kv_cache_dtype='fp8_ds_mla', got 256"),
+    (ROWS, "value_head_size", None, r"value_head_size: expected the R of the latent kv_cache"),
+    (ROWS, "query", lambda t: t[..., :512], r"query: expected head size 576, the cache's, in \[T, H, D\], got .*512\]"),
+    (ROWS_GATHER, "dtype", None, r"dtype: expected float32, float16 or bfloat16 \(required for an fp8 cache\), got None"),
+    (WRITE, "kv_cache_dtype", "fp8_ds_mla", r"kv_cache: expected uint8 \[N, B, 656\] .*, got a float32 tensor"),
     # paged_attention
     (ATTEND, "query", lambda t: t[0], r"query: expected 3 dimensions \[T, H, D\], got .*\[8, 64\]"),
     (ATTEND, "query", lambda t: t[:, :7], r"query: expected a multiple of the cache's 2 key/value heads as H .*\[61, 7, 64\]"),
@@ -314,6 +338,14 @@ SUPPORT = [
     ("paged_attention", "cuda", {"head_size": 1088, "value_head_size": 1024}, ["value_head_size: at most 512 of a latent"]),
     ("paged_attention", "cuda", {"head_size": 768}, ["head_size - value_head_size: at most 128 of a latent cache, got 256"]),
     ("paged_attention", "xla", {}, ["the ragged kernel has no latent attention"]),
+    ("paged_attention", "cuda", {"kv_cache_dtype": "fp8_ds_mla", "cache_dtype": torch.uint8, "dtype": torch.float16}, []),
+    ("latent_cache_write", "rocm", {"kv_cache_dtype": "fp8_ds_mla"}, []),
+    ("latent_cache_write", "xla", {"kv_cache_dtype": "fp8_ds_mla"}, ["kv_cache_dtype: 'fp8_ds_mla' is not served through XLA"]),
+    ("gather_kv", "cpu", {"kv_cache_dtype": "fp8_ds_mla", "k_scale": True}, ["k_scale: expected None, as rows of fp8_ds_mla"]),
+    ("paged_attention", "cpu", {"kv_cache_dtype": "fp8_ds_mla", "head_size": 320, "value_head_size": 256},
+     ["head_size: expected 576 with kv_cache_dtype='fp8_ds_mla', got 320", "value_head_size: expected 512 with"]),
+    ("paged_attention", "cuda", {"kv_cache_dtype": "fp8_ds_mla", "cache_dtype": torch.float8_e4m3fn},
+     ["cache_dtype: expected torch.uint8 with kv_cache_dtype='fp8_ds_mla', got"]),
     ("reshape_and_cache", "cpu", {}, ["layout: a cache of the LATENT layout is written by latent_cache_write"]),
     ("latent_cache_write", "cpu", {"layout": "NHD", "value_head_size": None}, ["layout: latent_cache_write writes the"]),
 ]  # fmt: skip

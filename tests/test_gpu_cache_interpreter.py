@@ -26,16 +26,33 @@ pytestmark = pytest.mark.interpreter
 FP8_TORCH = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 MOVED = [
     (op, case)
-    for op in ("reshape_and_cache", "gather_kv", "copy_blocks", "swap_blocks")
+    for op in ("reshape_and_cache", "latent_cache_write", "gather_kv", "copy_blocks", "swap_blocks")
     for case in testing.CASES[op]
     if "bf16" in case.name and not (op == "gather_kv" and ("e4m3" in case.name or "e5m2" in case.name))
-    if case.name != "to-bf16"
+    if case.name != "to-bf16" and not (op == "gather_kv" and "rows" in case.name)
 ]
 
 
 @pytest.mark.parametrize(("op", "case"), MOVED, ids=[f"{op}-{case.name}" for op, case in MOVED])
 def test_bfloat16_is_moved(op, case):
     testing.check(op, case, "cpu", getattr(gpu, op))
+
+
+def test_scales_of_latent_rows():
+    """Groups of zeros, of infinities, of NaN, of the smallest and largest numbers, and every e4m3 code: as on a CPU."""
+    latent, rotated = torch.randn(9, 512) * 2.0 ** torch.arange(-140, 112, 28)[:, None], torch.randn(9, 64)
+    latent[1, :128], latent[2, 5], latent[3, 200], latent[4, 300] = 0.0, torch.inf, -torch.inf, torch.nan
+    latent[5, 128:256] = torch.nan
+    latent[6, :256] = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    rotated[0, :3] = torch.tensor([1 + 2**-8, 3e38, -(2.0**-133)])
+    slots = torch.tensor([8, 0, 1, 2, -1, 3, 7, 5, 4])
+    got, want = (torch.full((3, 3, 656), 0xFF, dtype=torch.uint8) for _ in range(2))
+    gpu.latent_cache_write(latent, rotated, got, slots, kv_cache_dtype="fp8_ds_mla")
+    reference.latent_cache_write(latent, rotated, want, slots, kv_cache_dtype="fp8_ds_mla")
+    nan = (want[..., :512] & 0x7F) == 0x7F  # all codes of NaN are one
+    assert torch.equal(nan, (got[..., :512] & 0x7F) == 0x7F)
+    got[..., :512][nan], want[..., :512][nan] = 0, 0
+    assert torch.equal(got, want)
 
 
 # fp8 -----------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.interpreter
 FEW = {"paged_attention": "decode-fp16|mixed-fp32|sinks|fp8-output-fp32|padding_only-fp32"}
 LATENT = (
     r"query_past_keys-fp32|(b1|b544|h71|96-16)-decode-fp16|latent_padded-all-features|window|ranges|sparse|sinks"
-    r"|e4m3-fp16|uneven-fp32"
+    r"|e4m3-fp16|uneven-fp32|rows-speculative-fp32|rows-window-fp16"
 )
 REPEATED = {
     "paged_attention_with_lse": (
@@ -103,15 +103,16 @@ def test_one_sequence_in_many_parts(programs, heads, monkeypatch):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
 
 
-def test_latents_past_2_to_31():
+@pytest.mark.parametrize(("columns", "kv_cache_dtype"), [(576, "fp8"), (656, "fp8_ds_mla")])
+def test_latents_past_2_to_31(columns, kv_cache_dtype):
     """A latent cache whose last blocks start beyond 2^31 elements; only the pages that are touched exist."""
     N, B, R, P = 61_000, 64, 512, 64
-    kv_cache = torch.empty(N, B, R + P, dtype=torch.uint8)
+    kv_cache = torch.empty(N, B, columns, dtype=torch.uint8)
     assert kv_cache[-2].storage_offset() > 2**31
     latent, rotated, slots = torch.randn(B + 3, R), torch.randn(B + 3, P), torch.arange(B + 3) + (N - 2) * B
-    fp8 = {"k_scale": torch.tensor([0.02]), "kv_cache_dtype": "fp8"}
+    fp8 = {"k_scale": torch.tensor([0.02]) if kv_cache_dtype == "fp8" else None, "kv_cache_dtype": kv_cache_dtype}
     gpu.latent_cache_write(latent, rotated, kv_cache, slots, **fp8)
-    small = torch.empty(2, B, R + P, dtype=torch.uint8)
+    small = torch.empty(2, B, columns, dtype=torch.uint8)
     cpu.latent_cache_write(latent, rotated, small, slots - (N - 2) * B, **fp8)
     query = torch.randn(1, 4, R + P).half()
     ints = [torch.tensor(each, dtype=torch.int32) for each in ([[N - 2, N - 1]], [B + 3], [0, 1])]

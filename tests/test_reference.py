@@ -308,6 +308,28 @@ def test_latent_values_have_the_scale_of_the_keys():
     assert_near(out, [[[1]]])
 
 
+def test_latent_rows_that_hold_their_scales():
+    latent, rotated = torch.zeros(2, 512), torch.zeros(2, 64)
+    latent[0, :3] = floats(896, -4, 1)  # scale 2; the last is the smallest normal number times 32
+    latent[0, 128:131] = floats(INF, 3, NAN)  # infinity saturates, and what is beside it vanishes
+    latent[0, 256] = 2.0**-149  # too small for a scale
+    rotated[0, :2] = floats(1, 1 + 2**-8)  # a tie, to even
+    kv_cache = torch.full((2, 3, 656), 0xFF, dtype=torch.uint8)
+    reference.latent_cache_write(latent, rotated, kv_cache, torch.tensor([4, -1]), kv_cache_dtype="fp8_ds_mla")
+    assert bool((kv_cache.view(6, 656)[[0, 1, 2, 3, 5]] == 0xFF).all())
+    row = kv_cache[1, 1]
+    assert row[:4].tolist() == [0x7E, 0xC0, 0x30, 0] and row[128:131].tolist() == [0x7E, 0, 0x7F]
+    assert not row[256:512].any()
+    largest = torch.finfo(torch.float32).max
+    assert row[512:528].view(torch.float32).tolist() == [2, torch.tensor(largest).div(448).item(), 2.0**-126, 2.0**-126]
+    assert row[528:].view(torch.bfloat16)[:3].tolist() == [1, 1, 0]
+    arguments = ints(1, 1)[None], ints(5), 6
+    key, value = reference.gather_kv(kv_cache, *arguments, kv_cache_dtype="fp8_ds_mla", dtype=torch.float32)
+    assert key[4, 0, :4].tolist() == [896, -4, 1, 0] and key[4, 0, 512:515].tolist() == [1, 1, 0]
+    assert key[4, 0, 128] > 0.99 * largest and key[4, 0, 129] == 0 and bool(key[4, 0, 130].isnan())
+    assert key.shape == (6, 1, 576) and value.shape == (6, 1, 0) and not key[5].any()
+
+
 def test_gathered_latents_are_whole_rows():
     kv_cache = torch.arange(12.0).view(2, 2, 3)
     key, value = reference.gather_kv(kv_cache, ints(1)[None], ints(2), 3)

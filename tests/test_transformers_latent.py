@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the e
 from test_transformers import generate_by_transformers, prompts  # noqa: E402
 
 from paged_ops.cache import KVCache  # noqa: E402
+from paged_ops.fp8 import dequantise_rows, quantise_rows  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
 from paged_ops.integrations import latent as latent_attention  # noqa: E402
@@ -127,6 +128,28 @@ def test_queries_and_latents_by_one_product(name: str) -> None:
     assert fuse_projections(model) == 3 + 3, "each attention, each mlp that is no list of experts"
     loop = GenerationLoop(paged := PagedCausalLM(model), paged.allocate_kv_cache(256, 16))
     assert loop.generate(prompts(), GREEDY) == expected(name)
+
+
+def test_rows_that_hold_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those of float32 latents that are rounded as such rows before they are written."""
+    model = make_model("v3", kv_lora_rank=512, qk_rope_head_dim=64, qk_head_dim=80, head_dim=64, num_hidden_layers=1)
+    paged, texts = PagedCausalLM(model), []
+    for name in ("fp8_ds_mla", "auto"):
+        kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64, kv_cache_dtype=name)
+        assert kv_cache.layers[0].shape == ((64, 5, 656) if name == "fp8_ds_mla" else (64, 5, 576))
+        loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
+        texts.append(loop.generate(prompts(), GREEDY))
+        write = latent_attention.latent_cache_write
+
+        def rounded(latent: Any, rotated: Any, *arguments: Any, write: Any = write, **options: Any) -> None:
+            rows = dequantise_rows(quantise_rows(latent, rotated), torch.float32)
+            write(rows[:, :512], rows[:, 512:], *arguments, **options)
+
+        monkeypatch.setattr(latent_attention, "latent_cache_write", rounded)
+    assert texts[0] == texts[1]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"head_size: expected 576 with kv_cache_dtype='fp8_ds_mla', got 40"):
+        PagedCausalLM(make_model("v3")).allocate_kv_cache(64, kv_cache_dtype="fp8_ds_mla")
 
 
 def test_when_keys_of_all_heads_are_made() -> None:

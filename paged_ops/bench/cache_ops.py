@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import paged_ops
 from paged_ops import layouts, reference
@@ -143,14 +144,18 @@ def write_row(
     return {"op": "reshape_and_cache", "case": case, "us": us, "bytes": nbytes, "target_us": target, "right": right}
 
 
-def latent_write_row(case: str, T: int, stored: torch.dtype = torch.bfloat16) -> Row:
+def latent_write_row(case: str, T: int, stored: torch.dtype = torch.bfloat16, kv_cache_dtype: str = "auto") -> Row:
     R, P, block_size = 512, 64, 64
-    nbytes = T * (R + P) * (2 + stored.itemsize)
+    scaled = layouts.has_row_scales(kv_cache_dtype)
+    columns = layouts.ROW_BYTES if scaled else R + P
+    nbytes = T * ((R + P) * 2 + columns * stored.itemsize)
     sets = max(2, math.ceil(L2_SEVERAL / nbytes))
     N = sets * max(T // block_size, 16)
-    kv_cache = torch.empty(N, block_size, R + P, dtype=stored, device=DEVICE)
+    kv_cache = torch.empty(N, block_size, columns, dtype=stored, device=DEVICE)
     kv_cache.view(torch.uint8).fill_(0x7F)
-    named = {"k_scale": torch.full((1,), 0.02, device=DEVICE)} if stored.itemsize == 1 else {}
+    named: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    if stored.itemsize == 1 and not scaled:
+        named["k_scale"] = torch.full((1,), 0.02, device=DEVICE)
     slots = torch.randperm(N * block_size, device=DEVICE)[: sets * T].view(sets, T)
     rows = torch.randn(sets, T, R + P, dtype=torch.bfloat16, device=DEVICE)  # both parts by one projection
     write = lowering("latent_cache_write", "CUDA")
@@ -161,7 +166,13 @@ def latent_write_row(case: str, T: int, stored: torch.dtype = torch.bfloat16) ->
     us = graph_us(calls)
     bits = torch.uint8 if stored.itemsize == 1 else torch.int16
     got = kv_cache.view(bits).flatten(0, 1)
-    wanted = (reference.quantise(row[:, None], named.get("k_scale"), stored)[:, 0].view(bits) for row in rows)
+
+    def held(row: Tensor) -> Tensor:
+        if scaled:
+            return reference.quantise_rows(row[:, :R], row[:, R:])
+        return reference.quantise(row[:, None], named.get("k_scale"), stored)[:, 0].view(bits)
+
+    wanted = map(held, rows)
     right = all(same(got[slot], want) for slot, want in zip(slots, wanted, strict=True))
     return {"op": "latent_cache_write", "case": case, "us": us, "bytes": nbytes, "right": right}
 
@@ -178,6 +189,8 @@ def writes() -> Iterator[Row]:
     yield latent_write_row("8192 tokens, bf16", 8192)
     yield latent_write_row("64 tokens, bf16", 64)
     yield latent_write_row("8192 tokens, bf16 to e4m3", 8192, torch.float8_e4m3fn)
+    for tokens in (8192, 64):
+        yield latent_write_row(f"{tokens} tokens, bf16 to fp8_ds_mla", tokens, torch.uint8, layouts.FP8_DS_MLA)
 
 
 def copy_row(case: str, layers: int, pairs: int, block_bytes: int, target: float | None = None) -> Row:
@@ -290,6 +303,14 @@ def gathers() -> Iterator[Row]:
     right = same(pairs[-1][0], latents[blocks].view(S * length, 1, 576))
     nbytes = 2 * S * length * 576 * 2
     yield {"op": "gather_kv", "case": "8 x 1024 latents of 576", "us": us, "bytes": nbytes, "right": right}
+    rows = reference.quantise_rows(latents[..., :512], latents[..., 512:])
+    named = {"kv_cache_dtype": layouts.FP8_DS_MLA, "dtype": torch.bfloat16}
+    us = graph_us(
+        [functools.partial(gather, rows, tables[n], lens, S * length, out=pairs[n], **named) for n in range(4)]
+    )
+    right = same(pairs[-1][0], reference.dequantise_rows(rows[blocks].view(S * length, 1, -1), torch.bfloat16))
+    nbytes = S * length * (576 * 2 + layouts.ROW_BYTES)
+    yield {"op": "gather_kv", "case": "8 x 1024 latents of fp8_ds_mla", "us": us, "bytes": nbytes, "right": right}
 
 
 def hosts() -> Iterator[Row]:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paged_ops.fp8 import dequantise_rows, quantise_rows
+from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES, ROW_LATENT, ROW_ROTATED, has_row_scales
+
 Seqs = Sequence[tuple[int, int]]
 
 
@@ -33,6 +36,7 @@ class Case:
     cache_dtype: torch.dtype | None = None  # None: dtype
     captured_len: int | None = None  # seq_lens all this long at capture, the true lengths at replay
     value_head_size: int | None = None
+    kv_cache_dtype: str = "auto"  # fp8_ds_mla: latent rows that hold their scales, uint8 [N, B, 656]
 
     @property
     def key(self) -> str:
@@ -59,6 +63,8 @@ class Case:
     def kv_bytes(self) -> int:
         """Keys and values of the sequences, once."""
         tokens, planes = sum(seq_len for _, seq_len in self.seqs), 1 if self.latent else 2
+        if has_row_scales(self.kv_cache_dtype):
+            return tokens * ROW_BYTES
         return tokens * self.num_kv_heads * self.head_size * planes * self.stored.itemsize
 
     @property
@@ -83,7 +89,7 @@ class Inputs:
 
     case: Case
     query: Tensor  # [T, H, D]
-    kv_cache: Tensor  # [N, 2, B, K, D], latent [N, B, D]
+    kv_cache: Tensor  # [N, 2, B, K, D], latent [N, B, D] or rows of bytes
     block_tables: Tensor  # int32 [S, M]
     seq_lens: Tensor  # int32 [S]
     query_start_loc: Tensor  # int32 [S + 1]
@@ -98,15 +104,18 @@ class Inputs:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        size = self.case.value_head_size
-        return {} if size is None else {"value_head_size": size}
+        size, name = self.case.value_head_size, self.case.kv_cache_dtype
+        named = {} if name == "auto" else {"kv_cache_dtype": name}
+        return named if size is None else {**named, "value_head_size": size}
 
     def keys_and_values(self, s: int) -> tuple[Tensor, Tensor]:
         """Of a sequence, ``[n, K, D]`` and ``[n, K, Dv]`` in the model's dtype."""
         if self.case.latent:
             n = self.case.seqs[s][1]
             blocks = self.block_tables[s, : -(-n // self.case.block_size)].long()
-            key = self.kv_cache[blocks].flatten(0, 1)[:n, None].to(self.case.dtype)
+            rows = self.kv_cache[blocks].flatten(0, 1)[:n, None]
+            scaled, dtype = has_row_scales(self.case.kv_cache_dtype), self.case.dtype
+            key = dequantise_rows(rows, dtype) if scaled else rows.to(dtype)
             return key, key[..., : self.case.value_size]
         key, value = self.sequence(s)
         return key, value
@@ -133,9 +142,11 @@ def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 
     blocks, B = calls * sum(needed), case.block_size
     plain = (blocks, 2, B, case.num_kv_heads, case.head_size)
     shape = (blocks, B, case.head_size) if case.latent else plain
-    kv_cache = torch.empty(shape, dtype=case.stored, device=device)
+    scaled = has_row_scales(case.kv_cache_dtype)
+    kv_cache = torch.empty((blocks, B, ROW_BYTES) if scaled else shape, dtype=case.stored, device=device)
     for part in kv_cache.split(max(1, (1 << 28) // math.prod(shape[1:]))):
-        part.copy_(torch.randn(part.shape, dtype=case.dtype, device=device))
+        real = torch.randn(len(part), *shape[1:], dtype=case.dtype, device=device)
+        part.copy_(quantise_rows(*real.split([ROW_LATENT, ROW_ROTATED], -1)) if scaled else real)
     ids = torch.randperm(shape[0], dtype=torch.int32)
     starts = [0, *itertools.accumulate(q_len for q_len, _ in case.seqs)]
     made = []
@@ -235,6 +246,8 @@ def latent_cases() -> list[Case]:
     many = LATENT["64x4096"]
     cases += [case(f"64x4096 {n} tokens each", ((n, 4096),) * 64, H, 64) for H in (16, 128) for n in (2, 4)]
     cases += [case("64x4096 fp8", many, H, 64, cache_dtype=FP8) for H in (16, 128)]
+    rows: dict[str, Any] = {"cache_dtype": torch.uint8, "kv_cache_dtype": FP8_DS_MLA}
+    cases += [case("64x4096 fp8_ds_mla", many, H, 64, **rows) for H in (16, 128)]
     return cases
 
 

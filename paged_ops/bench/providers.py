@@ -59,7 +59,8 @@ class PagedOps:
         sizes: dict[str, Any] = {"head_size": case.head_size}
         if case.latent:
             sizes |= {"value_head_size": case.value_size, "layout": Layout.LATENT}
-        return supports("paged_attention", kind, dtype=case.dtype, cache_dtype=case.cache_dtype, **sizes)
+        stored = {"cache_dtype": case.cache_dtype, "kv_cache_dtype": case.kv_cache_dtype}
+        return supports("paged_attention", kind, dtype=case.dtype, **stored, **sizes)
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
         return [functools.partial(paged_ops.paged_attention, *each.args, **each.kwargs) for each in sets]

@@ -13,6 +13,7 @@ from rich.table import Table
 
 import paged_ops
 from paged_ops import features
+from paged_ops.layouts import FP8_DS_MLA
 from paged_ops.registry import DISPATCH_KEYS, OPS
 from paged_ops.support import supports
 from paged_ops.testing.cases import FEATURES
@@ -31,6 +32,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "fp8 e4m3 cache with scales": {"cache_dtype": torch.float8_e4m3fn, "k_scale": True, "v_scale": True},
     "fp8 e5m2 cache with scales": {"cache_dtype": torch.float8_e5m2, "k_scale": True, "v_scale": True},
     "fp8 in uint8 storage": {"cache_dtype": torch.uint8, "kv_cache_dtype": "fp8"},
+    "latent rows that hold their scales (fp8_ds_mla)": {"cache_dtype": torch.uint8, "kv_cache_dtype": FP8_DS_MLA},
     "fp8 output": {"output_scale": True},
     **{f"cache layout {layout}": {"layout": layout} for layout in paged_ops.Layout},
     "separate key and value caches": {"value_cache": True},

@@ -9,7 +9,18 @@ from torch import Tensor
 
 from paged_ops import checks
 from paged_ops.checks import expect
-from paged_ops.layouts import FP8_DTYPES, MODEL_DTYPES, PagedKV, element_dtype, is_latent, paged_kv
+from paged_ops.layouts import (
+    FP8_DS_MLA,
+    FP8_DTYPES,
+    MODEL_DTYPES,
+    ROW_LATENT,
+    ROW_ROTATED,
+    PagedKV,
+    element_dtype,
+    has_row_scales,
+    is_latent,
+    paged_kv,
+)
 
 
 def reshape_and_cache(
@@ -55,7 +66,11 @@ def latent_cache_write(
     check_cache(kv_cache, None, k_scale, None, kv_cache_dtype, latent.dtype)
     expect(kv_cache.device == latent.device, "kv_cache", f"a tensor on {latent.device}, the latent's device", kv_cache)
     R, P = latent.shape[1], rotated.shape[1]
-    expect(kv_cache.shape[2] == R + P, "kv_cache", f"R + P = {R} + {P} columns in [N, B, R + P]", kv_cache)
+    if has_row_scales(kv_cache_dtype):
+        for name, part, size in (("latent", latent, ROW_LATENT), ("rotated", rotated, ROW_ROTATED)):
+            expect(part.shape[1] == size, name, f"{size} columns with kv_cache_dtype={FP8_DS_MLA!r}", part)
+    else:
+        expect(kv_cache.shape[2] == R + P, "kv_cache", f"R + P = {R} + {P} columns in [N, B, R + P]", kv_cache)
     checks.tensor("slot_mapping", slot_mapping, (None,), (torch.int64, torch.int32), latent.device, "[T]")
     checks.written("kv_cache", kv_cache)
     rows = slot_mapping.shape[0] <= latent.shape[0]
@@ -126,7 +141,10 @@ def check_cache(
     value_head_size: int | None = None,
 ) -> PagedKV:
     """Check form, dtype and scales of a cache; ``model_dtype`` is what a cache that is not fp8 must have."""
-    paged = paged_kv(kv_cache, value_cache, value_head_size)
+    paged = paged_kv(kv_cache, value_cache, value_head_size, kv_cache_dtype)
+    if has_row_scales(kv_cache_dtype):
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            expect(scale is None, name, f"None, as rows of {FP8_DS_MLA} hold their scales", scale)
     if is_latent(kv_cache):
         expect(v_scale is None, "v_scale", "None, as a latent cache has one scale, k_scale", v_scale)
     fp8 = element_dtype(kv_cache, kv_cache_dtype) in FP8_DTYPES

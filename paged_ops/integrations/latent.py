@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_ops.layouts import stored_as
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import latent_cache_write, merge_attention_states, paged_attention, paged_attention_with_lse
 from paged_ops.parallel.tensor import is_sharded, local_of
@@ -118,7 +119,7 @@ def attend(
         query: ``[1, H, T, Dn + P]``, the rotated part last.
         latent: ``[1, 1, T, R]``.
         rotated: ``[1, 1, T, P]``.
-        kv_cache: ``[N, B, R + P]``.
+        kv_cache: ``[N, B, R + P]``, or uint8 ``[N, B, 656]`` of rows with scales.
         block_tables, seq_lens, query_start_loc, scale, features: of :func:`paged_ops.paged_attention`.
         writes: whether this layer's latents are its own.
 
@@ -127,11 +128,12 @@ def attend(
     """
     Dn, R = module.qk_nope_head_dim, latent.shape[-1]
     of_keys, of_values = _matrices(module)
+    stored = stored_as(kv_cache)
     if writes:
-        latent_cache_write(latent[0, 0], rotated[0, 0], kv_cache, slot_mapping)
+        latent_cache_write(latent[0, 0], rotated[0, 0], kv_cache, slot_mapping, kv_cache_dtype=stored)
     heads = query[0].transpose(0, 1)
     absorbed = torch.cat(((query[0, :, :, :Dn] @ of_keys).transpose(0, 1), heads[:, :, Dn:]), -1)
-    options: dict[str, Any] = {"value_head_size": R}
+    options: dict[str, Any] = {"value_head_size": R, "kv_cache_dtype": stored}
 
     def expand(out: Tensor) -> Tensor:
         return (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)

@@ -52,7 +52,7 @@ from paged_ops.integrations.refusals import (
 from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretch
 from paged_ops.integrations.sums import Sums, Watch
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
-from paged_ops.layouts import Layout
+from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.parallel.context import Context, groups_of_context
 from paged_ops.parallel.ranks import RankError, Ranks
@@ -253,6 +253,7 @@ class PagedCausalLM:
         keep_all: bool = False,
         num_host_blocks: int = 0,
         dtype: torch.dtype | None = None,
+        kv_cache_dtype: str = "auto",
         layout: Layout | None = None,
         num_state_slots: int = 32,
         num_host_state_slots: int | None = None,
@@ -266,6 +267,8 @@ class PagedCausalLM:
             num_blocks, num_host_blocks: of each pool.
             block_size, layout: as of ``KVCache``; by default blocks have 16 tokens on each rank of the context. Latents
                 have no layout but LATENT.
+            kv_cache_dtype: ``"fp8_ds_mla"`` keeps latents of 512 + 64 columns as rows of 656 bytes that hold their
+                scales; ``dtype`` is then uint8 by default.
             num_window_blocks: of each pool with a window or chunk, if others see everything;
                 :func:`paged_ops.blocks_within_reach` gives what suffices.
             keep_all: make one pool, which keeps all blocks.
@@ -276,9 +279,11 @@ class PagedCausalLM:
         spread = WHOLE if self.context is None else self.context.spread
         block_size = 16 * spread.size if block_size is None else block_size
         sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
+        row_scales = has_row_scales(kv_cache_dtype)
         options: dict[str, Any] = {
             "value_head_size": self.value_head_size,
-            "dtype": self.model.dtype if dtype is None else dtype,
+            "dtype": (torch.uint8 if row_scales else self.model.dtype) if dtype is None else dtype,
+            "kv_cache_dtype": kv_cache_dtype,
             "device": device,
             "layout": layout if self.layout is None else self.layout,
             "num_host_blocks": num_host_blocks,

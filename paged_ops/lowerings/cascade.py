@@ -51,7 +51,7 @@ def cascade_attention(
         suffix = attention(query, kv_cache, *suffixes, scale, sinks=sinks, **features)
         prefix = attention(query, kv_cache, prefix_block_table, prefix_len, one_query, scale, causal=False, **features)
     except ValueError:
-        paged = paged_kv(kv_cache, features.get("value_cache"))
+        paged = paged_kv(kv_cache, features.get("value_cache"), None, features.get("kv_cache_dtype", "auto"))
         N, B = paged.num_blocks, max(paged.block_size, 1)
         checks.batch(*suffixes, len(query), N, B, "suffix_block_tables", "suffix_lens")
         checks.lengths("prefix_len", prefix_len, prefix_block_table.shape[1], B)

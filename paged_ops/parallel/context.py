@@ -39,6 +39,7 @@ from torch import Tensor
 
 from paged_ops.checks import expect
 from paged_ops.fp8 import saturated
+from paged_ops.layouts import Layout, kv_cache_shape
 from paged_ops.metadata.step import AttentionMetadata, ContextMetadata
 from paged_ops.parallel.exchange import Exchange, prepare
 from paged_ops.parallel.spread import Spread
@@ -233,8 +234,10 @@ def own_pages(
         R = cache["value_head_size"]
         if key.dtype == dtype:
             return key[:, None], {"value_head_size": R}
-        pages = torch.empty((len(key), 1, key.shape[1]), dtype=dtype, device=key.device)
         stored = {name: each for name, each in cache.items() if name in ("k_scale", "kv_cache_dtype")}
+        name = stored.get("kv_cache_dtype", "auto")
+        shape = kv_cache_shape(Layout.LATENT, len(key), 1, 1, key.shape[1], value_head_size=R, kv_cache_dtype=name)
+        pages = torch.empty(shape, dtype=dtype, device=key.device)
         torch.ops.paged_ops.latent_cache_write(key[:, :R], key[:, R:], pages, slots, **stored)
         return pages, {**stored, "value_head_size": R}
     key, value = key[:, heads], value[:, heads]

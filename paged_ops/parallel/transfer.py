@@ -258,6 +258,7 @@ def _form(kv_cache: KVCache) -> dict[str, Any]:
         "block_size": kv_cache.block_size,
         "spread": list(kv_cache.spread),
         "dtype": str(kv_cache.dtype),
+        "kv_cache_dtype": kv_cache.kv_cache_dtype,
         "num_kv_heads": list(kv_cache.num_kv_heads),
         "head_size": list(kv_cache.head_size),
         "value_head_size": list(kv_cache.value_head_size),

@@ -164,6 +164,16 @@ def _latent_cases() -> Iterator[AttentionCase]:
         yield case(f"{short(stored)}-decode-bf16", "decode", dtype=torch.bfloat16, **fp8)
         yield case(f"{short(stored)}-576-decode", "decode", scales="tensor", num_heads=16, **fp8, **real)
     yield case("fp8-output", dtype=torch.float16, cache_dtype=F8_E4M3, scales="tensor", fp8_output=True)
+    rows: dict[str, Any] = {"cache_dtype": torch.uint8, "kv_cache_dtype": layouts.FP8_DS_MLA, **real}
+    for number, batch in enumerate(("decode", "speculative", "mixed", "holes", "query_past_keys", "long")):
+        dtype = layouts.MODEL_DTYPES[(number + 2) % 3]
+        yield case(f"rows-{batch}-{short(dtype)}", batch, dtype=dtype, **rows)
+    for name, feature in FEATURES.items():
+        yield case(f"rows-{name}-fp16", features=(feature,), dtype=torch.float16, **rows)
+    yield case("rows-padded-all-features", form="latent_padded", features=every, strided_query=True, **rows)
+    for B, H in ((1, 16), (64, 16), (64, 71), (48, 128)):
+        yield case(f"rows-b{B}-h{H}-decode-bf16", "decode", block_size=B, num_heads=H, dtype=torch.bfloat16, **rows)
+    yield case("rows-fp8-output", dtype=torch.float16, fp8_output=True, **rows)
 
 
 def _random_cases(count: int, first: int = 0, latent: bool = False) -> Iterator[AttentionCase]:
@@ -224,6 +234,12 @@ def _latent_specs() -> Iterator[tuple[str, CacheSpec]]:
         yield f"latent-uint8-{name}", CacheSpec("latent", 1, 40, 32, 16, torch.float32, torch.uint8, name, "tensor")
     for R, P, B in ((512, 64, 64), (13, 5, 1), (24, 0, 544)):
         yield f"latent-{R}-{P}-b{B}", CacheSpec("latent", 1, R + P, R, B, torch.bfloat16)
+    for form, dtype, B in zip(("latent", "latent_padded", "latent"), layouts.MODEL_DTYPES, (16, 64, 1), strict=True):
+        yield f"{form}-rows-{short(dtype)}-b{B}", _scaled_rows(form, B, dtype)
+
+
+def _scaled_rows(form: str, B: int, dtype: torch.dtype) -> CacheSpec:
+    return CacheSpec(form, 1, 576, 512, B, dtype, torch.uint8, layouts.FP8_DS_MLA)
 
 
 def _latent_write_cases() -> Iterator[LatentWriteCase]:
@@ -268,6 +284,7 @@ def _blocks_cases(swap: bool) -> Iterator[BlocksCase]:
         yield BlocksCase(f"{form}-{short(dtype)}", swap, CacheSpec(form, head_size=32, cache_dtype=dtype))
     for form, dtype in zip(LATENT_FORMS, (torch.bfloat16, F8_E4M3), strict=True):
         yield BlocksCase(f"{form}-{short(dtype)}", swap, CacheSpec(form, 1, 40, 32, cache_dtype=dtype))
+    yield BlocksCase("latent-rows", swap, _scaled_rows("latent_padded", 16, torch.bfloat16))
     yield BlocksCase("no-pairs", swap, pairs=())
     yield BlocksCase("no-caches", swap, layers=0)
     yield BlocksCase("odd-block", swap, CacheSpec(num_kv_heads=3, head_size=13, block_size=1, cache_dtype=torch.uint8))
@@ -300,6 +317,7 @@ def _cascade_cases() -> Iterator[CascadeCase]:
         scales = None if cache_dtype is None else "tensor"
         latents = CacheSpec("latent", 1, 40, 32, dtype=torch.bfloat16, cache_dtype=cache_dtype, scales=scales)
         yield CascadeCase(name, suffixes["mixed"], latents)
+    yield CascadeCase("latent-rows", suffixes["mixed"], _scaled_rows("latent", 16, torch.bfloat16))
 
 
 Case = AttentionCase | WriteCase | BlocksCase | MergeCase
@@ -328,17 +346,20 @@ def case_named(op: str, name: str) -> Case:
 COMPILED: dict[str, tuple[str, ...]] = {
     "reshape_and_cache": ("nhd-fp32", "hnd-bf16", "plane_first-fp16", "interleaved-fp32", "separate-e4m3-head-bf16",
                           "x_packed-fp16", "x_packed-e4m3-tensor-fp16-strided", "uint8-fp8_e5m2", "only-padding"),
-    "latent_cache_write": ("latent-fp32", "latent_padded-bf16-strided", "latent-e4m3-tensor-bf16", "only-padding"),
+    "latent_cache_write": ("latent-fp32", "latent_padded-bf16-strided", "latent-e4m3-tensor-bf16", "only-padding",
+                           "latent_padded-rows-fp16-b64-strided"),
     "paged_attention": ("decode-fp32", "mixed-bf16", "prefill-fp16", "holes-fp32", "padding_only-fp32", "window-cap",
                         "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse",
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
                         "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
-                        "d192-dv128", "d13", "latent-mixed-fp32", "latent-e4m3-decode-bf16", "latent-sinks"),
+                        "d192-dv128", "d13", "latent-mixed-fp32", "latent-e4m3-decode-bf16", "latent-sinks",
+                        "latent-rows-decode-bf16"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
                                  "x_packed-all-features", "h71-k1", "b544-decode", "latent-mixed-fp16"),
     "merge_attention_states": ("fp32-d32-h1", "bf16-d128-h4", "all-empty"),
-    "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8", "latent-e4m3"),
-    "copy_blocks": ("nhd-fp32", "x_packed-bf16", "latent-bf16", "device-mapping", "no-caches"),
+    "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8", "latent-e4m3", "latent-rows"),
+    "copy_blocks": ("nhd-fp32", "x_packed-bf16", "latent-bf16", "latent-rows", "device-mapping", "no-caches"),
     "swap_blocks": ("nhd-fp32", "hnd-bf16", "both-roles"),
-    "gather_kv": ("nhd-fp32", "x_packed-e4m3-tensor-fp16", "uint8-fp8_e5m2", "capacity-20", "latent-bf16"),
+    "gather_kv": ("nhd-fp32", "x_packed-e4m3-tensor-fp16", "uint8-fp8_e5m2", "capacity-20", "latent-bf16",
+                  "latent_padded-rows-fp16-b64"),
 }  # fmt: skip

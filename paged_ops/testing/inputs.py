@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import reference
+from paged_ops.layouts import ROW_ALIGNMENT, ROW_BYTES, has_row_scales
 
 F8_E4M3, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GUARD_BYTE, GUARD_BYTES = 0xA5, 1024
@@ -107,6 +108,10 @@ class CacheSpec:
             return nan((N, B, 2 * K, D), self.stored), None
         if self.form == "separate":
             return nan((N, B, K, D), self.stored), nan((N, B, K, self.value_size), self.stored)
+        if has_row_scales(self.kv_cache_dtype):
+            gap = ROW_ALIGNMENT if self.form == "latent_padded" else 0
+            rows = nan((N, B, ROW_BYTES + gap), self.stored)
+            return rows.fill_(0xFF)[..., :ROW_BYTES], None  # NaN in all three types of a row
         if self.latent:
             assert K == 1, "latents serve one key/value head"
             return nan((N, B, D + (8 if self.form == "latent_padded" else 0)), self.stored)[..., :D], None

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from paged_ops import checks, fake, masks
 from paged_ops.features import Features, with_value_scale
-from paged_ops.fp8 import quantise
-from paged_ops.layouts import PagedKV, element_dtype, paged_kv
+from paged_ops.fp8 import dequantise_rows, quantise
+from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import fused
 from paged_ops.lowerings.cpu.cache import bytes_of_fp8, real_of
 
@@ -80,7 +80,8 @@ def _attend(
     if query.stride(2) != 1:
         query = query.contiguous()  # the flash kernel assumes it
     f = with_value_scale(f, kv_cache)
-    paged = bytes_of_fp8(paged_kv(kv_cache, f.value_cache, f.value_head_size))
+    paged = bytes_of_fp8(paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype))
+    scaled_rows = kv_cache if has_row_scales(f.kv_cache_dtype) else None
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     stored, N, B = element_dtype(kv_cache, f.kv_cache_dtype), paged.num_blocks, max(paged.block_size, 1)
     # Copies, because another thread may write the caller's tensors between check and use.
@@ -116,7 +117,7 @@ def _attend(
         dtype = query.dtype if flash and query.dtype == torch.bfloat16 else torch.float32
         row_bytes = 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
         blocks = (PREFILL_BYTES if prefill else SCRATCH_BYTES) // (row_bytes * paged.block_size)
-        return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)))
+        return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)), scaled_rows)
 
     for s in rest:
         n, start, end = ns[s], starts[s], starts[s + 1]
@@ -178,16 +179,42 @@ class _Plane:
         return self.tokens
 
 
-class _Cache:
-    """Both planes of a cache, with scratch for chunks of some blocks in the dtype of the products."""
+class _ScaledRows(_Plane):
+    """Keys from rows that hold their scales: ``rows [N, B, 656]``, as ``cells [N, B, 1, 1, 576]``."""
 
-    def __init__(self, paged: PagedKV, f: Features, stored: torch.dtype, dtype: torch.dtype, blocks_per_chunk: int):
+    def __init__(self, rows: Tensor, cells: Tensor, scratch: Tensor):
+        super().__init__(cells, scratch.dtype, None, scratch)
+        self.rows, self.staging = rows, rows.new_empty(len(scratch), *rows.shape[1:])
+
+    def read(self, blocks: Tensor) -> Tensor:
+        rows = _take(self.rows, blocks, out=self.staging[: len(blocks)])
+        self.scratch[: len(blocks), :, 0, 0] = dequantise_rows(rows, self.scratch.dtype)
+        return self.tokens
+
+
+class _Cache:
+    """Both planes of a cache, with scratch for chunks of some blocks in the dtype of the products. ``scaled_rows``: the
+    cache itself, if its rows hold their scales."""
+
+    def __init__(
+        self,
+        paged: PagedKV,
+        f: Features,
+        stored: torch.dtype,
+        dtype: torch.dtype,
+        blocks_per_chunk: int,
+        scaled_rows: Tensor | None = None,
+    ):
         self.paged, self.f, self.stored, self.dtype, self.blocks_per_chunk = paged, f, stored, dtype, blocks_per_chunk
+        self.scaled_rows = scaled_rows
         self.one_scale = f.k_scale is f.v_scale
         padded = paged.num_kv_heads * max(paged.head_size, paged.value_head_size) + 64 // dtype.itemsize
         # One allocation, as the allocator keeps the pages of one this large for the next call, but not those of two.
         scratch = torch.empty(2, blocks_per_chunk, paged.block_size, padded, dtype=dtype, device="cpu")
-        self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
+        if scaled_rows is None:
+            self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
+        else:
+            self.key = _ScaledRows(scaled_rows, paged.key, scratch[0])
         self.value = _Plane(paged.value, stored, f.v_scale, scratch[1])
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,6 +238,7 @@ class _Cache:
                 self.stored,
                 self.dtype,
                 self.blocks_per_chunk,
+                self.scaled_rows,
             )
             for h in range(self.paged.num_kv_heads)
         ]

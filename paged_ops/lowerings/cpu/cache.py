@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paged_ops import checks, fake
 from paged_ops.features import CacheOptions
-from paged_ops.fp8 import quantise
-from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, paged_kv
+from paged_ops.fp8 import dequantise_rows, quantise, quantise_rows
+from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
 
 # Copies between blocks go through a buffer of this many bytes.
 COPY_BYTES = 1 << 24
@@ -24,21 +24,31 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
     paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
     if kv_cache.numel():
         planes = ((paged.key, key, given.k_scale), (paged.value, value, given.v_scale))
-        _write(planes, slot_mapping, stored)
+        _write([(plane, _in_fp8(real, scale, stored)) for plane, real, scale in planes], slot_mapping)
 
 
 def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
-    if kv_cache.numel():
-        cells, R = _storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
-        parts = ((cells[..., :R], latent), (cells[..., R:], rotated))
-        _write([(plane, real[:, None], given.k_scale) for plane, real in parts], slot_mapping, stored)
+    if not kv_cache.numel():
+        return
+    if has_row_scales(given.kv_cache_dtype):
+        _write([(kv_cache, lambda rows: quantise_rows(latent[rows], rotated[rows]))], slot_mapping)
+        return
+    cells, R = _storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
+    parts = ((cells[..., :R], latent), (cells[..., R:], rotated))
+    _write([(plane, _in_fp8(real[:, None], given.k_scale, stored)) for plane, real in parts], slot_mapping)
 
 
-def _write(planes: Sequence[tuple[Tensor, Tensor, Tensor | None]], slot_mapping: Tensor, stored: torch.dtype) -> None:
-    """Write rows ``[T', K, D]`` into planes ``[N, B, K, ...]`` of a cache, each with its scale."""
+def _in_fp8(real: Tensor, scale: Tensor | None, stored: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Some of the rows ``[T', K, D]`` as a cache holds them."""
+    return lambda rows: quantise(real[rows], scale, stored)
+
+
+def _write(planes: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]], slot_mapping: Tensor) -> None:
+    """Write rows into planes ``[N, B, ...]`` of a cache; each comes with what makes its cells of the numbers of
+    rows."""
     N, B = planes[0][0].shape[:2]
     slot_mapping = slot_mapping.clone()  # so that another thread cannot change it between check and use
     checks.slots(slot_mapping, N * B)
@@ -47,8 +57,8 @@ def _write(planes: Sequence[tuple[Tensor, Tensor, Tensor | None]], slot_mapping:
     rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
     block, offset = slots // B, slots % B
     # All is read before anything is written: what is written may be views of the cache.
-    cells = [quantise(real[rows], scale, stored).contiguous() for _, real, scale in planes]
-    for (plane, _, _), new in zip(planes, cells, strict=True):
+    cells = [made(rows).contiguous() for _, made in planes]
+    for (plane, _), new in zip(planes, cells, strict=True):
         plane[block, offset] = new.view(plane.dtype).view(len(rows), *plane.shape[2:])
 
 
@@ -85,7 +95,8 @@ def gather_kv(
     key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, out=out, **options)
     given = CacheOptions(**options)
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
-    paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
+    row_scales = has_row_scales(given.kv_cache_dtype)
+    paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache, None, given.kv_cache_dtype))
     B, row = paged.block_size, 0
     if kv_cache.numel():
         seq_lens = seq_lens.clone()  # so that another thread cannot change it between check and use
@@ -96,6 +107,10 @@ def gather_kv(
         for s, n in enumerate(ns):
             n = min(n, num_tokens - row)
             blocks = block_tables[s, : -(-n // B)]
+            if row_scales:
+                key[row : row + n, 0] = dequantise_rows(kv_cache.index_select(0, blocks).flatten(0, 1)[:n], key.dtype)
+                row += n
+                continue
             for result, plane, scale in ((key, paged.key, given.k_scale), (value, paged.value, given.v_scale)):
                 tokens = real_of(plane.index_select(0, blocks), stored).flatten(0, 1).flatten(2)[:n]
                 result[row : row + n] = tokens if scale is None else tokens * scale[:, None]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.features import Features
-from paged_ops.layouts import PagedKV
+from paged_ops.layouts import PagedKV, has_row_scales
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
@@ -131,7 +131,7 @@ def serves(stored: torch.dtype, f: Features) -> bool:
         value, off = getattr(f, name), Features._field_defaults[name]
         if value is not None if off is None else value != off:
             return False
-    return stored in CELLS and compiled() is not None
+    return stored in CELLS and not has_row_scales(f.kv_cache_dtype) and compiled() is not None
 
 
 @functools.cache

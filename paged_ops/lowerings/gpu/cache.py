@@ -18,8 +18,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
-from paged_ops.layouts import PagedKV, element_dtype, paged_kv
-from paged_ops.lowerings.gpu.fp8 import encode_fp8, stored_format
+from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
+from paged_ops.lowerings.gpu import scaled_rows
+from paged_ops.lowerings.gpu.fp8 import divide, encode_fp8, stored_format
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launcher
 from paged_ops.lowerings.gpu.target import Target, target_of
 
@@ -66,6 +67,7 @@ def latent_cache_write(
     kind = (
         *_kind_of_rows(latent, rotated, slot_mapping),
         *_kind(kv_cache),
+        kv_cache.data_ptr() & 15,  # rows with scales are refused where they are not aligned
         kv_cache_dtype,
         k_scale if k_scale is None else _kind(k_scale),
     )
@@ -180,10 +182,21 @@ def _plan_latent_write(
     kv_cache_dtype: str,
 ) -> Write:
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, k_scale=k_scale, kv_cache_dtype=kv_cache_dtype)
+    if has_row_scales(kv_cache_dtype):
+        return _plan_scaled_rows(latent, rotated, kv_cache, slot_mapping)
     R, rows = latent.shape[1], kv_cache[:, :, None]  # [N, B, 1, R + P]
     parts = PagedKV(rows[..., None, :R], rows[..., R:])
     key, value = latent[:, None], rotated[:, None]
     return _write_of(parts, key, value, kv_cache, slot_mapping, None, k_scale, k_scale, kv_cache_dtype)
+
+
+def _plan_scaled_rows(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Write:
+    T, (N, B, _) = slot_mapping.shape[0], kv_cache.shape
+    if not (T and kv_cache.numel()):
+        return Write(None, 1, False, N * B)
+    strides = (kv_cache.stride()[:2], latent.stride(), rotated.stride(), slot_mapping.stride(0))
+    launcher = scaled_rows.write_launcher(B, strides, (latent.dtype, slot_mapping.dtype), target_of(latent.device))
+    return Write(launcher, scaled_rows.TOKENS, False, N * B)
 
 
 def _write_of(
@@ -410,29 +423,3 @@ def to_fp8(real, scale, first, SIDE: tl.constexpr, SCALES: tl.constexpr, FORMAT:
     elif SCALES == 1:
         real = divide(real, tl.load(scale), SCALES, NATIVE)
     return encode_fp8(real, FORMAT, NATIVE)
-
-
-@triton.jit
-def divide(real, scale, SCALES: tl.constexpr, QUICK: tl.constexpr):
-    """``real / scale`` to nearest even, as precisely as fp8 needs: one division per scale, and five operations per
-    number.
-
-    Two corrections by the remainder make ``real * (1 / scale)`` the rounded quotient (Markstein 1990, Computation of
-    elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need no
-    correction, and infinities would not survive one.
-    """
-    if not QUICK:
-        return tl.div_rn(real, scale)
-    usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate result could over- or underflow
-    if SCALES > 1:
-        usual = tl.min(usual.to(tl.int32)) > 0
-    if usual:
-        inverse = tl.div_rn(1.0, scale)
-        rough = real * inverse
-        quotient = tl.fma(tl.fma(-rough, scale, real), inverse, rough)
-        quotient = tl.fma(tl.fma(-quotient, scale, real), inverse, quotient)
-        size = tl.abs(rough)
-        quotient = tl.where((size > 2.0**-40) & (size < 2.0**20), quotient, rough)
-    else:
-        quotient = tl.div_rn(real, scale)
-    return quotient

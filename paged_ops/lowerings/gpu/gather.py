@@ -1,4 +1,5 @@
-"""Gathering from the cache on GPUs: one streaming kernel, with the addresses and tiles of cache.py, and its letters."""
+"""Gathering from the cache on GPUs: a streaming kernel with the addresses, tiles and letters of cache.py, and one for
+latent rows that hold their scales."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
-from paged_ops.layouts import element_dtype, paged_kv
+from paged_ops.layouts import element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.gpu.cache import (
     by_head,
     constants,
@@ -19,8 +20,17 @@ from paged_ops.lowerings.gpu.cache import (
     paged_address,
     together,
 )
-from paged_ops.lowerings.gpu.fp8 import decode_fp8, stored_format
-from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
+from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, stored_format
+from paged_ops.lowerings.gpu.scaled_rows import (
+    GROUPS,
+    LATENT,
+    ROTATED,
+    TOKENS,
+    rotated_columns,
+    scales_of,
+    times_scales,
+)
+from paged_ops.lowerings.gpu.target import FUSED, Target, on_device, target_of
 
 
 def gather_kv(
@@ -52,11 +62,14 @@ def gather_kv(
     if not (S and block_tables.shape[1] and kv_cache.numel()):
         return key.zero_(), value.zero_()
     target = target_of(kv_cache.device)
-    paged = paged_kv(kv_cache, value_cache)
+    paged = paged_kv(kv_cache, value_cache, None, kv_cache_dtype)
     FORMAT = stored_format(element_dtype(kv_cache, kv_cache_dtype), kv_cache.dtype, target)
     if checks.debug_checks():
         checks.needed_blocks(block_tables, seq_lens, paged.num_blocks, paged.block_size)
     if not num_tokens:
+        return key, value
+    if has_row_scales(kv_cache_dtype):
+        _gather_rows(key, kv_cache, block_tables, seq_lens, num_tokens, target)
         return key, value
     with on_device(target.device):
         plan = constants(target, "gather_kv", "elements", *form_of(paged, kv_cache, value_cache, key, value))
@@ -84,6 +97,31 @@ def gather_kv(
             **FUSED,
         )
     return key, value
+
+
+def _gather_rows(
+    key: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int, target: Target
+) -> None:
+    """Fill ``key [num_tokens, 1, 576]`` from rows with scales."""
+    S = seq_lens.shape[0]
+    with on_device(target.device):
+        gather_rows_kernel[(triton.cdiv(num_tokens, TOKENS),)](
+            key,
+            kv_cache,
+            block_tables,
+            block_tables.stride(0),
+            block_tables.stride(1),
+            seq_lens.cumsum(0, dtype=torch.int64),
+            S,
+            num_tokens,
+            B=kv_cache.shape[1],
+            CACHE=kv_cache.stride()[:2],
+            STEPS=S.bit_length(),
+            BLOCK_T=TOKENS,
+            num_warps=TOKENS,
+            **target.overlap(),
+            **FUSED,
+        )
 
 
 @triton.jit(do_not_specialize=["S", "num_tokens"])
@@ -115,16 +153,7 @@ def gather_kernel(
         gdc_wait()
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < num_tokens
-    # A row's sequence is the number of sequences that end at or before it, found bit by bit.
-    s = tl.zeros([BLOCK_T], tl.int64)
-    for step in tl.static_range(STEPS):
-        further = s + (1 << (STEPS - 1 - step))
-        end = tl.load(ends + further - 1, mask=further <= S, other=0)
-        s = tl.where((further <= S) & (end <= t), further, s)
-    live = inside & (s < S)
-    position = t - tl.load(ends + s - 1, mask=s > 0, other=0)
-    block = tl.load(block_tables + s * stride_s + position // B * stride_m, mask=live, other=0).to(tl.int64)
-    offset = position % B
+    live, block, offset = place_of(t, inside, ends, S, block_tables, stride_s, stride_m, B, STEPS)
     for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
         k_address, k_mask = dense_address(key, t, inside, first, KEY, BLOCK_C)
         v_address, v_mask = dense_address(value, t, inside, first, VALUE, BLOCK_C)
@@ -139,6 +168,55 @@ def gather_kernel(
         tl.store(v_address, v.to(value.dtype.element_ty), mask=v_mask)
     if PDL:
         gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+
+
+@triton.jit(do_not_specialize=["S", "num_tokens"])
+def gather_rows_kernel(
+    key,  # [num_tokens, 1, 576]
+    cache,
+    block_tables,
+    stride_s,
+    stride_m,
+    ends,  # [S] running total of seq_lens
+    S,
+    num_tokens,
+    B: tl.constexpr,
+    CACHE: tl.constexpr,  # strides n, b in bytes
+    STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = t < num_tokens
+    live, block, offset = place_of(t, inside, ends, S, block_tables, stride_s, stride_m, B, STEPS)
+    row = cache + block * CACHE[0] + offset * CACHE[1]
+    column, group, turned = tl.arange(0, LATENT), tl.arange(0, GROUPS), tl.arange(0, ROTATED)
+    bits = tl.load(row[:, None] + column[None, :], mask=live[:, None], other=0)
+    scales = tl.load(scales_of(row)[:, None] + group[None, :], mask=live[:, None], other=0.0)
+    rotated = tl.load(rotated_columns(row)[:, None] + turned[None, :], mask=live[:, None], other=0.0)
+    real = times_scales(decode_fp8(bits, E4M3FN).to(tl.float32), scales)
+    to = (key + t * (LATENT + ROTATED))[:, None]
+    tl.store(to + column[None, :], real.to(key.dtype.element_ty), mask=inside[:, None])
+    tl.store(to + (turned + LATENT)[None, :], rotated.to(key.dtype.element_ty), mask=inside[:, None])
+    if PDL:
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+
+
+@triton.jit
+def place_of(t, inside, ends, S, block_tables, stride_s, stride_m, B: tl.constexpr, STEPS: tl.constexpr):
+    """Whether gathered rows ``t`` are tokens of a sequence, their blocks, and their offsets inside those."""
+    # A row's sequence is the number of sequences that end at or before it, found bit by bit.
+    s = tl.zeros_like(t)
+    for step in tl.static_range(STEPS):
+        further = s + (1 << (STEPS - 1 - step))
+        end = tl.load(ends + further - 1, mask=further <= S, other=0)
+        s = tl.where((further <= S) & (end <= t), further, s)
+    live = inside & (s < S)
+    position = t - tl.load(ends + s - 1, mask=s > 0, other=0)
+    block = tl.load(block_tables + s * stride_s + position // B * stride_m, mask=live, other=0).to(tl.int64)
+    return live, block, position % B
 
 
 @triton.jit

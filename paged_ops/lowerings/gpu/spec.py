@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paged_ops import masks
 from paged_ops.features import Features
-from paged_ops.layouts import PagedKV
+from paged_ops.layouts import PagedKV, has_row_scales
 from paged_ops.lowerings.gpu.fp8 import stored_format
 from paged_ops.lowerings.gpu.target import Target
 
@@ -97,6 +97,7 @@ class Storage(NamedTuple):
     dtype: torch.dtype  # as kernels see it: torch.uint8 if they convert by bits
     format: int  # the format of fp8 bits, see fp8.py; 0: the dtype says it
     paired: bool  # whether two 8-bit elements can be read as one of 16 bits, and converted to float16 by instruction
+    row_scales: bool = False  # whether rows hold scales and rotated columns of other types: see scaled_rows.py
 
 
 class Side(NamedTuple):
@@ -130,7 +131,8 @@ class Spec(NamedTuple):
     query: tuple[int, ...]  # strides t, h, d
     table: int  # stride m
     heads: int  # H; if heads are padded to groups, as in latent.py, less than K * G
-    rotated: Side | None  # of a latent cache the columns of the keys that are no values; None: not latent
+    # Of a latent cache the columns of the keys that are no values; None: not latent. With row_scales: in bfloat16.
+    rotated: Side | None
 
     def of_merge(self) -> Spec:
         """The part that merge_kernel needs, so that calls which differ in nothing else share a merge_kernel."""
@@ -204,6 +206,8 @@ def spec_of(
     D, Dv = key.shape[3] * key.shape[4], value.shape[3]
     key_n, key_b, key_k, key_dx, key_d = key.stride()
     n, b, k, d = value.stride()
+    row_scales = has_row_scales(f.kv_cache_dtype)
+    P, width = D - Dv, torch.bfloat16.itemsize if row_scales else 1  # elements of key in one of a rotated column
     return Spec(
         masks=Masks(
             bool(f.causal),
@@ -214,7 +218,7 @@ def spec_of(
             H // K if sparse is not None and sparse.homo_head_group else 1,
         ),
         logits=Logits(f.soft_cap > 0, f.alibi_slopes is not None, f.sinks is not None),
-        storage=Storage(key.dtype, cache_format, _paired(query, key, value, cache_format)),
+        storage=Storage(key.dtype, cache_format, _paired(query, key, value, cache_format), row_scales),
         dtype=query.dtype,
         out=out,
         lse=lse,
@@ -226,7 +230,7 @@ def spec_of(
         query=query.stride(),
         table=block_tables.stride(1),
         heads=H,
-        rotated=Side(D - Dv, D - Dv, 1, key_n, key_b, 0, 0, key_d, None) if latent else None,
+        rotated=Side(P, P, 1, key_n // width, key_b // width, 0, 0, key_d, None) if latent else None,
     )
 
 

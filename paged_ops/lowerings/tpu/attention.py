@@ -24,7 +24,7 @@ from paged_ops.lowerings.cascade import cascade_attention as _cascade
 from paged_ops.lowerings.tpu import ragged, runtime
 from paged_ops.lowerings.tpu.cache import reinterpreted
 from paged_ops.lowerings.tpu.functional import functionalized
-from paged_ops.lowerings.tpu.ragged import rows_of
+from paged_ops.lowerings.tpu.ragged import refuse_row_scales, rows_of
 
 # Bytes of float32 keys and values that a tile of rows gathers on XLA's CPU device.
 TILE_BYTES = 1 << 26
@@ -32,8 +32,9 @@ TILE_BYTES = 1 << 26
 
 @functionalized
 def paged_attention(query: Tensor, *args: Any, **features: Any) -> Tensor:
-    out = fake.paged_attention(query, *args, **features)
     f = Features(**features)
+    refuse_row_scales(f.kv_cache_dtype)
+    out = fake.paged_attention(query, *args, **features)
     if runtime.on_tpu():
         return _as_output(ragged.attend(f, query, *args), out, f)
     real, _ = _attend(f, query, *args)
@@ -42,8 +43,9 @@ def paged_attention(query: Tensor, *args: Any, **features: Any) -> Tensor:
 
 @functionalized
 def paged_attention_with_lse(query: Tensor, *args: Any, **features: Any) -> tuple[Tensor, Tensor]:
-    out, _ = fake.paged_attention_with_lse(query, *args, **features)
     f = Features(**features)
+    refuse_row_scales(f.kv_cache_dtype)
+    out, _ = fake.paged_attention_with_lse(query, *args, **features)
     if runtime.on_tpu():
         raise ValueError(f"paged_ops.paged_attention_with_lse on a TPU: {ragged.NO_LSE}")
     real, lse = _attend(f, query, *args)
@@ -52,6 +54,7 @@ def paged_attention_with_lse(query: Tensor, *args: Any, **features: Any) -> tupl
 
 @functionalized
 def cascade_attention(*args: Any, **features: Any) -> Tensor:
+    refuse_row_scales(features.get("kv_cache_dtype", "auto"))
     if runtime.on_tpu():
         raise ValueError(f"paged_ops.cascade_attention on a TPU: {ragged.NO_LSE}")
     return _cascade(*args, **features)

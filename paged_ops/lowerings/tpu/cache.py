@@ -18,6 +18,7 @@ from paged_ops.fp8 import dequantise, quantise
 from paged_ops.layouts import element_dtype, paged_kv
 from paged_ops.lowerings.tpu import functional, runtime, write
 from paged_ops.lowerings.tpu.functional import functionalized
+from paged_ops.lowerings.tpu.ragged import refuse_row_scales
 
 # XLA's names of the dtypes that uint8 storage may hold.
 XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2"}
@@ -55,6 +56,7 @@ def latent_cache_write(
     k_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
+    refuse_row_scales(kv_cache_dtype)
     options: dict[str, Any] = {"k_scale": k_scale, "kv_cache_dtype": kv_cache_dtype}
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
     T, stored = slot_mapping.shape[0], element_dtype(kv_cache, kv_cache_dtype)
@@ -126,8 +128,9 @@ def gather_kv(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, **options)
     given = CacheOptions(**options)
+    refuse_row_scales(given.kv_cache_dtype)
+    key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, **options)
     if not (kv_cache.numel() and num_tokens and block_tables.numel()):
         return torch.zeros_like(key), torch.zeros_like(value)
     paged, stored = paged_kv(kv_cache, given.value_cache), element_dtype(kv_cache, given.kv_cache_dtype)

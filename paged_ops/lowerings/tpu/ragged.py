@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paged_ops import checks
 from paged_ops.features import Features
-from paged_ops.layouts import FP8_DTYPES, Layout, is_latent
+from paged_ops.layouts import FP8_DS_MLA, FP8_DTYPES, Layout, has_row_scales, is_latent
 from paged_ops.lowerings.tpu import runtime, write
 
 # What the ragged kernel takes (torch_xla 2.9).
@@ -37,6 +37,10 @@ BLOCK_TABLE_BYTES = 15 << 16
 # Bytes that the kernel's two buffers of pages may take of the 16 MiB of vector memory of a TPU v4; others have 128.
 V4_PAGES_BYTES = 4 << 20
 NO_LATENT = "the ragged kernel has no latent attention: decompress keys and values, and cache those"
+NO_ROW_SCALES = (
+    f"kv_cache_dtype: {FP8_DS_MLA!r} is not served through XLA, as its rows hold numbers of three types in bytes: keep"
+    " latents in bfloat16 or float8_e4m3fn"
+)
 NO_LSE = (
     "the ragged kernel returns no lse, which this op needs; attend to the whole sequence in one paged_attention instead"
 )
@@ -130,8 +134,16 @@ def _per_query_head(scale: Tensor, H: int, K: int) -> Tensor:
     return scale[:, None].expand(K, H // K).reshape(H, 1)
 
 
+def refuse_row_scales(kv_cache_dtype: str = "auto") -> None:
+    """Raise ValueError for a latent cache whose rows hold their scales."""
+    if has_row_scales(kv_cache_dtype):
+        raise ValueError(NO_ROW_SCALES)
+
+
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an op would not run on ``device`` (``"xla"``): a TPU, unless torch_xla is loaded with another device."""
+    if has_row_scales(features.get("kv_cache_dtype", "auto")):
+        return [NO_ROW_SCALES]
     if "torch_xla" in sys.modules and not runtime.on_tpu():
         return []
     if op in ("paged_attention_with_lse", "cascade_attention"):

@@ -41,6 +41,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
 )
 from paged_ops.lowerings.gpu.attention.units import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.scaled_rows import load_scales, rotated_columns, times_scales
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
@@ -162,7 +163,11 @@ def latent_kernel(
         block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
         offset = stripe_offset(head, numbers, MASKS)
         rows = Rows(q_latent, i, sees, slopes, factor, offset)
-        keys = Keys(seq_len, oldest, block_table, tensors.key_cache, tensors.key_cache + R * SPEC.rotated.d)
+        if SPEC.storage.row_scales:
+            first_rotated = rotated_columns(tensors.key_cache)
+        else:
+            first_rotated = tensors.key_cache + R * SPEC.rotated.d
+        keys = Keys(seq_len, oldest, block_table, tensors.key_cache, first_rotated)
         acc, m, l = nothing_seen(M, R_PAD, 0)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # its last row sees no later key
@@ -229,6 +234,7 @@ def see_latents(
     R_PAD: tl.constexpr = TILE.Dv
     P_PAD: tl.constexpr = TILE.D
     FORMAT: tl.constexpr = SPEC.storage.format
+    ROTATED_FORMAT: tl.constexpr = 0 if SPEC.storage.row_scales else SPEC.storage.format
     j = tile * N + tl.arange(0, N)
     live = j < keys.seq_len
     if SPEC.masks.window or SPEC.masks.chunk:
@@ -241,10 +247,14 @@ def see_latents(
     else:
         block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=live, other=0)
     offset = j % SPEC.B
-    latents = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, q.dtype)
+    if SPEC.storage.row_scales:
+        stored = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, tl.float32)
+        latents = times_scales(stored, load_scales(keys.k, block, offset, live, LATENT)).to(q.dtype)
+    else:
+        latents = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, q.dtype)
     qk = dot_keys(q, latents)
     if ROTATED.size > 0:
-        rotated = load_tile(keys.v, block, offset, live, live, ROTATED, P_PAD, FORMAT, q.dtype)
+        rotated = load_tile(keys.v, block, offset, live, live, ROTATED, P_PAD, ROTATED_FORMAT, q.dtype)
         qk += dot_keys(q_rotated, rotated)
     slopes, sees = rows.slopes, rows.sees
     offset_of_row = None

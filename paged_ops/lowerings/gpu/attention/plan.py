@@ -213,7 +213,7 @@ def _attend(
         if launch.at(addresses, call.numbers):
             continue
         f = Features(**features)
-        paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
+        paged = paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype)
         stored = element_dtype(kv_cache, f.kv_cache_dtype)
         key, value, _ = readable(paged, stored, target_of(kv_cache.device))
         written = out if f.output_scale is None else out.view(torch.uint8)
@@ -274,7 +274,7 @@ def _describe(
         out, _ = fake.paged_attention_with_lse(*arguments, out=given, **f._asdict())
     else:
         out = fake.paged_attention(*arguments, out=out, **f._asdict())
-    paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
+    paged = paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype)
     N, B, K, D, Dv = *paged.key.shape[:3], paged.head_size, paged.value_head_size
     (T, H, _), S, device = query.shape, seq_lens.shape[0], query.device
     form = Form(((H, Dv), out.dtype), (N, B), bool(N and B and block_tables.shape[1]))

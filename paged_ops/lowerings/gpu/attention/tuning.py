@@ -167,7 +167,9 @@ def latent_tile(spec: Spec, target: Target, T: int, S: int) -> tuple[Tile, int]:
     rows = max(16, power_of_2(-(-T // S)) * power_of_2(spec.heads))
     if target.device.type == "cpu":
         return Tile(min(rows, 64), 16, 4, 1), INTERPRETER_PROGRAMS
-    numbers = target.tiles["latent"][element_kind(spec.dtype, spec.storage.dtype)]
+    kind = element_kind(spec.dtype, spec.storage.dtype)
+    # Where instructions convert fp8, rows with scales have tiles of their own: the scales take registers.
+    numbers = target.tiles["latent"]["rows" if kind == "fp8" and spec.storage.row_scales else kind]
     M = min(rows, max(map(int, numbers)))
     N, warps, stages, per_sm = numbers[str(M)]
     # Block ids are loaded first, which on CUDA takes every second stage.

@@ -1,0 +1,125 @@
+"""Latent rows that hold their scales (``kv_cache_dtype="fp8_ds_mla"``) on GPUs: how they are written, and what reads
+them.
+
+A row is 656 bytes: 512 numbers in e4m3, 4 scales in float32, each for 128 of them, and 64 rotated columns in bfloat16.
+Bytes of a token: a write reads 576 numbers of the model and writes 656 bytes, a gather the other way round; FLOPs do
+not count. Rows begin at multiples of 16 bytes, so all parts are loaded and stored 16 bytes at a time. The numbers are
+e4m3fn on every device. Letters as in :mod:`paged_ops.ops`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops import layouts
+from paged_ops.lowerings.gpu.fp8 import E4M3FN, divide, encode_fp8
+from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.target import Target
+
+LATENT = tl.constexpr(layouts.ROW_LATENT)
+GROUP = tl.constexpr(layouts.ROW_GROUP)
+GROUPS = tl.constexpr(layouts.ROW_LATENT // layouts.ROW_GROUP)
+ROTATED = tl.constexpr(layouts.ROW_ROTATED)
+FIRST_ROTATED = tl.constexpr(layouts.ROW_BYTES - 2 * layouts.ROW_ROTATED)  # byte
+LARGEST, SMALLEST = tl.constexpr(3.4028234663852886e38), tl.constexpr(2.0**-126)  # normal float32
+# Tokens of a program, one for each warp.
+TOKENS = 4
+
+
+@functools.lru_cache(maxsize=1024)
+def write_launcher(B: int, strides: tuple[Any, ...], dtypes: tuple[torch.dtype, ...], target: Target) -> Launcher:
+    """The kernel of all calls that differ only in the number of tokens. ``strides``: of the cache (n, b), latent,
+    rotated and slot_mapping."""
+    named = dict(zip(("CACHE", "DENSE", "DENSE_ROTATED", "SLOTS"), strides, strict=True))
+    tile = {"BLOCK_T": TOKENS, "NATIVE": target.has_fp8_cvt, "num_warps": TOKENS}
+    return Launcher(write_kernel, {"B": B, **named, **tile, **target.overlap()}, target.device)
+
+
+@triton.jit(do_not_specialize=["T"])
+def write_kernel(
+    tensors,  # latent, rotated, the cache as uint8, again, slot_mapping, None, None
+    T,
+    B: tl.constexpr,
+    CACHE: tl.constexpr,  # strides n, b in bytes
+    DENSE: tl.constexpr,  # of latent: t, d
+    DENSE_ROTATED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    latent, rotated, cache, _, slot_mapping, _, _ = tensors
+    if PDL:
+        gdc_wait()
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = (t < T)[:, None]
+    slot = tl.load(slot_mapping + t * SLOTS, mask=t < T, other=-1).to(tl.int64)
+    live = (slot >= 0)[:, None]
+    slot = tl.where(slot >= 0, slot, 0)
+    column, turned = tl.arange(0, LATENT).to(tl.int64), tl.arange(0, ROTATED).to(tl.int64)
+    # All is loaded before anything is stored, as a store might alias what is still to be loaded.
+    real = tl.load(latent + t[:, None] * DENSE[0] + column[None, :] * DENSE[1], mask=exists, other=1.0)
+    place = t[:, None] * DENSE_ROTATED[0] + turned[None, :] * DENSE_ROTATED[1]
+    rotated_real = tl.load(rotated + place, mask=exists, other=0.0)
+    groups = tl.reshape(real.to(tl.float32), (BLOCK_T, GROUPS, GROUP))
+    size = tl.abs(groups)
+    size = tl.where(size == size, tl.minimum(size, LARGEST), 0.0)  # without NaN
+    scale = tl.maximum(tl.div_rn(tl.max(size, 2), 448.0), SMALLEST)  # [tokens, groups]
+    codes = encode_fp8(divide(groups, scale[:, :, None], 2, NATIVE), E4M3FN, NATIVE)
+    row = cache + (slot // B) * CACHE[0] + (slot % B) * CACHE[1]
+    tl.store(row[:, None] + column[None, :], tl.reshape(codes, (BLOCK_T, LATENT)), mask=live)
+    group = tl.arange(0, GROUPS)
+    tl.store(scales_of(row)[:, None] + group[None, :], scale, mask=live)
+    tl.store(rotated_columns(row)[:, None] + turned[None, :], to_bfloat16(rotated_real), mask=live)
+    if PDL:
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+
+
+@triton.jit
+def scales_of(row):
+    """The address of the first scale of each row, from that of its first byte."""
+    return (row + LATENT).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def rotated_columns(row):
+    """The address of the first rotated column of each row, from that of its first byte."""
+    return (row + FIRST_ROTATED).to(tl.pointer_type(tl.bfloat16))
+
+
+@triton.jit
+def to_bfloat16(real):
+    """To nearest even, by integers: with the same bits on every device and in Triton's interpreter."""
+    if real.dtype == tl.bfloat16:
+        return real
+    else:
+        bits = real.to(tl.float32).to(tl.uint32, bitcast=True)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        upper = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, upper)
+        return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def load_scales(
+    base,  # the first byte of the cache
+    block,  # [N] block ids, or one
+    offset,  # [N] tokens inside the blocks
+    live,  # [N] whether a token is seen
+    SIDE: tl.constexpr,
+):
+    """``[N, 4]`` scales of a tile's tokens; 0 where a token is not live."""
+    row = base + (block.to(tl.int64) * SIDE.n + offset.to(tl.int64) * SIDE.b)
+    return tl.load(scales_of(row)[:, None] + tl.arange(0, GROUPS)[None, :], mask=live[:, None], other=0.0)
+
+
+@triton.jit
+def times_scales(stored, scales):
+    """Numbers ``[N, 512]`` in float32 times the scales ``[N, 4]`` of their groups."""
+    groups = tl.reshape(stored, (stored.shape[0], GROUPS, GROUP))
+    return tl.reshape(groups * scales[:, :, None], stored.shape)
