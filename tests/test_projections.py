@@ -1,6 +1,7 @@
 """Fused projections give what the model gave, by fewer matrix products."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from paged_ops.inspection import CompileReport
 from paged_ops.integrations.projections import FusedPart, fuse_projections, split_projections
+from paged_ops.lowerings.gpu import products
 from paged_ops.lowerings.gpu.products import use_overlapping_products
 
 
@@ -146,6 +148,15 @@ def test_products_that_stay(change):
     layer = nn.Sequential(nn.Linear(inputs, outputs, bias=change == "bias", dtype=dtype))
     assert use_overlapping_products(layer) == 0
     assert type(layer[0]) is nn.Linear
+
+
+def test_tiles_divide_their_weights():
+    for T, O in itertools.product(range(70), range(64, 140_000, 64)):
+        tile = products.tile_of(T, O, 132)
+        assert tile is None or O % tile["BN"] == 0
+        assert tile is None or T <= tile["ROWS"]
+    assert products.tile_of(16, 6144, 132) and products.tile_of(64, 28672, 132)
+    assert products.tile_of(17, 6144, 132) is products.tile_of(65, 28672, 132) is products.tile_of(0, 64, 132) is None
 
 
 @pytest.mark.gpu

@@ -83,27 +83,33 @@ def _on_cpu(x: Tensor, weight: Tensor) -> Tensor:
 def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     (T, C), target = rows.shape, target_of(x.device)
-    if not (0 < T <= MOST_ROWS and x.dtype == weight.dtype and _weight_serves(weight) and target.is_hopper):
-        return F.linear(x, weight)
     O = weight.shape[0]
+    serves = x.dtype == weight.dtype and _weight_serves(weight) and target.is_hopper
+    tile = tile_of(T, O, target.processors) if serves else None
+    if tile is None:
+        return F.linear(x, weight)
     out = x.new_empty(*x.shape[:-1], O)
-    options: dict[str, Any]
+    with on_device(target.device):
+        product_kernel[(O // tile["BN"],)](rows, weight, out, T, O, C, **tile, launch_pdl=True, **FUSED)
+    return out
+
+
+def tile_of(T: int, O: int, processors: int) -> dict[str, int] | None:
+    """The fastest tile for T rows and O outputs; None: torch's product is faster."""
+    if not 0 < T <= MOST_ROWS:
+        return None
     if T > FEW_ROWS:
         if O < MANY_OUTPUTS or O % 128:
-            return F.linear(x, weight)
-        options = dict(ROWS=64, BN=128, BK=64, STAGES=5)
+            return None
+        if O // 128 > processors:
+            return dict(ROWS=64, BN=128, BK=128, STAGES=4, num_warps=8)
+        return dict(ROWS=64, BN=128, BK=64, STAGES=5, num_warps=4)
     # 32 outputs per program, if there is at most one program per multiprocessor; else 64, which reads x less often.
-    elif 32 * target.processors >= O:
-        options = dict(ROWS=16, BN=32, BK=256, STAGES=6)
-    elif O <= 8192 or O % 128:
-        options = dict(ROWS=16, BN=64, BK=128, STAGES=5)
-    else:
-        options = dict(ROWS=16, BN=128, BK=128, STAGES=4)
-    with on_device(target.device):
-        product_kernel[(O // options["BN"],)](
-            rows, weight, out, T, O, C, **options, num_warps=4, launch_pdl=True, **FUSED
-        )
-    return out
+    if 32 * processors >= O:
+        return dict(ROWS=16, BN=32, BK=256, STAGES=6, num_warps=4)
+    if O <= 8192 or O % 128:
+        return dict(ROWS=16, BN=64, BK=128, STAGES=5, num_warps=4)
+    return dict(ROWS=16, BN=128, BK=128, STAGES=4, num_warps=4)
 
 
 def _weight_serves(weight: Tensor) -> bool:
