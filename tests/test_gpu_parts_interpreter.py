@@ -23,6 +23,14 @@ from paged_ops.lowerings.gpu.attention import plan as attention
 pytestmark = pytest.mark.interpreter
 
 
+@pytest.fixture(autouse=True)
+def one_launch(monkeypatch):
+    monkeypatch.setattr(tuning, "LARGEST_PART", 2048)
+    attention.forget()
+    yield
+    attention.forget()
+
+
 def a_call(heads, lens, tokens=1, padding=0, D=24):
     """float32; each sequence has ``tokens`` new tokens, and ``padding`` rows follow."""
     (H, K), B, S = heads, 8, len(lens)
