@@ -57,20 +57,21 @@ DEVICE = "cuda"
 KERNELS = plan._kernels
 
 
-def latent_cases() -> list[tuple[str, Any]]:
-    """Every latent case of every op; attention in the form with lse, and a few in the form without."""
+def latent_cases(only: str = "") -> list[tuple[str, Any]]:
+    """Every latent case of every op; attention in the form with lse, and a few in the form without. ``only``: a part of
+    the cases' names."""
     found = []
     for op, of_op in testing.CASES.items():
         for case in of_op:
             spec = getattr(case, "cache", None)
             few = op != "paged_attention" or case.name in testing.COMPILED[op]
-            if spec is not None and spec.latent and few:
+            if spec is not None and spec.latent and few and only in case.name:
                 found.append((op, case))
     return found
 
 
-def check_cases(part: int, parts: int) -> Iterator[dict[str, Any]]:
-    for op, case in latent_cases()[part::parts]:
+def check_cases(part: int, parts: int, only: str) -> Iterator[dict[str, Any]]:
+    for op, case in latent_cases(only)[part::parts]:
         record: dict[str, Any] = {"op": op, "case": case.name}
         try:
             testing.check(op, case, DEVICE, OPS[op])
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--heads", default="16,32,64,128")
     parser.add_argument("--blocks", default="64,16")
     parser.add_argument("--cases", default="", help="a part of the names of the batches to time")
+    parser.add_argument("--only", default="", help="a part of the names of the cases to check")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=110.0, help="after so long nothing more is timed")
@@ -214,7 +216,7 @@ def main() -> None:
         part, parts = map(int, args.share.split("/"))
         torch.set_num_threads(1)
         if args.part == "cases":
-            for record in check_cases(part, parts):
+            for record in check_cases(part, parts, args.only):
                 print(json.dumps(record), flush=True)
         else:
             warm(jobs, part, parts)
@@ -223,7 +225,18 @@ def main() -> None:
     start = time.monotonic()
     # Both at once, as both mostly compile.
     ways = {"cases": ("cases", args.processes * 2 // 3), "times": ("warm", args.processes // 3)}
-    same = ["--kind", args.kind, "--heads", args.heads, "--blocks", args.blocks, "--cases", args.cases]
+    same = [
+        "--kind",
+        args.kind,
+        "--heads",
+        args.heads,
+        "--blocks",
+        args.blocks,
+        "--cases",
+        args.cases,
+        "--only",
+        args.only,
+    ]
     same += ["--quick"] if args.quick else []
     running = {
         part: started(["--part", own, *same], max(1, count)) for part, (own, count) in ways.items() if part in args.part
@@ -244,7 +257,7 @@ def main() -> None:
         wrong = [record for record in records if not record["right"]]
         for record in wrong:
             print("wrong:", record, flush=True)
-        counts = {"group": "latent cases", "checked": len(records), "of": len(latent_cases()), "wrong": wrong}
+        counts = {"group": "latent cases", "checked": len(records), "of": len(latent_cases(args.only)), "wrong": wrong}
         keep(counts)
         seconds = time.monotonic() - start
         print(f"cases: {len(records)} of {counts['of']} ran, {len(wrong)} wrong, {seconds:.0f} s", flush=True)
