@@ -14,6 +14,8 @@ from torch import Tensor
 
 FORMS = ("nhd", "hnd", "plane_first", "strided", "interleaved", "separate", "separate_strided", "x_packed")
 LATENT_FORMS = ("latent", "latent_strided")  # one key/value head, whose values are the first Dv elements of its keys
+# As latent, D = 576 and Dv = 512, in bytes: 512 e4m3 numbers, 4 float32 scales, 64 bfloat16 columns.
+ROW_FORM, ROW_BYTES = "latent_rows", 656
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 POISON = {  # NaN, infinity and a finite number that would show, as bits
     torch.float32: (0x7FC00000, 0x7F800000, 0x7F000000),
@@ -53,6 +55,7 @@ class Form:
             "x_packed": [[0, 1, 2, 3, 4], [0, 1, 2, 3]],
             "latent": [[0, 1, 2]],
             "latent_strided": [rng.sample(range(3), 3)],
+            ROW_FORM: [[0, 1, 2]],
         }[name]
         strided = name.endswith("strided")
         gaps = [[rng.choice((0, 0, 1, 3, 8)) if strided else 0 for _ in order] for order in orders]
@@ -60,13 +63,19 @@ class Form:
             for gap in gaps:
                 gap[0] = rng.choice((1, 16, 64))  # a slice of something larger
         offset = rng.choice((0, 0, 0, 1, 8, 64))
-        as_tuples = tuple(map(tuple, orders)), tuple(map(tuple, gaps))
         as_bytes = kind.itemsize == 1 and rng.random() < 0.4
+        if name == ROW_FORM:  # rows begin at multiples of 16 bytes
+            gaps, offset, as_bytes = [[rng.choice((0, 16, 80)), rng.choice((0, 0, 16, 48)), 0]], offset // 8 * 16, True
+        as_tuples = tuple(map(tuple, orders)), tuple(map(tuple, gaps))
         return Form(name, B, K, D, Dv, kind, as_bytes, *as_tuples, offset)
 
     @property
     def latent(self) -> bool:
-        return self.name in LATENT_FORMS
+        return self.name in LATENT_FORMS or self.rows
+
+    @property
+    def rows(self) -> bool:
+        return self.name == ROW_FORM
 
     @property
     def stored(self) -> torch.dtype:
@@ -82,7 +91,7 @@ class Form:
             x = 16 // self.kind.itemsize
             return [(N, K, D // x, B, x), (N, K, D, B)]
         if self.latent:
-            return [(N, B, D)]
+            return [(N, B, ROW_BYTES if self.rows else D)]
         return [(N, 2, B, K, D)]
 
 
@@ -112,7 +121,8 @@ class Store:
         self.expected = self.bits.clone()
 
     def _addresses(self, tensors: list[Any], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each element of a key ``[N, B, K, D]`` and of a value ``[N, B, K, Dv]`` lies in ``bits``."""
+        """Where each element of a key ``[N, B, K, D]`` (of rows each byte) and of a value ``[N, B, K, Dv]`` lies in
+        ``bits``."""
         form = self.form
 
         def at(start: int, *terms: tuple[Tensor, int, int]) -> Tensor:
@@ -136,6 +146,7 @@ class Store:
             key = at(start, (n, 0, s[0]), (k, 2, s[1]), (d // x, 3, s[2]), (b, 1, s[3]), (d % x, 3, s[4]))
             return key, at(value_start, (n, 0, sv[0]), (k, 2, sv[1]), (dv, 3, sv[2]), (b, 1, sv[3]))
         if form.latent:
+            d = torch.arange(ROW_BYTES, device=device) if form.rows else d
             key = at(start, (n, 0, s[0]), (b, 1, s[1]), (d, 3, s[2]))
             return key, key[..., : form.Dv]
         both = [(n, 0, s[0]), (b, 1, s[2]), (k, 2, s[3]), (d, 3, s[4])]

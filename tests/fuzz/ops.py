@@ -174,6 +174,8 @@ class World:
         for name, tensor in (("key", key), ("value", value)):
             if name in self.poison_in:
                 tensor.masked_fill_(bad, self.poison)
+        if form.rows:  # whose rotated columns are bfloat16, for which there are many codes of NaN
+            key[..., form.Dv :].nan_to_num_(1.0, 1.0, 1.0)
         if form.latent:
             value = key[..., : form.Dv]
         w, j = (np.arange(L) < self.lens[:, None]).nonzero()
@@ -237,6 +239,9 @@ class World:
     def _stored(self, real: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the cache keeps of numbers ``[..., K, D]``: as float64 without the scale, and as bits."""
         form = self.setting.form
+        if form.rows:
+            held, bits = truth.scaled_rows(real)
+            return held, bits
         if not self.setting.fp8:
             return real.double(), real.view(BITS[form.kind.itemsize])
         codes = truth.fp8(real.float() / by_head(scale), form.kind)

@@ -13,7 +13,7 @@ import torch
 
 import paged_ops
 
-from .caches import FORMS, LATENT_FORMS, Form
+from .caches import FORMS, LATENT_FORMS, ROW_FORM, Form
 from .runner import INTERPRETER, Case
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,8 +82,8 @@ def draw(rng: random.Random, device: str) -> Setting:
 def _draw(rng: random.Random, device: str) -> Setting:
     # Arithmetic in bfloat16 is wrong in Triton's interpreter.
     dtype = rng.choice(DTYPES[:2] if device == INTERPRETER else DTYPES)
-    name = rng.choice((*FORMS, *LATENT_FORMS))
-    kind = rng.choice((dtype, dtype, dtype, E4M3, E5M2))
+    name = rng.choice((*FORMS, *LATENT_FORMS, ROW_FORM))
+    kind = E4M3 if name == ROW_FORM else rng.choice((dtype, dtype, dtype, E4M3, E5M2))
     K, G = rng.choice(HEADS)
     x = 16 // kind.itemsize if name == "x_packed" else 1
     D = rng.choice([size for size in HEAD_SIZES if size % x == 0])
@@ -91,6 +91,8 @@ def _draw(rng: random.Random, device: str) -> Setting:
     if name in LATENT_FORMS:
         K, G, Dv = 1, K * G, rng.choice((8, 13, 32, 50, 64, 256, 512))
         D = Dv + rng.choice((0, 5, 8, 32, 64))
+    if name == ROW_FORM:
+        K, G, D, Dv = 1, K * G, 576, 512
     B = rng.choice(BLOCK_SIZES)
     longest = rng.choice((6, 20, 40, 40, 70, 130, 300, rng.choice((100, 700))))
     if device == INTERPRETER:
@@ -100,6 +102,7 @@ def _draw(rng: random.Random, device: str) -> Setting:
     form = Form.draw(rng, name, B, K, D, Dv, kind)
     fp8 = kind.itemsize == 1
     names = {E4M3: ("fp8", "fp8_e4m3"), E5M2: ("fp8_e5m2",)}.get(kind, ("auto",))
+    names = ("fp8_ds_mla",) if name == ROW_FORM else names
     features = _features(rng, B, longest)
     on = dict(features)
     S = rng.choice((1, 2, 3, 5, 8, 8, 13))
@@ -115,7 +118,9 @@ def _draw(rng: random.Random, device: str) -> Setting:
         sequences=rng.choice((2, 4, 6, 9)),
         shapes=tuple(sorted(rng.sample(sorted(shapes), min(len(shapes), rng.choice((2, 3)))))),
         kv_cache_dtype=rng.choice(names if form.as_bytes else (*names, "auto")),
-        scales=(rng.choice((0, 1, K)), 0 if form.latent else rng.choice((0, 1, K))) if fp8 else (0, 0),
+        scales=(rng.choice((0, 1, K)), 0 if form.latent else rng.choice((0, 1, K)))
+        if fp8 and name != ROW_FORM
+        else (0, 0),
         fp8_output=rng.random() < 0.12,
         features=features,
         scale=rng.choice((D**-0.5,) * 6 + (1.0, 0.05, -(D**-0.5), 0.0)),

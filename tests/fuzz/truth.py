@@ -111,6 +111,23 @@ def fp8(real: Tensor, kind: torch.dtype) -> Tensor:
     return torch.round(x / step) * step
 
 
+def scaled_rows(real: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents ``[..., 512]``, with or without 64 rotated columns, as rows that hold their scales: the numbers that they
+    keep, in float64, and their bytes (those of the 512 numbers, if there are no rotated columns)."""
+    groups = real[..., :512].float().unflatten(-1, (4, 128))
+    size = groups.abs()
+    size = torch.where(size.isnan(), 0.0, size.clamp(max=3.4028234663852886e38)).amax(-1, keepdim=True)
+    scales = torch.maximum(size / 448.0, torch.full_like(size, 2.0**-126))
+    codes = fp8(groups / scales, torch.float8_e4m3fn)
+    held = (codes * scales.double()).flatten(-2)
+    bits = codes.float().to(torch.float8_e4m3fn).flatten(-2).view(torch.uint8)
+    if real.shape[-1] == 512:
+        return held, bits
+    rotated = real[..., 512:].to(torch.bfloat16)
+    parts = bits, scales[..., 0].contiguous().view(torch.uint8), rotated.contiguous().view(torch.uint8)
+    return torch.cat([held, rotated.double()], -1), torch.cat(parts, -1)
+
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """``2 ** exponent`` in float64, exactly, on every device."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
