@@ -6,6 +6,7 @@ The interpreter runs one program after another, so the order of the programs is 
 
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from triton.runtime import interpreter
 from paged_ops.lowerings import cpu, gpu
 from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention.parts import UNIT
 
 pytestmark = pytest.mark.interpreter
 
@@ -88,7 +90,8 @@ def test_the_order_of_programs_does_not_show(name, monkeypatch):
     finally:
         attention.forget()
     assert len(made) == 3
-    assert not any(counters.any() for counters in made)  # as they were before
+    for integers in made:
+        assert not integers.view(programs, -1)[:, : UNIT.value + 1].any()  # counters are as they were before
     for got in results[1:]:
         assert all(map(torch.equal, got, results[0]))
     for got, want in zip(results[0], cpu.paged_attention_with_lse(*call), strict=True):
@@ -120,3 +123,48 @@ def test_large_parts_are_merged_by_all_programs_of_a_unit(monkeypatch):
         gpu.paged_attention(*a_call(heads, [40, 3]))
         kernels.append(len(launched))
     assert kernels == [2, 1]
+
+
+@pytest.mark.parametrize("without_counters", [False, True])
+@pytest.mark.parametrize(
+    ("lens", "tokens", "whole"),
+    [
+        ([200, 208, 197, 205], [1, 1, 1, 1], True),
+        ([200, 208, 197, 90], [1, 1, 1, 1], False),
+        ([200, 0, 208, 205], [1, 1, 1, 1], False),
+        ([96, 192, 192, 192], [2, 1, 1, 0], False),  # as many tiles of each sequence, but of two units
+    ],
+)
+def test_units_that_are_about_equal_stay_whole(lens, tokens, whole, without_counters, monkeypatch):
+    monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", 10)
+    monkeypatch.setattr(tuning, "whole_units", lambda T, S, K, programs, target: 8)
+    workspaces = []
+
+    def counters_of(workspace, number):
+        workspaces.append(workspace.fill_(torch.nan))
+        return None if without_counters else torch.zeros(number, dtype=torch.int32)
+
+    monkeypatch.setattr(attention, "counters_of", counters_of)
+    query, kv_cache, tables, seq_lens, _, scale = a_call((20, 2), lens, D=16)
+    starts = torch.tensor([0, *torch.tensor(tokens).cumsum(0)], dtype=torch.int32)
+    call = query, kv_cache, tables, seq_lens, starts, scale
+    got = gpu.paged_attention_with_lse(*call)
+    for mine, want in zip(got, cpu.paged_attention_with_lse(*call), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+    assert workspaces[0].isnan().all() == whole  # no parts
+
+
+@pytest.mark.parametrize(
+    ("batch", "programs"),
+    [
+        ((64, 64, 4), 264),
+        ((256, 256, 1), 264),
+        ((48, 48, 8), 396),
+        ((64, 64, 8), 0),
+        ((65, 64, 4), 0),
+        ((32, 32, 4), 0),
+    ],
+)
+def test_how_many_programs_take_a_unit_each(batch, programs):
+    target = SimpleNamespace(processors=132)
+    assert tuning.whole_units(*batch, 396, target) == programs

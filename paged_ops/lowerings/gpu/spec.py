@@ -176,7 +176,8 @@ class TileShape(NamedTuple):
 class Division(NamedTuple):
     """Which sequences split_kernel serves: those of at most ``rows`` packed query rows and more than ``short`` keys, or
     all. A program counts ``at_once`` sequences in one vector, ``times`` times. The key tiles of all units stand in one
-    row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first."""
+    row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first.
+    ``whole``: if units are about equally long, so many programs take one each; 0: never."""
 
     rows: int
     everyone: bool
@@ -184,6 +185,7 @@ class Division(NamedTuple):
     at_once: int
     times: int
     heads_apart: bool = False
+    whole: int = 0
 
 
 def spec_of(

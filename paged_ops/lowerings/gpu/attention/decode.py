@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.parts import COUNTERS, Divided, merge_if_last
+from paged_ops.lowerings.gpu.attention.parts import INTEGERS, Divided, merge_if_last, note, noted
 from paged_ops.lowerings.gpu.attention.tile import (
     Batch,
     Keys,
@@ -33,7 +33,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
     store_rows,
     stripe_offset,
 )
-from paged_ops.lowerings.gpu.attention.units import locate, next_unit, program_of, sequence, shares
+from paged_ops.lowerings.gpu.attention.units import fit_whole, locate, next_unit, program_of, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
@@ -61,7 +61,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
     """On what :func:`plan` depends besides the spec, the target, the tiles and the count of sequences: equal values
     have equal plans, whatever T and S are."""
-    return None
+    return tuning.whole_units(T, S, spec.K, tile_plan.programs, target)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
@@ -69,7 +69,9 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     if not tile_plan.all_split:
         return None
-    return plan_around((), spec, target, shapes, tuning.division(tile_plan.split.block_m, shapes.S, everyone=True))
+    division = tuning.division(tile_plan.split.block_m, shapes.S, everyone=True)
+    whole = tuning.whole_units(shapes.T, shapes.S, spec.K, tile_plan.programs, target)
+    return plan_around((), spec, target, shapes, tuning.by_warps(division)._replace(whole=whole))
 
 
 def plan_around(
@@ -98,8 +100,7 @@ def plan_around(
     plan = with_merge((launch(0), *between), P, merged, spec, target, division)
     if not fan:
         return plan
-    counters = -(-P * COUNTERS.value // 4) * 4  # addresses are multiples of 16
-    return Plan((launch(fan), *between), plan.workspace, counters, plan.launches)
+    return Plan((launch(fan), *between), plan.workspace, P * INTEGERS.value, plan.launches)
 
 
 def with_merge(
@@ -182,7 +183,15 @@ def split_kernel(
 
     start, end, share, longer = shares(p, P, batch, SPEC, DIVISION, TILE)
     s, unit, part_tile = locate(start, batch, SPEC, DIVISION, TILE)
+    if DIVISION.whole:
+        whole = fit_whole(share, longer, P, batch, SPEC, DIVISION, TILE)
+        s = tl.where(whole, p // K, s)
+        unit = tl.where(whole, p % K, unit)
+        part_tile = tl.where(whole, 0, part_tile)
     row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
+    if DIVISION.whole:
+        start = tl.where(whole, 0, start)
+        end = tl.where(whole, tl.where(s < numbers.S, end_tile - first_tile, 0), end)
     part_tile += first_tile  # the first tile of this program's part of the unit
     tile = part_tile - 1
     kh = unit % K
@@ -193,7 +202,8 @@ def split_kernel(
         if (part_tile > first_tile) & (start < end):
             first = program_of(start + first_tile - part_tile, share, longer)
             last = program_of(start + end_tile - part_tile - 1, share, longer)
-        begun = Divided(first, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS) * K + kh)
+        begun = Divided(first, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS), kh)
+        note(tensors, p, begun, share, longer)
     steps = end - start
     skipped = 0
     if MASKS.sparse:
@@ -315,11 +325,11 @@ def split_kernel(
             acc_odd = acc
     if FAN:
         first_free = tl.load(tensors.query_start_loc + numbers.S)
+        begun, share, longer = noted(tensors, p)
         last = p
         if (start < end) & (tile + 1 < end_tile) & (tile - first_tile < end - start):
-            share = end - start - tl.where(p < longer, 1, 0)  # again: no register holds it meanwhile
             last = program_of(end + end_tile - tile - 2, share, longer)
-        left = Divided(p, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS) * K + kh)
+        left = Divided(p, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS), kh)
         if (begun.first < begun.last) | (p < last):
             merge_if_last(tensors, p, begun, left, SPEC, TILE, FAN)
         one = tl.arange(0, 1)
@@ -378,6 +388,9 @@ def merge_kernel(
     store_padding(tensors, first_free + program, numbers.T, programs, one, d, H, Dv)
     # The unit in which this share ends, if it goes on: the programs whose shares have its first and its last tile.
     start, end, share, longer = shares(p, tl.num_programs(0), batch, SPEC, DIVISION, TILE)
+    if DIVISION.whole:
+        if fit_whole(share, longer, tl.num_programs(0), batch, SPEC, DIVISION, TILE):
+            end = start
     s, unit, tile = locate(end - 1, batch, SPEC, DIVISION, TILE)
     row_start, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
     left = end_tile - first_tile - 1 - tile

@@ -97,6 +97,21 @@ def division(rows: int, S: int, short: int = -1, everyone: bool = False) -> Divi
     return Division(rows, everyone, short, at_once, -(-S // at_once))
 
 
+def by_warps(division: Division) -> Division:
+    """The same for few sequences, which a warp counts by itself, in two vectors."""
+    return division._replace(at_once=32, times=2) if division.at_once == 64 else division
+
+
+def whole_units(T: int, S: int, K: int, programs: int, target: Target) -> int:
+    """So many programs, two or more on each multiprocessor, that each may take one whole unit; 0: units are too few or
+    too many."""
+    for on_each in range(2, programs // max(target.processors, 1) + 1):
+        taking = on_each * target.processors
+        if T == S and S * K <= taking <= 1.05 * S * K:
+            return taking
+    return 0
+
+
 def fan_of(tile: TileShape, target: Target) -> int:
     """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them, all of its
     programs one unit, as large parts would take a single program too long."""

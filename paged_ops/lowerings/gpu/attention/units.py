@@ -57,6 +57,21 @@ def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl
 
 
 @triton.jit
+def fit_whole(share, longer, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
+    """Whether no unit has more key tiles than equal shares of DIVISION.whole programs would have, and a twentieth. Then
+    program p takes unit ``p % K`` of sequence ``p // K``, and nothing is divided."""
+    longest = 0
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
+    for n in tl.static_range(TIMES):
+        s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+        one_unit = q_len <= TILE.M // SPEC.G
+        longest = tl.maximum(longest, tl.max(tl.where(one_unit, end_tile - first_tile, 1 << 30)))
+    total = share * P + longer
+    return longest * (1.0 * DIVISION.whole) <= total * 1.05
+
+
+@triton.jit
 def program_of(position, share, longer):
     """The program whose share has a key tile; the first ``longer`` programs have one tile more than ``share``."""
     of_longer = longer * (share + 1)
