@@ -22,6 +22,10 @@ from paged_ops.layouts import paged_kv
 Ints = Sequence[int] | Tensor  # numpy arrays too
 
 
+# Up to so many numbers are read faster by Python than by a torch op.
+FEW = 512
+
+
 class Batch:
     """A step as the host describes it: for each request what is scheduled, what is cached, and where.
 
@@ -76,7 +80,14 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.query_lens.sum())
+        return sum(self.query_lens.tolist()) if self.num_reqs <= FEW else int(self.query_lens.sum())
+
+    def is_uniform(self, query_len: int) -> bool:
+        """Whether each request has so many tokens."""
+        if self.num_reqs <= FEW:
+            lens = self.query_lens.tolist()
+            return lens.count(query_len) == len(lens)
+        return bool((self.query_lens == query_len).all())
 
     def swap(self, i: int, j: int) -> None:
         """Exchange requests i and j."""

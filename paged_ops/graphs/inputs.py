@@ -5,9 +5,11 @@ Letters: T tokens of a step (padded), S sequences (padded).
 
 from __future__ import annotations
 
+import array
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +95,12 @@ class InputBuffers:
             self._device[start : start + t].copy_(input_ids)
             host.send(S)
         else:
-            numbers[start : start + t] = torch.as_tensor(input_ids, device="cpu")
-            numbers[start + t : start + T] = 0
+            ids: Any = input_ids
+            if t and isinstance(input_ids, list):  # which torch reads slowly
+                ids = torch.frombuffer(array.array("q", input_ids), dtype=torch.int64)
+            numbers[start : start + t] = torch.as_tensor(ids, device="cpu")
+            if T > t:
+                numbers[start + t : start + T] = 0
             host.send(start + T)
         return self._step(S, T, metadata)
 

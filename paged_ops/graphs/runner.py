@@ -225,7 +225,7 @@ class DecodeGraphs:
         """
         n, t = batch.num_reqs, batch.num_tokens
         common_prefix_len *= self.cascade
-        is_advanced = lookahead > 0 and self._sample is not None and bool((batch.query_lens == 1).all())
+        is_advanced = lookahead > 0 and self._sample is not None and batch.is_uniform(1)
         key = self.find(batch, cascade=common_prefix_len > 0, is_advanced=is_advanced)
         S, T = (max(n, self._inputs.LEAST), max(t, self._inputs.LEAST)) if key is None else key[:2]
         inputs = self._inputs.fill(batch, input_ids, S, T, common_prefix_len, lookahead)
@@ -253,7 +253,7 @@ class DecodeGraphs:
         ``is_advanced``: :meth:`replay_next` will follow. A graph can be advanced if it has one token per sequence.
         """
         n, t = batch.num_reqs, batch.num_tokens
-        is_decode = bool((batch.query_lens == self.query_len).all())
+        is_decode = batch.is_uniform(self.query_len)
         if self._keeps_state and not bool((batch.num_computed_tokens > 0).all()):
             is_decode = False  # a graph continues the states of all sequences
         if is_decode:

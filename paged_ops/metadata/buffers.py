@@ -130,6 +130,7 @@ class Staging:
     def __init__(self, buffers: Buffers):
         self.buffers = buffers
         self.event: torch.cuda.Event | None = None
+        self._parts: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}  # what is sent, by sizes
 
     def wait(self) -> Buffers:
         if self.event is not None:
@@ -137,8 +138,16 @@ class Staging:
         return self.buffers
 
     def send(self, target: Buffers, T: int, S: int, table_rows: int) -> None:
-        for start, stop in self.buffers.used(T, S, table_rows):
-            target.storage[start:stop].copy_(self.buffers.storage[start:stop], non_blocking=True)
+        sizes = T, S, table_rows
+        parts = self._parts.get(sizes)
+        if parts is None:
+            ranges = self.buffers.used(*sizes)
+            parts = [(target.storage[start:stop], self.buffers.storage[start:stop]) for start, stop in ranges]
+            if len(self._parts) >= 1024:
+                self._parts.clear()
+            self._parts[sizes] = parts
+        for there, here in parts:
+            there.copy_(here, non_blocking=True)
 
     def sent(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -146,6 +155,10 @@ class Staging:
             self.event.record(torch.cuda.current_stream(device))
 
 
+# Below so many bytes of columns past the longest sequence they are sent, too.
+LEAST_SPREAD_BYTES = 256 << 10
+
+
 def prefers_compact(rows: int, width: int, M: int) -> bool:
     """Whether to send only the columns in use and to spread them on the device: one more kernel, but fewer bytes."""
-    return 4 * rows * (M - width) > 256 << 10 and 2 * width <= M
+    return 4 * rows * (M - width) > LEAST_SPREAD_BYTES and 2 * width <= M

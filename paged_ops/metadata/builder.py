@@ -20,6 +20,7 @@ from paged_ops.bidirectional import ranges_of_step
 from paged_ops.checks import expect
 from paged_ops.device import with_index
 from paged_ops.metadata.buffers import Buffers, Staging, prefers_compact
+from paged_ops.metadata.fill import Filler, compiled
 from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, ContextMetadata, GraphSupport
 from paged_ops.parallel.spread import WHOLE, Spread, widest
 from paged_ops.states import PADDING_ROW
@@ -126,6 +127,9 @@ class AttentionMetadataBuilder:
         self._staging = [Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
         self._turns = itertools.cycle(self._staging)
         self._views: dict[tuple[int, int], Buffers] = {}
+        self._fills = not (num_state_rows or max_bidirectional_ranges or self._spread.size > 1)
+        self._fills &= unused_block_id is None
+        self._fillers: dict[int, Filler] = {}  # by the buffers that they fill
         self._cascade: tuple[Tensor, ...] | None = None
         self._own_tables: tuple[Tensor, Tensor] | None = None
 
@@ -163,6 +167,10 @@ class AttentionMetadataBuilder:
                 outside [0, N), the common prefix is not common, or a bidirectional range goes on after the step.
                 Nothing has been written then.
         """
+        if common_prefix_len == 0:
+            filled = self._build_at_once(batch, num_reqs, num_tokens, lookahead)
+            if filled is not None:
+                return filled
         B, n = self.block_size, batch.num_reqs
         query_lens, computed = batch.query_lens, batch.num_computed_tokens
         expect(n <= self.max_num_seqs, "query_lens", f"at most max_num_seqs = {self.max_num_seqs} requests", n)
@@ -219,6 +227,35 @@ class AttentionMetadataBuilder:
         if common_prefix_len and not fast_build:
             metadata.cascade = self._build_cascade(common_prefix_len, metadata)
         return metadata
+
+    def _build_at_once(
+        self, batch: Batch, num_reqs: int | None, num_tokens: int | None, lookahead: int
+    ) -> AttentionMetadata | None:
+        """The usual step, by fill.cpp; None if that does not serve it, or if something is wrong with it."""
+        plain = batch.state_slots is None and batch.bidirectional_ranges is None
+        if not (plain and self._fills) or len(batch.other_block_ids) + 1 != len(self.num_blocks):
+            return None
+        staging = next(self._turns, None)
+        into = self._buffers if staging is None else staging.wait()
+        filler = self._fillers.get(id(into))
+        if filler is None:
+            function = compiled()
+            if function is None:
+                self._fills = False
+                return None
+            filler = Filler(into, function, self.block_size, self.num_blocks, staging is not None)
+            self._fillers[id(into)] = filler
+        host = filler.fill(batch, num_reqs, num_tokens, lookahead)
+        if host is None:
+            return None
+        found = filler.step
+        n, S, T = found.n, found.S, found.T
+        if staging is not None:
+            self._send(staging, n, S, T, found.width, bool(found.compact))
+        query_start_loc, seq_lens, computed = host
+        return self._metadata(
+            query_start_loc, seq_lens, computed, n, found.tokens, found.max_query_len, found.max_seq_len, T
+        )
 
     def build_for_capture(self, num_reqs: int, query_len: int = 1, *, cascade: bool = False) -> AttentionMetadata:
         """Metadata for warming up and capturing a graph of ``num_reqs`` sequences with ``query_len`` tokens each.
@@ -384,18 +421,19 @@ class AttentionMetadataBuilder:
             blocks = [torch.where(needed, each, self.unused_block_id) for each in blocks]
             for table in into.all_block_tables:
                 table[:S] = self.unused_block_id
-        tables = [
-            table.view(-1)[: n * width].view(n, width) if compact else table[:n, :width]
-            for table in into.all_block_tables
-        ]
-        for table, each in zip(tables, blocks, strict=True):
-            table.copy_(each)
+        for table, each in zip(into.all_block_tables, blocks, strict=True):
+            (_packed(table, n, width) if compact else table[:n, :width]).copy_(each)
         if staging is not None:
-            staging.send(self._buffers, T, S, 0 if compact else rows)
-            if compact:
-                for table, target in zip(tables, self._buffers.all_block_tables, strict=True):
-                    target[:n, :width].copy_(table.to(self.device, non_blocking=True))
-            staging.sent(self.device)
+            self._send(staging, rows, S, T, width, compact)
+
+    def _send(self, staging: Staging, rows: int, S: int, T: int, width: int, compact: bool) -> None:
+        """Send a step with so many rows of the block tables: whole, or compact only their columns in use."""
+        staging.send(self._buffers, T, S, 0 if compact else rows)
+        if compact:
+            tables = staging.buffers.all_block_tables, self._buffers.all_block_tables
+            for table, target in zip(*tables, strict=True):
+                target[:rows, :width].copy_(_packed(table, rows, width).to(self.device, non_blocking=True))
+        staging.sent(self.device)
 
     def _metadata(
         self,
@@ -462,6 +500,11 @@ class AttentionMetadataBuilder:
         suffix_block_tables[:, : M - width].copy_(metadata.block_tables[:, width:])
         suffix_lens.copy_(metadata.seq_lens).sub_(common_prefix_len).clamp_(min=0)
         return CascadeMetadata(common_prefix_len, prefix_block_table, prefix_len, suffix_block_tables, suffix_lens)
+
+
+def _packed(table: Tensor, rows: int, width: int) -> Tensor:
+    """The first rows of a block table without the columns past ``width``, in the same memory."""
+    return table.view(-1)[: rows * width].view(rows, width)
 
 
 def _padded(argument: str, asked: int | None, actual: int, limit_name: str, limit: int) -> int:

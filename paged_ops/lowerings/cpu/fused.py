@@ -1,11 +1,9 @@
 """Attention on the CPU as one C++ function, ``fused.cpp``, for every feature but block-sparse.
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
-reads each once for all the rows of a decode. It is compiled at the first call that it can serve, in about two seconds,
-by the compiler that torch takes for C++ extensions. It is kept in torch's folder of extensions, in a folder of the
-user, under a hash of source, compiler, flags and machine and a hash of its own bytes; later processes load it if both
-fit. Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more slowly and within the
-same error budget.
+reads each once for all the rows of a decode. It is compiled at the first call that it can serve, in about two seconds
+(:mod:`paged_ops.native`). Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more
+slowly and within the same error budget.
 """
 
 from __future__ import annotations
@@ -13,16 +11,6 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import stat
-import subprocess
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paged_ops import native
 from paged_ops.features import Features
 from paged_ops.layouts import PagedKV, has_row_scales
+from paged_ops.native import own_folder as own_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
@@ -42,10 +32,6 @@ FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
 }
-# The errors of load.
-FAILURES = (OSError, subprocess.SubprocessError, AttributeError)
-# How long a compiler may take, and how much of what it says is shown.
-MOST_SECONDS, LINES_SAID = 300, 5
 
 
 class Call(ctypes.Structure):
@@ -136,87 +122,13 @@ def serves(stored: torch.dtype, f: Features) -> bool:
 
 @functools.cache
 def compiled() -> Callable[[Any], None] | None:
-    """The C++ function, or None if no compiler can make it. If there is a compiler, a warning says why it failed."""
-    if sys.platform == "win32":
-        return None  # its own compiler lacks the vector types of the source
-    try:
-        # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); the import needs setuptools.
-        from torch.utils import cpp_extension
-
-        named = cpp_extension.get_cxx_compiler()
-        compiler = shlex.split(named)
-        if not compiler:
-            raise ValueError(f"expected the name of a compiler in CXX, got {named!r}")
-    except (ImportError, ValueError) as error:
-        _warn(error)
-        return None
-    if shutil.which(compiler[0]) is None:
-        return None
-    processor = FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())
-    try:
-        return load(compiler, processor, own_folder(Path(cpp_extension._get_build_directory("paged_ops", False))))
-    except FAILURES:
-        pass
-    try:  # the folder may be read-only, full or unsafe: then a library for this process only
-        with tempfile.TemporaryDirectory() as folder:
-            return load(compiler, processor, Path(folder))
-    except FAILURES as error:
-        _warn(error)
-        return None
-
-
-def _warn(why: Exception) -> None:
-    lines = str(getattr(why, "stderr", None) or why).strip().splitlines()
-    said = "\n".join(lines[:LINES_SAID])
-    warnings.warn(f"paged_ops: attention on the CPU is not compiled, and slower: {said}", stacklevel=3)
-
-
-def own_folder(shared: Path) -> Path:
-    """A folder in it that only this user can write, so that no library of others is ever loaded.
-
-    Raises OSError if there can be none.
-    """
-    folder = shared / f"user-{os.geteuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionError(f"expected a folder that only this user can write, got {folder}")
-    return folder
+    """The C++ function, or None if no compiler can make it."""
+    return native.built(ATTENTION, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
 
 
 def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], None]:
-    """The function from a library in folder. It is compiled unless it is there, complete and unchanged.
-
-    Raises OSError, subprocess.SubprocessError or AttributeError (no such function in what the compiler made).
-    """
-    command = [*compiler, "-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", *processor]
-    made_of = (SOURCE.read_text(), command, shutil.which(compiler[0]), platform.machine(), platform.libc_ver())
-    stem = f"attention-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
-    for library in folder.glob(f"{stem}-*.so"):
-        if library == _named_by_content(library, stem):
-            return _function(library)
-        library.unlink(missing_ok=True)  # loading it could kill the process
-    # Under another name first, so that no process finds a part of the library.
-    handle, path = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    unfinished = Path(path)
-    try:
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
-        run([*command, str(SOURCE), "-o", path])
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())  # a full disk may raise only here
-        function = _function(unfinished)
-        unfinished.replace(_named_by_content(unfinished, stem))
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return function
+    """The function from a library in folder: see :func:`paged_ops.native.load`."""
+    return native.load(ATTENTION, compiler, processor, folder)
 
 
-def _named_by_content(library: Path, stem: str) -> Path:
-    return library.with_name(f"{stem}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so")
-
-
-def _function(library: Path) -> Callable[[Any], None]:
-    function = ctypes.CDLL(str(library)).paged_attention
-    function.argtypes, function.restype = [ctypes.POINTER(Call)], None
-    return function
+ATTENTION = native.Source(SOURCE, "paged_attention", Call, None, "attention", "attention on the CPU", ("-fopenmp",))

@@ -1,0 +1,129 @@
+"""C++ functions that are compiled at their first use, by the compiler that torch takes for extensions.
+
+A library is kept in torch's folder of extensions, in a folder of the user, under a hash of source, compiler, flags and
+machine and a hash of its own bytes; later processes load it if both fit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# The errors of load.
+FAILURES = (OSError, subprocess.SubprocessError, AttributeError)
+# How long a compiler may take, and how much of what it says is shown.
+MOST_SECONDS, LINES_SAID = 300, 5
+
+
+class Source(NamedTuple):
+    """A file with one function, which takes a pointer to a structure."""
+
+    path: Path
+    function: str
+    argument: type[ctypes.Structure]
+    result: Any  # its type, None: nothing
+    stem: str  # of the library's name
+    what: str  # for the warning that it cannot be compiled
+    flags: tuple[str, ...] = ()
+    keeps_lock: bool = False  # whether it runs under Python's lock, as short functions should
+
+
+def built(source: Source, processor: Sequence[str] = ()) -> Callable[[Any], Any] | None:
+    """The C++ function, or None if no compiler can make it. If there is a compiler, a warning says why it failed."""
+    if sys.platform == "win32":
+        return None  # its own compiler lacks the vector types of the source
+    try:
+        # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); the import needs setuptools.
+        from torch.utils import cpp_extension
+
+        named = cpp_extension.get_cxx_compiler()
+        compiler = shlex.split(named)
+        if not compiler:
+            raise ValueError(f"expected the name of a compiler in CXX, got {named!r}")
+    except (ImportError, ValueError) as error:
+        _warn(source, error)
+        return None
+    if shutil.which(compiler[0]) is None:
+        return None
+    try:
+        shared = Path(cpp_extension._get_build_directory("paged_ops", False))
+        return load(source, compiler, processor, own_folder(shared))
+    except FAILURES:
+        pass
+    try:  # the folder may be read-only, full or unsafe: then a library for this process only
+        with tempfile.TemporaryDirectory() as folder:
+            return load(source, compiler, processor, Path(folder))
+    except FAILURES as error:
+        _warn(source, error)
+        return None
+
+
+def _warn(source: Source, why: Exception) -> None:
+    lines = str(getattr(why, "stderr", None) or why).strip().splitlines()
+    said = "\n".join(lines[:LINES_SAID])
+    warnings.warn(f"paged_ops: {source.what} is not compiled, and slower: {said}", stacklevel=4)
+
+
+def own_folder(shared: Path) -> Path:
+    """A folder in it that only this user can write, so that no library of others is ever loaded.
+
+    Raises OSError if there can be none.
+    """
+    folder = shared / f"user-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"expected a folder that only this user can write, got {folder}")
+    return folder
+
+
+def load(source: Source, compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], Any]:
+    """The function from a library in folder. It is compiled unless it is there, complete and unchanged.
+
+    Raises OSError, subprocess.SubprocessError or AttributeError (no such function in what the compiler made).
+    """
+    command = [*compiler, "-O3", "-std=c++17", "-shared", "-fPIC", *source.flags, *processor]
+    made_of = (source.path.read_text(), command, shutil.which(compiler[0]), platform.machine(), platform.libc_ver())
+    stem = f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
+    for library in folder.glob(f"{stem}-*.so"):
+        if library == _named_by_content(library, stem):
+            return _function(source, library)
+        library.unlink(missing_ok=True)  # loading it could kill the process
+    # Under another name first, so that no process finds a part of the library.
+    handle, path = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    unfinished = Path(path)
+    try:
+        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
+        run([*command, str(source.path), "-o", path])
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())  # a full disk may raise only here
+        function = _function(source, unfinished)
+        unfinished.replace(_named_by_content(unfinished, stem))
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return function
+
+
+def _named_by_content(library: Path, stem: str) -> Path:
+    return library.with_name(f"{stem}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so")
+
+
+def _function(source: Source, library: Path) -> Callable[[Any], Any]:
+    loaded = (ctypes.PyDLL if source.keeps_lock else ctypes.CDLL)(str(library))
+    function = getattr(loaded, source.function)
+    function.argtypes, function.restype = [ctypes.POINTER(source.argument)], source.result
+    return function

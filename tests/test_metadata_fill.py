@@ -1,0 +1,143 @@
+"""The step that one C++ function writes is the one that the torch ops write, and it writes nothing that they refuse."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from paged_ops.metadata import AttentionMetadataBuilder, Batch
+from paged_ops.metadata import builder as builders
+from paged_ops.metadata.fill import compiled
+
+B, M, N = 16, 12, 50
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    assert compiled() is not None, "no C++ compiler"
+
+
+def made(fills, pools=1):
+    made = AttentionMetadataBuilder(B, 24, 600, M, num_blocks=[N + each for each in range(pools)])
+    made._fills = made._fills and fills
+    made._buffers.storage.fill_(0x77)
+    return made
+
+
+def random_batch(rng, pools):
+    n, wide = rng.randrange(9), rng.choice([torch.int32, torch.int64])
+    decodes = rng.random() < 0.5
+    query_lens = [1 if decodes else rng.randrange(70) for _ in range(n)]
+    computed = [rng.randrange(M * B - 75) for _ in range(n)]
+    tables = []
+    for pool in range(pools):
+        table = torch.randint(-9, 1 << 20, (n, M + rng.randrange(3)), dtype=rng.choice([torch.int32, torch.int64]))
+        for s in range(n):
+            need = -(-(query_lens[s] + computed[s] + 4) // B)
+            table[s, :need] = torch.randint(0, N + pool, (need,))
+        tables.append(table.t().contiguous().t() if rng.random() < 0.3 else table)
+    if rng.random() < 0.3:
+        return Batch(query_lens, computed, tables[0], other_block_ids=tables[1:])
+    lens = torch.tensor(query_lens, dtype=wide), torch.tensor(computed, dtype=rng.choice([torch.int32, torch.int64]))
+    return Batch(*lens, tables[0], other_block_ids=tables[1:])
+
+
+def values(metadata):
+    tensors = [each for each in vars(metadata).values() if isinstance(each, torch.Tensor)]
+    numbers = metadata.num_reqs, metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len
+    return numbers, [(each.dtype, each.tolist()) for each in tensors if each.dim() == 1]
+
+
+@pytest.mark.parametrize("pools", [1, 3])
+def test_both_write_the_same(pools):
+    rng = random.Random(pools)
+    torch.manual_seed(pools)
+    one, other = made(True, pools), made(False, pools)
+    served = 0
+    for _ in range(150):
+        batch = random_batch(rng, pools)
+        S = rng.choice([None, batch.num_reqs, 24])
+        T = rng.choice([None, batch.num_tokens, 600])
+        lookahead = rng.randrange(5)
+        served += one._build_at_once(batch, S, T, lookahead) is not None
+        got = one.build(0, batch, num_reqs=S, num_tokens=T, lookahead=lookahead)
+        want = other.build(0, batch, num_reqs=S, num_tokens=T, lookahead=lookahead)
+        assert values(got) == values(want)
+        assert torch.equal(one._buffers.storage, other._buffers.storage)  # block tables, and what nobody wrote
+    assert served == 150
+
+
+def good():
+    return {
+        "query_lens": [1, 3],
+        "computed": [40, 0],
+        "blocks": torch.full((2, M), 7, dtype=torch.int32),
+        "S": 4,
+        "T": 8,
+    }
+
+
+BAD = {
+    "a negative query": {"query_lens": [1, -3]},
+    "a negative length": {"computed": [-40, 0]},
+    "a length that wraps": {"computed": [2**63 - 1, 0]},
+    "too long": {"computed": [M * B, 0]},
+    "too long with what follows": {"computed": [M * B - 1, 0], "lookahead": 1},
+    "a negative lookahead": {"lookahead": -1},
+    "too many tokens": {"query_lens": [1, 601], "T": None},
+    "more sequences than padded": {"S": 1},
+    "more tokens than padded": {"T": 3},
+    "padded too far": {"S": 25},
+    "padded with too many tokens": {"T": 601},
+    "a block that is needed and does not exist": {"blocks": torch.tensor([[7, 7, N], [7, 0, 0]], dtype=torch.int32)},
+    "a negative block": {"blocks": torch.tensor([[7, -1, 7], [7, 0, 0]])},
+    "too few blocks": {"blocks": torch.tensor([[7, 7], [7, 0]])},
+    "too many requests": {"query_lens": [1] * 25, "computed": [0] * 25, "blocks": torch.zeros(25, 1).int(), "S": None},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_refused_is_not_written(name):
+    given = {"lookahead": 0, **good(), **BAD[name]}
+    batch = Batch(given["query_lens"], given["computed"], given["blocks"])
+    sizes = {"num_reqs": given["S"], "num_tokens": given["T"], "lookahead": given["lookahead"]}
+    both = []
+    for fills in (True, False):
+        builder = made(fills)
+        assert builder._build_at_once(batch, *sizes.values()) is None
+        with pytest.raises(ValueError) as error:
+            builder.build(0, batch, **sizes)
+        assert (builder._buffers.storage == 0x77).all()
+        both.append(str(error.value))
+    assert both[0] == both[1]
+    assert made(True)._build_at_once(Batch([1], [5], torch.full((1, M), 7)), None, None, 0) is not None
+
+
+def test_entries_that_no_length_needs_may_hold_anything():
+    table = torch.full((2, M), 2**40)
+    table[0, :3], table[1, :1] = 7, 8
+    builder = made(True)
+    metadata = builder.build(0, Batch([1, 3], [40, 0], table))
+    assert metadata.slot_mapping.tolist() == [7 * B + 8, 8 * B, 8 * B + 1, 8 * B + 2]
+
+
+def test_without_a_compiler_torch_ops_serve(monkeypatch):
+    monkeypatch.setattr(builders, "compiled", lambda: None)
+    builder = made(True)
+    batch = Batch([1], [5], torch.full((1, M), 7))
+    assert builder.build(0, batch).positions.tolist() == [5]
+    assert not builder._fills
+
+
+def test_a_step_takes_the_host_microseconds():
+    """Some 10 µs; torch ops take 60."""
+    builder = made(True)
+    batch = Batch([1] * 20, [100] * 20, torch.full((20, M), 7, dtype=torch.int32))
+    builder.build(0, batch)
+    taken = []
+    for _ in range(50):
+        start = time.perf_counter()
+        builder.build(0, batch, num_reqs=24, num_tokens=24)
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 40e-6
