@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -74,18 +76,16 @@ def warm_up(
     most = [] if max_num_tokens is None or max_num_seqs is None else [(max_num_tokens, max_num_seqs)]
     for T, S in (*wanted, *most):
         expect(T >= 1 and S >= 1, "sizes", "positive numbers of tokens and sequences", (T, S))
-    nothing = WarmUp(0, 0, 0.0, ())
-    if not torch.cuda.is_available():
-        return nothing
+    if not prepare():
+        return WarmUp(0, 0, 0.0, ())
     from paged_ops.lowerings.gpu import ahead
     from paged_ops.lowerings.gpu.attention.tuning import covering_batches
 
-    if not ahead.compiles_ahead():
-        return nothing
     started = time.perf_counter()
-    compiler = ahead.compiler()  # starts while the calls run
+    compiler = ahead.compiler()
     for largest in most:
-        wanted += covering_batches(*largest, equal_lengths=False)
+        batches = covering_batches(*largest, equal_lengths=False)
+        wanted += [(T, S) for T, S in batches if T >= S]
     found: dict[ahead.Job, None] = {}
     before = len(compiler.states)
     for call in calls:
@@ -96,3 +96,24 @@ def warm_up(
     states = compiler.submit(list(found))
     errors = ahead.finish(states, ahead.MOST_SECONDS) if wait else []
     return WarmUp(len(found), len(compiler.states) - before, time.perf_counter() - started, tuple(errors))
+
+
+def prepare() -> bool:
+    """Start the process that compiles, which takes it a few seconds; returns whether kernels can be compiled ahead."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return False
+    from paged_ops.lowerings.gpu import ahead
+
+    if ahead.compiles_ahead():
+        ahead.compiler()
+        return True
+    return False
+
+
+def without_kernels() -> contextlib.AbstractContextManager[object]:
+    """Inside it attention and cache writes of this thread launch nothing, where kernels can be compiled ahead."""
+    if not prepare():
+        return contextlib.nullcontext()
+    from paged_ops.lowerings.gpu import ahead
+
+    return ahead.noting()

@@ -1,5 +1,6 @@
 """Kernels compiled before their first launch: what is noted, what the other process compiles, and what fails."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ pytest.importorskip("triton")
 from test_gpu_host import launched, step  # noqa: F401
 
 import paged_ops
+from paged_ops import warming
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import ahead, launch
 
@@ -55,8 +58,6 @@ print(json.dumps({
 
 @pytest.mark.aot
 def test_first_launches_find_what_was_compiled(tmp_path):
-    import json
-
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     command = [sys.executable, "-c", PROGRAM, str(TESTS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
@@ -74,8 +75,6 @@ def test_first_launches_find_what_was_compiled(tmp_path):
 @pytest.fixture
 def on_cuda(launched, monkeypatch):  # noqa: F811
     """Launches are noted as for an sm_90."""
-    from types import SimpleNamespace
-
     chip = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     active = SimpleNamespace(get_current_stream=lambda index: 0, get_current_target=lambda: chip)
     monkeypatch.setattr(launch.triton.runtime.driver, "_active", active)
@@ -106,6 +105,29 @@ def test_noting_launches_nothing_and_gives_zeros(on_cuda):
     on_cuda.clear()
     call()
     assert {name for name, *_ in on_cuda} == {job.name for job in kinds} >= {"write_kernel", "prefill_kernel"}
+
+
+def test_the_kernels_of_a_call_are_compiled_at_the_same_time(on_cuda, monkeypatch):
+    submitted = []
+    idle = SimpleNamespace(lives=True, submit=submitted.extend, states={})
+    monkeypatch.setattr(ahead, "_compiler", idle)
+    call()
+    names = [name for name, *_ in on_cuda]
+    [*kernels] = dict.fromkeys(submitted)
+    assert [job.name for job in kernels] == names[2:]  # the write, and the first of attention, are not
+    assert len(names) > 2
+    assert ahead.notes() is None
+
+
+def test_without_kernels_a_step_runs(on_cuda, monkeypatch):
+    monkeypatch.setattr(warming, "prepare", lambda: True)
+    with warming.without_kernels():
+        assert not call().any()
+    assert not on_cuda
+    monkeypatch.setattr(warming, "prepare", lambda: False)
+    with warming.without_kernels():
+        call()
+    assert on_cuda
 
 
 def test_noting_ends_with_an_error(on_cuda):

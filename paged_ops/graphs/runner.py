@@ -24,7 +24,7 @@ from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mo
 from paged_ops.graphs.pieces import Pieces, check_pieces_exist
 from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import AttentionMetadata, Batch, GraphSupport, advance_decodes
-from paged_ops.warming import WarmUp, warm_up
+from paged_ops.warming import WarmUp, prepare, warm_up, without_kernels
 
 Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
 
@@ -117,6 +117,8 @@ class DecodeGraphs:
         expect(whole, "mode", "NONE or FULL_DECODE_ONLY for a cache with states", self.mode)
         if self.mode.in_pieces:
             check_pieces_exist()
+        if self.mode is not GraphMode.NONE:
+            prepare()
         self.step = step
         self.kv_cache = kv_cache
         self.query_len = query_len
@@ -174,7 +176,8 @@ class DecodeGraphs:
         self.compile_ahead(wait=False)
         if dynamic:
             for is_decode in (True, False)[: 1 + self._is_spread]:
-                self._run_step(self._inputs.of_open_sizes(is_decode))
+                with without_kernels():  # only the step is compiled: the kernels of these sizes may not be needed
+                    self._run_step(self._inputs.of_open_sizes(is_decode))
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
         with CaptureSession(self.kv_cache.device) as session:

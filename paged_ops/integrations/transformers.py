@@ -59,6 +59,7 @@ from paged_ops.parallel.ranks import RankError, Ranks
 from paged_ops.parallel.spread import WHOLE
 from paged_ops.parallel.tensor import process_group_of, repeated_heads
 from paged_ops.states import StateCache
+from paged_ops.warming import prepare
 
 __all__ = ["PagedCausalLM", "attention", "no_mask", "sharded"]
 
@@ -109,6 +110,8 @@ class PagedCausalLM:
         self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None, latent: bool = True
     ) -> None:
         refuse(model)
+        if model.device.type == "cuda":
+            prepare()
         limit = _position_limit(model)
         freezes = list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))

@@ -5,6 +5,8 @@ in the cache, B tokens per block, M columns of a block table. Lengths and positi
 
 Values that a kernel could only check by a sync with the device (block ids, lengths, slots, capacities) are checked
 here instead, on whole tensors, once per step.
+
+Longer than 500 lines: one class, whose checks are half of it.
 """
 
 from __future__ import annotations

@@ -251,6 +251,11 @@ def compiles_ahead() -> bool:
     return on_cuda and len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
 
 
+def is_running() -> bool:
+    """Whether there is a process that compiles, and this thread launches."""
+    return _compiler is not None and _compiler.lives and notes() is None
+
+
 def compiler() -> Compiler:
     """The process that compiles, started if there is none."""
     global _compiler

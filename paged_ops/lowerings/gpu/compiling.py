@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import pickle
+import select
 import signal
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from triton.backends.driver import GPUDriver
 from paged_ops.lowerings.gpu.ahead import HEADER, Job, Place
 from paged_ops.lowerings.gpu.target import FUSED, TRITON
 
+IDLE_SECONDS = 600.0  # after which it ends
 LONGEST_MESSAGE = 2000  # of a pipe that several processes write; 4096 bytes are written at once
 
 
@@ -53,8 +55,8 @@ class Driver(GPUDriver):
 
 
 def serve() -> None:
-    """Until stdin ends."""
-    jobs = os.fdopen(os.dup(0), "rb")
+    """Until stdin ends, or there has been nothing to do for a while."""
+    jobs = os.fdopen(os.dup(0), "rb", buffering=0)
     out = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):  # what compilers print does not mix with the answers
@@ -73,11 +75,13 @@ def serve() -> None:
                     answer(out, number, f"the compiler ended with status {status}")
 
     signal.signal(signal.SIGCHLD, reap)
-    while True:
-        header = jobs.read(HEADER.size)
-        if len(header) < HEADER.size:
+    while select.select([jobs], [], [], IDLE_SECONDS)[0]:
+        header = exactly(jobs, HEADER.size)
+        if header is None:
             return
-        message = jobs.read(HEADER.unpack(header)[0])
+        message = exactly(jobs, HEADER.unpack(header)[0])
+        if message is None:
+            return
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         process = os.fork()
         if not process:
@@ -89,6 +93,17 @@ def serve() -> None:
                 os._exit(1)
         numbers[process] = pickle.loads(message)[0]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def exactly(file: Any, count: int) -> bytes | None:
+    """So many bytes; None if it ends before."""
+    read = b""
+    while len(read) < count:
+        part = file.read(count - len(read))
+        if not part:
+            return None
+        read += part
+    return read
 
 
 def run(message: bytes, out: int) -> None:

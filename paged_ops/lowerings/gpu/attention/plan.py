@@ -209,7 +209,7 @@ def _attend(
         query_start_loc.data_ptr(),
         *(0 if each is None else each.data_ptr() for each in optional),
     )
-    for launch in launches:
+    for n, launch in enumerate(launches):
         if launch.at(addresses, call.numbers):
             continue
         f = Features(**features)
@@ -220,6 +220,11 @@ def _attend(
         halfway = workspace, workspace[to_lse:], workspace[to_taken:].view(torch.int32), arrived
         batch = block_tables, seq_lens, query_start_loc
         tensors = Pointers(written, lse, *halfway, query, key, value, *batch, *optional)
+        if ahead.is_running():  # it compiles the others meanwhile
+            with ahead.noting() as jobs:
+                for each in launches[n + 1 :]:
+                    each(tensors, call.numbers, addresses)
+            ahead.compiler().submit(jobs)
         launch(tensors, call.numbers, addresses)
         for sizes in ahead.sizes_for(form):
             other = form.plan(*sizes)
