@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_products.py --out benchmarks/data/products.jsonl
 
-The weights are those of the shape of Llama-3-8B, whole and halved between two GPUs. Calls over different weights, 400 MB
-of them and more, stand in one captured graph; the median of replays. Each tile is checked against cuBLAS first.
+The weights are those of the shape of Llama-3-8B, whole and halved between two GPUs. Calls over different weights, 400
+MB of them and more, stand in one captured graph; the median of replays. Each tile is checked against cuBLAS first.
 """
 
 from __future__ import annotations
