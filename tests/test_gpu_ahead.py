@@ -21,6 +21,8 @@ import paged_ops
 from paged_ops import warming
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import ahead, launch
+from paged_ops.lowerings.gpu.attention import decode
+from paged_ops.lowerings.gpu.target import settled
 
 TESTS = Path(__file__).parent
 
@@ -149,6 +151,22 @@ def test_alignment_and_absence_are_part_of_a_job(on_cuda):
     first, second = jobs
     assert [None if each is None else each.aligned for each in first.places] == [False, *[True] * 4, None, None]
     assert first._replace(places=second.places) == second
+
+
+@pytest.mark.parametrize("order", ["merge split prefill", "prefill merge split"])
+def test_keys_do_not_depend_on_the_order_of_calls(order):
+    """Else a process would not find what another one compiled."""
+    program = f"""
+from paged_ops.lowerings.gpu.attention import decode, prefill
+from paged_ops.lowerings.gpu.target import settled
+kernels = dict(merge=decode.merge_kernel, split=decode.split_kernel, prefill=prefill.prefill_kernel)
+keys = {{name: settled(kernels[name]).cache_key for name in {order.split()}}}
+print(sorted(keys.items()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    keys = {name: settled(getattr(decode, f"{name}_kernel")).cache_key for name in ("merge", "split")}
+    for name, key in keys.items():
+        assert repr((name, key)) in done.stdout
 
 
 def job(name):

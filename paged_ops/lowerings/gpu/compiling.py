@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
 from paged_ops.lowerings.gpu.ahead import HEADER, Job, Place
-from paged_ops.lowerings.gpu.target import FUSED, TRITON
+from paged_ops.lowerings.gpu.target import FUSED, TRITON, settled
 
 IDLE_SECONDS = 600.0  # after which it ends
 LONGEST_MESSAGE = 2000  # of a pipe that several processes write; 4096 bytes are written at once
@@ -127,7 +127,7 @@ def answer(out: int, number: int, error: str | None) -> None:
 def compile_job(job: Job) -> Any:
     """Compile a kernel into Triton's cache, as its first launch would."""
     triton.runtime.driver.set_active(Driver(GPUTarget(*job.target)))
-    kernel = getattr(importlib.import_module(job.module), job.name)
+    kernel = settled(getattr(importlib.import_module(job.module), job.name))
     memory = torch.empty(256, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 16 :][:128]
 

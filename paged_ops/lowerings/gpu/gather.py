@@ -76,6 +76,7 @@ def gather_kv(
         if FORMAT:
             kv_cache = kv_cache.view(torch.uint8)
             value_cache = value_cache if value_cache is None else value_cache.view(torch.uint8)
+        settled(gather_kernel)
         gather_kernel[(triton.cdiv(num_tokens, plan["BLOCK_T"]),)](
             key,
             value,
@@ -105,6 +106,7 @@ def _gather_rows(
     """Fill ``key [num_tokens, 1, 576]`` from rows with scales."""
     S = seq_lens.shape[0]
     with on_device(target.device):
+        settled(gather_rows_kernel)
         gather_rows_kernel[(triton.cdiv(num_tokens, TOKENS),)](
             key,
             kv_cache,

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from paged_ops.lowerings.gpu import ahead
-from paged_ops.lowerings.gpu.target import FUSED, NEWEST_KNOWN, TRITON, on_device
+from paged_ops.lowerings.gpu.target import FUSED, NEWEST_KNOWN, TRITON, on_device, settled
 
 
 class Launcher:
@@ -42,7 +42,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device, *, can_wait: bool = False) -> None:
         self.can_wait = can_wait
-        self._kernel = kernel
+        self._kernel = settled(kernel)
         self._constants = constants
         self._values: tuple[Any, ...] = ()  # values of the constants that are parameters, in the kernel's order
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment

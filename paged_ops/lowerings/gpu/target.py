@@ -104,6 +104,28 @@ def target_of(device: torch.device) -> Target:
     return Target(device, properties.name, backend, arch, properties.multi_processor_count, shared_memory)
 
 
+_settled: set[int] = set()  # ids of functions that live as long as their modules
+
+
+def settled(kernel: Any) -> Any:
+    """A kernel whose key in Triton's cache is the same in each process: call it before anything else asks for the key.
+
+    Triton (3.5 to 3.9) takes the global constants of a helper into the key of its caller only if the helper's own key
+    is known by then. So the keys of helpers are made first. Without that a process whose kernels are called in another
+    order would not find what an earlier one compiled.
+    """
+    if id(kernel) not in _settled:
+        _settled.add(id(kernel))
+        function = getattr(kernel, "fn", None)
+        if hasattr(kernel, "cache_key") and hasattr(function, "__code__"):
+            for name in function.__code__.co_names:
+                helper = function.__globals__.get(name)
+                if hasattr(helper, "cache_key"):
+                    settled(helper)
+            _ = kernel.cache_key
+    return kernel
+
+
 _NO_GUARD = contextlib.nullcontext()
 
 
