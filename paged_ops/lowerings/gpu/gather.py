@@ -30,7 +30,7 @@ from paged_ops.lowerings.gpu.scaled_rows import (
     scales_of,
     times_scales,
 )
-from paged_ops.lowerings.gpu.target import FUSED, Target, on_device, target_of
+from paged_ops.lowerings.gpu.target import FUSED, Target, on_device, settled, target_of
 
 
 def gather_kv(

@@ -117,10 +117,10 @@ def settled(kernel: Any) -> Any:
     if id(kernel) not in _settled:
         _settled.add(id(kernel))
         function = getattr(kernel, "fn", None)
-        if hasattr(kernel, "cache_key") and hasattr(function, "__code__"):
+        if hasattr(type(kernel), "cache_key") and hasattr(function, "__code__"):  # asking itself would make it
             for name in function.__code__.co_names:
                 helper = function.__globals__.get(name)
-                if hasattr(helper, "cache_key"):
+                if hasattr(type(helper), "cache_key"):
                     settled(helper)
             _ = kernel.cache_key
     return kernel
