@@ -150,7 +150,7 @@ MOST_KINDS = 4096
 
 def launcher_of(kernel: Any, constants: dict[str, Any], device: torch.device) -> Launcher:
     """The launcher of these constants. All are hashable, and they tell kinds of calls apart."""
-    key = (kernel, device, *constants.items())
+    key = (settled(kernel), device, *constants.items())  # its hash is its key in the cache
     if key not in _launchers:
         if len(_launchers) >= MOST_KINDS:
             _launchers.clear()

@@ -116,7 +116,7 @@ def settled(kernel: Any) -> Any:
     """
     if id(kernel) not in _settled:
         _settled.add(id(kernel))
-        function = getattr(kernel, "fn", None)
+        function: Any = getattr(kernel, "fn", None)
         if hasattr(type(kernel), "cache_key") and hasattr(function, "__code__"):  # asking itself would make it
             for name in function.__code__.co_names:
                 helper = function.__globals__.get(name)
