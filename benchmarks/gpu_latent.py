@@ -30,7 +30,7 @@ import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cache_ops, cases, measure, run, tune
 from paged_ops.layouts import FP8_DS_MLA
-from paged_ops.lowerings.gpu.attention import latent, plan
+from paged_ops.lowerings.gpu.attention import latent, latent_rows, plan
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.registry import OPS
 
@@ -47,9 +47,9 @@ VARIANTS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         64: ((32, 8, 1, 1), (32, 8, 2, 1)),
     },
     "rows": {  # fp8_ds_mla
-        16: ((32, 8, 5, 2), (32, 8, 3, 2), (64, 8, 5, 1), (32, 4, 5, 2), (16, 4, 5, 4), (16, 8, 5, 4)),
-        32: ((32, 8, 5, 2), (64, 8, 3, 1), (16, 8, 5, 2)),
-        64: ((32, 8, 3, 1), (16, 8, 3, 1)),
+        16: ((32, 4, 7, 1), (32, 8, 5, 1), (32, 4, 3, 2), (16, 4, 7, 2), (64, 8, 5, 1)),
+        32: ((32, 8, 7, 1), (16, 8, 7, 1), (64, 8, 3, 1)),
+        64: ((32, 8, 3, 1),),
     },
 }
 HEADS_OF_ROWS = {16: (16,), 32: (32, 128), 64: (64, 128)}
@@ -137,7 +137,7 @@ def choose(kind: str, tile: tuple[int, tuple[int, ...]] | None, configured: dict
     if tile is not None:  # as the largest tile, of the Triton kernel on Hopper, too
         rows, numbers = tile
         tree["latent"][kind] = {str(rows): list(numbers)}
-        plan._kernels = lambda target: iter((latent,))
+        plan._kernels = lambda target: iter((latent_rows, latent))
     tune.forget()
 
 

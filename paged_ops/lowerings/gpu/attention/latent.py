@@ -207,7 +207,7 @@ def load_columns(
     d = tl.arange(0, PADDED)
     row = row_token.to(tl.int64) * SPEC.query[0] + row_head.to(tl.int64) * SPEC.query[1]
     mask = row_live[:, None] & (d < size)[None, :]
-    return tl.load(query + row[:, None] + (first + d)[None, :] * SPEC.query[2], mask=mask, other=0.0)
+    return tl.load(query + row[:, None] + (d + first)[None, :] * SPEC.query[2], mask=mask, other=0.0)
 
 
 @triton.jit
