@@ -5,15 +5,17 @@
 ``cold``: seconds from a model of the shape of Llama-3-8B in transformers (random weights) to its first captured step
 of 16 sequences, with empty caches of Triton and inductor: of wrapping the model, and of the capture. Twice: with
 kernels compiled ahead, in processes of their own, and without. ``replay``: microseconds of the host for
-``DecodeGraphs.replay`` of that model, which builds its batch, for ``replay_next``, and for the launch of the graph
-alone. ``plan``: microseconds of the host for the first call of attention and of the cache write with numbers of
-tokens and sequences that were never seen, and for a second one. Each part runs in a process of its own with a time
-limit.
+``DecodeGraphs.replay``, which builds its batch, of a step of one small layer; for ``replay_next``, for the launch of
+the graph alone, and for the metadata alone, with the C++ function and with torch ops. ``plan``: microseconds of the
+host for the first call of attention and of the cache write with numbers of tokens and sequences that were never seen,
+and for a second one. Each part runs in a process of its own with a time limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import functools
 import json
 import os
 import random
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,8 @@ def emit(**record: Any) -> None:
     print(json.dumps(record), flush=True)
 
 
-def cold(is_ahead: bool, replays: bool) -> None:
-    """The first captured step; then replays of three sizes."""
+def cold(is_ahead: bool) -> None:
+    """The first captured step."""
     started = time.perf_counter()
     import decode_step as d
     import torch
@@ -78,23 +81,53 @@ def cold(is_ahead: bool, replays: bool) -> None:
     states = ahead._compiler.states if ahead._compiler is not None else {}
     record["kernels"], record["errors"] = len(states), [each.error for each in states.values() if each.error][:5]
     emit(**record, marks=marks)
-    if replays:
-        replay(d, model, kv_cache)
 
 
-def replay(d: Any, model: Any, kv_cache: Any) -> None:
+def host_us(function: Callable[[], Any], repeats: int) -> float:
+    """Median microseconds of the host for one call, the device idle before each."""
     import torch
 
-    most = max(SIZES)
-    run = d.DecodeGraphs(
-        model, kv_cache, max_num_seqs=most, seq_sizes=SIZES, mode="FULL_DECODE_ONLY", sample=lambda x: x.argmax(-1)
+    taken = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(taken)
+
+
+def replay() -> None:
+    """Steps of one small layer, so that the graph is small, and what remains is the host's work on the batch."""
+    import torch
+
+    from paged_ops import Batch, KVCache, paged_attention, reshape_and_cache
+    from paged_ops.graphs import DecodeGraphs, GraphKey
+
+    torch.set_grad_enabled(False)
+    most, H, K, D = max(SIZES), 32, 8, 128
+    kv_cache = KVCache(1, most * COLUMNS, 16, K, D, dtype=torch.bfloat16, device="cuda")
+    kv_cache.layers[0].normal_()
+    table = torch.randn(1000, (H + 2 * K) * D, dtype=torch.bfloat16, device="cuda")
+
+    def step(ids: Any, metadata: Any, last_rows: Any, caches: Any) -> Any:
+        query, key, value = (each.unflatten(1, (-1, D)) for each in table[ids].split([H * D, K * D, K * D], 1))
+        reshape_and_cache(key, value, caches[0], metadata.slot_mapping)
+        batch = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, D**-0.5
+        return paged_attention(query, caches[0], *batch)[last_rows].flatten(1)[:, :1000]
+
+    run = DecodeGraphs(
+        step, kv_cache, max_num_seqs=most, seq_sizes=SIZES, mode="FULL_DECODE_ONLY", sample=lambda x: x.argmax(-1)
     )
     emit(part="capture", sizes=SIZES, seconds=run.capture().seconds)
     for S in SIZES:
         tables = torch.randperm(kv_cache.num_blocks, dtype=torch.int32)[: S * COLUMNS].view(S, COLUMNS)
-        batch = d.Batch(torch.ones(S, dtype=torch.int64), torch.full((S,), 1024), tables)
+        batch = Batch(torch.ones(S, dtype=torch.int64), torch.full((S,), 1024), tables)
         ids, listed = torch.randint(1000, (S,), device="cuda"), [5] * S
-        graph = run.captured[d.GraphKey(S, S)]
+        graph = run.captured[GraphKey(S, S)]
+        captured = run.replay(batch, ids).clone()
+        inputs = run._inputs.fill(batch, ids, S, S)
+        plain = step(inputs.input_ids, inputs.metadata, inputs.last_rows, kv_cache.layers)[:S]
+        assert torch.equal(captured, plain), "a replay differs from the step that it captured"
         run.replay(batch, ids, lookahead=100)
         calls = {
             "host_us_next": run.replay_next,
@@ -106,7 +139,7 @@ def replay(d: Any, model: Any, kv_cache: Any) -> None:
         torch_ops = [True, False] if hasattr(run.builder, "_fills") else [False]
         for fills in torch_ops:
             run.builder._fills = fills
-            us = {name: round(d.host_us(call, 40), 1) for name, call in calls.items()}
+            us = {name: round(host_us(call, 40), 1) for name, call in calls.items()}
             if fills or len(torch_ops) == 1:
                 run.replay(batch, ids, lookahead=100)
             emit(part="replay", sequences=S, at_once=fills, **us)
@@ -115,8 +148,6 @@ def replay(d: Any, model: Any, kv_cache: Any) -> None:
 
 def plan() -> None:
     """Eager calls of random sizes."""
-    import functools
-
     import torch
 
     import paged_ops
@@ -171,25 +202,23 @@ def run_part(part: str, limit: float) -> list[dict[str, Any]]:
             )
             said, failed = done.stdout, done.stderr[-3000:] if done.returncode else ""
         except subprocess.TimeoutExpired as late:
-            said, failed = (late.stdout or b"").decode(), f"more than {limit:.0f} s"
+            raw = late.stdout or b""
+            said, failed = raw if isinstance(raw, str) else raw.decode(), f"more than {limit:.0f} s"
         print(f"{part}: {time.perf_counter() - began:.0f} s {failed}", flush=True)
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["cold", "cold_without", "plan"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--together", action="store_true", help="all parts at the same time")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=75, help="seconds of a part")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=Path(os.devnull), help="a file of JSON lines to append to")
     args = parser.parse_args()
     if args.part:
-        parts = {"cold": (True, True), "cold_without": (False, False)}
-        if args.part == "plan":
-            plan()
-        else:
-            cold(*parts[args.part])
+        PARTS[args.part]()
         return
     import torch
     import triton
@@ -202,12 +231,20 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "cpus": len(os.sched_getaffinity(0)),
     }
-    for part in args.parts:
-        for record in run_part(part, args.limit):
-            print(json.dumps(record), flush=True)
-            with args.out.open("a") as out:
-                out.write(json.dumps({**record, **about, "load": os.getloadavg()[0]}) + "\n")
+    with concurrent.futures.ThreadPoolExecutor(len(args.parts) if args.together else 1) as pool:
+        for records in pool.map(lambda part: run_part(part, args.limit), args.parts):
+            for record in records:
+                print(json.dumps(record), flush=True)
+                with args.out.open("a") as out:
+                    out.write(json.dumps({**record, **about, "load": os.getloadavg()[0]}) + "\n")
 
+
+PARTS: dict[str, Callable[[], None]] = {
+    "cold": functools.partial(cold, True),
+    "cold_without": functools.partial(cold, False),
+    "replay": replay,
+    "plan": plan,
+}
 
 if __name__ == "__main__":
     main()
