@@ -89,10 +89,12 @@ class Job(NamedTuple):
     B: int
     batch: str
     tiles: tuple[tuple[int, tuple[int, ...]] | None, ...]  # rows and numbers
+    width: int = 1  # tokens of each sequence
 
     @property
     def case(self) -> cases.Case:
-        return self.with_batch(self.batch, cases.LATENT[self.batch])
+        name = self.batch if self.width == 1 else f"{self.batch} {self.width} tokens each"
+        return self.with_batch(name, tuple((self.width, seq_len) for _, seq_len in cases.LATENT[self.batch]))
 
     def with_batch(self, name: str, seqs: cases.Seqs) -> cases.Case:
         stored = {"fp8": cases.FP8, "rows": torch.uint8}.get(self.kind)
@@ -122,6 +124,7 @@ def quick_jobs() -> list[Job]:
     ]
     jobs += [Job("16bit", H, 16, name, (None,)) for H in (16, 32, 128) for name in cases.LATENT]
     jobs += [Job("16bit", 64, 64, name, (None,)) for name in cases.LATENT]
+    jobs += [Job("16bit", H, 64, "64x4096", (None,), n) for H, n in ((16, 2), (16, 4), (32, 2), (64, 2), (128, 2))]
     names = ("64x4096", "ragged128")
     jobs += [Job("fp8", 16, 64, name, (None, *fp8)) for name in names]
     jobs += [Job("fp8", 128, 64, name, (None, (64, (32, 8, 1, 1)))) for name in names]
@@ -151,7 +154,7 @@ def warm(jobs: list[Job], part: int, parts: int) -> None:
         for S in (128 if len(job.case.seqs) > 64 else 8,)
     }
     for job, tile, S in [(each._replace(tiles=()), *rest) for each, *rest in list(todo)[part::parts]]:
-        case = job.with_batch("warm", cases.decode(S, 64))
+        case = job.with_batch("warm", ((job.width, 64),) * S)
         choose(job.kind, tile, configured)
         (inputs, *_) = cases.make_inputs(case, torch.device(DEVICE), 0, most=2)
         try:

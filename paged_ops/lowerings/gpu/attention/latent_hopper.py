@@ -8,7 +8,10 @@ shares divide are merged by merge_kernel of decode.py.
 A producer warp brings query rows and latents to shared memory by TMA. A first warpgroup multiplies 64 query rows with
 the 64 keys of a tile and computes their weights. Two more warpgroups multiply the weights with one half of the value
 columns each, so that the sums of 64 rows by 512 columns fit their registers. While they do, the first multiplies the
-next tile's keys.
+next tile's keys. Parts of a tile have places of their own, each of which is filled again as soon as it is free.
+
+If there are more heads than rows, the tiles of a group of heads of all sequences stand together (``heads_apart``), and
+programs side by side take the same tiles of different groups, so that all but one find them in the L2 cache.
 
 Letters: R latent columns, which are keys and values, P rotated columns, which are keys only, G query heads per unit,
 B tokens per block. A unit's 64 query rows are packed (row r is token ``r // G``, head ``r % G``).
@@ -35,7 +38,7 @@ from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers, moved, tile_layout
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of, scores, values
 from paged_ops.lowerings.gpu.attention.tile import Batch
-from paged_ops.lowerings.gpu.attention.units import sequence, sequence_tiles, unit_after
+from paged_ops.lowerings.gpu.attention.units import sequence, sequence_tiles, share_index, unit_after
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape
@@ -81,8 +84,9 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     if not has_form(spec, shapes):
         return None
     spec = packed(spec, ROWS)
-    division = tuning.division(ROWS, shapes.S, everyone=True)
     page, P = min(spec.B & -spec.B, KEYS), target.processors
+    apart = spec.K > 1 and P % spec.K == 0
+    division = tuning.division(ROWS, shapes.S, everyone=True)._replace(heads_apart=apart)
     constants = {
         "SPEC": spec,
         "DIVISION": division,
@@ -191,9 +195,12 @@ class Shared(NamedTuple):
     right_tiles: Any
     rotated_pages: Any
     rotated_tiles: Any
-    full: Any
-    left_empty: Any  # and the rotated columns
+    left_full: Any
+    right_full: Any
+    rotated_full: Any
+    left_empty: Any
     right_empty: Any
+    rotated_empty: Any
     weights: Any  # of a tile of keys
     factors: Any  # of the sums so far
     changed: Any  # for each warp, whether a factor of its rows is not 1
@@ -256,6 +263,25 @@ def share_of(p, programs, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
 
 
 @gluon.jit
+def bring(
+    desc, column: gl.constexpr, pages, full, empty, at, first, begin, seq_len, WIDTH: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Columns of the at-th tile that the program takes; lane n of ``first`` has the first row of its n-th page."""
+    PAGE: gl.constexpr = SHAPE.page
+    PAGES: gl.constexpr = SHAPE.N // PAGE
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    stage = at % SHAPE.stages
+    mbarrier.wait(empty.index(stage), ((at // SHAPE.stages) & 1) ^ 1)
+    for page in gl.static_range(PAGES):
+        row = gl.sum(gl.where(lane == page, first, 0), 0) // 8
+        if begin + page * PAGE < seq_len:
+            mbarrier.expect(full.index(stage), PAGE * WIDTH * 2)
+            load_box(desc, [row, column // 64, 0, 0], full.index(stage), pages.index(stage * PAGES + page))
+        else:
+            mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
 def producer(
     descriptors, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
@@ -282,32 +308,23 @@ def producer(
             j = tile * N + lane % PAGES * PAGE
             ids = gl.load(block_table + j // B * SPEC.table, mask=j < seq_len, other=0)
             for t in range(seen):
-                stage = (total + t) % SHAPE.stages
+                at = total + t
                 begin = (tile + t) * N
                 first = ids * SHAPE.rows_n + (begin + lane % PAGES * PAGE) % B
                 j = begin + N + lane % PAGES * PAGE  # of the next tile, ahead of time
                 ids = gl.load(block_table + j // B * SPEC.table, mask=j < seq_len, other=0)
-                full = shared.full.index(stage)
-                free = (((total + t) // SHAPE.stages) & 1) ^ 1
-                mbarrier.wait(shared.left_empty.index(stage), free)
-                for page in gl.static_range(PAGES):
-                    row = gl.sum(gl.where(lane == page, first, 0), 0) // 8
-                    if begin + page * PAGE < seq_len:
-                        mbarrier.expect(full, PAGE * (R // 2 + P) * 2)
-                        place = stage * PAGES + page
-                        load_box(latent_desc, [row, 0, 0, 0], full, shared.left_pages.index(place))
-                        load_box(rotated_desc, [row, R // 64, 0, 0], full, shared.rotated_pages.index(place))
-                    else:
-                        mbarrier.arrive(full, count=1)
-                mbarrier.wait(shared.right_empty.index(stage), free)
-                for page in gl.static_range(PAGES):
-                    row = gl.sum(gl.where(lane == page, first, 0), 0) // 8
-                    if begin + page * PAGE < seq_len:
-                        mbarrier.expect(full, PAGE * R)
-                        place = stage * PAGES + page
-                        load_box(latent_desc, [row, R // 128, 0, 0], full, shared.right_pages.index(place))
-                    else:
-                        mbarrier.arrive(full, count=1)
+                bring(
+                    rotated_desc, R, shared.rotated_pages, shared.rotated_full, shared.rotated_empty, at, first, begin,
+                    seq_len, P, SHAPE,
+                )  # fmt: skip
+                bring(
+                    latent_desc, 0, shared.left_pages, shared.left_full, shared.left_empty, at, first, begin, seq_len,
+                    R // 2, SHAPE,
+                )  # fmt: skip
+                bring(
+                    latent_desc, R // 2, shared.right_pages, shared.right_full, shared.right_empty, at, first, begin,
+                    seq_len, R // 2, SHAPE,
+                )  # fmt: skip
                 if t == 0:
                     mbarrier.wait(shared.q_empty.index(0), (n & 1) ^ 1)
                     mbarrier.expect(shared.q_full.index(0), SHAPE.M * (R + P) * 2)
@@ -324,12 +341,12 @@ def producer(
 
 @gluon.jit
 def left_values(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    values(0, shared.left_tiles, shared.left_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
+    values(0, shared.left_tiles, shared.left_full, shared.left_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def right_values(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    values(1, shared.right_tiles, shared.right_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
+    values(1, shared.right_tiles, shared.right_full, shared.right_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -372,12 +389,13 @@ def latent_hopper_kernel(
     changed = gl.allocate_shared_memory(gl.int32, [4], vector)
     shared = Shared(
         q_left, q_right, q_rotated, barriers(1, 1), barriers(1, 1), left_pages, left_tiles, right_pages, right_tiles,
-        rotated_pages, rotated_tiles, barriers(STAGES, 2 * PAGES), barriers(STAGES, 1), barriers(STAGES, 1),
+        rotated_pages, rotated_tiles, barriers(STAGES, PAGES), barriers(STAGES, PAGES), barriers(STAGES, PAGES),
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1),
         weights, factors, changed, barriers(1, 1), barriers(1, 2),
     )  # fmt: skip
     fence_async_shared()
     batch = Batch(tensors, numbers, None)
-    share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
+    share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descriptors = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
     gl.warp_specialize(
         [

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
-from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
+from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
 
 # A maximum in use is replaced by a larger one only if that is larger by so much, to base 2: see weights_of.
 SLACK = gl.constexpr(8.0)
@@ -64,7 +64,9 @@ def weights_of(qk, m, factor, cap, kept, MASKED: gl.constexpr, SOFT_CAP: gl.cons
         qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * cap[1]) + 1.0)
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
-    m_new = gl.maximum(m, gl.max(qk, 1) * factor)
+    # over a thread's pairs of columns first: chains of maxima are half as long
+    largest = gl.max(gl.max(qk.reshape([qk.shape[0], qk.shape[1] // 8, 4, 2]), 1), 2)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(largest, 1), m.type.layout) * factor)
     m_new = gl.where(m_new > m + SLACK, m_new, m)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(qk * factor - shift[:, None])
@@ -89,10 +91,13 @@ class Bounds(NamedTuple):
 def multiply(at, shared, zero, SHAPE: gl.constexpr):
     """The products of the query rows with the at-th tile that the program takes."""
     stage = at % SHAPE.stages
-    mbarrier.wait(shared.full.index(stage), (at // SHAPE.stages) & 1)
+    phase = (at // SHAPE.stages) & 1
+    mbarrier.wait(shared.rotated_full.index(stage), phase)
     rotated = shared.rotated_tiles.index(stage).permute((1, 0))
     qk = warpgroup_mma(shared.q_rotated, rotated, zero, use_acc=False, is_async=True)
+    mbarrier.wait(shared.left_full.index(stage), phase)
     qk = warpgroup_mma(shared.q_left, shared.left_tiles.index(stage).permute((1, 0)), qk, is_async=True)
+    mbarrier.wait(shared.right_full.index(stage), phase)
     return warpgroup_mma(shared.q_right, shared.right_tiles.index(stage).permute((1, 0)), qk, is_async=True)
 
 
@@ -122,6 +127,7 @@ def weigh(
             stage = at % SHAPE.stages
             zero_unseen(shared.left_tiles.index(stage), begin, rows.oldest, rows.seq_len, N)
             zero_unseen(shared.right_tiles.index(stage), begin, rows.oldest, rows.seq_len, N)
+            fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
     else:
         p, m_new, sums, decay = weights_of(qk, m, factor, cap, True, False, SOFT_CAP)
     mbarrier.wait(shared.taken.index(0), ((told & 1) ^ 1))
@@ -129,7 +135,6 @@ def weigh(
     shared.factors.store(decay)
     changed = (m_new != m).to(gl.int32)
     shared.changed.store(gl.max(changed.reshape([4, changed.shape[0] // 4]), 1))
-    fence_async_shared()
     mbarrier.arrive(shared.weighed.index(0), count=1)
     return m_new, l * gl.convert_layout(decay, l_layout)[:, None] + sums
 
@@ -147,7 +152,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
     TOKENS: gl.constexpr = M // G
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    p_id = gl.program_id(0)
+    p_id = share_index(SPEC, DIVISION)
     factor = numbers.scale * LOG2E
     cap = (0.0, 0.0)
     if SOFT_CAP:
@@ -185,6 +190,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
             mbarrier.wait(shared.q_full.index(0), n & 1)
             for t in range(seen):
                 qk = warpgroup_mma_wait(0, deps=[multiply(total + t, shared, zero, SHAPE)])
+                mbarrier.arrive(shared.rotated_empty.index((total + t) % SHAPE.stages), count=1)
                 if t == seen - 1:
                     mbarrier.arrive(shared.q_empty.index(0), count=1)
                 m, l = weigh(qk, m, l, rows, tile + t, total + t, told, factor, cap, shared, SPEC, SHAPE, l_layout)
@@ -225,7 +231,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
 
 @gluon.jit
 def values(
-    which: gl.constexpr, tiles, empty, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr,
+    which: gl.constexpr, tiles, full, empty, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """One half of the value columns of each unit."""
@@ -240,7 +246,7 @@ def values(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     flags: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    p_id = gl.program_id(0)
+    p_id = share_index(SPEC, DIVISION)
     r = gl.arange(0, M, row_layout)
     d = which * 2 * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     left, s, kh, first_token, tile = share
@@ -256,7 +262,7 @@ def values(
             acc1 = acc0
             for t in range(seen):
                 stage = (total + t) % SHAPE.stages
-                mbarrier.wait(shared.full.index(stage), ((total + t) // SHAPE.stages) & 1)
+                mbarrier.wait(full.index(stage), ((total + t) // SHAPE.stages) & 1)
                 mbarrier.wait(shared.weighed.index(0), told & 1)
                 decay = shared.factors.load(row_layout)
                 changed = gl.max(shared.changed.load(flags), 0)

@@ -12,6 +12,16 @@ from paged_ops.lowerings.gpu.attention.tile import oldest_key, reach_of_ranges
 
 
 @triton.jit
+def share_index(SPEC: tl.constexpr, DIVISION: tl.constexpr):
+    """Which share this program takes. With heads apart, K of them side by side take the same tiles of all heads; K must
+    divide their number."""
+    p = tl.program_id(0)
+    if DIVISION.heads_apart:
+        p = p % SPEC.K * (tl.num_programs(0) // SPEC.K) + p // SPEC.K
+    return p
+
+
+@triton.jit
 def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
     """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more."""
     total = 0
