@@ -154,7 +154,7 @@ def test_reasons_are_given():
     assert "flashinfer is not installed" in FlashInfer().reasons_against(SQUARE, torch.device("cuda"))
     assert Flex().reasons_against(RAGGED, torch.device("cuda")) == ["queries of one length"]
     assert DenseSDPA().reasons_against(RAGGED, CPU)
-    assert "keys and values apart" in DenseSDPA().reasons_against(LATENT, CPU)
+    assert "keys and values apart, of one size" in DenseSDPA().reasons_against(LATENT, CPU)
     assert "latents of 512 + 64 in blocks of 64" in FlashMLA().reasons_against(LATENT, torch.device("cuda"))
     assert "head size: 64, 128 or 256" in FlashInfer().reasons_against(SQUARE, CPU)
     assert FlashAttention3().reasons_against(SQUARE, CPU)[0] == "runs on Hopper"

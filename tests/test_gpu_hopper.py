@@ -15,11 +15,14 @@ import paged_ops
 from paged_ops import layouts, masks
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
-from paged_ops.lowerings.gpu.attention import hopper, hopper_items, hopper_rows, tuning
+from paged_ops.lowerings.gpu.attention import hopper, hopper_items, hopper_parts, hopper_rows, tuning
 from paged_ops.lowerings.gpu.attention import plan as attention
 
 N, H = 5, 8
-CACHES = [("NHD", 16, 2, 128), ("NHD", 128, 2, 64), ("NHD", 16, 1, 64), ("HND", 8, 4, 128), ("HND", 48, 1, 256)]
+CACHES = [
+    ("NHD", 16, 2, 128), ("NHD", 128, 2, 64), ("NHD", 16, 1, 64), ("HND", 8, 4, 128), ("HND", 48, 1, 256),
+    ("NHD", 16, 3, 192), ("NHD", 8, 4, 80), ("HND", 16, 3, 112), ("NHD", 64, 5, 96), ("HND", 64, 1, 80),
+]  # fmt: skip
 
 
 def split_cache(layout: str, B: int, K: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,17 +51,75 @@ def takes(*cache: torch.Tensor, **given) -> bool:
 def test_copies_read_the_blocks(layout, B, K, D):
     key, value = split_cache(layout, B, K, D)
     assert takes(key, value)
-    page = min(B & -B, hopper.BLOCK_N[D])
-    call = spec_of(key, value)
-    for cache in (key.squeeze(3), value):
-        rows_n, rows_head, columns_head = hopper._matrix(call.v_side, call)
-        descriptor = hopper.describe(cache, call, page)
-        assert descriptor.block_shape == [page // 8, D // 64, 8, 64]
-        for block, kh, j in [(0, 0, 0), (N - 1, K - 1, B - page), (2, K // 2, B // page // 2 * page)]:
-            row, column = (block * rows_n + kh * rows_head + j) // 8, kh * columns_head // 64
-            box = descriptor.base[row : row + page // 8, column : column + D // 64]
-            copied = box.transpose(1, 2).reshape(page, D).view(torch.int16)
-            assert torch.equal(copied, cache[block, j : j + page, kh].contiguous().view(torch.int16))
+    check_copies(key, value)
+
+
+def test_copies_read_keys_and_values_that_lie_apart():
+    """Keys head by head, as a concatenation of their parts gives them; values beside keys' parts that are not used."""
+    numbers = torch.arange(64 * N * 3 * 320).to(torch.int16).view(torch.float16)
+    key = numbers[: 64 * N * 3 * 192].view(3, N * 64, 192).transpose(0, 1).unflatten(0, (N, 64)).unsqueeze(3)
+    value = numbers[: 64 * N * 3 * 320].view(N, 64, 3, 320)[..., 192:]
+    assert takes(key, value, query=torch.zeros(64, 3, 192, dtype=torch.float16))
+    check_copies(key, value)
+
+
+def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Of each part of the columns, what a copy brings, by the strides of its descriptor."""
+    call = spec_of(key, value, torch.zeros(64, key.shape[2], key.shape[4], dtype=key.dtype))
+    shape, B, K = hopper.shape_of(call, 227 << 10), key.shape[1], key.shape[2]
+    page, sides = shape.page, ((key.squeeze(3), call.k_side, shape.k_parts), (value, call.v_side, shape.v_parts))
+    for cache, side, parts in sides:
+        rows_n, rows_head, columns_head = hopper.matrix_of(side, call)
+        first = 0
+        for part in parts:
+            descriptor = hopper.describe(cache, side, call, page, part)
+            box, strides = descriptor.block_shape, descriptor.strides
+            assert box == [page // 8, max(part // 64, 1), 8, min(part, 64)]
+            for block, kh, j in [(0, 0, 0), (N - 1, K - 1, B - page), (2, K // 2, B // page // 2 * page)]:
+                at = (block * rows_n + kh * rows_head + j) // 8, 0, 0, kh * columns_head + first
+                assert all(a + size <= most for a, size, most in zip(at, box, descriptor.shape, strict=True))
+                offset = sum(a * stride for a, stride in zip(at, strides, strict=True))
+                brought = descriptor.base.as_strided(box, strides, cache.storage_offset() + offset)
+                copied = brought.transpose(1, 2).reshape(page, part).view(torch.int16)
+                wanted = cache[block, j : j + page, kh, first : first + part]
+                assert torch.equal(copied, wanted.contiguous().view(torch.int16))
+            first += part
+        assert first == side.size
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "shape"),
+    [
+        (64, 64, (128, 4, 2)), (128, 128, (128, 2, 2)), (256, 256, (64, 2, 1)),
+        (192, 128, (128, 2, 1)), (192, 192, (64, 2, 2)), (96, 96, (128, 3, 2)), (80, 80, (128, 4, 2)),
+        (112, 112, (128, 3, 2)), (256, 64, (128, 2, 1)),
+    ],
+)  # fmt: skip
+def test_tiles_fit_shared_memory(D, Dv, shape):
+    """Keys of a tile, tiles of keys and values, tiles of query rows."""
+    key, value = (torch.zeros(N, 16, 2, size, dtype=torch.float16) for size in (D, Dv))
+    chosen = hopper.shape_of(spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16)), 227 << 10)
+    assert (chosen.N, chosen.stages, chosen.slots) == shape
+    used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (D + Dv)
+    assert 2 * used + hopper.OTHERS <= 227 << 10
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_tiles_are_swizzled_as_copies_are(size):
+    """TMA exchanges the pieces of 16 bytes of a line of 128 by the line's number: bits 4 to 6 of an address by 7 to 9,
+    or fewer of both if rows are shorter."""
+    rows, group = 32, min(size, 64)
+    bases = hopper_parts.tile_layout(rows, size).offset_bases
+    assert len(bases) == (rows * size).bit_length() - 1
+    lanes = {64: 7, 32: 3, 16: 1}[group]
+    for offset in range(rows * size):
+        row = column = 0
+        for n, (of_row, of_column) in enumerate(bases):
+            if offset >> n & 1:
+                row, column = row ^ of_row, column ^ of_column
+        # As a box lies without exchange: groups of 8 rows, all columns of these in groups, rows, columns.
+        place = 2 * (((row // 8 * (size // group) + column // group) * 8 + row % 8) * group + column % group)
+        assert place ^ ((place >> 7 & lanes) << 4) == 2 * offset
 
 
 @pytest.mark.parametrize(
@@ -90,7 +151,7 @@ def test_leaves_to_triton(features):
 def test_leaves_what_tma_cannot_address_to_triton():
     key, value = split_cache("NHD", 16, 2, 128)
     assert not takes(key[:, :12], value[:, :12])  # blocks of 12
-    assert not takes(*(each[..., :80] for each in (key, value)))  # heads of 80
+    assert not takes(*(each[..., :72] for each in (key, value)))  # heads of 72, no multiple of 16
     assert not takes(key, value, query=torch.zeros(64, H, 256, dtype=key.dtype)[..., ::2])
     assert not takes(key.float(), value.float())
 
@@ -99,14 +160,16 @@ class Launched:
     """In place of a launcher: what it was asked to launch past Triton, and by Triton."""
 
     def __init__(self):
-        self.past, self.by_triton = [], []
+        self.past, self.by_triton, self.kept = [], [], {}
 
     def at(self, grid, addresses, numbers, short, *descriptors):
+        descriptors = [each for each in descriptors if each is not None]
         self.past.append((addresses, [each.base.data_ptr() for each in descriptors], descriptors))
         return True
 
     def __call__(self, grid, tensors, numbers, short, *descriptors, addresses):
-        self.by_triton.append((tensors, addresses, descriptors))
+        assert len(descriptors) == 2 * hopper.MOST_PARTS
+        self.by_triton.append((tensors, addresses, [each for each in descriptors if each is not None]))
 
 
 def addresses_of(tensors):
@@ -125,7 +188,7 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     caches = [torch.zeros(N, 2, 16, 2, 128, dtype=torch.float16) for _ in range(2)]
     first, second = (call_of(torch.zeros(64, H, 128, dtype=torch.float16), each) for each in caches)
     launched = Launched()
-    launch = hopper.HopperLaunch(launched, (1, 1, 1), -1, False, spec_of(first.key_cache, first.value_cache), 16)
+    launch = hopper.HopperLaunch(launched, (1, 1, 1), -1, False, spec_of(first.key_cache, first.value_cache), N, 16)
     assert not launch.at(addresses_of(first), None)  # Triton looks at the first
     launch(first, spec.Numbers(*range(12)), addresses_of(first))
     assert launch.at(addresses_of(second), None)
@@ -152,7 +215,7 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
     given = call_of(query, kv_cache)
     launched = Launched()
     launch = hopper.HopperLaunch(
-        launched, (1, 1, 1), -1, copied, spec_of(given.key_cache, given.value_cache, query), 16
+        launched, (1, 1, 1), -1, copied, spec_of(given.key_cache, given.value_cache, query), N, 16
     )
     for _ in range(2):
         assert not launch.at(addresses_of(given), None)
@@ -209,8 +272,8 @@ def as_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("reach", [(0, 0), (50, 0), (0, 96), (70, 64)], ids=str)
-@pytest.mark.parametrize("R", [0, 1, 5])
-def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
+@pytest.mark.parametrize(("R", "heads"), [(0, 1), (1, 2), (5, 2)])
+def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     """Of each tile of query rows, by the code of the kernel: which key tiles it visits, which of them without a mask,
     and what the mask keeps."""
     as_torch(monkeypatch)
@@ -224,7 +287,12 @@ def test_tiles_and_masks_show_what_is_seen(R, reach, monkeypatch):
     num_tiles = int(starts[-1]) // TOKENS + len(sequences)
     done = torch.zeros(int(starts[-1]), dtype=torch.bool)
     seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1)
-    constants = SimpleNamespace(masks=seen, K=K, G=G), tuning.division(0, 64), SimpleNamespace(M=32, N=BLOCK_N), 4
+    constants = (
+        SimpleNamespace(masks=seen, K=K, G=G),
+        tuning.division(0, 64),
+        SimpleNamespace(M=32, N=BLOCK_N, heads=heads),
+        4,
+    )
     tensors = SimpleNamespace(
         seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=Pointer(ranges)
     )

@@ -22,7 +22,8 @@ Seqs = Sequence[tuple[int, int]]
 class Case:
     """Causal attention of a ragged batch over a paged cache; ``seqs`` are pairs (q_len, seq_len).
 
-    The cache has the layout NHD, or with a ``value_head_size`` LATENT, with one key/value head.
+    The cache has the layout NHD. With a ``value_head_size`` it is LATENT if there is one key/value head, else keys and
+    values are two caches.
     """
 
     group: str
@@ -49,7 +50,12 @@ class Case:
 
     @property
     def latent(self) -> bool:
-        return self.value_head_size is not None
+        return self.value_head_size is not None and self.num_kv_heads == 1
+
+    @property
+    def apart(self) -> bool:
+        """Whether keys and values are two caches, of heads of different sizes."""
+        return self.value_head_size is not None and not self.latent
 
     @property
     def value_size(self) -> int:
@@ -62,10 +68,10 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of the sequences, once."""
-        tokens, planes = sum(seq_len for _, seq_len in self.seqs), 1 if self.latent else 2
+        tokens, sizes = sum(seq_len for _, seq_len in self.seqs), self.head_size if self.latent else self._both_sizes
         if has_row_scales(self.kv_cache_dtype):
             return tokens * ROW_BYTES
-        return tokens * self.num_kv_heads * self.head_size * planes * self.stored.itemsize
+        return tokens * self.num_kv_heads * sizes * self.stored.itemsize
 
     @property
     def bytes(self) -> int:
@@ -89,10 +95,11 @@ class Inputs:
 
     case: Case
     query: Tensor  # [T, H, D]
-    kv_cache: Tensor  # [N, 2, B, K, D], latent [N, B, D] or rows of bytes
+    kv_cache: Tensor  # [N, 2, B, K, D], apart [N, B, K, D], latent [N, B, D] or rows of bytes
     block_tables: Tensor  # int32 [S, M]
     seq_lens: Tensor  # int32 [S]
     query_start_loc: Tensor  # int32 [S + 1]
+    value_cache: Tensor | None = None  # apart [N, B, K, Dv]
 
     @property
     def scale(self) -> float:
@@ -104,28 +111,34 @@ class Inputs:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        size, name = self.case.value_head_size, self.case.kv_cache_dtype
-        named = {} if name == "auto" else {"kv_cache_dtype": name}
-        return named if size is None else {**named, "value_head_size": size}
+        name = self.case.kv_cache_dtype
+        named: dict[str, Any] = {} if name == "auto" else {"kv_cache_dtype": name}
+        if self.case.apart:
+            return {**named, "value_cache": self.value_cache}
+        return {**named, "value_head_size": self.case.value_size} if self.case.latent else named
 
     def keys_and_values(self, s: int) -> tuple[Tensor, Tensor]:
         """Of a sequence, ``[n, K, D]`` and ``[n, K, Dv]`` in the model's dtype."""
         if self.case.latent:
-            n = self.case.seqs[s][1]
-            blocks = self.block_tables[s, : -(-n // self.case.block_size)].long()
-            rows = self.kv_cache[blocks].flatten(0, 1)[:n, None]
+            rows = self._tokens(self.kv_cache, s)[:, None]
             scaled, dtype = has_row_scales(self.case.kv_cache_dtype), self.case.dtype
             key = dequantise_rows(rows, dtype) if scaled else rows.to(dtype)
             return key, key[..., : self.case.value_size]
+        if self.value_cache is not None:
+            key, value = (self._tokens(cache, s).to(self.case.dtype) for cache in (self.kv_cache, self.value_cache))
+            return key, value
         key, value = self.sequence(s)
         return key, value
 
     def sequence(self, s: int) -> Tensor:
-        """Keys and values of a sequence, ``[2, n, K, D]`` in the model's dtype; not of a latent cache."""
+        """Keys and values of a sequence, ``[2, n, K, D]`` in the model's dtype, of a cache that has both."""
+        return self._tokens(self.kv_cache.transpose(1, 2), s).transpose(0, 1).to(self.case.dtype)
+
+    def _tokens(self, cache: Tensor, s: int) -> Tensor:
+        """Of a sequence, ``[n, ...]`` of a cache ``[N, B, ...]``."""
         n = self.case.seqs[s][1]
         blocks = self.block_tables[s, : -(-n // self.case.block_size)].long()
-        kv = self.kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :n]
-        return kv.to(self.case.dtype)
+        return cache[blocks].flatten(0, 1)[:n]
 
 
 def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 256) -> list[Inputs]:
@@ -140,14 +153,11 @@ def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 
     needed = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
     calls = min(max(2, math.ceil(cache_bytes / case.kv_bytes)), most)
     blocks, B = calls * sum(needed), case.block_size
-    plain = (blocks, 2, B, case.num_kv_heads, case.head_size)
-    shape = (blocks, B, case.head_size) if case.latent else plain
-    scaled = has_row_scales(case.kv_cache_dtype)
-    kv_cache = torch.empty((blocks, B, ROW_BYTES) if scaled else shape, dtype=case.stored, device=device)
-    for part in kv_cache.split(max(1, (1 << 28) // math.prod(shape[1:]))):
-        real = torch.randn(len(part), *shape[1:], dtype=case.dtype, device=device)
-        part.copy_(quantise_rows(*real.split([ROW_LATENT, ROW_ROTATED], -1)) if scaled else real)
-    ids = torch.randperm(shape[0], dtype=torch.int32)
+    K, planes = case.num_kv_heads, () if case.apart or case.latent else (2,)
+    heads = () if case.latent else (K,)
+    kv_cache = _random_cache((blocks, *planes, B, *heads, case.head_size), case, device)
+    value_cache = _random_cache((blocks, B, K, case.value_size), case, device) if case.apart else None
+    ids = torch.randperm(blocks, dtype=torch.int32)
     starts = [0, *itertools.accumulate(q_len for q_len, _ in case.seqs)]
     made = []
     for of_call in ids.view(calls, -1):
@@ -162,9 +172,19 @@ def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 
                 tables.to(device),
                 torch.tensor([seq_len for _, seq_len in case.seqs], dtype=torch.int32, device=device),
                 torch.tensor(starts, dtype=torch.int32, device=device),
+                value_cache,
             )
         )
     return made
+
+
+def _random_cache(shape: tuple[int, ...], case: Case, device: torch.device) -> Tensor:
+    scaled = has_row_scales(case.kv_cache_dtype)
+    cache = torch.empty((*shape[:2], ROW_BYTES) if scaled else shape, dtype=case.stored, device=device)
+    for part in cache.split(max(1, (1 << 28) // math.prod(shape[1:]))):
+        real = torch.randn(len(part), *shape[1:], dtype=case.dtype, device=device)
+        part.copy_(quantise_rows(*real.split([ROW_LATENT, ROW_ROTATED], -1)) if scaled else real)
+    return cache
 
 
 def decode(batch: int, context: int) -> tuple[tuple[int, int], ...]:
@@ -224,6 +244,11 @@ def gpu_cases() -> list[Case]:
     cases += [Case("sizes", f"64x4096 {n} tokens each", ((n, 4096),) * 64) for n in (4, 16)]
     cases += [Case("sizes", "64x4096 float16", many, dtype=torch.float16)]
     cases += [Case("sizes", f"1x8192 D {D}", PREFILL["1x8192"], head_size=D) for D in (64, 80, 96, 112, 192, 256)]
+    apart: dict[str, Any] = {
+        "head_size": 192,
+        "value_head_size": 128,
+    }  # DeepSeek-V2 and V3, with keys and values of all heads
+    cases += [Case("sizes", "1x8192 D 192 and 128", PREFILL["1x8192"], H, H, **apart) for H in (16, 128)]
     cases += [Case("groups", name, seqs, H, 1) for H in (48, 64, 71) for name, seqs in GROUPS.items()]
     cases += [Case("groups", "ragged128, 16 tokens each", tuple((16, n + 16) for _, n in DECODE["ragged128"]))]
     cases += [Case("fp8", f"64x4096 D {D}", many, head_size=D, cache_dtype=FP8) for D in (64, 256)]

@@ -57,8 +57,8 @@ class PagedOps:
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
         kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
         sizes: dict[str, Any] = {"head_size": case.head_size}
-        if case.latent:
-            sizes |= {"value_head_size": case.value_size, "layout": Layout.LATENT}
+        if case.value_head_size is not None:
+            sizes |= {"value_head_size": case.value_size, "layout": Layout.LATENT if case.latent else None}
         stored = {"cache_dtype": case.cache_dtype, "kv_cache_dtype": case.kv_cache_dtype}
         return supports("paged_attention", kind, dtype=case.dtype, **stored, **sizes)
 
@@ -83,7 +83,7 @@ class FlashInfer:
             reasons.append("a plan is for the lengths that it was made for")
         if case.dtype == torch.float32:
             reasons.append("no float32")
-        if case.latent or case.head_size not in (64, 128, 256):
+        if case.value_head_size is not None or case.head_size not in (64, 128, 256):
             reasons.append("head size: 64, 128 or 256")
         return reasons
 
@@ -136,7 +136,7 @@ class FlashAttention3:
             reasons.append("vllm is not installed")
         if case.dtype == torch.float32 or case.stored != case.dtype:
             reasons.append("float16 or bfloat16, also in the cache")
-        if case.latent or case.head_size > 256 or case.head_size % 8:
+        if case.value_head_size is not None or case.head_size > 256 or case.head_size % 8:
             reasons.append("head size: multiples of 8 up to 256")
         if case.captured_len is not None:
             reasons.append("a schedule is for the lengths that it was made for")
@@ -255,7 +255,7 @@ class Flex:
             reasons.append("no fp8 cache")
         if case.captured_len is not None:
             reasons.append("a mask is for the lengths that it was made for")
-        if case.latent or case.head_size & (case.head_size - 1):
+        if case.value_head_size is not None or case.head_size & (case.head_size - 1):
             reasons.append("head size: a power of two")
         if (case.num_heads // case.num_kv_heads) & (case.num_heads // case.num_kv_heads - 1):
             reasons.append("group: a power of two")
@@ -315,8 +315,8 @@ class DenseSDPA:
             reasons.append("one query a sequence, or as many as keys")
         if case.stored.itemsize == 1:
             reasons.append("no fp8")
-        if case.latent:
-            reasons.append("keys and values apart")
+        if case.value_head_size is not None:
+            reasons.append("keys and values apart, of one size")
         if case.captured_len is not None:
             reasons.append("lengths are shapes")
         return reasons

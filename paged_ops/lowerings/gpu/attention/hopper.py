@@ -12,8 +12,8 @@ BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_
 rows by 64 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one copy brings them whole.
 
 Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
-bfloat16, D of 64, 128 or 256, caches with rows that TMA can address. The Triton kernel serves everything else, with the
-same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+bfloat16, heads of multiples of 16 (hopper_parts.py has how), caches with rows that TMA can address. The Triton kernel
+serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -29,16 +29,29 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.hopper_items import FIELDS, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper_parts import (
+    WARPGROUP,
+    as_tiles,
+    box_layout,
+    box_of,
+    parts_of,
+    places,
+    query_places,
+)
 from paged_ops.lowerings.gpu.attention.hopper_rows import consumer
-from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec
 from paged_ops.lowerings.gpu.target import Target
 
 BLOCK_M = 128
-BLOCK_N = {64: 128, 128: 128, 256: 64}
-STAGES = {64: 4, 128: 2, 256: 2}  # of K and of V: as many as shared memory holds beside the query
-SLOTS = {64: 2, 128: 2, 256: 1}  # tiles of query rows, fetched ahead
+NARROW_M = 128  # of heads of up to 64: three consumers
+NARROW_REGISTERS = (152, 152, 152, 24)
+SIZES = range(64, 257, 16)  # of heads
+MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
+MOST_SLOTS = 2
+MOST_PARTS = 3  # of a head
+HEADS = 16  # key/value heads that are served at a time: several programs read the keys of one, so that the L2 has them
+OTHERS = 2 << 10  # bytes of shared memory for barriers and Triton's own
 SHORT = 4096  # keys that one program reads in less than 50 µs
 MANY_ROWS = 64  # from so many packed query rows on, split_kernel would take twice the time
 SHORT_OF_MANY_ROWS = 8192  # keys, with so many rows
@@ -56,14 +69,19 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "output_scale": spec.out != spec.dtype,
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
         f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
-        f"head_size: expected one of {(*STAGES,)}, got {value.size}": value.size not in STAGES,
-        "value_head_size: expected that of the keys": key.size != value.size,
+        f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
+        f"value_head_size: expected one of {(*served_sizes(),)}, got {value.size}": value.size not in served_sizes(),
         f"num_heads: expected at most {BLOCK_M} a key/value head, got {spec.G}": spec.G > BLOCK_M,
         "query: expected the elements of a head side by side": spec.query[2] != 1,
-        "kv_cache: expected values that lie as the keys do": (key.n, key.b, key.k) != (value.n, value.b, value.k),
-        "kv_cache: expected rows that TMA can address": key.x != key.size or _matrix(key, spec) is None,
+        "kv_cache: expected keys that TMA can address": key.x != key.size or _matrix(key, spec) is None,
+        "kv_cache: expected values that TMA can address": _matrix(value, spec) is None,
     }
     return [reason for reason, holds in against.items() if holds]
+
+
+def served_sizes() -> list[int]:
+    """Of heads."""
+    return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
@@ -73,28 +91,30 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     if tile_plan.all_split and short < 0:
         return None
     # The maximum is taken before scaling. The producer reads the first entry of a table even if there are no keys.
-    if shapes.numbers.scale <= 0 or not shapes.columns or not shapes.aligned or not 0 < _rows(spec, shapes.N) < 1 << 31:
+    rows = [_rows(side, spec, shapes.N) for side in (spec.k_side, spec.v_side)]
+    if (
+        shapes.numbers.scale <= 0
+        or not shapes.columns
+        or not shapes.aligned
+        or not 0 < min(rows) <= max(rows) < 1 << 31
+    ):
         return None
-    D = spec.v_side.size
-    page = min(spec.B & -spec.B, BLOCK_N[D])
-    matrix = _matrix(spec.v_side, spec)
-    assert matrix is not None, "serves() said so"
+    D, shape = spec.k_side.size, shape_of(spec, target.shared_memory)
     copied = bool(spec.query[0] % 16 or spec.query[1] % 16)
     division = tuning.division(tile_plan.split.block_m, shapes.S, short)
     constants = {
         "SPEC": spec._replace(query=(spec.K * spec.G * D, D, 1)) if copied else spec,
         "DIVISION": division._replace(short=0, times=0),  # these two are not constants here
-        "SHAPE": HopperShape(BLOCK_M, BLOCK_N[D], page, STAGES[D], SLOTS[D], *matrix),
+        "SHAPE": shape,
         "num_warps": 4,
     }
-    tokens, K, most = BLOCK_M // spec.G, spec.K, target.processors
+    tokens, K, most = shape.M // spec.G, spec.K, target.processors
 
     def grid(numbers: Numbers) -> Grid:
         return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
 
-    launch = HopperLaunch(
-        launcher_of(prefill_kernel, constants, target.device), grid, short, copied, spec, shapes.N, page
-    )
+    launcher = launcher_of(prefill_kernel, constants, target.device)
+    launch = HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
     return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
 
 
@@ -132,35 +152,73 @@ class Matrix(NamedTuple):
 
 
 def _matrix(side: Side, spec: Spec) -> Matrix | None:
-    """The matrix of a side; None if TMA cannot address it in groups of 8 rows by 64 columns."""
+    """The matrix of a side; None if TMA cannot address it in groups of 8 rows."""
     aligned = 16 // spec.storage.dtype.itemsize
     if side.d != 1 or spec.B % 8 or side.b % aligned or side.n % (8 * side.b):
         return None
-    if spec.K == 1 or (side.k < side.b and side.k % 64 == 0):
+    if spec.K == 1 or (side.k < side.b and side.k % aligned == 0):
         return Matrix(side.n // side.b, 0, side.k)
     if side.k % (8 * side.b) == 0:
         return Matrix(side.n // side.b, side.k // side.b, 0)
     return None
 
 
-def _rows(spec: Spec, N: int) -> int:
-    """The number of rows of the matrix of a cache of N blocks."""
-    matrix = _matrix(spec.v_side, spec)
+def matrix_of(side: Side, spec: Spec) -> Matrix:
+    """The matrix of a side that is served."""
+    matrix = _matrix(side, spec)
     assert matrix is not None, "serves() said so"
+    return matrix
+
+
+def _rows(side: Side, spec: Spec, N: int) -> int:
+    """The number of rows of the matrix of a cache of N blocks."""
+    matrix = matrix_of(side, spec)
     return (N - 1) * matrix.rows_n + (spec.K - 1) * matrix.rows_head + spec.B
 
 
 class HopperShape(NamedTuple):
-    """The tile, how it is brought, and the cache's :class:`Matrix`."""
+    """The tile, how it is brought, and each side's parts and :class:`Matrix`."""
 
     M: int
     N: int
     page: int  # keys that one copy brings
     stages: int
     slots: int
-    rows_n: int
-    rows_head: int
-    columns_head: int
+    heads: int  # key/value heads that are served at a time
+    registers: tuple[int, ...]  # of a thread of the consumers and of the producer; the scheduler has the rest
+    k_parts: tuple[int, ...]
+    v_parts: tuple[int, ...]
+    k_matrix: Matrix
+    v_matrix: Matrix
+
+
+def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
+    """128 keys per tile if two such tiles, the rows' sums and the scores have the space; then two tiles of query rows,
+    then more stages."""
+    D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
+    M = NARROW_M if max(D, Dv) <= 64 else BLOCK_M
+    space = (shared_memory - OTHERS) // itemsize - M * D
+    N = 128 if Dv <= 128 and 2 * 128 * (D + Dv) <= space else 64
+    stage = N * (D + Dv)
+    slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (M * D))
+    stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
+    heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
+    page = min(spec.B & -spec.B, N)
+    parts, matrices = (parts_of(D), parts_of(Dv)), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
+    return HopperShape(M, N, page, stages, slots, heads, _registers(spec), *parts, *matrices)
+
+
+def _registers(spec: Spec) -> tuple[int, ...]:
+    """With fewer, something spills: sums and scores of the consumers, addresses of many small copies."""
+    if max(spec.k_side.size, spec.v_side.size) <= 64 and NARROW_M > BLOCK_M:
+        return NARROW_REGISTERS
+    parts = len(parts_of(spec.k_side.size))
+    if spec.v_side.size > 192:
+        return 224, 224, 24
+    if parts > 1 and spec.v_side.size < 128:
+        return 200, 200, 56
+    consumer = 216 if parts == 1 and spec.logits.soft_cap else 208
+    return consumer, consumer, 40
 
 
 class Address:
@@ -204,8 +262,7 @@ class HopperLaunch(Launch):
         described = self._launcher.kept.get(self._N)  # of a cache of so many blocks, after the first call
         if described is None or self._copied or addresses[QUERY] & 15:
             return False
-        key, value = described
-        descriptors = moved(key, addresses[KEYS]), moved(value, addresses[VALUES])
+        descriptors = [each and moved(each, addresses[at]) for each, at in described]
         return self._launcher.at(self.grid(numbers), addresses, numbers, self._short, *descriptors)
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
@@ -214,23 +271,33 @@ class HopperLaunch(Launch):
             query = query.clone(memory_format=torch.contiguous_format)
         elif addresses[QUERY] & 15:
             query = query.new_empty_strided(query.shape, query.stride()).copy_(query)
-        caches = tensors.key_cache.squeeze(3), tensors.value_cache
-        descriptors = [describe(each, self._spec, self._page) for each in caches]
-        # A base would keep the cache alive.
-        self._launcher.kept[self._N] = tuple({**vars(each), "base": None} for each in descriptors)
+        sides = (
+            (KEYS, tensors.key_cache.squeeze(3), self._spec.k_side),
+            (VALUES, tensors.value_cache, self._spec.v_side),
+        )
+        described = [(each, at) for at, cache, side in sides for each in self._describe(cache, side)]
+        descriptors = [each for each, _ in described]
+        # With the places of their addresses; a base would keep the cache alive.
+        self._launcher.kept[self._N] = [(each and {**vars(each), "base": None}, at) for each, at in described]
         taken = self._taken(tensors._replace(query=query))
         addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
         self._launcher(self.grid(numbers), taken, numbers, self._short, *descriptors, addresses=addresses)
 
+    def _describe(self, cache: Tensor, side: Side) -> list[TensorDescriptor | None]:
+        """Of each part of a side, and None where there are fewer parts."""
+        parts = parts_of(side.size)
+        described = [describe(cache, side, self._spec, self._page, part) for part in parts]
+        return [*described, *[None] * (MOST_PARTS - len(parts))]
 
-def describe(cache: Tensor, spec: Spec, page: int) -> TensorDescriptor:
-    """``[N, B, K, D]`` in groups of 8 rows by 64 columns, of which one copy brings ``page`` tokens of one head."""
-    side, (N, _, K, D), matrix = spec.v_side, cache.shape, _matrix(spec.v_side, spec)
-    assert matrix is not None, "serves() said so"
-    shape = _rows(spec, N) // 8, ((K - 1) * matrix.columns_head + D) // 64, 8, 64
-    groups = cache.as_strided(shape, (8 * side.b, 64, side.b, 1))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(groups, list(shape), list(groups.stride()), [page // 8, D // 64, 8, 64], layout)
+
+def describe(cache: Tensor, side: Side, spec: Spec, page: int, part: int) -> TensorDescriptor:
+    """``[N, B, K, D]`` in groups of 8 rows by up to 64 columns, of which one copy brings ``part`` columns of ``page``
+    tokens: groups at [row / 8, 0, 0, column]. Groups overlap, as they begin at any column."""
+    (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
+    box, columns = box_of(page, part), (K - 1) * matrix.columns_head + D
+    shape = _rows(side, spec, N) // 8, box[1], 8, columns
+    groups = cache.as_strided((*shape[:3], box[3]), (8 * side.b, 64, side.b, 1))
+    return TensorDescriptor(groups, list(shape), list(groups.stride()), box, box_layout(part))
 
 
 def moved(described: dict[str, Any], address: int) -> TensorDescriptor:
@@ -240,18 +307,9 @@ def moved(described: dict[str, Any], address: int) -> TensorDescriptor:
     return descriptor
 
 
-@gluon.constexpr_function
-def tile_layout(rows, D):
-    """Groups of 8 rows by 64 columns, swizzled. A row of groups has all columns, as copies bring them."""
-    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
-    bases += [[0, 64 << n] for n in range((D // 64).bit_length() - 1)]
-    bases += [[8 << n, 0] for n in range((rows // 8).bit_length() - 1)]
-    return gl.SharedLinearLayout(bases, [], 1024)
-
-
 class Shared(NamedTuple):
-    """The contents of shared memory: the fields of items, tiles of query rows, keys and values; and for each, barriers
-    that say that it has arrived, and that its place is free."""
+    """The contents of shared memory: the fields of items, tiles of query rows, keys and values, each a tuple of its
+    parts; and for each, barriers that say that it has arrived, and that its place is free."""
 
     items: Any
     item_full: Any
@@ -280,6 +338,11 @@ def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.cons
 
 
 @gluon.jit
+def third_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    consumer(2, tensors, numbers, shared, SPEC, SHAPE)
+
+
+@gluon.jit
 def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     """``number`` barriers, each of which waits for ``arrivals``."""
     made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
@@ -293,47 +356,60 @@ def prefill_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
-    short, k_desc, v_desc, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
+    short,
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
     dtype: gl.constexpr = tensors.query.dtype.element_ty
-    D: gl.constexpr = SPEC.v_side.size
     M: gl.constexpr = SHAPE.M
+    CONSUMERS: gl.constexpr = M // WARPGROUP
     N: gl.constexpr = SHAPE.N
-    PAGE: gl.constexpr = SHAPE.page
     STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
-    CONSUMER: gl.constexpr = 216 if SPEC.logits.soft_cap else 208
-    REGISTERS: gl.constexpr = (224, 224, 24) if D == 256 else (CONSUMER, CONSUMER, 40)
-    copy_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    group_layout: gl.constexpr = tile_layout(8, D)
-    q_layout: gl.constexpr = tile_layout(M // 2, D)
-    kv_layout: gl.constexpr = tile_layout(N, D)
-    pages: gl.constexpr = STAGES * (N // PAGE)
-    q_groups = gl.allocate_shared_memory(dtype, [SLOTS * (M // 8), 8, D], group_layout)
-    k_pages = gl.allocate_shared_memory(dtype, [pages, PAGE // 8, D // 64, 8, 64], copy_layout)
-    v_pages = gl.allocate_shared_memory(dtype, [pages, PAGE // 8, D // 64, 8, 64], copy_layout)
-    q_tiles = reinterpret(q_groups, dtype, [SLOTS * 2, M // 2, D], q_layout)
-    k_tiles = reinterpret(k_pages, dtype, [STAGES, N, D], kv_layout)
-    v_tiles = reinterpret(v_pages, dtype, [STAGES, N, D], kv_layout)
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    V_PARTS: gl.constexpr = SHAPE.v_parts
+    pages: gl.constexpr = STAGES * (N // SHAPE.page)
+    q_groups = query_places(dtype, SLOTS * M, K_PARTS)
+    k_pages = places(dtype, pages, SHAPE.page, K_PARTS)
+    v_pages = places(dtype, pages, SHAPE.page, V_PARTS)
+    q_tiles = as_tiles(q_groups, dtype, SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
+    k_tiles = as_tiles(k_pages, dtype, STAGES, N, K_PARTS)
+    v_tiles = as_tiles(v_pages, dtype, STAGES, N, V_PARTS)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
     # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
     CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
     shared = Shared(
-        items, barriers(SLOTS, 1), barriers(SLOTS, 3), q_groups, q_tiles, k_pages, k_tiles, barriers(STAGES, 1),
-        barriers(STAGES, 2), v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, 2), barriers(CLEAN, 1),
+        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + 1), q_groups, q_tiles,
+        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS),
+        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), barriers(CLEAN, 1),
     )  # fmt: skip
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-            (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (producer, (k_desc, v_desc, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
-        ],
-        [4, 4, 1],
-        REGISTERS,
-    )
+    REGISTERS: gl.constexpr = SHAPE.registers
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
+                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 1],
+            REGISTERS,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
+                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (third_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 4, 1],
+            REGISTERS,
+        )

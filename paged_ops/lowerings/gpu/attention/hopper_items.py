@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
+from paged_ops.lowerings.gpu.attention.hopper_parts import first_of, number_of, rows_at_once, size_of
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
 from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
 
@@ -48,8 +49,11 @@ def work_item(
     N: gl.constexpr = SHAPE.N
     TOKENS: gl.constexpr = SHAPE.M // G
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    kh = item % SPEC.K
-    query_tile = tiles - 1 - item // SPEC.K  # later tiles see more keys, so they start first
+    HEADS: gl.constexpr = SHAPE.heads
+    first_head = item // (tiles * HEADS) * HEADS
+    item -= first_head * tiles
+    kh = first_head + item % HEADS
+    query_tile = tiles - 1 - item // HEADS  # later tiles see more keys, so they start first
     s = -1
     for start in range(0, numbers.S, DIVISION.at_once):
         s_ = start + gl.arange(0, DIVISION.at_once, lanes)
@@ -136,6 +140,26 @@ def take(taken, reverse, start, programs, last):
 
 
 @gluon.jit
+def fetch_rows(
+    query, first_row, tokens, kh, groups, slot, FIRST: gl.constexpr, SIZE: gl.constexpr, SPEC: gl.constexpr,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy SIZE columns of an item's query rows."""
+    G: gl.constexpr = SPEC.G
+    TOKENS: gl.constexpr = SHAPE.M // G
+    ROWS: gl.constexpr = rows_at_once(SIZE)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    d = FIRST + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
+    for part in range(SHAPE.M // ROWS):
+        r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        live = (r < TOKENS * G) & (r // G < tokens)
+        head = kh * G + r % G
+        row = (first_row + r // G) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
+        place = groups.index(slot * (SHAPE.M // ROWS) + part)
+        load_rows(place, query + row[:, None] + d[None, :], mask=live[:, None])
+
+
+@gluon.jit
 def scheduler(
     tensors, numbers, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
@@ -145,12 +169,10 @@ def scheduler(
     the batch where these are, the others at the other end, until they meet.
     """
     G: gl.constexpr = SPEC.G
-    D: gl.constexpr = SPEC.v_side.size
     M: gl.constexpr = SHAPE.M
     SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = M // G
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = 8
+    PARTS: gl.constexpr = SHAPE.k_parts
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     tiles = numbers.T // TOKENS + numbers.S
     last = tiles * SPEC.K - 1
@@ -179,18 +201,12 @@ def scheduler(
             mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
             for field in gl.static_range(FIELDS):
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
-            for part in range(M // ROWS):
-                r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-                d = gl.arange(0, D, gl.SliceLayout(0, layout))
-                token = first_token + r // G
-                live = (r < TOKENS * G) & (token < q_len)
-                head = kh * G + r % G
-                row = (row_start + token).to(gl.int64) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
-                load_rows(
-                    shared.q_groups.index(slot * (M // ROWS) + part),
-                    tensors.query + row[:, None] + d[None, :],
-                    mask=live[:, None],
-                )
+            row = row_start.to(gl.int64) + first_token
+            for part in gl.static_range(number_of(PARTS)):
+                fetch_rows(
+                    tensors.query, row, q_len - first_token, kh, shared.q_groups[part], slot, first_of(PARTS, part),
+                    size_of(PARTS, part), SPEC, SHAPE,
+                )  # fmt: skip
             async_copy.commit_group()
             async_copy.wait_group(0)
             fence_async_shared()
@@ -207,7 +223,31 @@ def scheduler(
 
 
 @gluon.jit
-def producer(k_desc, v_desc, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def rows_of(ids, kh, j, lane, PAGES: gl.constexpr, MATRIX: gl.constexpr):
+    """The groups of 8 rows at which the pages of a tile begin."""
+    first = ids * MATRIX.rows_n + kh * MATRIX.rows_head + j
+    rows: gl.tuple = ()
+    for page in gl.static_range(PAGES):
+        rows += (gl.sum(gl.where(lane == page, first, 0), 0) // 8,)
+    return rows
+
+
+@gluon.jit
+def bring(
+    descs, rows, kh, full, pages, stage, PARTS: gl.constexpr, MATRIX: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Begin to copy a tile of keys, or of values."""
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    column = kh * MATRIX.columns_head
+    mbarrier.expect(full, SHAPE.N * first_of(PARTS, number_of(PARTS)) * 2)
+    for n in gl.static_range(number_of(PARTS)):
+        for page in gl.static_range(PAGES):
+            place = pages[n].index(stage * PAGES + page)
+            load_box(descs[n], [rows[page], 0, 0, column + first_of(PARTS, n)], full, place)
+
+
+@gluon.jit
+def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Brings the items' tiles of keys and values, the last of a sequence first."""
     B: gl.constexpr = SPEC.B
     N: gl.constexpr = SHAPE.N
@@ -215,7 +255,10 @@ def producer(k_desc, v_desc, block_tables, table_stride, shared, SPEC: gl.conste
     PAGES: gl.constexpr = N // PAGE
     STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
-    BYTES: gl.constexpr = N * SPEC.v_side.size * 2
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    V_PARTS: gl.constexpr = SHAPE.v_parts
+    K_MATRIX: gl.constexpr = SHAPE.k_matrix
+    V_MATRIX: gl.constexpr = SHAPE.v_matrix
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.wait(shared.item_full.index(0), 0)
     count = get(shared.items, 0, COUNT, 1)
@@ -228,31 +271,22 @@ def producer(k_desc, v_desc, block_tables, table_stride, shared, SPEC: gl.conste
         seq_len = get(shared.items, slot, SEQ_LEN, 1)
         end_tile = get(shared.items, slot, END_TILE, 1)
         mbarrier.arrive(shared.item_empty.index(slot), count=1)
-        head_row = kh * SHAPE.rows_head
-        column = kh * SHAPE.columns_head // 64
         j = (end_tile - 1) * N + lane % PAGES * PAGE
         ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
         for t in range(count):
             tile = end_tile - 1 - t
             stage = (total + t) % STAGES
             free = (((total + t) // STAGES) & 1) ^ 1
-            rows: gl.tuple = ()
-            first = ids * SHAPE.rows_n + head_row + (tile * N + lane % PAGES * PAGE) % B
-            for page in gl.static_range(PAGES):
-                rows += (gl.sum(gl.where(lane == page, first, 0), 0) // 8,)
+            j = (tile * N + lane % PAGES * PAGE) % B
+            k_rows = rows_of(ids, kh, j, lane, PAGES, K_MATRIX)
+            v_rows = rows_of(ids, kh, j, lane, PAGES, V_MATRIX)
             # block ids of the next tile, one tile ahead, to hide their latency; keys past the end are masked
             j = gl.maximum(tile - 1, 0) * N + lane % PAGES * PAGE
             ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
-            full = shared.k_full.index(stage)
             mbarrier.wait(shared.k_empty.index(stage), free)
-            mbarrier.expect(full, BYTES)
-            for page in gl.static_range(PAGES):
-                load_box(k_desc, [rows[page], column, 0, 0], full, shared.k_pages.index(stage * PAGES + page))
-            full = shared.v_full.index(stage)
+            bring(descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, K_PARTS, K_MATRIX, SHAPE)
             mbarrier.wait(shared.v_empty.index(stage), free)
-            mbarrier.expect(full, BYTES)
-            for page in gl.static_range(PAGES):
-                load_box(v_desc, [rows[page], column, 0, 0], full, shared.v_pages.index(stage * PAGES + page))
+            bring(descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, V_PARTS, V_MATRIX, SHAPE)
         total += count
         n += 1
         mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)

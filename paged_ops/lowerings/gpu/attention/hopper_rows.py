@@ -29,6 +29,15 @@ from paged_ops.lowerings.gpu.attention.hopper_items import (
     get,
     reach_of_ranges,
 )
+from paged_ops.lowerings.gpu.attention.hopper_parts import (
+    WARPGROUP,
+    first_in_part,
+    first_of,
+    number_of,
+    part_of,
+    products_of,
+    size_of,
+)
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -73,48 +82,80 @@ def keys_of_rows(i, s, tensors, numbers, MASKS: gl.constexpr):
 
 
 @gluon.jit
-def weigh(p16, v_tile, acc0, acc1, D: gl.constexpr):
-    """``acc + p16 @ v``, in two halves if one product would be wider than ptxas takes."""
-    if D == 256:
-        acc0 = warpgroup_mma(p16, v_tile.slice(0, 128, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(p16, v_tile.slice(128, 128, dim=1), acc1, is_async=True)
-    else:
-        acc0 = warpgroup_mma(p16, v_tile, acc0, is_async=True)
-    return acc0, acc1
+def multiply(q_tiles, q_at, k_tiles, stage, zero, PARTS: gl.constexpr):
+    """Begin the products of query rows with a tile of keys: the scores."""
+    k_tile = k_tiles[0].index(stage).permute((1, 0))
+    s = warpgroup_mma(q_tiles[0].index(q_at), k_tile, zero, use_acc=False, is_async=True)
+    for n in gl.static_range(1, number_of(PARTS)):
+        s = warpgroup_mma(q_tiles[n].index(q_at), k_tiles[n].index(stage).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
-def forget_values(v_tile, first, oldest, BLOCK_N: gl.constexpr):
-    """Zero the values of keys before ``oldest`` in the tile that begins at ``first``. No row sees them and their
-    weights are 0, but 0 * NaN would be NaN. 16 rows at a time, as the registers are full of sums."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for part in gl.static_range(BLOCK_N // 16):
-        if first + part * 16 < oldest:
-            rows = first + part * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
-            values = v_tile.slice(part * 16, 16, dim=0)
-            values.store(gl.where((rows >= oldest)[:, None], values.load(layout), 0.0))
-    fence_async_shared()
+def weigh_columns(p16, v_tile, sums):
+    """Begin to add the products of weights with some columns."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
+    weights = gl.convert_layout(p16, p_layout)  # stays where it is: sums of any width want the same registers
+    return warpgroup_mma(weights, v_tile, sums, is_async=True)
+
+
+@gluon.jit
+def weigh(p16, v_tiles, stage, sums, PARTS: gl.constexpr):
+    """Begin to add the products of weights with a tile of values to the sums, of which each has some columns."""
+    WIDTHS: gl.constexpr = products_of(PARTS)
+    made: gl.tuple = ()
+    for n in gl.static_range(number_of(WIDTHS)):
+        v_tile = v_tiles[part_of(PARTS, n)].index(stage).slice(first_in_part(PARTS, n), size_of(WIDTHS, n), dim=1)
+        made += (weigh_columns(p16, v_tile, sums[n]),)
+    return made
+
+
+@gluon.jit
+def finish(sums, PARTS: gl.constexpr):
+    """Wait for all products."""
+    if number_of(products_of(PARTS)) == 1:
+        made = (warpgroup_mma_wait(0, deps=sums),)
+    else:
+        made = warpgroup_mma_wait(0, deps=sums)
+    return made
+
+
+@gluon.jit
+def zero_columns(values, j, low, end, rows: gl.constexpr, SIZE: gl.constexpr):
+    GROUP: gl.constexpr = min(SIZE, 64)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // GROUP, GROUP // 8], [4, 1], [1, 0])
+    keys = j + gl.arange(0, rows, gl.SliceLayout(1, layout))
+    values.store(gl.where(((keys >= low) & (keys < end))[:, None], values.load(layout), 0.0))
+
+
+@gluon.jit
+def zero_values(v_tiles, stage, row: gl.constexpr, rows: gl.constexpr, j, low, end, PARTS: gl.constexpr):
+    """Zero the values of keys outside ``low : end`` in some rows of a tile, of which the first is key j. No row sees
+    them and their weights are 0, but 0 * NaN would be NaN."""
+    for n in gl.static_range(number_of(PARTS)):
+        zero_columns(v_tiles[n].index(stage).slice(row, rows, dim=0), j, low, end, rows, size_of(PARTS, n))
 
 
 @gluon.jit
 def step(
-    q_tile, at, tile, full_start, full_end, acc0, acc1, p16, m, l, factor, cap, i, low, j0, seq_len, zero, shared,
-    SPEC: gl.constexpr, SHAPE: gl.constexpr, p_layout: gl.constexpr, o_rows: gl.constexpr,
+    q_at, at, tile, full_start, full_end, sums, p16, m, l, factor, cap, i, low, j0, seq_len, zero, shared,
+    SPEC: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Computes the scores of the next key tile, while the previous tile's weights are multiplied with its values."""
     MASKS: gl.constexpr = SPEC.masks
     CAUSAL: gl.constexpr = MASKS.causal
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    D: gl.constexpr = SPEC.v_side.size
     STAGES: gl.constexpr = SHAPE.stages
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    V_PARTS: gl.constexpr = SHAPE.v_parts
     k_stage = at % STAGES
     v_stage = (at - 1) % STAGES
     mbarrier.wait(shared.k_full.index(k_stage), (at // STAGES) & 1)
-    s = warpgroup_mma(q_tile, shared.k_tiles.index(k_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = multiply(shared.q_tiles, q_at, shared.k_tiles, k_stage, zero, K_PARTS)
     mbarrier.wait(shared.v_full.index(v_stage), ((at - 1) // STAGES) & 1)
-    acc0, acc1 = weigh(p16, shared.v_tiles.index(v_stage), acc0, acc1, D)
-    s = warpgroup_mma_wait(1 if D < 256 else 2, deps=[s])
+    sums = weigh(p16, shared.v_tiles, v_stage, sums, V_PARTS)
+    s = warpgroup_mma_wait(number_of(products_of(V_PARTS)), deps=[s])
     mbarrier.arrive(shared.k_empty.index(k_stage), count=1)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the product with the values.
@@ -123,22 +164,59 @@ def step(
         masked = masked | (tile < full_start)
     j = tile * SHAPE.N + j0
     if masked:
-        p, m, sums, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
+        p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
     else:
-        p, m, sums, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP)
-    if D == 256:
-        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-    else:
-        acc0 = warpgroup_mma_wait(0, deps=[acc0])
+        p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP)
+    sums = finish(sums, V_PARTS)
     mbarrier.arrive(shared.v_empty.index(v_stage), count=1)
-    l_layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    l = l * gl.convert_layout(decay, l_layout)[:, None] + sums
-    shrink = gl.convert_layout(decay, o_rows)[:, None]
-    acc0 = acc0 * shrink
-    if D == 256:
-        acc1 = acc1 * shrink
-    p16 = gl.convert_layout(p.to(q_tile.dtype), p_layout)
-    return acc0, acc1, p16, m, l
+    l_layout: gl.constexpr = gl.SliceLayout(1, l_tile.type.layout)
+    l = l * gl.convert_layout(decay, l_layout)[:, None] + l_tile
+    p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout)
+    return scaled(sums, decay, V_PARTS), p16, m, l
+
+
+@gluon.jit
+def scale(sums, factors):
+    rows: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return sums * gl.convert_layout(factors, rows)[:, None]
+
+
+@gluon.jit
+def scaled(sums, factors, PARTS: gl.constexpr):
+    """Sums times a factor per row."""
+    made: gl.tuple = ()
+    for n in gl.static_range(number_of(products_of(PARTS))):
+        made += (scale(sums[n], factors),)
+    return made
+
+
+@gluon.jit
+def zero_sums(M: gl.constexpr, WIDTHS: gl.constexpr):
+    made: gl.tuple = ()
+    for n in gl.static_range(number_of(WIDTHS)):
+        made += (gl.full([M, size_of(WIDTHS, n)], 0.0, gl.float32, sums_layout(size_of(WIDTHS, n))),)
+    return made
+
+
+@gluon.jit
+def store_columns(
+    sums, tensors, first, tokens, kh, which: gl.constexpr, FIRST: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Write some columns of the rows, which belong to tokens from ``first`` on."""
+    G: gl.constexpr = SPEC.G
+    M: gl.constexpr = WARPGROUP
+    layout: gl.constexpr = sums.type.layout
+    r = which * M + gl.arange(0, M, gl.SliceLayout(1, layout))
+    live = (r < SHAPE.M // G * G) & (r // G < tokens)
+    row = (first + r // G) * (SPEC.K * G) + kh * G + r % G
+    d = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
+    at = tensors.out + row[:, None] * SPEC.v_side.size + d[None, :]
+    gl.store(at, sums.to(tensors.out.dtype.element_ty), mask=live[:, None])
+
+
+@gluon.constexpr_function
+def sums_layout(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.jit
@@ -149,19 +227,17 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     G: gl.constexpr = SPEC.G
-    D: gl.constexpr = SPEC.v_side.size
     N: gl.constexpr = SHAPE.N
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    V_PARTS: gl.constexpr = SHAPE.v_parts
+    WIDTHS: gl.constexpr = products_of(V_PARTS)
     STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
-    M: gl.constexpr = SHAPE.M // 2
+    M: gl.constexpr = WARPGROUP
     TOKENS: gl.constexpr = SHAPE.M // G
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    WIDTH: gl.constexpr = min(D, 128)
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     H = SPEC.K * G
     factor = numbers.scale * LOG2E
     cap = (0.0, 0.0)
@@ -193,7 +269,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                 mbarrier.arrive(shared.v_empty.index(stage), count=1)
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
         else:
-            q_tile = shared.q_tiles.index(slot * 2 + which)
+            q_at = slot * (SHAPE.M // WARPGROUP) + which
             i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
             s_of = 0
             if MASKS.ranges:
@@ -204,34 +280,31 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             if SPEC.logits.sinks:
                 sink = gl.load(tensors.sinks + kh * G + (which * M + gl.arange(0, M, s_rows)) % G) * LOG2E
                 m = sink / factor
-            acc0 = gl.full([M, WIDTH], 0.0, gl.float32, o_layout)
-            acc1 = acc0
+            sums = zero_sums(M, WIDTHS)
 
             # the last tile first: it needs the mask
             stage = total % STAGES
             mbarrier.wait(shared.k_full.index(stage), (total // STAGES) & 1)
-            s = warpgroup_mma(q_tile, shared.k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = multiply(shared.q_tiles, q_at, shared.k_tiles, stage, zero, K_PARTS)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.k_empty.index(stage), count=1)
             j = (end_tile - 1) * N + j0
             p, m, l, _decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
-            p16 = gl.convert_layout(p.to(q_tile.dtype), p_layout)
+            p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
             # values past the sequence may be NaN: the first warpgroup zeroes them once
             if end_tile * N > seq_len:
                 mbarrier.wait(shared.v_full.index(stage), (total // STAGES) & 1)
                 if which == 0:
-                    rows = (end_tile - 1) * N + gl.arange(0, N, gl.SliceLayout(1, v_layout))
-                    v = shared.v_tiles.index(stage).load(v_layout)
-                    shared.v_tiles.index(stage).store(gl.where((rows < seq_len)[:, None], v, 0.0))
+                    zero_values(shared.v_tiles, stage, 0, N, (end_tile - 1) * N, 0, seq_len, V_PARTS)
                     fence_async_shared()
             if which == 0:
                 mbarrier.arrive(shared.v_clean.index(slot), count=1)
             if end_tile * N > seq_len:
                 mbarrier.wait(shared.v_clean.index(slot), (n // SLOTS) & 1)
             for t in range(1, count):
-                acc0, acc1, p16, m, l = step(
-                    q_tile, total + t, end_tile - 1 - t, full_start, full_end, acc0, acc1, p16, m, l, factor, cap,
-                    i, low, j0, seq_len, zero, shared, SPEC, SHAPE, p_layout, o_rows,
+                sums, p16, m, l = step(
+                    q_at, total + t, end_tile - 1 - t, full_start, full_end, sums, p16, m, l, factor, cap, i, low, j0,
+                    seq_len, zero, shared, SPEC, SHAPE,
                 )  # fmt: skip
             stage = (total + count - 1) % STAGES
             if BOUNDED:  # the oldest tile, which comes last, may begin before the keys that the rows see
@@ -240,34 +313,32 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                 if first < oldest:
                     mbarrier.wait(shared.v_full.index(stage), ((total + count - 1) // STAGES) & 1)
                     if which == 0:
-                        forget_values(shared.v_tiles.index(stage), first, oldest, N)
+                        # 16 rows at a time, as the registers are full of sums
+                        for part in gl.static_range(N // 16):
+                            begin = first + part * 16
+                            if begin < oldest:
+                                zero_values(shared.v_tiles, stage, part * 16, 16, begin, oldest, seq_len, V_PARTS)
+                        fence_async_shared()
                 if which == 0:
                     mbarrier.arrive(shared.v_clean.index(SLOTS + slot), count=1)
                 if first < oldest:
                     mbarrier.wait(shared.v_clean.index(SLOTS + slot), (n // SLOTS) & 1)
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
             mbarrier.wait(shared.v_full.index(stage), ((total + count - 1) // STAGES) & 1)
-            acc0, acc1 = weigh(p16, shared.v_tiles.index(stage), acc0, acc1, D)
-            if D == 256:
-                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            else:
-                acc0 = warpgroup_mma_wait(0, deps=[acc0])
+            sums = finish(weigh(p16, shared.v_tiles, stage, sums, V_PARTS), V_PARTS)
             mbarrier.arrive(shared.v_empty.index(stage), count=1)
 
             l = gl.convert_layout(gl.sum(l, 1), s_rows)
             if SPEC.logits.sinks:
                 l += gl.where(sink > float("-inf"), gl.exp2(sink - m * factor), 0.0)
             seen = l != 0.0
-            share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0), o_rows)[:, None]
-            r = which * M + gl.arange(0, M, o_rows)
-            token = first_token + r // G
-            live = (r < TOKENS * G) & (token < q_len)
-            row = (row_start + token).to(gl.int64) * H + kh * G + r % G
-            d = gl.arange(0, WIDTH, gl.SliceLayout(0, o_layout))
-            at = tensors.out + row[:, None] * D + d[None, :]
-            gl.store(at, (acc0 * share).to(tensors.out.dtype.element_ty), mask=live[:, None])
-            if D == 256:
-                gl.store(at + WIDTH, (acc1 * share).to(tensors.out.dtype.element_ty), mask=live[:, None])
+            share = gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0)
+            sums = scaled(sums, share, V_PARTS)
+            first = row_start.to(gl.int64) + first_token
+            for part in gl.static_range(number_of(WIDTHS)):
+                store_columns(
+                    sums[part], tensors, first, q_len - first_token, kh, which, first_of(WIDTHS, part), SPEC, SHAPE
+                )
             if SPEC.lse:
                 lse2 = gl.where(seen, m * factor + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
                 r = which * M + gl.arange(0, M, s_rows)

@@ -35,7 +35,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import decode, tuning
-from paged_ops.lowerings.gpu.attention.hopper import barriers, moved, tile_layout
+from paged_ops.lowerings.gpu.attention.hopper import barriers, moved
+from paged_ops.lowerings.gpu.attention.hopper_parts import tile_layout
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of, scores, values
 from paged_ops.lowerings.gpu.attention.tile import Batch
 from paged_ops.lowerings.gpu.attention.units import sequence, sequence_tiles, share_index, unit_after

@@ -1,0 +1,260 @@
+"""Prefill on Hopper by head size: is it right, and how fast is it beside the Triton kernel and other head sizes.
+
+    python benchmarks/gpu_prefill.py --out benchmarks/data/gpu_prefill.jsonl          # all, two minutes
+
+First, in several processes, cases of ``paged_ops.testing`` with many sizes, forms and features against the float64
+reference, with NaN in all that must not be read; these processes also compile what is timed. Then the times, one record
+for each kernel, in TFLOP/s; ``shape`` says what was changed of the kernel's choice. Needs torch, triton and numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import paged_ops
+from paged_ops import testing
+from paged_ops.bench import cases, measure
+from paged_ops.lowerings.gpu.attention import hopper, plan
+
+DEVICE = "cuda"
+SIZES = ((192, 128), (192, 192), (96, 96), (80, 80), (112, 112))
+MORE_SIZES = ((64, 64), (128, 128), (256, 256), (128, 64), (96, 64), (160, 160), (256, 128), (224, 208))
+BATCH = ((300, 1000), (1, 900), (129, 129), (70, 2000), (0, 5), (3, 40), (260, 261))
+PREFILL = {
+    "1x8192": ((8192, 8192),),
+    "8x2048": ((2048, 2048),) * 8,
+    "2048@16384": ((2048, 18432),),
+}
+
+
+def checked() -> list[testing.AttentionCase]:
+    """Of each size several forms, block sizes, groups and features."""
+    found = []
+
+    def add(D: int, Dv: int, name: str, H: int, form: str = "nhd", **changes: Any) -> None:
+        features = tuple(testing.FEATURES[each] for each in changes.pop("features", ()))
+        strided = changes.pop("strided_query", False)
+        sizes = {"head_size": D, "value_head_size": None if D == Dv else Dv}
+        spec = testing.CacheSpec(form="separate" if D != Dv else form, **{"dtype": torch.bfloat16, **sizes, **changes})
+        name = f"{D}-{Dv}-{name}"
+        found.append(testing.AttentionCase(name, BATCH, spec, H, features, strided_query=strided))
+
+    for D, Dv in (*SIZES, *MORE_SIZES):
+        add(D, Dv, "sinks", 8, strided_query=True, features=("sinks",))
+        if (D, Dv) in SIZES:
+            add(D, Dv, "alone-window-cap", 4, "hnd", num_kv_heads=4, block_size=8, features=("window", "cap"))
+            add(D, Dv, "ranges", 12, "plane_first", block_size=48, dtype=torch.float16, features=("ranges",))
+            add(D, Dv, "noncausal", 5, "interleaved", num_kv_heads=1, block_size=64, features=("noncausal",))
+            add(D, Dv, "chunk", 6, "separate", num_kv_heads=3, block_size=128, features=("chunk",))
+    return found
+
+
+def check(case: testing.AttentionCase, change: str = "") -> dict[str, Any]:
+    """One case; ``served`` counts the launches of the Hopper kernel."""
+    choose(change)
+    launches = []
+    launch = hopper.HopperLaunch.__call__
+    hopper.HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
+    record: dict[str, Any] = {"part": "cases", "case": case.name, "shape": change}
+    try:
+        testing.check("paged_attention_with_lse", case, DEVICE)
+        return {**record, "right": True, "served": len(launches)}
+    except Exception as error:
+        traceback.print_exc(limit=-2)
+        return {**record, "right": False, "served": len(launches), "error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
+        hopper.HopperLaunch.__call__ = launch
+        choose("")
+
+
+def views(D: int = 192, Dv: int = 128, K: int = 4) -> dict[str, Any]:
+    """Keys that lie head by head, and values that are parts of wider rows, give the bits of plain caches."""
+    torch.manual_seed(0)
+    rows, B = 1024, 16
+    key = torch.randn(K, rows, D, device=DEVICE).bfloat16().transpose(0, 1).unflatten(0, (-1, B))
+    value = torch.randn(rows, K, Dv + 128, device=DEVICE).bfloat16().unflatten(0, (-1, B))[..., 128:]
+    query = torch.randn(900, K, D, device=DEVICE).bfloat16()
+    tables = torch.randperm(rows // B, device=DEVICE, dtype=torch.int32)[None]
+    lens, starts = (torch.tensor(each, device=DEVICE, dtype=torch.int32) for each in ([1000], [0, 900]))
+    results = [
+        paged_ops.paged_attention(query, *caches[:1], tables, lens, starts, 0.1, value_cache=caches[1])
+        for caches in ((key, value), (key.contiguous(), value.contiguous()))
+    ]
+    return {"part": "cases", "case": f"{D}-{Dv}-views", "right": torch.equal(*results), "served": 2}
+
+
+class Job(NamedTuple):
+    """A case, and what is changed of the kernel's choice."""
+
+    case: cases.Case
+    change: str
+
+
+def shaped(**changes: int) -> Callable[[], None]:
+    """The kernel with another shape."""
+    chosen = CHOSEN
+
+    def changed(*given: Any) -> Any:
+        return chosen(*given)._replace(**changes)
+
+    def choose() -> None:
+        hopper.shape_of = changed
+
+    return choose
+
+
+def without_gluon() -> None:
+    plan._hopper = lambda: ()
+
+
+CHOSEN, HOPPER = hopper.shape_of, plan._hopper
+CHANGES: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "triton": without_gluon,
+    "heads 128": shaped(heads=128),
+    "heads 32": shaped(heads=32),
+    "heads 8": shaped(heads=8),
+    "stages 3, slots 1": shaped(stages=3, slots=1),
+    "rows 192": shaped(M=192, N=64, stages=4, slots=2, registers=(128, 128, 128, 40)),
+    "rows 192, 6 stages": shaped(M=192, N=64, stages=6, slots=2, registers=(128, 128, 128, 32)),
+}
+
+
+def all_jobs() -> list[Job]:
+    """What is timed, the most important first."""
+
+    def case(name: str, D: int, Dv: int, H: int, K: int) -> cases.Case:
+        sizes = {"head_size": D, "value_head_size": None if D == Dv else Dv}
+        return cases.Case("prefill", f"{name} D {D} and {Dv}", PREFILL[name], H, K, **sizes)
+
+    groups = [
+        (D, Dv, 32, 8) for D, Dv in ((128, 128), (192, 192), (96, 96), (80, 80), (112, 112), (64, 64), (256, 256))
+    ]
+    latent = [(192, 128, 16, 16), (128, 128, 16, 16)]
+    many = [(192, 128, 128, 128), (128, 128, 32, 32)]
+    jobs = [Job(case("1x8192", *each), "") for each in (*groups, *latent, *many)]
+    jobs += [Job(case("1x8192", *many[0]), f"heads {n}") for n in (128, 8)]
+    jobs += [Job(case("1x8192", *many[1]), f"heads {n}") for n in (32, 8)]
+    jobs += [Job(case("1x8192", 192, 192, 32, 8), "stages 3, slots 1")]
+    jobs += [Job(case("1x8192", *each), "rows 192") for each in (groups[2], groups[3], groups[5])]
+    jobs += [Job(case("1x8192", *groups[5]), "rows 192, 6 stages")]
+    jobs += [Job(case("1x8192", *each), "triton") for each in (latent[0], *groups[:5])]
+    jobs += [Job(case(name, *each), "") for name in list(PREFILL)[1:] for each in (*groups[:5], latent[0])]
+    jobs += [Job(case("1x8192", *many[0]), "triton")]
+    jobs += [Job(case(name, *each), "triton") for name in list(PREFILL)[1:] for each in (*groups[1:5], latent[0])]
+    return jobs
+
+
+def choose(change: str) -> None:
+    hopper.shape_of, plan._hopper = CHOSEN, HOPPER
+    CHANGES[change]()
+    plan.forget()
+
+
+def warm(job: Job) -> None:
+    """Compile what a job launches, for Triton's cache on disk."""
+    choose(job.change)
+    case = dataclasses.replace(job.case, seqs=((700, 700),) * len(job.case.seqs))
+    (inputs, *_) = cases.make_inputs(case, torch.device(DEVICE), 0, most=2)
+    paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
+    torch.cuda.synchronize()
+    choose("")
+
+
+def work(part: int, parts: int) -> Iterator[dict[str, Any]]:
+    """A share of what is done in parallel."""
+    found = checked()
+    kinds = {(job.case.head_size, job.case.value_size, job.case.num_heads, job.change): job for job in all_jobs()}
+    tasks: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(warm, (job,)) for job in kinds.values()]
+    tasks[len(tasks) // 2 : len(tasks) // 2] = [(check, (case,)) for case in found] + [(views, ())]
+    tasks += [
+        (check, (case, "rows 192")) for case in found if case.name in ("64-64-sinks", "80-80-chunk", "96-96-ranges")
+    ]
+    for function, arguments in tasks[part::parts]:
+        try:
+            record = function(*arguments)
+        except Exception as error:
+            traceback.print_exc(limit=-3)
+            record = {"part": "cases", "case": str(arguments)[:200], "error": f"{type(error).__name__}: {error}"[:400]}
+        if record is not None:
+            yield record
+
+
+def in_parallel(processes: int, seconds: float) -> Iterator[dict[str, Any]]:
+    command = [sys.executable, __file__, "--processes", str(processes), "--worker"]
+    running = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(processes)]
+    end = time.monotonic() + seconds
+    for process in running:
+        try:
+            out, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, _ = process.communicate()
+            yield {"part": "cases", "case": "a process", "error": f"took more than {seconds} s"}
+        yield from (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+
+
+def times(job: Job, ceilings: measure.Ceilings, repeats: int) -> dict[str, Any]:
+    record = {"part": "times", "case": job.case.key, "shape": job.change}
+    try:
+        choose(job.change)
+        sets = measure.inputs_of(job.case, torch.device(DEVICE, torch.cuda.current_device()))[:4]
+        calls = [lambda each=each: paged_ops.paged_attention(*each.args, **each.kwargs) for each in sets]
+        return {**record, **measure.measure(calls, sets, ceilings, repeats)}
+    except Exception as error:
+        traceback.print_exc(limit=-3)
+        return {**record, "error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
+        choose("")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="-")
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=110, help="of everything: what has not begun by then is left")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--only", default="", help="part of the name or the shape of what is timed")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker is not None:
+        for record in work(given.worker, given.processes):
+            print(json.dumps(record), flush=True)
+        os._exit(0)
+    begin = time.monotonic()
+    stamp = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "time": time.strftime("%F %H:%M")}
+
+    def write(record: dict[str, Any]) -> None:
+        line = json.dumps({**stamp, **record})
+        print(line, flush=True)
+        if given.out != "-":
+            with open(given.out, "a") as file:
+                file.write(line + "\n")
+
+    for record in in_parallel(given.processes, 0.55 * given.seconds):
+        write(record)
+    write({"part": "parallel", "seconds": round(time.monotonic() - begin, 1)})
+    ceilings = measure.Ceilings(4.5e12, 4.2e12, 7e14)
+    for job in all_jobs():
+        if time.monotonic() - begin > given.seconds:
+            write({"part": "times", "case": job.case.key, "shape": job.change, "error": "no time was left"})
+        elif given.only in f"{job.case.key} {job.change}":
+            write(times(job, ceilings, given.repeats))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The Hopper kernel's columns: heads of any multiple of 16, in parts whose sizes are powers of two.
+
+Gluon's tensors, copies and products have sizes that are powers of two. So the columns of a head are divided (192 is
+128 + 64, 112 is 64 + 32 + 16), and each part has places of its own in shared memory, and copies and products of its
+own: of the keys into the same scores, of the values each into sums of its own. Nothing is padded. Constants are tuples
+of the parts' sizes, the largest first.
+
+A part lies in groups of 8 rows by up to 64 columns, swizzled, with all columns of 8 rows together: so a block of the
+cache is one copy, and tiles of any number of rows are made of blocks.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from paged_ops.lowerings.gpu.gluon_names import reinterpret
+
+WARPGROUP = gl.constexpr(64)  # rows of a tile that one warpgroup multiplies
+WIDEST = 128  # columns of a product of weights and values: ptxas takes no more beside the scores
+
+
+def parts_of(size: int) -> tuple[int, ...]:
+    """The powers of two that make up a size."""
+    return tuple(1 << n for n in reversed(range(size.bit_length())) if size >> n & 1)
+
+
+@gluon.constexpr_function
+def number_of(parts):
+    return len(parts)
+
+
+@gluon.constexpr_function
+def size_of(parts, n):
+    return parts[n]
+
+
+@gluon.constexpr_function
+def first_of(parts, n):
+    """The column at which a part begins."""
+    return sum(parts[:n])
+
+
+@gluon.constexpr_function
+def products_of(parts):
+    """The columns of the products with values: of a part or, if it is too wide, of pieces of it."""
+    return tuple(min(size, WIDEST) for size in parts for _ in range(0, size, WIDEST))
+
+
+@gluon.constexpr_function
+def part_of(parts, n):
+    """The part in which the n-th product's columns lie."""
+    return [part for part, size in enumerate(parts) for _ in range(0, size, WIDEST)][n]
+
+
+@gluon.constexpr_function
+def first_in_part(parts, n):
+    """The first of the n-th product's columns in that part."""
+    return [at for size in parts for at in range(0, size, WIDEST)][n]
+
+
+@gluon.constexpr_function
+def rows_at_once(size):
+    """The query rows of a part that four warps fetch at once, by 16 bytes a thread."""
+    return max(8, 1024 // size)
+
+
+@gluon.constexpr_function
+def tile_layout(rows, size):
+    """Groups of 8 rows by up to 64 columns, swizzled. A row of groups has all columns, as copies bring them."""
+    group = min(size, 64)
+    bases = [[0, 1 << n] for n in range(group.bit_length() - 1)]
+    # The hardware's swizzle: pieces of 8 columns are exchanged by the number of their line of 128 bytes.
+    bases += [[1 << n, (group << n) // 64 * 8] for n in range(3)]
+    bases += [[0, 64 << n] for n in range((size // 64).bit_length() - 1)]
+    bases += [[8 << n, 0] for n in range((rows // 8).bit_length() - 1)]
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+@gluon.constexpr_function
+def box_layout(size):
+    """The same for a copy of ``[rows / 8, columns / 64, 8, 64]``."""
+    return gl.NVMMASharedLayout(2 * min(size, 64), 16, 4)
+
+
+@gluon.constexpr_function
+def box_of(rows, size):
+    return [rows // 8, max(size // 64, 1), 8, min(size, 64)]
+
+
+@gluon.jit
+def place(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, SIZE: gl.constexpr):
+    shape: gl.constexpr = box_of(PAGE, SIZE)
+    layout: gl.constexpr = box_layout(SIZE)
+    return gl.allocate_shared_memory(dtype, [pages, shape[0], shape[1], shape[2], shape[3]], layout)
+
+
+@gluon.jit
+def places(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, PARTS: gl.constexpr):
+    """Shared memory for ``pages`` pages of PAGE keys or values, a place for each part, as copies fill it."""
+    made: gl.tuple = ()
+    for n in gl.static_range(number_of(PARTS)):
+        made += (place(dtype, pages, PAGE, size_of(PARTS, n)),)
+    return made
+
+
+@gluon.jit
+def query_place(dtype: gl.constexpr, rows: gl.constexpr, SIZE: gl.constexpr):
+    ROWS: gl.constexpr = rows_at_once(SIZE)
+    return gl.allocate_shared_memory(dtype, [rows // ROWS, ROWS, SIZE], tile_layout(ROWS, SIZE))
+
+
+@gluon.jit
+def query_places(dtype: gl.constexpr, rows: gl.constexpr, PARTS: gl.constexpr):
+    """Shared memory for so many query rows, as they are fetched."""
+    made: gl.tuple = ()
+    for n in gl.static_range(number_of(PARTS)):
+        made += (query_place(dtype, rows, size_of(PARTS, n)),)
+    return made
+
+
+@gluon.jit
+def as_tiles(given, dtype: gl.constexpr, tiles: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr):
+    """The same memory as tiles of ROWS rows, as they are multiplied."""
+    made: gl.tuple = ()
+    for n in gl.static_range(number_of(PARTS)):
+        made += (reinterpret(given[n], dtype, [tiles, ROWS, size_of(PARTS, n)], tile_layout(ROWS, size_of(PARTS, n))),)
+    return made
