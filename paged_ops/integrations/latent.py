@@ -179,6 +179,7 @@ def _own_tokens(
     laid = [each.new_zeros(1, 1, rows, each.shape[-1]).index_copy_(2, to, each) for each in (latent, rotated)]
     states = type(module).expand_kv(module, *laid)
     key, value = (each[0].transpose(0, 1).unflatten(0, (-1, OWN_BLOCK)) for each in states)
+    key = key.contiguous()  # heads that lie apart by the number of tokens would mean other kernels for each number
     columns = torch.arange(-(-T // OWN_BLOCK), dtype=torch.int32, device=query.device)
     tables = first[:, None] + columns
     return paged_attention_with_lse(query, key, tables, lens, query_start_loc, scale, value_cache=value, **features)
