@@ -28,6 +28,16 @@ def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, **feat
     return call
 
 
+def apart(D, Dv, H, K, B=16, dtype=torch.bfloat16, **features):
+    def call():
+        key, value = (gpu(N, B, K, size, dtype=dtype) for size in (D, Dv))
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
+        query = gpu(T, H, D, dtype=dtype)
+        lowering.paged_attention_with_lse(query, key, tables, lens, starts, D**-0.5, value_cache=value, **features)
+
+    return call
+
+
 def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, **features):
     def call():
         kv_cache = gpu(N, B, 576, dtype=dtype)
@@ -87,23 +97,7 @@ VARIANTS = [
         EXPECT,
         spills={(3, 9): 48},
     ),
-]
-
-
-def wide(D, Dv, H, K, T=T, B=16, dtype=torch.bfloat16, sinks=False, **features):
-    def call():
-        key, value = (gpu(N, B, K, size, dtype=dtype) for size in (D, Dv))
-        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
-        given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
-        query = gpu(T, H, D, dtype=dtype)
-        lowering.paged_attention_with_lse(
-            query, key, tables, lens, starts, D**-0.5, value_cache=value, **given, **features
-        )
-
-    return call
-
-
-VARIANTS += [
-    Variant("hopper-prefill-k192-v128-g1", wide(192, 128, 16, 16), EXPECT),
-    *(Variant(f"hopper-prefill-d{D}-g4", wide(D, D, 16, 4), EXPECT) for D in (192, 96, 80, 112)),
+    Variant("hopper-prefill-k192-v128-g1", apart(192, 128, 16, 16), EXPECT),
+    *(Variant(f"hopper-prefill-nhd-d{D}-g4", prefill("NHD", D, 16, 4), EXPECT) for D in (192, 96, 112)),
+    Variant("hopper-prefill-hnd-d80-window", prefill("HND", 80, 16, 4, torch.float16, sliding_window=100), EXPECT),
 ]

@@ -148,6 +148,15 @@ def test_leaves_to_triton(features):
     assert not takes(*split_cache("NHD", 16, 2, 128), **features)
 
 
+@pytest.mark.parametrize(
+    ("D", "Dv", "is_served"),
+    [(192, 128, True), (64, 256, True), (208, 112, True), (240, 64, False), (48, 48, False), (128, 120, False)],
+)
+def test_head_sizes_that_are_served(D, Dv, is_served):
+    key, value = torch.zeros(N, 16, 2, 1, D).half(), torch.zeros(N, 16, 2, Dv).half()
+    assert takes(key, value, query=torch.zeros(64, H, D).half()) == is_served
+
+
 def test_leaves_what_tma_cannot_address_to_triton():
     key, value = split_cache("NHD", 16, 2, 128)
     assert not takes(key[:, :12], value[:, :12])  # blocks of 12
@@ -333,8 +342,11 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-def check_against_triton(sequences, H, K, short, monkeypatch, D=128, **options):
-    """Pairs (q_len, seq_len): the Hopper kernel has those of at most ``short`` keys; and what Triton's kernels say."""
+def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **options):
+    """Pairs (q_len, seq_len): the Hopper kernel has those of at most ``short`` keys; and what Triton's kernels say.
+
+    With ``Dv`` keys and values are two caches.
+    """
     blocks = [-(-n // 16) for _, n in sequences]
     tables = torch.zeros(len(sequences), max(blocks), dtype=torch.int32)
     ids = iter(torch.randperm(sum(blocks), dtype=torch.int32).tolist())
@@ -343,6 +355,8 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, **options):
     starts = torch.tensor([0, *itertools.accumulate(q for q, _ in sequences)], dtype=torch.int32)
     lens = torch.tensor([n for _, n in sequences], dtype=torch.int32)
     kv_cache = torch.randn(sum(blocks), 2, 16, K, D, dtype=torch.bfloat16, device=GPU)
+    if Dv is not None:
+        kv_cache, options["value_cache"] = kv_cache[:, 0], kv_cache[:, 1, :, :, :Dv].contiguous()
     query = torch.randn(int(starts[-1]), H, D, dtype=torch.bfloat16, device=GPU)
     call = (query, kv_cache, tables.to(GPU), lens.to(GPU), starts.to(GPU), 0.1)
     bounds = []
@@ -393,7 +407,11 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("masks", [{"sliding_window": 1}, {"sliding_window": 100}, {"attention_chunk": 90}], ids=str)
-@pytest.mark.parametrize(("D", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("D", "dtype"),
+    [(64, torch.float16), (80, torch.float16), (128, torch.bfloat16), (192, torch.bfloat16), (256, torch.bfloat16)],
+    ids=str,
+)
 def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks):
     """Blocks that a sequence gave back, say, which others fill with what they like."""
     sequences, B = [(200, 200), (64, 500), (130, 131), (1, 300), (3, 9), (90, 180)] * 9, 16
@@ -419,6 +437,23 @@ def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks):
     for other in results[1:]:
         assert torch.equal(results[0][0].view(torch.int16), other[0].view(torch.int16))
         assert torch.equal(results[0][1], other[1])
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300}, {"causal": False, "soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize("sizes", [(192, 128), (192, None), (96, None), (80, None), (112, None), (128, 64)], ids=str)
+def test_head_sizes(sizes, options, monkeypatch):
+    D, Dv = sizes
+    check_against_triton(LONG + SHORT, 32, 8, hopper.SHORT, monkeypatch, D, Dv, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("heads", [(48, 48), (64, 32)], ids=str)
+def test_heads_in_groups(heads, monkeypatch):
+    """More key/value heads than are served at a time."""
+    check_against_triton([(700, 1500), (300, 300)], *heads, hopper.SHORT, monkeypatch, 192, 128)
 
 
 @pytest.mark.gpu
