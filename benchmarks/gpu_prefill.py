@@ -1,6 +1,6 @@
 """Prefill on Hopper by head size: is it right, and how fast is it beside the Triton kernel and other head sizes.
 
-    python benchmarks/gpu_prefill.py --out benchmarks/data/gpu_prefill.jsonl          # all, two minutes
+    python benchmarks/gpu_prefill.py --out benchmarks/data/gpu_prefill.jsonl          # all, three minutes
 
 First, in several processes, cases of ``paged_ops.testing`` with many sizes, forms and features against the float64
 reference, with NaN in all that must not be read; these processes also compile what is timed. Then the times, one record
@@ -63,13 +63,12 @@ def checked() -> list[testing.AttentionCase]:
     return found
 
 
-def check(case: testing.AttentionCase, change: str = "") -> dict[str, Any]:
-    """One case; ``served`` counts the launches of the Hopper kernel."""
-    choose(change)
+def check(case: testing.AttentionCase) -> dict[str, Any]:
+    """One case; ``served`` counts the launches of the Hopper kernel that go through Triton."""
     launches = []
     launch = hopper.HopperLaunch.__call__
     hopper.HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
-    record: dict[str, Any] = {"part": "cases", "case": case.name, "shape": change}
+    record: dict[str, Any] = {"part": "cases", "case": case.name}
     try:
         testing.check("paged_attention_with_lse", case, DEVICE)
         return {**record, "right": True, "served": len(launches)}
@@ -78,7 +77,6 @@ def check(case: testing.AttentionCase, change: str = "") -> dict[str, Any]:
         return {**record, "right": False, "served": len(launches), "error": f"{type(error).__name__}: {error}"[:400]}
     finally:
         hopper.HopperLaunch.__call__ = launch
-        choose("")
 
 
 def views(D: int = 192, Dv: int = 128, K: int = 4) -> dict[str, Any]:
@@ -129,12 +127,10 @@ CHANGES: dict[str, Callable[[], None]] = {
     "heads 32": shaped(heads=32),
     "heads 8": shaped(heads=8),
     "stages 3, slots 1": shaped(stages=3, slots=1),
-    "rows 192": shaped(M=192, N=64, stages=4, slots=2, registers=(128, 128, 128, 40)),
-    "rows 192, 6 stages": shaped(M=192, N=64, stages=6, slots=2, registers=(128, 128, 128, 32)),
 }
 
 
-def all_jobs() -> list[Job]:
+def all_jobs(only: str = "") -> list[Job]:
     """What is timed, the most important first."""
 
     def case(name: str, D: int, Dv: int, H: int, K: int) -> cases.Case:
@@ -150,13 +146,11 @@ def all_jobs() -> list[Job]:
     jobs += [Job(case("1x8192", *many[0]), f"heads {n}") for n in (128, 8)]
     jobs += [Job(case("1x8192", *many[1]), f"heads {n}") for n in (32, 8)]
     jobs += [Job(case("1x8192", 192, 192, 32, 8), "stages 3, slots 1")]
-    jobs += [Job(case("1x8192", *each), "rows 192") for each in (groups[2], groups[3], groups[5])]
-    jobs += [Job(case("1x8192", *groups[5]), "rows 192, 6 stages")]
     jobs += [Job(case("1x8192", *each), "triton") for each in (latent[0], *groups[:5])]
     jobs += [Job(case(name, *each), "") for name in list(PREFILL)[1:] for each in (*groups[:5], latent[0])]
     jobs += [Job(case("1x8192", *many[0]), "triton")]
     jobs += [Job(case(name, *each), "triton") for name in list(PREFILL)[1:] for each in (*groups[1:5], latent[0])]
-    return jobs
+    return [job for job in jobs if only in f"{job.case.key} {job.change}"]
 
 
 def choose(change: str) -> None:
@@ -175,15 +169,15 @@ def warm(job: Job) -> None:
     choose("")
 
 
-def work(part: int, parts: int) -> Iterator[dict[str, Any]]:
+def work(part: int, parts: int, what: str, only: str) -> Iterator[dict[str, Any]]:
     """A share of what is done in parallel."""
-    found = checked()
-    kinds = {(job.case.head_size, job.case.value_size, job.case.num_heads, job.change): job for job in all_jobs()}
-    tasks: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(warm, (job,)) for job in kinds.values()]
-    tasks[len(tasks) // 2 : len(tasks) // 2] = [(check, (case,)) for case in found] + [(views, ())]
-    tasks += [
-        (check, (case, "rows 192")) for case in found if case.name in ("64-64-sinks", "80-80-chunk", "96-96-ranges")
-    ]
+    tasks: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    if "times" in what:
+        jobs = all_jobs(only)
+        kinds = {(job.case.head_size, job.case.value_size, job.case.num_heads, job.change): job for job in jobs}
+        tasks += [(warm, (job,)) for job in kinds.values()]
+    if "cases" in what:
+        tasks += [(views, ()), *((check, (case,)) for case in checked())]
     for function, arguments in tasks[part::parts]:
         try:
             record = function(*arguments)
@@ -194,8 +188,8 @@ def work(part: int, parts: int) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def in_parallel(processes: int, seconds: float) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, __file__, "--processes", str(processes), "--worker"]
+def in_parallel(processes: int, seconds: float, *options: str) -> Iterator[dict[str, Any]]:
+    command = [sys.executable, __file__, *options, "--processes", str(processes), "--worker"]
     running = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(processes)]
     end = time.monotonic() + seconds
     for process in running:
@@ -225,14 +219,15 @@ def times(job: Job, ceilings: measure.Ceilings, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="-")
+    parser.add_argument("--part", default="cases,times")
     parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--seconds", type=float, default=110, help="of everything: what has not begun by then is left")
+    parser.add_argument("--seconds", type=float, default=180, help="of everything: what has not begun by then is left")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--only", default="", help="part of the name or the shape of what is timed")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
-        for record in work(given.worker, given.processes):
+        for record in work(given.worker, given.processes, given.part, given.only):
             print(json.dumps(record), flush=True)
         os._exit(0)
     begin = time.monotonic()
@@ -245,14 +240,12 @@ def main() -> None:
             with open(given.out, "a") as file:
                 file.write(line + "\n")
 
-    for record in in_parallel(given.processes, 0.55 * given.seconds):
+    for record in in_parallel(given.processes, 0.6 * given.seconds, "--part", given.part, "--only", given.only):
         write(record)
     write({"part": "parallel", "seconds": round(time.monotonic() - begin, 1)})
     ceilings = measure.Ceilings(4.5e12, 4.2e12, 7e14)
-    for job in all_jobs():
-        if time.monotonic() - begin > given.seconds:
-            write({"part": "times", "case": job.case.key, "shape": job.change, "error": "no time was left"})
-        elif given.only in f"{job.case.key} {job.change}":
+    for job in all_jobs(given.only) if "times" in given.part else ():
+        if time.monotonic() - begin < given.seconds:
             write(times(job, ceilings, given.repeats))
 
 

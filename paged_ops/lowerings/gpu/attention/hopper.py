@@ -44,13 +44,11 @@ from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec
 from paged_ops.lowerings.gpu.target import Target
 
 BLOCK_M = 128
-NARROW_M = 128  # of heads of up to 64: three consumers
-NARROW_REGISTERS = (152, 152, 152, 24)
 SIZES = range(64, 257, 16)  # of heads
 MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
 MOST_SLOTS = 2
 MOST_PARTS = 3  # of a head
-HEADS = 16  # key/value heads that are served at a time: several programs read the keys of one, so that the L2 has them
+HEADS = 32  # key/value heads that are served at a time: several programs read the keys of one, so that the L2 has them
 OTHERS = 2 << 10  # bytes of shared memory for barriers and Triton's own
 SHORT = 4096  # keys that one program reads in less than 50 µs
 MANY_ROWS = 64  # from so many packed query rows on, split_kernel would take twice the time
@@ -185,7 +183,7 @@ class HopperShape(NamedTuple):
     stages: int
     slots: int
     heads: int  # key/value heads that are served at a time
-    registers: tuple[int, ...]  # of a thread of the consumers and of the producer; the scheduler has the rest
+    registers: tuple[int, int, int]  # of a thread of the consumers and of the producer; the scheduler has the rest
     k_parts: tuple[int, ...]
     v_parts: tuple[int, ...]
     k_matrix: Matrix
@@ -196,22 +194,19 @@ def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
     """128 keys per tile if two such tiles, the rows' sums and the scores have the space; then two tiles of query rows,
     then more stages."""
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
-    M = NARROW_M if max(D, Dv) <= 64 else BLOCK_M
-    space = (shared_memory - OTHERS) // itemsize - M * D
+    space = (shared_memory - OTHERS) // itemsize - BLOCK_M * D
     N = 128 if Dv <= 128 and 2 * 128 * (D + Dv) <= space else 64
     stage = N * (D + Dv)
-    slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (M * D))
-    stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
+    slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (BLOCK_M * D))
+    stages = min(MOST_STAGES, (space - (slots - 1) * BLOCK_M * D) // stage)
     heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
     page = min(spec.B & -spec.B, N)
     parts, matrices = (parts_of(D), parts_of(Dv)), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
-    return HopperShape(M, N, page, stages, slots, heads, _registers(spec), *parts, *matrices)
+    return HopperShape(BLOCK_M, N, page, stages, slots, heads, _registers(spec), *parts, *matrices)
 
 
-def _registers(spec: Spec) -> tuple[int, ...]:
+def _registers(spec: Spec) -> tuple[int, int, int]:
     """With fewer, something spills: sums and scores of the consumers, addresses of many small copies."""
-    if max(spec.k_side.size, spec.v_side.size) <= 64 and NARROW_M > BLOCK_M:
-        return NARROW_REGISTERS
     parts = len(parts_of(spec.k_side.size))
     if spec.v_side.size > 192:
         return 224, 224, 24
@@ -338,11 +333,6 @@ def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.cons
 
 
 @gluon.jit
-def third_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    consumer(2, tensors, numbers, shared, SPEC, SHAPE)
-
-
-@gluon.jit
 def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     """``number`` barriers, each of which waits for ``arrivals``."""
     made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
@@ -389,27 +379,13 @@ def prefill_kernel(
     )  # fmt: skip
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
-    REGISTERS: gl.constexpr = SHAPE.registers
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
-            ],
-            [4, 4, 1],
-            REGISTERS,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (third_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
-            ],
-            [4, 4, 4, 1],
-            REGISTERS,
-        )
+    gl.warp_specialize(
+        [
+            (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
+            (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+            (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+            (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+        ],
+        [4, 4, 1],
+        SHAPE.registers,
+    )
