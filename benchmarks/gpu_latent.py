@@ -47,6 +47,11 @@ VARIANTS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         64: ((32, 8, 1, 1), (32, 8, 2, 1)),
     },
     "rows": {  # fp8_ds_mla
+        16: ((32, 8, 5, 1), (64, 8, 5, 1), (16, 4, 5, 4)),
+        32: ((32, 8, 5, 2),),
+        64: ((32, 8, 3, 1),),
+    },
+    "groups": {  # the same by latent_rows.py
         16: ((32, 4, 7, 1), (32, 8, 5, 1), (32, 4, 3, 2), (16, 4, 7, 2), (64, 8, 5, 1)),
         32: ((32, 8, 7, 1), (16, 8, 7, 1), (64, 8, 3, 1)),
         64: ((32, 8, 3, 1),),
@@ -55,6 +60,11 @@ VARIANTS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
 HEADS_OF_ROWS = {16: (16,), 32: (32, 128), 64: (64, 128)}
 DEVICE = "cuda"
 KERNELS = plan._kernels
+
+
+def with_rows(target: Any) -> Iterator[Any]:
+    """The kernels with latent_rows.py as the first."""
+    return iter((latent_rows, *KERNELS(target)))
 
 
 def latent_cases(only: str = "") -> list[tuple[str, Any]]:
@@ -97,10 +107,10 @@ class Job(NamedTuple):
         return self.with_batch(name, tuple((self.width, seq_len) for _, seq_len in cases.LATENT[self.batch]))
 
     def with_batch(self, name: str, seqs: cases.Seqs) -> cases.Case:
-        stored = {"fp8": cases.FP8, "rows": torch.uint8}.get(self.kind)
-        word = {"fp8": " fp8", "rows": " fp8_ds_mla"}.get(self.kind, "")
+        of_rows = torch.uint8, f" {FP8_DS_MLA}"
+        stored, word = {"fp8": (cases.FP8, " fp8"), "rows": of_rows, "groups": of_rows}.get(self.kind, (None, ""))
         sizes = {**cases.LATENT_SIZES, "block_size": self.B, "cache_dtype": stored}
-        if self.kind == "rows":
+        if stored == torch.uint8:
             sizes["kv_cache_dtype"] = FP8_DS_MLA
         return cases.Case("latent", f"{name} block {self.B}{word}", tuple(seqs), self.H, 1, **sizes)
 
@@ -128,7 +138,7 @@ def quick_jobs() -> list[Job]:
     names = ("64x4096", "ragged128")
     jobs += [Job("fp8", 16, 64, name, (None, *fp8)) for name in names]
     jobs += [Job("fp8", 128, 64, name, (None, (64, (32, 8, 1, 1)))) for name in names]
-    jobs += [Job("rows", H, 64, name, (None,)) for H in (16, 128) for name in names]
+    jobs += [Job(kind, H, 64, name, (None,)) for kind in ("rows", "groups") for H in (16, 128) for name in names]
     return jobs + [Job("16bit", 64, 16, name, (None,)) for name in cases.LATENT]
 
 
@@ -136,11 +146,11 @@ def choose(kind: str, tile: tuple[int, tuple[int, ...]] | None, configured: dict
     """Use these numbers for tiles of so many rows; None: as configured."""
     tree = target_of(torch.device(DEVICE, torch.cuda.current_device())).tiles
     tree["latent"] = json.loads(json.dumps(configured))
-    plan._kernels = KERNELS
+    plan._kernels = with_rows if kind == "groups" else KERNELS
     if tile is not None:  # as the largest tile, of the Triton kernel on Hopper, too
         rows, numbers = tile
         tree["latent"][kind] = {str(rows): list(numbers)}
-        plan._kernels = lambda target: iter((latent_rows, latent))
+        plan._kernels = lambda target: iter((latent_rows if kind == "groups" else latent,))
     tune.forget()
 
 
@@ -219,6 +229,7 @@ def main() -> None:
         part, parts = map(int, args.share.split("/"))
         torch.set_num_threads(1)
         if args.part == "cases":
+            plan._kernels = with_rows if args.kind == "groups" else KERNELS
             for record in check_cases(part, parts, args.only):
                 print(json.dumps(record), flush=True)
         else:

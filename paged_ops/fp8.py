@@ -42,7 +42,9 @@ def quantise_rows(latent: Tensor, rotated: Tensor) -> Tensor:
     """
     limits = torch.finfo(torch.float32)
     groups = latent.float().unflatten(-1, (-1, ROW_GROUP))
-    scales = (groups.abs().nan_to_num(0.0, limits.max).amax(-1) / 448.0).clamp(min=limits.tiny)
+    largest = groups.abs().nan_to_num(0.0, limits.max).amax(-1)
+    # By a tensor: by a number, torch on CUDA would multiply with its reciprocal.
+    scales = (largest / torch.full_like(largest, 448.0)).clamp(min=limits.tiny)
     rows = torch.empty((*latent.shape[:-1], ROW_BYTES), dtype=torch.uint8, device=latent.device)
     parts = row_parts(rows)
     parts.latent.copy_(saturated(groups / scales[..., None], None, parts.latent.dtype).flatten(-2))

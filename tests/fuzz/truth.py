@@ -117,7 +117,7 @@ def scaled_rows(real: Tensor) -> tuple[Tensor, Tensor]:
     groups = real[..., :512].float().unflatten(-1, (4, 128))
     size = groups.abs()
     size = torch.where(size.isnan(), 0.0, size.clamp(max=3.4028234663852886e38)).amax(-1, keepdim=True)
-    scales = torch.maximum(size / 448.0, torch.full_like(size, 2.0**-126))
+    scales = torch.maximum(size / torch.full_like(size, 448.0), torch.full_like(size, 2.0**-126))
     codes = fp8(groups / scales, torch.float8_e4m3fn)
     held = (codes * scales.double()).flatten(-2)
     bits = codes.float().to(torch.float8_e4m3fn).flatten(-2).view(torch.uint8)

@@ -9,6 +9,7 @@ are ``c_g [N, 128]`` in e4m3, with one scale per token, ``s_g [N]``::
 So the scales multiply sums and weights, ``[M, N]``, in float32, and the numbers of the cache go to the matrix
 instructions as they are, exactly: logits and lse are not rounded to the query's dtype. Weights times scales are. In
 float16, which has few exponents, they are divided by the tile's largest scale first, which multiplies the sums again.
+No call takes this kernel until it has run on a GPU: latent.py reads these rows, too.
 
 Bytes of a key: 656. FLOPs of a key and a query row: 2 (2 R + P). Source of the format: FlashMLA (deepseek-ai/FlashMLA).
 """
@@ -23,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.decode import locate, next_unit, sequence, shares
-from paged_ops.lowerings.gpu.attention.latent import depends_on, in_groups, load_columns, tile_shape
+from paged_ops.lowerings.gpu.attention.latent import in_groups, load_columns, tile_shape
 from paged_ops.lowerings.gpu.attention.tile import (
     Batch,
     Keys,
@@ -46,7 +47,7 @@ from paged_ops.lowerings.gpu.scaled_rows import GROUP, LATENT, ROTATED, SMALLEST
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
 from paged_ops.lowerings.gpu.target import Target
 
-__all__ = ["depends_on", "plan", "serves"]
+TILES = "groups"  # the kind of its tiles
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -54,9 +55,14 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return [] if spec.storage.row_scales else ["kv_cache: expected rows that hold their scales"]
 
 
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return tuning.latent_tile(spec, target, T, S, TILES)
+
+
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
     """Launches that serve any batch."""
-    tile, programs = tuning.latent_tile(spec, target, shapes.T, shapes.S)
+    tile, programs = tuning.latent_tile(spec, target, shapes.T, shapes.S, TILES)
     grouped = in_groups(spec, tile.block_m)
     division = tuning.division(tile.block_m, shapes.S, everyone=True)
     shape = tile_shape(tile, spec)

@@ -35,7 +35,7 @@ from paged_ops import checks, fake, masks
 from paged_ops.features import Features
 from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
 from paged_ops.lowerings.gpu import ahead
-from paged_ops.lowerings.gpu.attention import decode, latent, latent_rows, prefill, tuning
+from paged_ops.lowerings.gpu.attention import decode, latent, prefill, tuning
 from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
 from paged_ops.lowerings.gpu.spec import (
@@ -325,7 +325,6 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
     """
     if target.has_hopper_gluon:
         yield from _hopper()
-    yield latent_rows
     yield latent
     yield decode
     yield prefill
