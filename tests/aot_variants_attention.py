@@ -141,5 +141,6 @@ VARIANTS = [
         call("decode", causal=False, per_tensor=("output_scale",), lse=True),
         SPLIT,
         may_spill=RDNA,
+        spills={(3, 7): 8},  # in the merge, after the loop
     ),
 ]

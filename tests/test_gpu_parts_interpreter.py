@@ -18,36 +18,37 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from paged_ops.lowerings import cpu, gpu
-from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.parts import UNIT
 
 pytestmark = pytest.mark.interpreter
+FAN_OF = tuning.fan_of
 
 
 @pytest.fixture(autouse=True)
 def one_launch(monkeypatch):
-    monkeypatch.setattr(tuning, "LARGEST_PART", 2048)
+    monkeypatch.setattr(tuning, "fan_of", lambda *args: tuning.FAN)
     attention.forget()
     yield
     attention.forget()
 
 
-def a_call(heads, lens, tokens=1, padding=0, D=24):
-    """float32; each sequence has ``tokens`` new tokens, and ``padding`` rows follow."""
+def a_call(heads, lens, tokens=1, idle=0, D=24):
+    """float32; each sequence has ``tokens`` new tokens, but for the first ``idle``; so many rows of padding follow."""
     (H, K), B, S = heads, 8, len(lens)
     torch.manual_seed(sum(lens))
     blocks = -(-max(lens) // B)
     tables = torch.randperm(S * blocks).view(S, blocks)
-    query, kv_cache = torch.randn(S * tokens + padding, H, D), torch.randn(S * blocks, 2, B, K, D)
-    ints = tables, torch.tensor(lens), torch.arange(S + 1) * tokens
+    query, kv_cache = torch.randn(S * tokens, H, D), torch.randn(S * blocks, 2, B, K, D)
+    ints = tables, torch.tensor(lens), (torch.arange(S + 1) - idle).clamp(min=0) * tokens
     return query, kv_cache, *(each.to(torch.int32) for each in ints), D**-0.5
 
 
 # One part of a unit, two, some, more than FAN; shares that hold several units, and units that are not divided.
 CALLS = {
-    "many": (50, a_call((2, 1), [800])),
-    "some": (12, a_call((8, 2), [130, 1, 77, 0, 300, 16], padding=3)),
+    "many": (36, a_call((2, 1), [590])),
+    "some": (12, a_call((8, 2), [5, 130, 1, 77, 0, 300, 16], idle=1)),
     "groups and single ones": (23, a_call((4, 1), [5, 700, 16, 40], tokens=2)),
 }
 
@@ -111,18 +112,23 @@ def test_without_counters_another_kernel_merges(monkeypatch):
         torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
 
 
-def test_large_parts_are_merged_by_all_programs_of_a_unit(monkeypatch):
-    """One program would take too long for 71 rows."""
-    launched = []
-    launch = decode.Launch.__call__
-    monkeypatch.setattr(decode.Launch, "__call__", lambda self, *args: (launched.append(self), launch(self, *args))[1])
-    kernels = []
-    for heads in ((71, 1), (4, 1)):
-        attention.forget()
-        launched.clear()
-        gpu.paged_attention(*a_call(heads, [40, 3]))
-        kernels.append(len(launched))
-    assert kernels == [2, 1]
+@pytest.mark.parametrize(
+    ("S", "columns", "sliced", "fan"),
+    [
+        (8, 512, True, 16),
+        (16, 512, True, 16),
+        (17, 512, True, 0),
+        (3, 512, True, 0),
+        (3, 64, True, 16),
+        (8, 512, False, 0),
+    ],
+)
+def test_which_calls_are_one_launch(S, columns, sliced, fan):
+    """With 8 key/value heads, 396 programs and tiles of 64 keys; a unit has three parts or more, and few."""
+    spec = SimpleNamespace(K=8, B=16, storage=SimpleNamespace(dtype=torch.bfloat16))
+    tile, shapes = SimpleNamespace(N=64, W=4 if sliced else 0), SimpleNamespace(S=S, columns=columns)
+    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=True), shapes, 396) == fan
+    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=False), shapes, 396) == 0
 
 
 @pytest.mark.parametrize("without_counters", [False, True])
@@ -166,5 +172,5 @@ def test_units_that_are_about_equal_stay_whole(lens, tokens, whole, without_coun
     ],
 )
 def test_how_many_programs_take_a_unit_each(batch, programs):
-    target = SimpleNamespace(processors=132)
+    target = SimpleNamespace(processors=132, is_hopper=True)
     assert tuning.whole_units(*batch, 396, target) == programs

@@ -61,7 +61,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
     """On what :func:`plan` depends besides the spec, the target, the tiles and the count of sequences: equal values
     have equal plans, whatever T and S are."""
-    return tuning.whole_units(T, S, spec.K, tile_plan.programs, target)
+    P = tile_plan.programs
+    return tuning.whole_units(T, S, spec.K, P, target), tuning.parts_of_units(S, spec.K, P)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
@@ -71,7 +72,13 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         return None
     division = tuning.division(tile_plan.split.block_m, shapes.S, everyone=True)
     whole = tuning.whole_units(shapes.T, shapes.S, spec.K, tile_plan.programs, target)
-    return plan_around((), spec, target, shapes, tuning.by_warps(division)._replace(whole=whole))
+    division = tuning.by_warps(division)._replace(whole=whole)
+    plan = plan_around((), spec, target, shapes, division)
+    fan = tuning.fan_of(split_shape(tile_plan, spec), spec, target, shapes, tile_plan.programs)
+    if not fan:
+        return plan
+    launch = split_launch(tile_plan, spec, target, division, fan)
+    return Plan((launch,), plan.workspace, tile_plan.programs * INTEGERS.value, plan.launches)
 
 
 def plan_around(
@@ -80,27 +87,29 @@ def plan_around(
     """Launches that serve split_kernel's sequences by ``division``, around the launch for the others. ``counted``: that
     one takes its work by counters."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    split, P = tile_plan.split, tile_plan.programs
-    tile = tuning.shape(split, spec, slices=tile_plan.slices, paired=spec.storage.paired)
-    fan = tuning.fan_of(tile, target)
+    launch = split_launch(tile_plan, spec, target, division, 0, counted)
+    merged = tuning.shape(tile_plan.split, spec, weighed=False)
+    return with_merge((launch, *between), tile_plan.programs, merged, spec, target, division)
 
-    def launch(fan: int) -> Launch:
-        constants = {
-            "SPEC": spec,
-            "DIVISION": division,
-            "TILE": tile,
-            "FAN": fan,
-            **target.overlap(),
-            **split.options(target.backend != "hip"),
-        }
-        without = (*(() if counted else ("taken",)), *(() if fan else ("T", "arrived")))
-        return Launch(launcher_of(split_kernel, constants, target.device), (P, 1, 1), without)
 
-    merged = tuning.shape(split, spec, weighed=False)
-    plan = with_merge((launch(0), *between), P, merged, spec, target, division)
-    if not fan:
-        return plan
-    return Plan((launch(fan), *between), plan.workspace, P * INTEGERS.value, plan.launches)
+def split_shape(tile_plan: tuning.Plan, spec: Spec) -> TileShape:
+    return tuning.shape(tile_plan.split, spec, slices=tile_plan.slices, paired=spec.storage.paired)
+
+
+def split_launch(
+    tile_plan: tuning.Plan, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
+) -> Launch:
+    """The launch of split_kernel. ``fan``: its programs merge so many parts at a time; 0: they merge none."""
+    constants = {
+        "SPEC": spec,
+        "DIVISION": division,
+        "TILE": split_shape(tile_plan, spec),
+        "FAN": fan,
+        **target.overlap(),
+        **tile_plan.split.options(target.backend != "hip"),
+    }
+    without = (*(() if counted else ("taken",)), *(() if fan else ("T", "arrived")))
+    return Launch(launcher_of(split_kernel, constants, target.device), (tile_plan.programs, 1, 1), without)
 
 
 def with_merge(

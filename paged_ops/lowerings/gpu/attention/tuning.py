@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, is_sliceable
+from paged_ops.lowerings.gpu.spec import SLICE, Division, Shapes, Spec, TileShape, is_sliceable
 from paged_ops.lowerings.gpu.target import Target
 
 LARGEST_HEAD = 256
@@ -19,10 +19,8 @@ SAME_LENGTH = 64
 WARPGROUP_ROWS = 64
 # Slices serve up to so many packed query rows; with more, a warp's sums of values would fill its registers.
 SLICED_ROWS = 8
-# Parts that split_kernel's programs merge: so many at a time, of at most so many numbers. None: on an H200 it took 2 to
-# 17 µs longer than a second kernel.
+# Parts that split_kernel's programs merge at a time.
 FAN = 16
-LARGEST_PART = 0
 
 
 def power_of_2(n: int) -> int:
@@ -103,20 +101,31 @@ def by_warps(division: Division) -> Division:
 
 
 def whole_units(T: int, S: int, K: int, programs: int, target: Target) -> int:
-    """So many programs, two or more on each multiprocessor, that each may take one whole unit; 0: units are too few or
-    too many."""
-    for on_each in range(2, programs // max(target.processors, 1) + 1):
-        taking = on_each * target.processors
-        if T == S and S * K <= taking <= 1.05 * S * K:
-            return taking
+    """So many programs, two or more on each multiprocessor, may take one whole unit each; 0: units are too few or too
+    many."""
+    if T == S and target.is_hopper:
+        for on_each in range(2, programs // target.processors + 1):
+            taking = on_each * target.processors
+            if S * K <= taking <= 1.05 * S * K:
+                return taking
     return 0
 
 
-def fan_of(tile: TileShape, target: Target) -> int:
-    """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them, all of its
-    programs one unit, as large parts would take a single program too long."""
-    # On ROCm it was compiled, but never ran.
-    return FAN if target.backend != "hip" and tile.M * tile.Dv <= LARGEST_PART else 0
+def parts_of_units(S: int, K: int, programs: int) -> tuple[bool, bool]:
+    """Whether units of equal lengths have three parts or more, and whether at most FAN."""
+    return 3 * S * K <= programs, programs <= FAN * S * K
+
+
+def fan_of(tile: TileShape, spec: Spec, target: Target, shapes: Shapes, programs: int) -> int:
+    """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them.
+
+    By what was measured on an H200 (docs/gpu-attention.md): with fewer parts a program often merges two units, and with
+    many, or large ones, one program takes longer than many do.
+    """
+    if not (target.is_hopper and tile.W and spec.storage.dtype.itemsize == 2):
+        return 0
+    enough, few = parts_of_units(shapes.S, spec.K, programs)
+    return FAN if enough and (few or shapes.columns * spec.B <= FAN * tile.N) else 0
 
 
 def plan_of(spec: Spec, target: Target, T: int, S: int) -> Plan:
