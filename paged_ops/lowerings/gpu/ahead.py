@@ -51,7 +51,7 @@ class Job(NamedTuple):
     kind: type  # of the tuple of tensors
     places: tuple[Place | None, ...]
     numbers: tuple[tuple[type, bool], ...]  # whether an int needs 64 bits
-    more: tuple[Any, ...]  # numbers, or what is compiled of a descriptor, as bytes
+    more: tuple[Any, ...]  # numbers and None, or what is compiled of a descriptor, as bytes
     constants: tuple[tuple[str, Any], ...]
 
 
@@ -73,7 +73,7 @@ def job_of(
         type(tensors),
         tuple(None if each is None else Place(each.dtype, address % 16 == 0) for each, address in places),
         tuple(map(_width, numbers)),
-        tuple(_width(each) if isinstance(each, int) else _described(each) for each in more),
+        tuple(_width(each) if each is None or isinstance(each, int) else _described(each) for each in more),
         tuple(constants.items()),
     )
 
