@@ -49,7 +49,7 @@ def test_none_is_made_while_a_graph_is_captured(monkeypatch):
     assert counters._new((device, 12, 10, 5)) is None
     # but those that were made before are given out
     left = [torch.zeros(12), torch.zeros(12)]
-    counters._unused[device, 12] = list(left)
+    counters._unused[device, 12] = [(each, None) for each in left]
     assert counters._new((device, 12, 10, 5)) is left[1]
     assert counters._new((device, 12, 10, 5)) is left[1]
     assert counters._new((device, 12, 10, 6)) is left[0]

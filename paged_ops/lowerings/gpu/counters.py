@@ -13,12 +13,12 @@ from paged_ops.lowerings.gpu.target import capturing
 SETS, FEW = 256, 64
 
 _known: dict[tuple[torch.device, int, int, int], Tensor] = {}
-_unused: dict[tuple[torch.device, int], list[Tensor]] = {}
+_unused: dict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Event]]] = {}
 _lock = threading.Lock()
 
 
 def counters_of(workspace: Tensor, number: int) -> Tensor | None:
-    """int32 ``[number]``, all zero, for the launch that uses ``workspace``; None if there are none.
+    """int32 ``[number]``, zero at first, for the launch that uses ``workspace``; None if there are none.
 
     Which ones, the place of the workspace in memory decides. Two launches that may run at the same time, on whatever
     streams and in whatever CUDA graphs, have workspaces that do not overlap: their counters differ. Launches whose
@@ -40,10 +40,13 @@ def _new(place: tuple[torch.device, int, int, int]) -> Tensor | None:
         return torch.zeros(number, dtype=torch.int32)
     with _lock:
         unused = _unused.setdefault((device, number), [])
-        if len(unused) < FEW and not capturing(device):
+        is_captured = capturing(device)
+        if len(unused) < FEW and not is_captured:
             sets = torch.zeros(SETS, number, dtype=torch.int32, device=device)
-            torch.cuda.current_stream(device).synchronize()  # launches on other streams use them, too
-            unused.extend(sets.unbind())
+            zeroed = torch.cuda.current_stream(device).record_event()
+            unused.extend((each, zeroed) for each in sets.unbind())
         if place not in _known and unused:
-            _known[place] = unused.pop()
+            _known[place], zeroed = unused.pop()
+            if not is_captured:  # else they were zeroed before the capture began, which waits for the device
+                torch.cuda.current_stream(device).wait_event(zeroed)
         return _known.get(place)
