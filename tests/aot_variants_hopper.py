@@ -7,6 +7,8 @@ from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 
 EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
+# Few query rows: they are the columns of products, and the first operand of some products is transposed.
+COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
 # At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
 # split_kernel's whole tiles beside it.
 SM_90 = ("cuda:90",)
@@ -58,6 +60,12 @@ VARIANTS = [
         latent(20, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
         EXPECT,
         spills=LATENT_SPILLS,
+    ),
+    Variant("hopper-latent-h16", latent(16, B=64, T=4), COLUMNS),
+    Variant(
+        "hopper-latent-h8-fp16-two-tokens-window-cap",
+        latent(8, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
+        COLUMNS,
     ),
     Variant("hopper-prefill-nhd-d128-g4", prefill("NHD", 128, 32, 8), EXPECT, spills={(3, 9): 40}),
     Variant(

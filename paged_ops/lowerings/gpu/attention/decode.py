@@ -428,8 +428,15 @@ def merge_kernel(
             merge_items(tensors, cut, SPEC, TILE, 1, DV_PAD, 8, 1)
         elif last - first < 16:
             merge_items(tensors, cut, SPEC, TILE, 1, 128, 16, 1)
-        else:
+        elif GROUP > 16:
             merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
+        # few rows: no more items than programs, and as wide as that allows
+        elif last - first < 32:
+            merge_items(tensors, cut, SPEC, TILE, 1, 64, 32, 1)
+        elif last - first < 128:
+            merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
+        else:
+            merge_items(tensors, cut, SPEC, TILE, 1, 8, 256, 1)
     elif cut.helpers < 8:
         merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
     elif cut.helpers < 64:

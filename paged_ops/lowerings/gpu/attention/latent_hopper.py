@@ -179,7 +179,7 @@ class LatentShape(NamedTuple):
     page: int  # keys that one copy brings
     stages: int
     rows_n: int  # rows of the cache between blocks
-    registers: tuple[int, int, int]  # of the warpgroups for values, and of the producer
+    registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
 
 
 class Shared(NamedTuple):

@@ -1,15 +1,15 @@
-"""Latent attention on Hopper (sm_90) in Gluon, for units of few query rows: the keys are the rows of the products.
+"""Latent attention on Hopper (sm_90) in Gluon, for units of at most 16 query rows: the keys are rows of the products.
 
-A product of a warpgroup has at least 64 rows, and from 8 columns on. So with 16 or 32 query rows the keys of a tile,
-and then the value columns, are its rows (``S^T = K Q^T``, ``O^T = V^T P^T``), and the query rows are its columns.
-Queries take little shared memory, so most of it holds latents on their way: memory decides the time.
+A product of a warpgroup has at least 64 rows, and from 8 columns on. So with few query rows the keys of a tile, and
+then the value columns, are its rows (``S^T = K Q^T``, ``O^T = V^T P^T``), and the query rows are its columns. The sums
+of 16 rows by 512 columns fit one warpgroup, and the rows of two units take little shared memory beside two tiles.
 
 One program per multiprocessor takes an equal contiguous share of the key tiles of all units, as in latent_hopper.py. A
-tile is 9 chunks of 64 keys by 64 columns: the rotated columns first, then the latents. A producer warp brings chunks by
-TMA into a ring of groups, and one warpgroup multiplies. A group is free again as soon as the last product that needs it
-is done: while the values of one tile are multiplied, the next but one tile is on its way.
+tile is chunks of 64 keys by 64 columns: the rotated columns first, then the latents. A producer warp brings them by
+TMA, and the query rows of the next unit ahead of time. One warpgroup multiplies.
 
 Letters: as in latent_hopper.py. Bytes of a key in bfloat16: 2 (R + P); FLOPs of a key and a query row: 2 (2 R + P).
+docs/latent.md has the designs that were measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import decode, latent_hopper, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.latent_hopper import CACHE, QUERY, LatentLaunch, share_of
+from paged_ops.lowerings.gpu.attention.latent_hopper import (
+    CACHE,
+    KEYS,
+    QUERY,
+    STAGES,
+    LatentLaunch,
+    LatentShape,
+    share_of,
+)
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import Bounds, part_of
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
 from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
@@ -41,22 +49,11 @@ from paged_ops.lowerings.gpu.launch import Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
-KEYS = 64  # of a tile
+ROWS = 16  # packed query rows of a unit
 WIDTH = 64  # columns of a chunk
+UNITS = gl.constexpr(2)  # whose query rows are in shared memory
+REGISTERS = (40,)  # of the producer
 
-
-class Design(NamedTuple):
-    """How latents are brought, for units of so many rows."""
-
-    chunks: int  # that arrive, and are freed, together
-    groups: int  # of chunks in shared memory
-    queries: int  # units whose query rows are there
-    programs: int  # per multiprocessor
-    registers: int  # of the producer
-    cap: int  # registers of a thread at the start
-
-
-DESIGNS = {16: Design(3, 8, 1, 1, 40, 256), 32: Design(3, 7, 1, 1, 40, 256)}
 
 serves = latent_hopper.serves
 depends_on = latent_hopper.depends_on
@@ -64,25 +61,23 @@ depends_on = latent_hopper.depends_on
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """Launches that serve every sequence of a batch; None if another kernel should."""
-    side, H, R = spec.v_side, spec.heads, spec.v_side.size
-    M = max(16, tuning.power_of_2(-(-shapes.T // shapes.S)) * tuning.power_of_2(H))
-    if M not in DESIGNS or not latent_hopper.has_form(spec, shapes):
+    side, R = spec.v_side, spec.v_side.size
+    rows = tuning.power_of_2(-(-shapes.T // shapes.S)) * tuning.power_of_2(spec.heads)
+    if rows > ROWS or not latent_hopper.has_form(spec, shapes):
         return None
-    design = DESIGNS[M]
-    spec = latent_hopper.packed(spec, M)
-    division = tuning.division(M, shapes.S, everyone=True)
-    page, P = min(spec.B & -spec.B, KEYS), design.programs * target.processors
+    spec = latent_hopper.packed(spec, ROWS)
+    division = tuning.division(ROWS, shapes.S, everyone=True)
+    page, P = min(spec.B & -spec.B, KEYS), target.processors
     constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "SHAPE": ColumnsShape(M, KEYS, page, side.n // side.b, *design[:5]),
+        "SHAPE": LatentShape(ROWS, KEYS, page, STAGES, side.n // side.b, REGISTERS),
         **target.overlap(),
         "num_warps": 4,
-        "maxnreg": design.cap,
     }
     launcher = launcher_of(latent_columns_kernel, constants, target.device)
-    launch = ColumnsLaunch(launcher, (P, 1, 1), spec, shapes.N, page, M)
-    return decode.with_merge((launch,), P, TileShape(M, KEYS, 0, R, 0, False), spec, target, division)
+    launch = ColumnsLaunch(launcher, (P, 1, 1), spec, shapes.N, page, ROWS)
+    return decode.with_merge((launch,), P, TileShape(ROWS, KEYS, 0, R, 0, False), spec, target, division)
 
 
 class ColumnsLaunch(LatentLaunch):
@@ -102,24 +97,10 @@ class ColumnsLaunch(LatentLaunch):
         yield TensorDescriptor(rows, shape, [side.b, 1], [self._page, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
 
 
-class ColumnsShape(NamedTuple):
-    """The tile, and how it is brought: see :class:`Design`."""
-
-    M: int
-    N: int
-    page: int  # keys that one copy brings
-    rows_n: int  # rows of the cache between blocks
-    chunks: int
-    groups: int
-    queries: int
-    programs: int
-    registers: int
-
-
 class Shared(NamedTuple):
     """The contents of shared memory, and barriers that say that something has arrived, and that its place is free."""
 
-    queries: Any  # chunks of query rows
+    queries: Any  # chunks of query rows, of two units
     q_full: Any
     q_empty: Any
     pages: Any  # chunks as the producer brings them,
@@ -133,9 +114,9 @@ class Shared(NamedTuple):
 @gluon.jit
 def bring_rows(q_desc, row, n, shared, CHUNKS: gl.constexpr, SHAPE: gl.constexpr):
     """The query rows of the program's n-th unit."""
-    place = n % SHAPE.queries
+    place = n % UNITS
     full = shared.q_full.index(place)
-    mbarrier.wait(shared.q_empty.index(place), ((n // SHAPE.queries) & 1) ^ 1)
+    mbarrier.wait(shared.q_empty.index(place), ((n // UNITS) & 1) ^ 1)
     mbarrier.expect(full, SHAPE.M * CHUNKS * 128)
     for chunk in gl.static_range(CHUNKS):
         load_box(q_desc, [row, chunk * 64], full, shared.queries.index(place * CHUNKS + chunk))
@@ -152,13 +133,11 @@ def producer(
     PAGE: gl.constexpr = SHAPE.page
     PAGES: gl.constexpr = N // PAGE
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
-    TOGETHER: gl.constexpr = SHAPE.chunks
     CHUNKS: gl.constexpr = (SPEC.v_side.size + SPEC.rotated.size) // 64
-    GROUPS: gl.constexpr = CHUNKS // TOGETHER  # of a tile
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     left, s, kh, first_token, tile = share
     n = 0
-    at = 0  # groups
+    at = 0  # tiles
     while left > 0:
         row_start, q_len, seq_len, _first_tile, _end_tile, count, seen = part_of(
             s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
@@ -169,31 +148,26 @@ def producer(
             block_table = batch.tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
             j = tile * N + lane % PAGES * PAGE
             ids = gl.load(block_table + j // B * SPEC.table, mask=j < seq_len, other=0)
-            if SHAPE.queries > 1:
-                bring_rows(q_desc, q_row, n, shared, CHUNKS, SHAPE)
+            bring_rows(q_desc, q_row, n, shared, CHUNKS, SHAPE)
             for t in range(seen):
                 begin = (tile + t) * N
                 first = ids * SHAPE.rows_n + (begin + lane % PAGES * PAGE) % B
                 j = begin + N + lane % PAGES * PAGE  # of the next tile, ahead of time
                 ids = gl.load(block_table + j // B * SPEC.table, mask=j < seq_len, other=0)
-                for g in gl.static_range(GROUPS):
-                    place = at % SHAPE.groups
-                    full = shared.full.index(place)
-                    mbarrier.wait(shared.empty.index(place), ((at // SHAPE.groups) & 1) ^ 1)
-                    for page in gl.static_range(PAGES):
-                        row = gl.sum(gl.where(lane == page, first, 0), 0)
-                        if begin + page * PAGE < seq_len:
-                            mbarrier.expect(full, PAGE * TOGETHER * 128)
-                            for c in gl.static_range(TOGETHER):
-                                column = (g * TOGETHER + c + CHUNKS - 1) % CHUNKS * 64
-                                to = (place * TOGETHER + c) * PAGES + page
-                                load_box(cache_desc, [row, column], full, shared.pages.index(to))
-                        else:
-                            mbarrier.arrive(full, count=1)
-                    at += 1
-                if SHAPE.queries == 1:
-                    if t == 0:
-                        bring_rows(q_desc, q_row, n, shared, CHUNKS, SHAPE)
+                place = at % SHAPE.stages
+                full = shared.full.index(place)
+                mbarrier.wait(shared.empty.index(place), ((at // SHAPE.stages) & 1) ^ 1)
+                for page in gl.static_range(PAGES):
+                    row = gl.sum(gl.where(lane == page, first, 0), 0)
+                    if begin + page * PAGE < seq_len:
+                        mbarrier.expect(full, PAGE * CHUNKS * 128)
+                        for chunk in gl.static_range(CHUNKS):
+                            column = (chunk + CHUNKS - 1) % CHUNKS * 64
+                            to = (place * CHUNKS + chunk) * PAGES + page
+                            load_box(cache_desc, [row, column], full, shared.pages.index(to))
+                    else:
+                        mbarrier.arrive(full, count=1)
+                at += 1
             n += 1
         s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
         if left > 0:
@@ -201,41 +175,34 @@ def producer(
 
 
 @gluon.jit
-def chunk_of(at, chunk: gl.constexpr, SHAPE: gl.constexpr):
-    """The place in shared memory of a chunk of the tile whose first group is the at-th."""
-    return (at + chunk // SHAPE.chunks) % SHAPE.groups * SHAPE.chunks + chunk % SHAPE.chunks
-
-
-@gluon.jit
-def zero_unseen(at, begin, low, end, shared, CHUNKS: gl.constexpr, SHAPE: gl.constexpr):
-    """Zero the values of keys outside ``low : end`` in a tile: their weights are 0, but 0 * NaN would be NaN."""
+def zero_unseen(place, begin, low, end, shared, CHUNKS: gl.constexpr, SHAPE: gl.constexpr):
+    """As in latent_hopper_rows.py, for the chunks of a tile."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     for chunk in range(1, CHUNKS):
-        place = chunk_of(at, chunk, SHAPE)
         for part in range(SHAPE.N // 8):
             first = begin + part * 8
             if (first < low) | (first + 8 > end):
                 j = first + gl.arange(0, 8, gl.SliceLayout(1, layout))
-                rows = shared.eights.index(place * (SHAPE.N // 8) + part)
+                rows = shared.eights.index((place * CHUNKS + chunk) * (SHAPE.N // 8) + part)
                 rows.store(gl.where(((j >= low) & (j < end))[:, None], rows.load(layout), 0.0))
 
 
 @gluon.jit
-def multiply_keys(at, n, zero, shared, CHUNKS: gl.constexpr, SHAPE: gl.constexpr):
+def multiply_keys(place, n, zero, shared, CHUNKS: gl.constexpr):
     """The products ``[N, M]`` of a tile's keys with the query rows of the program's n-th unit."""
-    query = n % SHAPE.queries * CHUNKS
+    query = n % UNITS * CHUNKS
     qk = zero
     for chunk in gl.static_range(CHUNKS):
-        keys = shared.chunks.index(chunk_of(at, chunk, SHAPE))
+        keys = shared.chunks.index(place * CHUNKS + chunk)
         rows = shared.queries.index(query + (chunk + CHUNKS - 1) % CHUNKS).permute((1, 0))
         qk = warpgroup_mma(keys, rows, qk, use_acc=chunk > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[qk])
 
 
 @gluon.jit
-def multiply_values(chunk: gl.constexpr, acc, decay, at, shared, SHAPE: gl.constexpr):
+def multiply_values(chunk: gl.constexpr, acc, decay, place, shared, CHUNKS: gl.constexpr):
     """``acc [64, M]`` with the product of a chunk's columns and the weights."""
-    columns = shared.chunks.index(chunk_of(at, chunk, SHAPE)).permute((1, 0))
+    columns = shared.chunks.index(place * CHUNKS + chunk).permute((1, 0))
     return warpgroup_mma(columns, shared.weights.permute((1, 0)), acc * decay[None, :], is_async=True)
 
 
@@ -252,7 +219,7 @@ def weights_of(qk, m, factor, cap, kept, MASKED: gl.constexpr, SOFT_CAP: gl.cons
 
 
 @gluon.jit
-def weigh(qk, m, rows, tile, at, factor, cap, shared, CHUNKS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def weigh(qk, m, rows, tile, place, factor, cap, shared, CHUNKS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """:func:`weights_of` with the masks, which no value of a key that no row sees passes."""
     MASKS: gl.constexpr = SPEC.masks
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
@@ -270,7 +237,7 @@ def weigh(qk, m, rows, tile, at, factor, cap, shared, CHUNKS: gl.constexpr, SPEC
             kept = kept & (j[:, None] >= rows.low[None, :])
         p, m_new, decay = weights_of(qk, m, factor, cap, kept, True, SPEC.logits.soft_cap)
         if (begin + N > rows.seq_len) | (begin < rows.oldest):
-            zero_unseen(at, begin, rows.oldest, rows.seq_len, shared, CHUNKS, SHAPE)
+            zero_unseen(place, begin, rows.oldest, rows.seq_len, shared, CHUNKS, SHAPE)
     else:
         p, m_new, decay = weights_of(qk, m, factor, cap, True, False, SPEC.logits.soft_cap)
     return p, m_new, decay
@@ -292,11 +259,6 @@ def store_all(to, row, live, sums, factor, R: gl.constexpr):
 
 
 @gluon.jit
-def free(at, group: gl.constexpr, shared, SHAPE: gl.constexpr):
-    mbarrier.arrive(shared.empty.index((at + group) % SHAPE.groups), count=1)
-
-
-@gluon.jit
 def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The weights of all tiles, the sums of values, and lse."""
     tensors, numbers = batch.tensors, batch.numbers
@@ -307,7 +269,6 @@ def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, S
     N: gl.constexpr = SHAPE.N
     R: gl.constexpr = SPEC.v_side.size
     CHUNKS: gl.constexpr = (R + SPEC.rotated.size) // 64
-    GROUPS: gl.constexpr = CHUNKS // SHAPE.chunks
     TOKENS: gl.constexpr = M // G
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
@@ -321,7 +282,7 @@ def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, S
     zero = gl.full([N, M], 0.0, gl.float32, layout)
     left, s, kh, first_token, tile = share
     n = 0
-    at = 0  # groups
+    at = 0  # tiles
     while left > 0:
         row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
             s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
@@ -345,31 +306,30 @@ def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, S
             m = gl.full([M], float("-inf"), gl.float32, row_layout)
             l = zero  # each thread's sums of weights
             acc0, acc1, acc2, acc3, acc4, acc5, acc6, acc7 = zero, zero, zero, zero, zero, zero, zero, zero
-            mbarrier.wait(shared.q_full.index(n % SHAPE.queries), (n // SHAPE.queries) & 1)
+            mbarrier.wait(shared.q_full.index(n % UNITS), (n // UNITS) & 1)
             for t in range(seen):
-                for g in gl.static_range(GROUPS):
-                    mbarrier.wait(shared.full.index((at + g) % SHAPE.groups), ((at + g) // SHAPE.groups) & 1)
-                qk = multiply_keys(at, n, zero, shared, CHUNKS, SHAPE)
+                place = at % SHAPE.stages
+                mbarrier.wait(shared.full.index(place), (at // SHAPE.stages) & 1)
+                qk = multiply_keys(place, n, zero, shared, CHUNKS)
                 if t == seen - 1:
-                    mbarrier.arrive(shared.q_empty.index(n % SHAPE.queries), count=1)
-                p, m, decay = weigh(qk, m, rows, tile + t, at, factor, cap, shared, CHUNKS, SPEC, SHAPE)
+                    mbarrier.arrive(shared.q_empty.index(n % UNITS), count=1)
+                p, m, decay = weigh(qk, m, rows, tile + t, place, factor, cap, shared, CHUNKS, SPEC, SHAPE)
                 l = l * decay[None, :] + p
                 shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
                 fence_async_shared()
-                acc0 = multiply_values(1, acc0, decay, at, shared, SHAPE)
-                acc1 = multiply_values(2, acc1, decay, at, shared, SHAPE)
-                acc2 = multiply_values(3, acc2, decay, at, shared, SHAPE)
-                acc3 = multiply_values(4, acc3, decay, at, shared, SHAPE)
-                acc4 = multiply_values(5, acc4, decay, at, shared, SHAPE)
-                acc5 = multiply_values(6, acc5, decay, at, shared, SHAPE)
-                acc6 = multiply_values(7, acc6, decay, at, shared, SHAPE)
-                acc7 = multiply_values(8, acc7, decay, at, shared, SHAPE)
-                for g in gl.static_range(GROUPS):
-                    acc0, acc1, acc2, acc3, acc4, acc5, acc6, acc7 = warpgroup_mma_wait(
-                        CHUNKS - (g + 1) * SHAPE.chunks, deps=[acc0, acc1, acc2, acc3, acc4, acc5, acc6, acc7]
-                    )
-                    free(at, g, shared, SHAPE)
-                at += GROUPS
+                acc0 = multiply_values(1, acc0, decay, place, shared, CHUNKS)
+                acc1 = multiply_values(2, acc1, decay, place, shared, CHUNKS)
+                acc2 = multiply_values(3, acc2, decay, place, shared, CHUNKS)
+                acc3 = multiply_values(4, acc3, decay, place, shared, CHUNKS)
+                acc4 = multiply_values(5, acc4, decay, place, shared, CHUNKS)
+                acc5 = multiply_values(6, acc5, decay, place, shared, CHUNKS)
+                acc6 = multiply_values(7, acc6, decay, place, shared, CHUNKS)
+                acc7 = multiply_values(8, acc7, decay, place, shared, CHUNKS)
+                acc0, acc1, acc2, acc3, acc4, acc5, acc6, acc7 = warpgroup_mma_wait(
+                    0, deps=[acc0, acc1, acc2, acc3, acc4, acc5, acc6, acc7]
+                )
+                mbarrier.arrive(shared.empty.index(place), count=1)
+                at += 1
             from_start = tile == first_tile
             head = kh * G + r % G
             l_ = gl.sum(l, 0)
@@ -418,17 +378,17 @@ def latent_columns_kernel(
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
     PAGE: gl.constexpr = SHAPE.page
-    PLACES: gl.constexpr = SHAPE.groups * SHAPE.chunks
     CHUNKS: gl.constexpr = (SPEC.v_side.size + SPEC.rotated.size) // 64
+    PLACES: gl.constexpr = SHAPE.stages * CHUNKS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    queries = gl.allocate_shared_memory(dtype, [SHAPE.queries * CHUNKS, M, 64], layout)
+    queries = gl.allocate_shared_memory(dtype, [UNITS * CHUNKS, M, 64], layout)
     pages = gl.allocate_shared_memory(dtype, [PLACES * (N // PAGE), PAGE, 64], layout)
     chunks = reinterpret(pages, dtype, [PLACES, N, 64], layout)
     eights = reinterpret(pages, dtype, [PLACES * (N // 8), 8, 64], layout)
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     shared = Shared(
-        queries, barriers(SHAPE.queries, 1), barriers(SHAPE.queries, 1), pages, chunks, eights,
-        barriers(SHAPE.groups, N // PAGE), barriers(SHAPE.groups, 1), weights,
+        queries, barriers(UNITS, 1), barriers(UNITS, 1), pages, chunks, eights,
+        barriers(SHAPE.stages, N // PAGE), barriers(SHAPE.stages, 1), weights,
     )  # fmt: skip
     fence_async_shared()
     if PDL:
@@ -442,5 +402,5 @@ def latent_columns_kernel(
             (producer, ((q_desc, cache_desc), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [1],
-        [SHAPE.registers],
+        SHAPE.registers,
     )

@@ -332,6 +332,6 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
 
 @functools.cache
 def _hopper() -> tuple[ModuleType, ...]:
-    from paged_ops.lowerings.gpu.attention import hopper, latent_hopper
+    from paged_ops.lowerings.gpu.attention import hopper, latent_hopper, latent_hopper_columns
 
-    return hopper, latent_hopper
+    return hopper, latent_hopper_columns, latent_hopper
