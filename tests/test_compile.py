@@ -230,6 +230,22 @@ def latents(device):
     return function, (torch.randn(N, B, D, device=device),)
 
 
+def attend_to_rows(qkv, kv, tables, lens, starts, slots):
+    """Write and attend to latent rows that hold their scales."""
+    rows, latent = {"kv_cache_dtype": "fp8_ds_mla"}, qkv[:, H]
+    paged_ops.latent_cache_write(latent.repeat(1, 512 // D), latent.repeat(1, 64 // D), kv, slots, **rows)
+    query = qkv[:, :H].repeat(1, 1, 576 // D)
+    return paged_ops.paged_attention(query, kv, tables, lens, starts, 0.04, value_head_size=512, **rows)
+
+
+def latent_rows(device):
+    def function(kv, *batch):
+        attend_to_rows(batch[0], kv, *batch[1:])
+        return attend_to_rows(batch[0] * 2, kv, *batch[1:])
+
+    return function, (torch.zeros(N, B, 656, dtype=torch.uint8, device=device),)
+
+
 def out_overload(device):
     def function(kv, out, qkv, tables, lens, starts, slots):
         query, key, value = qkv.split([H, K, K], dim=1)
@@ -267,6 +283,7 @@ WITHOUT_COPY = [
     module_list,
     uint8_with_dtype_name,
     latents,
+    latent_rows,
     out_overload,
     copy_of_all_layers,
 ]
@@ -489,6 +506,21 @@ def test_export_of_latents():
     torch.testing.assert_close(program.module()(*batch), model(*batch), rtol=0, atol=0)
     bigger = decode_batch(tokens=9)
     torch.testing.assert_close(program.module()(*bigger), model(*bigger), rtol=0, atol=0)
+
+
+def test_export_of_latent_rows():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kv", torch.zeros(N, B, 656, dtype=torch.uint8))
+
+        def forward(self, qkv, tables, lens, starts, slots):
+            return attend_to_rows(qkv, self.kv, tables, lens, starts, slots)
+
+    model = Rows()
+    program = exported(model, decode_batch())
+    for batch in (decode_batch(), decode_batch(tokens=9)):
+        torch.testing.assert_close(program.module()(*batch), model(*batch), rtol=0, atol=0)
 
 
 def test_export_saved_and_loaded_elsewhere(tmp_path):
