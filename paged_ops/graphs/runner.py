@@ -293,7 +293,8 @@ class DecodeGraphs:
         if isinstance(captured, Pieces):
             with captured.replaying():
                 return self._run_step(inputs)[:n]
-        return captured.replay()[:n]
+        logits = captured.replay()
+        return logits if n == key.num_reqs else logits[:n]
 
     def _run_step(self, inputs: StepInputs) -> Tensor:
         logits = self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
@@ -332,7 +333,7 @@ class DecodeGraphs:
         return pieces
 
     def _cache_addresses(self) -> list[int]:
-        return [layer.data_ptr() for layer in self.kv_cache.layers]
+        return list(map(Tensor.data_ptr, self.kv_cache.layers))
 
 
 def _sizes(argument: str, given: Iterable[int] | None, limit: int, largest: int) -> list[int]:
