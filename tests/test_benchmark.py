@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 CEILINGS = measure.Ceilings(read=1e9, copy=1e9, matmul=1e11)
 RAGGED = Case("t", "ragged", ((1, 33), (5, 17), (16, 16)), 8, 2, 32, dtype=torch.float32)
 LATENT = Case("t", "latent", ((1, 33), (5, 17), (16, 16)), 8, 1, 40, dtype=torch.float32, value_head_size=32)
+APART = Case("t", "apart", ((1, 33), (5, 17), (16, 16)), 8, 2, 40, dtype=torch.float32, value_head_size=24)
 SQUARE = Case("t", "square", ((24, 24), (24, 24)), 8, 2, 32, dtype=torch.float32)
 ROOT = Path(__file__).parent.parent
 
@@ -93,9 +94,18 @@ def test_reference_is_the_packages_meaning(monkeypatch, rows_at_once, case):
     assert measure.relative_error(measure.reference(inputs), want) < 1e-6
 
 
-def test_latents_are_measured():
-    sets = sets_of(LATENT)
-    assert PagedOps().reasons_against(LATENT, CPU) == []
+def test_bytes_and_operations_of_keys_and_values_apart():
+    assert APART.kv_bytes == 66 * 2 * (40 + 24) * 4
+    assert APART.bytes == APART.kv_bytes + 22 * 8 * (40 + 24) * 4
+    for provider in (FlashInfer(), FlashAttention3(), Flex()):
+        assert any(reason.startswith("head size") for reason in provider.reasons_against(APART, CPU))
+    assert "keys and values apart, of one size" in DenseSDPA().reasons_against(APART, CPU)
+
+
+@pytest.mark.parametrize("case", [LATENT, APART], ids=lambda each: each.name)
+def test_values_of_another_size_are_measured(case):
+    sets = sets_of(case)
+    assert PagedOps().reasons_against(case, CPU) == []
     assert measure.measure(PagedOps().prepare(sets), sets, CEILINGS, repeats=1)["error"] < 1e-6
 
 
