@@ -22,7 +22,9 @@ OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
 # An option of each launch: a product and a sum are one instruction. From Triton 3.10 on this will not be the default.
 FUSED = {"enable_fp_fusion": True}
 DEFAULT = "default"  # the device name whose tables serve devices without tables of their own, of any architecture
-# The device whose tables serve others of its backend and architecture: an H100, H20, GH200 or a part of one (MIG).
+# The device whose tables serve others of its backend and architecture: an H100, H20, GH200 or a part of one (MIG). Not
+# sm_100, where some of these tiles spill, and those of latents with 128 heads need 344 KB of shared memory (Triton
+# 3.7).
 STAND_INS: dict[tuple[str, int | str], str] = {("cuda", 90): "NVIDIA H200"}
 # The variable that names another folder for what ``paged-ops tune`` writes; see user_configs.
 FOLDER_VARIABLE = "PAGED_OPS_CONFIGS"
