@@ -113,22 +113,14 @@ def test_without_counters_another_kernel_merges(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("S", "columns", "sliced", "fan"),
-    [
-        (8, 512, True, 16),
-        (16, 512, True, 16),
-        (17, 512, True, 0),
-        (3, 512, True, 0),
-        (3, 64, True, 16),
-        (8, 512, False, 0),
-    ],
+    ("S", "sliced", "fan"), [(4, True, 16), (8, True, 16), (16, True, 16), (17, True, 0), (3, True, 0), (8, False, 0)]
 )
-def test_which_calls_are_one_launch(S, columns, sliced, fan):
-    """With 8 key/value heads, 396 programs and tiles of 64 keys; a unit has three parts or more, and few."""
-    spec = SimpleNamespace(K=8, B=16, storage=SimpleNamespace(dtype=torch.bfloat16))
-    tile, shapes = SimpleNamespace(N=64, W=4 if sliced else 0), SimpleNamespace(S=S, columns=columns)
-    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=True), shapes, 396) == fan
-    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=False), shapes, 396) == 0
+def test_which_calls_are_one_launch(S, sliced, fan):
+    """With 8 key/value heads and 396 programs; a unit has three parts or more, and few."""
+    spec = SimpleNamespace(K=8, storage=SimpleNamespace(dtype=torch.bfloat16))
+    tile = SimpleNamespace(W=4 if sliced else 0)
+    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=True), S, 396) == fan
+    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=False), S, 396) == 0
 
 
 @pytest.mark.parametrize("without_counters", [False, True])

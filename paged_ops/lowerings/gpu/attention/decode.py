@@ -62,7 +62,7 @@ def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: in
     """On what :func:`plan` depends besides the spec, the target, the tiles and the count of sequences: equal values
     have equal plans, whatever T and S are."""
     P = tile_plan.programs
-    return tuning.whole_units(T, S, spec.K, P, target), tuning.parts_of_units(S, spec.K, P)
+    return tuning.whole_units(T, S, spec.K, P, target), tuning.parts_fit(S, spec.K, P)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
@@ -74,7 +74,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     whole = tuning.whole_units(shapes.T, shapes.S, spec.K, tile_plan.programs, target)
     division = tuning.by_warps(division)._replace(whole=whole)
     plan = plan_around((), spec, target, shapes, division)
-    fan = tuning.fan_of(split_shape(tile_plan, spec), spec, target, shapes, tile_plan.programs)
+    fan = tuning.fan_of(split_shape(tile_plan, spec), spec, target, shapes.S, tile_plan.programs)
     if not fan:
         return plan
     launch = split_launch(tile_plan, spec, target, division, fan)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.lowerings.gpu.spec import SLICE, Division, Shapes, Spec, TileShape, is_sliceable
+from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, is_sliceable
 from paged_ops.lowerings.gpu.target import Target
 
 LARGEST_HEAD = 256
@@ -102,8 +102,8 @@ def by_warps(division: Division) -> Division:
 
 def whole_units(T: int, S: int, K: int, programs: int, target: Target) -> int:
     """So many programs, two or more on each multiprocessor, may take one whole unit each; 0: units are too few or too
-    many."""
-    if T == S and target.is_hopper:
+    many. Only for numbers of sequences that :func:`covering_batches` has."""
+    if T == S == power_of_2(S) and target.is_hopper:
         for on_each in range(2, programs // target.processors + 1):
             taking = on_each * target.processors
             if S * K <= taking <= 1.05 * S * K:
@@ -111,21 +111,19 @@ def whole_units(T: int, S: int, K: int, programs: int, target: Target) -> int:
     return 0
 
 
-def parts_of_units(S: int, K: int, programs: int) -> tuple[bool, bool]:
-    """Whether units of equal lengths have three parts or more, and whether at most FAN."""
-    return 3 * S * K <= programs, programs <= FAN * S * K
+def parts_fit(S: int, K: int, programs: int) -> bool:
+    """Whether units of equal lengths have between three parts and FAN."""
+    return 3 * S * K <= programs <= FAN * S * K
 
 
-def fan_of(tile: TileShape, spec: Spec, target: Target, shapes: Shapes, programs: int) -> int:
+def fan_of(tile: TileShape, spec: Spec, target: Target, S: int, programs: int) -> int:
     """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them.
 
     By what was measured on an H200 (docs/gpu-attention.md): with fewer parts a program often merges two units, and with
     many, or large ones, one program takes longer than many do.
     """
-    if not (target.is_hopper and tile.W and spec.storage.dtype.itemsize == 2):
-        return 0
-    enough, few = parts_of_units(shapes.S, spec.K, programs)
-    return FAN if enough and (few or shapes.columns * spec.B <= FAN * tile.N) else 0
+    fast = target.is_hopper and tile.W and spec.storage.dtype.itemsize == 2
+    return FAN if fast and parts_fit(S, spec.K, programs) else 0
 
 
 def plan_of(spec: Spec, target: Target, T: int, S: int) -> Plan:
@@ -207,14 +205,15 @@ def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows
 def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool = True) -> list[tuple[int, int]]:
     """Batches (T, S) that together launch every kernel of any batch with at most so many tokens and sequences.
 
-    They are all that :func:`plan`, hopper.py's short_keys and the count of sequences distinguish: S by powers of two
-    from 64 on, and between a few and many; T by equal lengths, by fewer rows than sequences, and by unequal lengths
-    with few and with many tiles of query rows. Once they have run, no later batch waits for a compiler.
+    They are all that :func:`plan`, :func:`whole_units`, :func:`parts_fit`, hopper.py's short_keys and the count of
+    sequences distinguish: S by powers of two, and between a few and many; T by equal lengths, by fewer rows than
+    sequences, and by unequal lengths with few and with many tiles of query rows. Once they have run, no later batch
+    waits for a compiler.
 
     ``equal_lengths`` False leaves out batches whose sequences may all have the same number of tokens, above one, and
     batches of fewer rows than sequences. Such batches are rare unless they are planned, and need half of all kernels.
     """
-    edges = [1, 2, 3, *(64 << n for n in range(max(most_sequences, 64).bit_length()))]
+    edges = [1, 2, 3, *(8 << n for n in range(max(most_sequences, 64).bit_length()))]
     counts = {S for edge in edges for S in (edge, edge + 1) if S < most_sequences} | {most_sequences}
     # The shortest length for each number of packed rows, which are powers of two.
     lengths = [(1 << n) + 1 for n in range(SAME_LENGTH.bit_length() - 1)]
