@@ -335,6 +335,27 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     assert done.all()
 
 
+@pytest.mark.parametrize(("K", "heads"), [(6, 6), (6, 2), (7, 1)])
+def test_items_are_each_tile_of_each_head_once(K, heads, monkeypatch):
+    """Some heads at a time, and of these the last tiles first."""
+    as_torch(monkeypatch)
+    starts, lens = (torch.tensor(each, dtype=torch.int32) for each in ([0, 40, 41, 57], [90, 9, 16]))
+    tensors = SimpleNamespace(seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=None)
+    constants = SimpleNamespace(masks=spec.Masks(True, False, False, 0, False, 1), K=K, G=4), tuning.division(0, 64)
+    num_tiles = 57 // 8 + 3
+    found = []
+    for item in range(num_tiles * K):
+        shape, numbers = SimpleNamespace(M=32, N=16, heads=heads), SimpleNamespace(window=0, chunk=0, S=3)
+        fields = hopper_items.work_item(item, num_tiles, tensors, numbers, -1, *constants, shape, 4)
+        if int(fields[hopper_items.COUNT]):
+            found.append(
+                tuple(int(fields[n]) for n in (hopper_items.KV_HEAD, hopper_items.SEQUENCE, hopper_items.FIRST_TOKEN))
+            )
+    tiles = [(s, first) for s, q_len in enumerate((40, 1, 16)) for first in range(0, q_len, 8)]
+    groups = [range(first, first + heads) for first in range(0, K, heads)]
+    assert found == [(kh, *tile) for group in groups for tile in reversed(tiles) for kh in group]
+
+
 LONG, SHORT = [(1500, 2500), (700, 700)], [(1, 4096), (2, 1), (1, 900), (3, 4000), (1, 6000), (0, 0)] * 4
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability(GPU) != (9, 0),
