@@ -124,24 +124,30 @@ def tiles_kernel(
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_tiles_of_all_units_stand_in_one_row(apart):
-    """Every tile once, in equal shares; with heads apart, those of a head side by side for all sequences."""
+@pytest.mark.parametrize("lengths", ["ragged", "equal, parts", "equal, whole"])
+def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
+    """Every tile once, in equal shares; with heads apart, those of a head side by side for all sequences. Units that
+    are equally long stay whole if that makes shares little longer: 21 units by 11 programs, not by 5."""
     q_lens, seq_lens, K, P, N, M = [1, 0, 3, 1, 2], [100, 30, 65, 1, 640], 3, 7, 64, 2
+    if lengths != "ragged":
+        q_lens, seq_lens, K, P = [1, 2, 1], [128] * 3, 7, 11 if "whole" in lengths else 5
     units = [(-(-n // M) if n else 1) for n in q_lens]
     tiles = [max(1, -(-n // N)) if q else 1 for q, n in zip(q_lens, seq_lens, strict=True)]
     if apart:
         wanted = [
-            (s, unit * K + kh, tile) for kh in range(K) for s in range(5) for unit in range(units[s])
+            (s, unit * K + kh, tile) for kh in range(K) for s in range(len(q_lens)) for unit in range(units[s])
             for tile in range(tiles[s])
         ]  # fmt: skip
     else:
         heads = [K if n else 1 for n in q_lens]
-        wanted = [(s, u, tile) for s in range(5) for u in range(units[s] * heads[s]) for tile in range(tiles[s])]
+        wanted = [
+            (s, u, tile) for s in range(len(q_lens)) for u in range(units[s] * heads[s]) for tile in range(tiles[s])
+        ]
     starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32)
     tensors = specs.Pointers(*[None] * len(specs.Pointers._fields))._replace(
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32), query_start_loc=starts
     )
-    numbers = specs.Numbers(*[0] * len(specs.Numbers._fields))._replace(S=5)
+    numbers = specs.Numbers(*[0] * len(specs.Numbers._fields))._replace(S=len(q_lens))
     side = specs.Side(64, 64, 1, 0, 0, 0, 0, 1, None)
     masks = specs.Masks(True, False, False, 0, False, 1)
     logits, storage = specs.Logits(False, False, False), specs.Storage(torch.float32, 0, False)
@@ -149,10 +155,14 @@ def test_tiles_of_all_units_stand_in_one_row(apart):
         masks, logits, storage, torch.float32, torch.float32, False, K, 1, 16, side, side, (), 1, K, None
     )  # fmt: skip
     located, walked = (torch.full((len(wanted), 4), -1, dtype=torch.int32) for _ in range(2))
-    division = specs.Division(M, True, -1, 8, 1, apart)
+    division = specs.Division(M, True, -1, 8, 1, apart, aligned=True)
     shape = specs.TileShape(M, N, 64, 64, 0, False)
     tiles_kernel[(1,)](tensors, numbers, located, walked, P, SPEC=spec, DIVISION=division, TILE=shape)
     assert located.tolist() == walked.tolist()
     assert [tuple(each[1:]) for each in located.tolist()] == wanted
     counts = torch.bincount(located[:, 0], minlength=P)
-    assert counts.max() - counts.min() <= 1 and located[:, 0].diff().min() >= 0
+    assert located[:, 0].diff().min() >= 0
+    if "whole" in lengths:
+        assert counts.tolist() == [4] * 10 + [2]
+    else:
+        assert counts.max() - counts.min() <= 1

@@ -177,7 +177,8 @@ class Division(NamedTuple):
     """Which sequences split_kernel serves: those of at most ``rows`` packed query rows and more than ``short`` keys, or
     all. A program counts ``at_once`` sequences in one vector, ``times`` times. The key tiles of all units stand in one
     row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first.
-    ``whole``: if units are about equally long, so many programs take one each; 0: never."""
+    ``whole``: if units are about equally long, so many programs take one each; 0: never. ``aligned``: units that are
+    all equally long stay whole if shares are at most a twentieth longer so."""
 
     rows: int
     everyone: bool
@@ -186,6 +187,7 @@ class Division(NamedTuple):
     times: int
     heads_apart: bool = False
     whole: int = 0
+    aligned: bool = False
 
 
 def spec_of(

@@ -11,7 +11,8 @@ columns each, so that the sums of 64 rows by 512 columns fit their registers. Wh
 next tile's keys. Parts of a tile have places of their own, each of which is filled again as soon as it is free.
 
 If there are more heads than rows, the tiles of a group of heads of all sequences stand together (``heads_apart``), and
-programs side by side take the same tiles of different groups, so that all but one find them in the L2 cache.
+programs side by side take the same tiles of different groups, so that all but one find them in the L2 cache. Units that
+are all equally long stay whole if that makes shares little longer (``aligned``).
 
 Letters: R latent columns, which are keys and values, P rotated columns, which are keys only, G query heads per unit,
 B tokens per block. A unit's 64 query rows are packed (row r is token ``r // G``, head ``r % G``).
@@ -39,7 +40,14 @@ from paged_ops.lowerings.gpu.attention.hopper import barriers, moved
 from paged_ops.lowerings.gpu.attention.hopper_parts import tile_layout
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of, scores, values
 from paged_ops.lowerings.gpu.attention.tile import Batch
-from paged_ops.lowerings.gpu.attention.units import sequence, sequence_tiles, share_index, unit_after
+from paged_ops.lowerings.gpu.attention.units import (
+    align,
+    sequence,
+    sequence_tiles,
+    share_index,
+    unit_after,
+    unit_tiles,
+)
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape
@@ -87,7 +95,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     spec = packed(spec, ROWS)
     page, P = min(spec.B & -spec.B, KEYS), target.processors
     apart = spec.K > 1 and P % spec.K == 0
-    division = tuning.division(ROWS, shapes.S, everyone=True)._replace(heads_apart=apart)
+    division = tuning.division(ROWS, shapes.S, everyone=True)._replace(heads_apart=apart, aligned=True)
     constants = {
         "SPEC": spec,
         "DIVISION": division,
@@ -230,16 +238,29 @@ def share_of(p, programs, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     TIMES: gl.constexpr = DIVISION.times
     total = 0
+    units = 0
+    longest = 0
     for n in gl.static_range(TIMES):
         s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
-        total += gl.sum(sequence_tiles(s_, batch, SPEC, DIVISION, SHAPE), 0)
+        tiles = sequence_tiles(s_, batch, SPEC, DIVISION, SHAPE)
+        total += gl.sum(tiles, 0)
+        if DIVISION.aligned:
+            of_unit = unit_tiles(s_, batch, SPEC, DIVISION, SHAPE)
+            units += gl.sum(tiles // of_unit, 0)
+            longest = gl.maximum(longest, gl.max(of_unit, 0))
     of_head = total
     if DIVISION.heads_apart:
         total *= SPEC.K
+        units *= SPEC.K
     share = total // programs
     longer = total - share * programs
+    if DIVISION.aligned:
+        share, longer = align(share, longer, total, units, longest, programs)
     start = p * share + gl.minimum(p, longer)
     steps = share + (p < longer).to(gl.int32)
+    if DIVISION.aligned:
+        start = gl.minimum(start, total)
+        steps = gl.minimum(steps, total - start)
     kh = 0
     if DIVISION.heads_apart:
         kh = start // of_head

@@ -28,17 +28,45 @@ def share_index(SPEC: tl.constexpr, DIVISION: tl.constexpr):
 def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
     """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more."""
     total = 0
+    units = 0
+    longest = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
         s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
         tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
         total += tl.sum(tiles)
+        if DIVISION.aligned:
+            of_unit = unit_tiles(s, batch, SPEC, DIVISION, TILE)
+            units += tl.sum(tiles // of_unit)
+            longest = tl.maximum(longest, tl.max(of_unit))
     if DIVISION.heads_apart:
         total *= SPEC.K
+        units *= SPEC.K
     share = total // P
     longer = total - share * P
-    start = p * share + tl.minimum(p, longer)
-    return start, start + share + tl.where(p < longer, 1, 0), share, longer
+    if DIVISION.aligned:
+        share, longer = align(share, longer, total, units, longest, P)
+        start = tl.minimum(p * share + tl.minimum(p, longer), total)
+        end = tl.minimum(start + share + tl.where(p < longer, 1, 0), total)
+    else:
+        start = p * share + tl.minimum(p, longer)
+        end = start + share + tl.where(p < longer, 1, 0)
+    return start, end, share, longer
+
+
+@triton.jit
+def unit_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
+    """The number of key tiles of one unit of sequences s; 1 for those that are none."""
+    _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+    return tl.where(s < batch.numbers.S, end_tile - first_tile, 1)
+
+
+@triton.jit
+def align(share, longer, total, units, longest, P):
+    """Shares of whole units, for some of the programs, if all units are equally long and that takes little longer."""
+    of_units = (units + P - 1) // P * longest
+    fits = (units * longest == total) & (of_units * P <= total + total // 20)
+    return tl.where(fits, of_units, share), tl.where(fits, 0, longer)
 
 
 @triton.jit
