@@ -42,6 +42,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp8 output": {"output_scale": True},
     "latents": {"heads": (4, 1), "value_head_size": 8, "layout": "LATENT"},
     "fp8 latents": {"heads": (4, 1), "value_head_size": 8, "layout": "LATENT", "stored": torch.float8_e4m3fn},
+    "latent rows": {
+        "heads": (4, 1),
+        "head_size": 576,
+        "value_head_size": 512,
+        "layout": "LATENT",
+        "stored": torch.uint8,
+        "kv_cache_dtype": "fp8_ds_mla",
+    },
 }
 SIZE, BLOCK = 16, 8
 
@@ -50,28 +58,31 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
     """One step, with NaN wherever a rank holds nothing, within the error budget of attention over the whole cache."""
     options = dict(FORMS[form])
     dtype, (heads, kv_heads) = options.pop("dtype", torch.float32), options.pop("heads", (4, 2))
-    width = options.pop("value_head_size", SIZE)
+    D = options.pop("head_size", SIZE)
+    width = options.pop("value_head_size", D)
     query_lens, computed = BATCHES[batch]
     lens = [a + b for a, b in zip(query_lens, computed, strict=True)]
     torch.manual_seed(0)  # the same on all ranks
-    keys, values = (torch.randn(sum(lens), kv_heads, n).to(dtype) for n in (SIZE, width))
+    keys, values = (torch.randn(sum(lens), kv_heads, n).to(dtype) for n in (D, width))
     stored = {"layout": options.pop("layout", None), "dtype": options.pop("stored", dtype), "value_head_size": width}
     scales: dict[str, Any] = {}
     is_latent = stored["layout"] == "LATENT"
-    if is_latent and stored["dtype"].itemsize == 1:
+    if name := options.pop("kv_cache_dtype", None):
+        stored["kv_cache_dtype"] = scales["kv_cache_dtype"] = name
+    elif is_latent and stored["dtype"].itemsize == 1:
         scales = {"k_scale": torch.tensor([0.02])}
     elif stored["dtype"].itemsize == 1:
         scales = {"k_scale": torch.tensor([0.02, 0.03]), "v_scale": torch.tensor([0.01])}
     context = Context(dist.group.WORLD, "cpu", head_size=width, dtype=dtype)
-    whole = KVCache(1, 64, BLOCK, kv_heads, SIZE, **stored)
-    mine = KVCache(1, 64, BLOCK, kv_heads, SIZE, **stored, spread=context.spread)
+    whole = KVCache(1, 64, BLOCK, kv_heads, D, **stored)
+    mine = KVCache(1, 64, BLOCK, kv_heads, D, **stored, spread=context.spread)
     most, ids = max(sum(lens), sum(query_lens) + 2), torch.randperm(64).tolist()
     blocks = [[ids.pop() for _ in range(-(-n // BLOCK))] for n in lens]
     steps, caches = [], []
     for cache in (whole, mine):
         view = cache.layers[0], None
-        if width != SIZE and not is_latent:
-            view = split_joined_cache(cache.layers[0], SIZE)
+        if width != D and not is_latent:
+            view = split_joined_cache(cache.layers[0], D)
         if stored["dtype"].itemsize > 1:
             cache.layers[0].fill_(torch.nan)
         builder = AttentionMetadataBuilder(
@@ -88,7 +99,7 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
         caches[-1] |= scales
         caches[-1]["kv_cache"] = view[0]
     step, T = steps[0], sum(query_lens)
-    query = torch.randn(T + 2, heads, SIZE).to(dtype)
+    query = torch.randn(T + 2, heads, D).to(dtype)
     values = keys[..., :width] if is_latent else values
     rows = [i for s, n in enumerate(lens) for i in range(sum(lens[:s]) + n - query_lens[s], sum(lens[:s]) + n)]
     own = [torch.cat([each[rows], torch.full((2, *each.shape[1:]), torch.nan, dtype=dtype)]) for each in (keys, values)]
@@ -97,7 +108,7 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
     features: dict[str, Any] = {"soft_cap": options.get("soft_cap", 0.0)}
     if options.get("sinks"):
         features["sinks"] = torch.randn(heads)
-    arguments = step.block_tables, step.seq_lens, step.query_start_loc, SIZE**-0.5
+    arguments = step.block_tables, step.seq_lens, step.query_start_loc, D**-0.5
     reads = caches[0].pop("kv_cache")
     given = {**features, **caches[0]}
     plain = reference.paged_attention(query, reads, *arguments, **given)
@@ -106,7 +117,7 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
         features["output_scale"] = torch.tensor([0.01])
     reads, tables, starts = caches[1].pop("kv_cache"), steps[1].block_tables, steps[1].query_start_loc
     got, general = (
-        attend(query, *own, reads, tables, starts, SIZE**-0.5, each, context.handle, **features, **caches[1])
+        attend(query, *own, reads, tables, starts, D**-0.5, each, context.handle, **features, **caches[1])
         # the second is what a graph of mixed batches holds
         for each in (steps[1].context, builder.context_of(len(lens) + 1, T + 2, is_decode=False))
     )
