@@ -21,7 +21,7 @@ import paged_ops
 from paged_ops import warming
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import ahead, launch
-from paged_ops.lowerings.gpu.attention import decode
+from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.target import settled
 
 TESTS = Path(__file__).parent
@@ -130,6 +130,15 @@ def test_without_kernels_a_step_runs(on_cuda, monkeypatch):
     with warming.without_kernels():
         call()
     assert on_cuda
+
+
+@pytest.mark.parametrize(("tokens", "sequences", "most"), [(8192, 256, 28), (2048, 64, 12), (16, 16, 10)])
+def test_the_kernels_of_all_batches_are_few(on_cuda, tokens, sequences, most):
+    """What a loop of a model with one kind of layer may have to compile; docs/graphs.md tells the numbers."""
+    batches = tuning.covering_batches(tokens, sequences, equal_lengths=False)
+    with ahead.noting([(T, S) for T, S in batches if T >= S]) as jobs:
+        call()
+    assert 3 < len(set(jobs)) <= most
 
 
 def test_noting_ends_with_an_error(on_cuda):
