@@ -1,4 +1,4 @@
-"""Paged attention on GPUs: two kernels over the same parts, and a merge. CUDA and ROCm run the same source.
+"""Paged attention on GPUs: two kernels over the same parts, and their merge. CUDA and ROCm run the same source.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D and Dv head sizes, N blocks, B tokens per
 block, P programs. Inside kernels also M packed query rows (``q_len`` tokens by G heads, so that every key and value is
@@ -9,7 +9,8 @@ read once for all of them) and N keys of a tile.
   key tiles of all units, a unit being a sequence and a key/value head. Each program counts the tiles on the device. So
   there is no plan on the host, and one captured graph is balanced for any lengths. A unit that lies in one share is
   written to the output; a unit that shares divide leaves parts in a workspace.
-* ``merge_kernel`` (decode.py) combines the parts of a divided unit in a fixed order.
+* ``merge_kernel`` (decode.py) combines the parts of a divided unit in a fixed order. Where that is faster, the last of
+  a unit's programs of ``split_kernel`` does so (parts.py), and there is no second launch.
 * ``prefill_kernel`` (prefill.py, or hopper.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
 
