@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
+import itertools
 import json
 import os
 import random
@@ -220,7 +221,12 @@ def main() -> None:
     if args.part:
         PARTS[args.part]()
         return
-    import torch
+    with concurrent.futures.ThreadPoolExecutor(len(args.parts) if args.together else 1) as pool:
+        found = list(pool.map(lambda part: run_part(part, args.limit), args.parts))
+    load = os.getloadavg()[0]
+    for record in itertools.chain.from_iterable(found):
+        print(json.dumps(record), flush=True)
+    import torch  # last, as it takes seconds
     import triton
 
     about = {
@@ -230,13 +236,11 @@ def main() -> None:
         "commit": args.commit,
         "date": time.strftime("%Y-%m-%d"),
         "cpus": len(os.sched_getaffinity(0)),
+        "load": load,
     }
-    with concurrent.futures.ThreadPoolExecutor(len(args.parts) if args.together else 1) as pool:
-        for records in pool.map(lambda part: run_part(part, args.limit), args.parts):
-            for record in records:
-                print(json.dumps(record), flush=True)
-                with args.out.open("a") as out:
-                    out.write(json.dumps({**record, **about, "load": os.getloadavg()[0]}) + "\n")
+    with args.out.open("a") as out:
+        for record in itertools.chain.from_iterable(found):
+            out.write(json.dumps(record | about) + "\n")
 
 
 PARTS: dict[str, Callable[[], None]] = {
