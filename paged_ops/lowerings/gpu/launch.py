@@ -134,8 +134,8 @@ class Launch:
 
 class Plan(NamedTuple):
     """What a call launches, in this order, and its workspace in float32s: the offset of the parts' lse, the offset of
-    the counters of taken work, and the size. Some launches count in ``counters`` of counters.py; if there are none,
-    those ``without_counters`` do the same."""
+    the counters of taken work, and the size. Some launches need so many ``counters`` of counters.py; if there are
+    none, those ``without_counters`` do the same."""
 
     launches: tuple[Launch, ...]
     workspace: tuple[int, int, int]

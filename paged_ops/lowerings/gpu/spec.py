@@ -36,7 +36,7 @@ class Pointers(NamedTuple):
     parts: Any  # [P, 2, M, Dv] float32: of the units that began before a share (0), and that go on after it (1)
     part_lse: Any  # [P, 2, M] float32, to base 2
     taken: Any  # [4] int32 counters of hopper.py, which split_kernel zeroes
-    arrived: Any  # [P, 3] int32 counters of parts.py, zero before and after each call; None: see launch.Plan
+    arrived: Any  # [P, 12] int32 of parts.py: counters, zero before and after each call, and notes; None: not used
     query: Any  # [T, H, D]
     key_cache: Any  # [N, B, K, D/x, x]
     value_cache: Any  # [N, B, K, Dv]

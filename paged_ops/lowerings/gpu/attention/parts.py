@@ -45,6 +45,7 @@ class Divided(NamedTuple):
 
 @triton.jit
 def note(tensors, p, begun, share, longer):
+    """Keep for :func:`noted` what program p began with."""
     place = tensors.arrived + p * INTEGERS + NOTES
     tl.store(place, begun.first)
     tl.store(place + 1, begun.last)
@@ -57,6 +58,7 @@ def note(tensors, p, begun, share, longer):
 
 @triton.jit
 def noted(tensors, p):
+    """What program p has noted: the unit that others began, and its share as :func:`shares` tells it."""
     place = tensors.arrived + p * INTEGERS + NOTES
     tl.debug_barrier()  # one thread has stored them
     begun = Divided(tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3), tl.load(place + 4))
