@@ -41,7 +41,7 @@ from paged_ops.lowerings.gpu.attention.hopper_parts import (
 from paged_ops.lowerings.gpu.attention.hopper_rows import consumer
 from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec
-from paged_ops.lowerings.gpu.target import Target
+from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128
 SIZES = range(64, 257, 16)  # of heads
@@ -195,7 +195,9 @@ def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
     then more stages."""
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
     space = (shared_memory - OTHERS) // itemsize - BLOCK_M * D
-    N = 128 if Dv <= 128 and 2 * 128 * (D + Dv) <= space else 64
+    # Triton 3.9's products in three parts would run one after another (C7512), with any number of registers.
+    fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
+    N = 128 if Dv <= 128 and 2 * 128 * (D + Dv) <= space and fits else 64
     stage = N * (D + Dv)
     slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (BLOCK_M * D))
     stages = min(MOST_STAGES, (space - (slots - 1) * BLOCK_M * D) // stage)
