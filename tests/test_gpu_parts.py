@@ -16,7 +16,7 @@ from paged_ops.lowerings.gpu.attention.parts import INTEGERS, UNIT
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs a CUDA device"),
 ]
 
 LENS = 6  # sets of lengths
