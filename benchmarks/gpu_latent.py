@@ -30,7 +30,7 @@ import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cache_ops, cases, measure, run, tune
 from paged_ops.layouts import FP8_DS_MLA
-from paged_ops.lowerings.gpu.attention import latent, latent_rows, plan
+from paged_ops.lowerings.gpu.attention import latent, plan
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.registry import OPS
 
@@ -51,20 +51,10 @@ VARIANTS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         32: ((32, 8, 5, 2),),
         64: ((32, 8, 3, 1),),
     },
-    "groups": {  # the same by latent_rows.py
-        16: ((32, 4, 7, 1), (32, 8, 5, 1), (32, 4, 3, 2), (16, 4, 7, 2), (64, 8, 5, 1)),
-        32: ((32, 8, 7, 1), (16, 8, 7, 1), (64, 8, 3, 1)),
-        64: ((32, 8, 3, 1),),
-    },
 }
 HEADS_OF_ROWS = {16: (16,), 32: (32, 128), 64: (64, 128)}
 DEVICE = "cuda"
 KERNELS = plan._kernels
-
-
-def with_rows(target: Any) -> Iterator[Any]:
-    """The kernels with latent_rows.py as the first."""
-    return iter((latent_rows, *KERNELS(target)))
 
 
 def latent_cases(only: str = "") -> list[tuple[str, Any]]:
@@ -138,7 +128,7 @@ def quick_jobs() -> list[Job]:
     names = ("64x4096", "ragged128")
     jobs += [Job("fp8", 16, 64, name, (None, *fp8)) for name in names]
     jobs += [Job("fp8", 128, 64, name, (None, (64, (32, 8, 1, 1)))) for name in names]
-    jobs += [Job(kind, H, 64, name, (None,)) for kind in ("rows", "groups") for H in (16, 128) for name in names]
+    jobs += [Job("rows", H, 64, name, (None,)) for H in (16, 128) for name in names]
     return jobs + [Job("16bit", 64, 16, name, (None,)) for name in cases.LATENT]
 
 
@@ -146,11 +136,11 @@ def choose(kind: str, tile: tuple[int, tuple[int, ...]] | None, configured: dict
     """Use these numbers for tiles of so many rows; None: as configured."""
     tree = target_of(torch.device(DEVICE, torch.cuda.current_device())).tiles
     tree["latent"] = json.loads(json.dumps(configured))
-    plan._kernels = with_rows if kind == "groups" else KERNELS
+    plan._kernels = KERNELS
     if tile is not None:  # as the largest tile, of the Triton kernel on Hopper, too
         rows, numbers = tile
         tree["latent"][kind] = {str(rows): list(numbers)}
-        plan._kernels = lambda target: iter((latent_rows if kind == "groups" else latent,))
+        plan._kernels = lambda target: iter((latent,))
     tune.forget()
 
 
@@ -229,7 +219,6 @@ def main() -> None:
         part, parts = map(int, args.share.split("/"))
         torch.set_num_threads(1)
         if args.part == "cases":
-            plan._kernels = with_rows if args.kind == "groups" else KERNELS
             for record in check_cases(part, parts, args.only):
                 print(json.dumps(record), flush=True)
         else:

@@ -10,7 +10,6 @@ from aot_variants_attention import BF16, E4M3, FP16, FP32, MASKS, RDNA, SPLIT
 
 from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES
 from paged_ops.lowerings import gpu as lowering
-from paged_ops.lowerings.gpu.attention import latent_rows, plan
 
 NOT_HOPPER = tuple(target for target in TARGETS if target != "cuda:90")
 
@@ -24,7 +23,6 @@ def attend(
     R: int = 512,
     per_head: tuple[str, ...] = (),
     scaled_rows: bool = False,
-    kernel: Any = None,
     **features: Any,
 ) -> Any:
     def run() -> None:
@@ -37,8 +35,6 @@ def attend(
         if stored is not None:
             named["k_scale"] = gpu(1, dtype=FP32)
         query = gpu(T, H, R + P, dtype=dtype)
-        plan.forget()  # which knows calls of other kernels
-        plan._kernels = chosen if kernel is None else lambda target: iter((kernel,))
         lowering.paged_attention_with_lse(
             query, kv_cache, tables, lens, starts, 0.1, value_head_size=R, **named, **features
         )
@@ -46,7 +42,6 @@ def attend(
     return run
 
 
-chosen = plan._kernels
 VARIANTS = [
     # What the kernel in Gluon serves on sm_90 is among the variants of aot_variants_hopper.py.
     Variant("latent-bf16-h128", attend(128), may_spill=RDNA, targets=NOT_HOPPER),
@@ -56,14 +51,6 @@ VARIANTS = [
     Variant("latent-rows-h16", attend(16, scaled_rows=True), may_spill=(*RDNA, "cuda:80"), spills={(3, 9): 24}),
     Variant("latent-rows-h128-b16", attend(128, B=16, scaled_rows=True), spills={(3, 6): 8}, targets=("cuda:90",)),
     Variant("latent-rows-fp32-h16", attend(16, dtype=FP32, scaled_rows=True), targets=("cuda:90", "hip:gfx942")),
-    Variant(
-        "latent-groups-h16",
-        attend(16, scaled_rows=True, kernel=latent_rows),
-        {"cuda:90": (SPLIT["cuda"][1],)},
-        spills={(3, 9): 16},
-        targets=("cuda:90", "hip:gfx942"),
-    ),
-    Variant("latent-groups-h128", attend(128, B=16, scaled_rows=True, kernel=latent_rows), targets=("cuda:90",)),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
     Variant(
         "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")

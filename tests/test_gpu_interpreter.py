@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 from paged_ops import layouts, registry, testing
 from paged_ops.lowerings import cpu, gpu
-from paged_ops.lowerings.gpu.attention import latent_rows, tuning
 from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import tuning
 
 pytestmark = pytest.mark.interpreter
 
@@ -80,17 +80,6 @@ def test_any_number_of_programs(case, programs, monkeypatch):
     try:
         named = testing.case_named("paged_attention_with_lse", case)
         testing.check("paged_attention_with_lse", named, "cpu", gpu.paged_attention_with_lse)
-    finally:
-        attention.forget()
-
-
-@pytest.mark.parametrize("name", ["rows-query_past_keys-fp32", "rows-padded-all-features"])
-def test_rows_by_groups_of_columns(name, monkeypatch):
-    monkeypatch.setattr(attention, "_kernels", lambda target: iter((latent_rows,)))
-    attention.forget()
-    try:
-        case = testing.case_named("paged_attention_with_lse", f"latent-{name}")
-        testing.check("paged_attention_with_lse", case, "cpu", gpu.paged_attention_with_lse)
     finally:
         attention.forget()
 
