@@ -98,7 +98,6 @@ VARIANTS = [
         WGMMA,
         may_spill=RDNA,
     ),
-    Variant("attention-g48", call("decode", heads=(48, 1)), may_spill=RDNA),
     Variant("attention-g71", call("decode", heads=(71, 1)), may_spill=RDNA),
     Variant("attention-speculative-d256", call("speculative", D=256), may_spill=RDNA),
     Variant(

@@ -75,18 +75,11 @@ VARIANTS = [
     ),
     Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 9): 144}),
     Variant(
-        "hopper-prefill-nhd-d256-g1-window",
-        prefill("NHD", 256, 8, 8, sliding_window=100),
-        EXPECT,
-        spills={(3, 7): 8, (3, 8): 8, (3, 9): 176},
-    ),
-    Variant(
         "hopper-prefill-nhd-d128-g8-window-cap",
         prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0),
         EXPECT,
         spills={(3, 8): 8, (3, 9): 40},
     ),
-    Variant("hopper-prefill-nhd-d256-g2-ranges", prefill("NHD", 256, 8, 4, ranges=8), EXPECT, may_spill=SM_90),
     Variant(
         "hopper-prefill-nhd-d128-g4-endless-chunk",
         prefill("NHD", 128, 32, 8, attention_chunk=1 << 33),
@@ -99,14 +92,7 @@ VARIANTS = [
         EXPECT,
         may_spill=SM_90,
     ),
-    Variant(
-        "hopper-prefill-nhd-d128-g4-ranges-window",
-        prefill("NHD", 128, 32, 8, ranges=3, sliding_window=512),
-        EXPECT,
-        spills={(3, 9): 48},
-    ),
     Variant("hopper-prefill-k192-v128-g1", apart(192, 128, 16, 16), EXPECT, spills={(3, 9): 216}),
-    Variant("hopper-prefill-nhd-d192-g4", prefill("NHD", 192, 16, 4), EXPECT, spills={(3, 9): 48}),
     Variant("hopper-prefill-nhd-d112-g4", prefill("NHD", 112, 16, 4), EXPECT),
     Variant(
         "hopper-prefill-hnd-d80-window",

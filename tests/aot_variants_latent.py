@@ -49,8 +49,6 @@ VARIANTS = [
     Variant("latent-e4m3-h32", attend(32, stored=E4M3), may_spill=RDNA),
     # sm_80 converts fp8 by bits, for which 16 heads take 8 bytes more than there are registers.
     Variant("latent-rows-h16", attend(16, scaled_rows=True), may_spill=(*RDNA, "cuda:80"), spills={(3, 9): 24}),
-    Variant("latent-rows-h128-b16", attend(128, B=16, scaled_rows=True), spills={(3, 6): 8}, targets=("cuda:90",)),
-    Variant("latent-rows-fp32-h16", attend(16, dtype=FP32, scaled_rows=True), targets=("cuda:90", "hip:gfx942")),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
     Variant(
         "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")

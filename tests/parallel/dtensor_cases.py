@@ -44,6 +44,11 @@ def head_dims(given: dict[str, Any], size: int) -> dict[str, int]:
     return {} if of_a_rank or any(count % size for count in counts.values()) else dims
 
 
+def has_heads(given: dict[str, Any]) -> bool:
+    """Whether there are heads at all; latents alone have none."""
+    return any(name in LISTS or dtensor._head_dim(name, given) is not None for name in given)
+
+
 def call_spread(op: str, mesh: Any, counts: Counter[str], given: dict[str, Any]) -> Any:
     """Calls an op on DTensors; its results, and what it writes, whole again."""
     size, dims = mesh.size(), head_dims(given, mesh.size())
@@ -55,7 +60,7 @@ def call_spread(op: str, mesh: Any, counts: Counter[str], given: dict[str, Any])
             arguments[name] = spread_by(mesh, value, dims.get(name))
     placed = [each for value in arguments.values() for each in (value if isinstance(value, list) else [value])]
     placed = [each for each in placed if isinstance(each, DTensor)]
-    counts["calls"] += 1
+    counts["calls"] += has_heads(given)
     counts["spread"] += any(each.placements[0].is_shard() for each in placed)
     result = registry.OPS[op](**arguments)
     for name in testing.compare.mutated_arguments(op):
@@ -75,7 +80,7 @@ def call_spread(op: str, mesh: Any, counts: Counter[str], given: dict[str, Any])
 
 
 def every_case(rank: int, size: int, op: str) -> tuple[int, int]:
-    """How many calls there were, and how many of them with heads spread."""
+    """How many calls with heads there were, and how many of them with heads spread."""
     mesh, counts = dist.init_device_mesh("cpu", (size,)), Counter()
     names = [argument.name for argument in getattr(torch.ops.paged_ops, op).default._schema.arguments]
 
