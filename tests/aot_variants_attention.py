@@ -75,12 +75,15 @@ VARIANTS = [
         call("prefill", FP16, D=64, per_head=("sinks",), **MASKS),
         PREFILL,
         may_spill=RDNA,
+        spills={(3, 9): 40},
     ),
     Variant("attention-fp32", call("prefill", FP32, D=64), may_spill=RDNA),
     Variant(
         "attention-d256-cap", call("prefill", D=256, heads=(8, 4), soft_cap=50.0, lse=True), PREFILL, may_spill=H200
     ),
-    Variant("attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT, may_spill=RDNA),
+    Variant(
+        "attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT, may_spill=RDNA, spills={(3, 9): 8}
+    ),
     # Elements before the first: caches that no vector load can read.
     Variant(
         "attention-narrow-values-offset",
@@ -140,6 +143,6 @@ VARIANTS = [
         call("decode", causal=False, per_tensor=("output_scale",), lse=True),
         SPLIT,
         may_spill=RDNA,
-        spills={(3, 7): 8},  # in the merge, after the loop
+        spills={(3, 7): 8, (3, 9): 40},  # in the merge, after the loop
     ),
 ]
