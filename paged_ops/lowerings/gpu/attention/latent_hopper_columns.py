@@ -41,8 +41,8 @@ from paged_ops.lowerings.gpu.attention.latent_hopper import (
     LatentShape,
     share_of,
 )
-from paged_ops.lowerings.gpu.attention.latent_hopper_rows import Bounds, part_of
-from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
+from paged_ops.lowerings.gpu.attention.latent_hopper_rows import bounds_of, part_of
+from paged_ops.lowerings.gpu.attention.tile import Batch
 from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Plan, launcher_of
@@ -262,8 +262,6 @@ def store_all(to, row, live, sums, factor, R: gl.constexpr):
 def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The weights of all tiles, the sums of values, and lse."""
     tensors, numbers = batch.tensors, batch.numbers
-    MASKS: gl.constexpr = SPEC.masks
-    BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
@@ -289,20 +287,7 @@ def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, S
         )
         left -= count
         if q_len > 0:
-            first_i = seq_len - q_len + first_token
-            i = first_i + r // G
-            low = i
-            full_start = 0
-            oldest = 0
-            full_end = seq_len // N
-            if MASKS.causal:
-                full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
-            if BOUNDED:
-                low = oldest_key(i, numbers, MASKS)
-                oldest = oldest_key(first_i, numbers, MASKS)
-                last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
-                full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
-            rows = Bounds(seq_len, oldest, i, low, full_start, full_end)
+            rows = bounds_of(seq_len, q_len, first_token, r, numbers, SPEC, SHAPE)
             m = gl.full([M], float("-inf"), gl.float32, row_layout)
             l = zero  # each thread's sums of weights
             acc0, acc1, acc2, acc3, acc4, acc5, acc6, acc7 = zero, zero, zero, zero, zero, zero, zero, zero

@@ -88,6 +88,27 @@ class Bounds(NamedTuple):
 
 
 @gluon.jit
+def bounds_of(seq_len, q_len, first_token, r, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """:class:`Bounds` of the unit that begins at ``first_token``, whose packed rows are r."""
+    MASKS: gl.constexpr = SPEC.masks
+    N: gl.constexpr = SHAPE.N
+    first_i = seq_len - q_len + first_token
+    i = first_i + r // SPEC.G
+    low = i
+    full_start = 0
+    oldest = 0
+    full_end = seq_len // N
+    if MASKS.causal:
+        full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
+    if MASKS.window or MASKS.chunk:
+        low = oldest_key(i, numbers, MASKS)
+        oldest = oldest_key(first_i, numbers, MASKS)
+        last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, q_len - first_token) - 1
+        full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    return Bounds(seq_len, oldest, i, low, full_start, full_end)
+
+
+@gluon.jit
 def multiply(at, shared, zero, SHAPE: gl.constexpr):
     """The products of the query rows with the at-th tile that the program takes."""
     stage = at % SHAPE.stages
@@ -143,8 +164,6 @@ def weigh(
 def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The weights of all tiles, the factors of earlier sums, and lse."""
     tensors, numbers = batch.tensors, batch.numbers
-    MASKS: gl.constexpr = SPEC.masks
-    BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
@@ -170,20 +189,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
         )
         left -= count
         if q_len > 0:
-            first_i = seq_len - q_len + first_token
-            i = first_i + r // G
-            low = i
-            full_start = 0
-            oldest = 0
-            full_end = seq_len // N
-            if MASKS.causal:
-                full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
-            if BOUNDED:
-                low = oldest_key(i, numbers, MASKS)
-                oldest = oldest_key(first_i, numbers, MASKS)
-                last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
-                full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
-            rows = Bounds(seq_len, oldest, i, low, full_start, full_end)
+            rows = bounds_of(seq_len, q_len, first_token, r, numbers, SPEC, SHAPE)
             m = gl.full([M], float("-inf"), gl.float32, row_layout)
             l = gl.sum(gl.sum(zero.reshape([M, N // 8, 4, 2]), 3), 1)
             l_layout: gl.constexpr = gl.SliceLayout(1, l.type.layout)
