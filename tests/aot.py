@@ -26,10 +26,9 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import GPUDriver
 from triton.backends.nvidia.compiler import get_ptxas
 
-from paged_ops.lowerings.gpu import counters
+from paged_ops.lowerings.gpu import compiling, counters
 from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942", "hip:gfx950", "hip:gfx1100")
@@ -78,30 +77,11 @@ def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).as_subclass(OnGPU)
 
 
-class Driver(GPUDriver):
+class Driver(compiling.Driver):
     """Says which GPU this is, and can do nothing else."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-        self.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 1 << 20})
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda device: 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cuda", 0)
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError
 
 
 launched: list[Any] = []  # the compiled kernels of a variant
