@@ -31,7 +31,7 @@ constexpr int WIDTH = 4;
 #endif
 constexpr int TILE = 64;                      // keys that are computed with their rows at once
 constexpr int ROWS = 16;                      // rows whose logits are held at once
-constexpr int64_t SPAN = 128;                 // rows of a key/value head that go through the keys together
+constexpr int64_t SPAN = 256;                 // rows of a key/value head that go through the keys together
 constexpr int64_t PIECE = 256;                // the fewest keys of a piece
 constexpr int64_t PIECES = 512;               // about the most pieces of one row each, as they keep partial results
 constexpr float INF = std::numeric_limits<float>::infinity();
@@ -111,15 +111,25 @@ inline Floats sums_of(Floats* v) {
     return v[0];
 }
 
+// Each lane of the result is v's lanes by an operation that may take them in any order.
+template <int N = WIDTH, class Operation>
+inline Floats over_lanes(Floats v, Operation operation) {
+    if constexpr (N > 1) {
+        const auto lanes = std::make_index_sequence<WIDTH>();
+        return over_lanes<N / 2>(operation(fold<N, false>(v, v, lanes), fold<N, true>(v, v, lanes)), operation);
+    }
+    return v;
+}
+
 // Formats of a cache --------------------------------------------------------------------------------------------------
 
 // A word of 32 bits holds PARTS cells, and part p of a vector of words is every PARTS-th cell. Keys and values keep
 // this order; queries are put into it, and outputs back from it. Zeros are zero in each format. By measurement,
-// converting a tile once pays for more than DIRECT rows.
+// making a tile wide once pays for more than DIRECT rows.
 
 struct Float32 {
     static constexpr int PARTS = 1;
-    static constexpr int64_t DIRECT = std::numeric_limits<int64_t>::max();
+    static constexpr int64_t DIRECT = 16;
     static Floats part(Words words, int) { return bits<Floats>(words); }
 };
 
@@ -156,7 +166,6 @@ typedef Narrow<8, 2, 15, 0x7c> Float8_e5m2;
 struct Rows {
     const char* const* at;  // TILE of them
     int64_t offset;
-    int shift = 0;  // log2 of the factor by which cells are narrower than those that are loaded meanwhile
     const char* operator[](int64_t j) const { return at[j] + offset; }
 };
 
@@ -174,7 +183,7 @@ void multiply(const float* q, Rows keys, Rows next, float* logits, int64_t n, in
         for (int64_t d = 0; d < D; d += WIDTH * P)
             for (int c = 0; c < KEYS; c++) {
                 const Words words = load<Words>(k[c] + d * 4 / P);
-                __builtin_prefetch(ahead[c] + (d * 4 / P >> next.shift));
+                __builtin_prefetch(ahead[c] + d * 4 / P);
                 for (int p = 0; p < P; p++) {
                     const Floats key = Cell::part(words, p);
                     for (int r = 0; r < R; r++) sums[r * KEYS + c] += load<Floats>(q + r * D + d + p * WIDTH) * key;
@@ -198,7 +207,7 @@ inline void add(const float* weights, const float* decay, Rows values, Rows next
         for (int w = 0; w < W; w++) {
             const int64_t byte = d * 4 / P + w * sizeof(Words);
             const Words words = load<Words>(values[j] + byte);
-            __builtin_prefetch(next[j] + (byte >> next.shift));
+            __builtin_prefetch(next[j] + byte);
             for (int p = 0; p < P; p++) {
                 const Floats value = Cell::part(words, p);
                 for (int r = 0; r < R; r++) s[r][w * P + p] += weights[r * TILE + j] * value;
@@ -215,6 +224,93 @@ void accumulate(const float* weights, const float* decay, Rows values, Rows next
     for (; d + W * P * WIDTH <= Dv; d += W * P * WIDTH) add<Cell, R, W>(weights, decay, values, next, sums, n, Dv, d);
     if constexpr (W > 1)
         for (; d < Dv; d += P * WIDTH) add<Cell, R, 1>(weights, decay, values, next, sums, n, Dv, d);
+}
+
+// Wide tiles ----------------------------------------------------------------------------------------------------------
+
+// For many rows, a tile is made float32 and contiguous first, and its keys are turned: then the lanes of a vector are
+// keys, no sums over lanes are needed, and what a loop reads stays in the first-level cache. Keys lie in strips of two
+// vectors, [TILE / STRIP][D][STRIP].
+constexpr int STRIP = 2 * WIDTH;
+constexpr int64_t SUMMED = 64;  // products in one sum
+constexpr int TALL = WIDTH == 16 ? 8 : 4;  // the most rows whose products with a strip the registers hold
+constexpr int COLUMNS = WIDTH == 16 ? 64 : 16;  // of values, whose sums for four rows they hold
+
+// v[i][l] and v[l][i] change places.
+template <int N = WIDTH>
+inline void transpose(Floats* v) {
+    if constexpr (N > 1) {
+        const auto lanes = std::make_index_sequence<WIDTH>();
+        for (int i = 0; i < WIDTH; i++)
+            if (i % N < N / 2) {
+                const Floats a = v[i], b = v[i + N / 2];
+                v[i] = fold<N, false>(a, b, lanes);
+                v[i + N / 2] = fold<N, true>(a, b, lanes);
+            }
+        transpose<N / 2>(v);
+    }
+}
+
+// n keys as strips; the rest of the last strip is the last key.
+template <class Cell>
+void turn(Rows rows, float* to, int64_t n, int64_t D) {
+    constexpr int P = Cell::PARTS;
+    for (int64_t j = 0; j < round_up(n, STRIP); j += WIDTH)
+        for (int64_t d = 0; d < D; d += WIDTH * P)
+            for (int p = 0; p < P; p++) {
+                Floats v[WIDTH];
+                for (int l = 0; l < WIDTH; l++)
+                    v[l] = Cell::part(load<Words>(rows[std::min(j + l, n - 1)] + d * 4 / P), p);
+                transpose(v);
+                for (int l = 0; l < WIDTH; l++)
+                    store(to + (j / STRIP * D + d + p * WIDTH + l) * STRIP + j % STRIP, v[l]);
+            }
+}
+
+// logits[r][j] = q[r] . key j, for R rows and a strip. One sum of many products would lose digits: there are several.
+template <int R>
+inline void multiply_strip(const float* q, const float* strip, float* logits, int64_t D) {
+    for (int64_t first = 0; first < D; first += SUMMED) {
+        const int64_t last = std::min(first + SUMMED, D);
+        Floats sums[R][2] = {};
+        for (int64_t d = first; d < last; d++, strip += STRIP) {
+            const Floats low = load<Floats>(strip), high = load<Floats>(strip + WIDTH);
+            for (int r = 0; r < R; r++) {
+                sums[r][0] += q[r * D + d] * low;
+                sums[r][1] += q[r * D + d] * high;
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) {
+                float* to = logits + r * TILE + half * WIDTH;
+                store(to, first ? load<Floats>(to) + sums[r][half] : sums[r][half]);
+            }
+    }
+}
+
+// sums[r] = decay[r] sums[r] + weights[r] . v for R rows, n values and W vectors of columns; a value is Dv from the one
+// before it.
+template <int R, int W>
+inline void add_wide(const float* weights, const float* decay, const float* values, float* sums, int64_t n, int64_t Dv) {
+    Floats s[R][W];
+    for (int r = 0; r < R; r++)
+        for (int w = 0; w < W; w++) s[r][w] = load<Floats>(sums + r * Dv + w * WIDTH) * decay[r];
+    for (int64_t j = 0; j < n; j++, values += Dv) {
+        Floats v[W];
+        for (int w = 0; w < W; w++) v[w] = load<Floats>(values + w * WIDTH);
+        for (int r = 0; r < R; r++)
+            for (int w = 0; w < W; w++) s[r][w] += weights[r * TILE + j] * v[w];
+    }
+    for (int r = 0; r < R; r++)
+        for (int w = 0; w < W; w++) store(sums + r * Dv + w * WIDTH, s[r][w]);
+}
+
+template <int R>
+void accumulate_wide(const float* weights, const float* decay, const float* values, float* sums, int64_t n, int64_t Dv,
+                     int64_t columns) {
+    constexpr int W = COLUMNS / WIDTH;
+    if (columns == COLUMNS) return add_wide<R, W>(weights, decay, values, sums, n, Dv);
+    for (int64_t d = 0; d < columns; d += WIDTH) add_wide<R, 1>(weights, decay, values + d, sums + d, n, Dv);
 }
 
 // n rows as float32, in the order of parts.
@@ -243,10 +339,13 @@ void gather(char* to, const char* from, int64_t size, int64_t x, int64_t pack, i
     }
 }
 
+// By log2 of their rows.
+const decltype(&accumulate_wide<1>) ACCUMULATE_WIDE[] = {accumulate_wide<1>, accumulate_wide<2>, accumulate_wide<4>};
+
 // A format's functions; two of them by log2 of their rows.
 struct Format {
     int64_t parts, direct;
-    decltype(&widen<Float32>) widen;
+    decltype(&widen<Float32>) widen, turn;
     decltype(&multiply<Float32, 1>) multiply[3];
     decltype(&accumulate<Float32, 1>) accumulate[3];
 };
@@ -256,6 +355,7 @@ constexpr Format format() {
     return {Cell::PARTS,
             Cell::DIRECT,
             widen<Cell>,
+            turn<Cell>,
             {multiply<Cell, 1>, multiply<Cell, 2>, multiply<Cell, 4>},
             {accumulate<Cell, 1>, accumulate<Cell, 2>, accumulate<Cell, 4>}};
 }
@@ -303,10 +403,10 @@ struct Span {
     int64_t position, keys;         // position of the first row; keys of the sequence
 };
 
-// The part of a span's work with keys [first, last). A span's only piece has a negative `row`; others leave their
-// results in shared rows from `row` on.
+// The part of a span's work with keys [first, last) for key/value heads [head, end). If its keys are all of the span's,
+// `row` is negative; else it leaves its results in shared rows from `row` on.
 struct Piece {
-    int64_t span, first, last, row;
+    int64_t span, first, last, row, head, end;
 };
 
 struct Buffer {
@@ -368,8 +468,11 @@ struct Attention {
             }
     }
 
-    void arrange(const Span& s, float* queries) const {
-        for (int64_t head = 0; head < c.K; head++)
+    bool is_wide(const Span& s) const { return s.rows * G > format.direct; }
+
+    void arrange(const Span& s, const Piece& piece, float* queries) const {
+        queries += piece.head * s.rows * G * D;
+        for (int64_t head = piece.head; head < piece.end; head++)
             for (int64_t row = 0; row < s.rows * G; row++, queries += D) {
                 const float* from = c.query + ((s.start + row / G) * c.H + head * G + row % G) * c.D;
                 if (c.D < D) std::fill_n(queries, D, 0.0f);
@@ -387,7 +490,7 @@ struct Worker : Attention {
     States own;                  // the states of a span's only piece
     Buffer sums;                 // a row of out
     const char* at[2][2][TILE];  // [this tile or the next][keys or values]: tokens in the cache, at head 0
-    const char *staged_at[2][TILE], *wide_at[2][TILE];
+    const char* staged_at[2][TILE];
 
     Worker(const Call& call, int64_t rows)
         : Attention(call),
@@ -401,8 +504,6 @@ struct Worker : Attention {
         for (int64_t j = 0; j < TILE; j++) {
             staged_at[0][j] = reinterpret_cast<char*>(staged.data) + j * D * cell_bytes;
             staged_at[1][j] = reinterpret_cast<char*>(staged.data + TILE * D) + j * Dv * cell_bytes;
-            wide_at[0][j] = reinterpret_cast<char*>(wide.data + j * D);
-            wide_at[1][j] = reinterpret_cast<char*>(wide.data + TILE * D + j * Dv);
         }
         if (!direct) std::fill_n(staged.data, TILE * (D + Dv), 0.0f);
     }
@@ -435,44 +536,51 @@ struct Worker : Attention {
 
     void run(const Span& span, const Piece& piece, State state) {
         const int64_t R = span.rows * G;
-        const bool widened = R > format.direct;
-        const Format& products = widened ? FORMATS[0] : format;
-        arrange(span, queries.data);
-        std::fill_n(state.largest, c.K * R, -INF);
-        std::fill_n(state.total, c.K * R, 0.0f);
-        std::fill_n(state.values, c.K * R * Dv, 0.0f);
+        const int64_t first = piece.head * R, count = (piece.end - piece.head) * R;
+        const bool widened = is_wide(span);
+        arrange(span, piece, queries.data);
+        std::fill_n(state.largest + first, count, -INF);
+        std::fill_n(state.total + first, count, 0.0f);
+        std::fill_n(state.values + first * Dv, count * Dv, 0.0f);
         const auto keys = [&](int64_t from) { return std::min<int64_t>(TILE, piece.last - from); };
         int which = 0;
         if (piece.first < piece.last) locate(which, span.sequence, piece.first, keys(piece.first));
         for (int64_t from = piece.first; from < piece.last; from += TILE, which ^= 1) {
             const int64_t n = keys(from), after = from + TILE;
             if (after < piece.last) locate(which ^ 1, span.sequence, after, keys(after));
-            for (int64_t head = 0; head < c.K; head++) {
-                const bool last = head + 1 == c.K, end = last && after >= piece.last;
+            for (int64_t head = piece.head; head < piece.end; head++) {
+                const bool last = head + 1 == piece.end, end = last && after >= piece.last;
                 Rows tile[2], next[2];
                 for (int plane = 0; plane < 2; plane++) {
                     tile[plane] = rows_of(which, plane, head);
-                    next[plane] = end ? tile[plane] : rows_of(which ^ last, plane, last ? 0 : head + 1);
+                    next[plane] = end ? tile[plane] : rows_of(which ^ last, plane, last ? piece.head : head + 1);
                     if (!direct) tile[plane] = stage(plane, tile[plane], n);
-                    if (widened) {
-                        float* to = wide.data + plane * TILE * D;
-                        format.widen(tile[plane], to, n, plane ? Dv : D);
-                        tile[plane] = {wide_at[plane], 0};
-                        next[plane].shift = format.parts / 2;
-                    }
+                }
+                if (widened) {
+                    format.turn(tile[0], wide.data, n, D);
+                    format.widen(tile[1], wide.data + TILE * D, n, Dv);
                 }
                 for (int64_t r = 0; r < R; r += ROWS) {
                     const int64_t row = head * R + r;
-                    meet(products, span, head, r, std::min<int64_t>(ROWS, R - r), from, n, queries.data + row * D,
-                         tile, next, {state.largest + row, state.total + row, state.values + row * Dv});
+                    if (widened) fetch(next, r * TILE / R, std::min(r + ROWS, R) * TILE / R);
+                    meet(widened, span, head, r, std::min<int64_t>(ROWS, R - r), from, n, queries.data + row * D, tile,
+                         next, {state.largest + row, state.total + row, state.values + row * Dv});
                 }
             }
         }
     }
 
-    // Computes rows [row, row + count) of a head with n keys, the first at position `from`.
-    void meet(const Format& products, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from,
-              int64_t n, const float* q, const Rows* tile, const Rows* next, State state) {
+    // Fetches rows [first, last) of a tile that is made wide later.
+    void fetch(const Rows* tile, int64_t first, int64_t last) const {
+        for (int plane = 0; plane < 2; plane++)
+            for (int64_t j = first; j < last; j++)
+                for (int64_t byte = 0; byte < (plane ? Dv : D) * cell_bytes; byte += 64)
+                    __builtin_prefetch(tile[plane][j] + byte);
+    }
+
+    // Computes rows [row, row + count) of a head with n keys, the first at position `from`; of a wide tile or in place.
+    void meet(bool widened, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n,
+              const float* q, const Rows* tile, const Rows* next, State state) {
         int64_t low[ROWS], high[ROWS], seen = 0;  // the keys [low, high) that each row sees; all are below `seen`
         for (int64_t r = 0; r < count; r++) {
             reach(span, span.position + (row + r) / G, 1, low[r], high[r]);
@@ -483,28 +591,57 @@ struct Worker : Attention {
         if (seen == 0) return;
         float decay[ROWS];
         const auto size = [&](int64_t r) { return count - r >= 4 ? 2 : count - r >= 2 ? 1 : 0; };  // log2
-        for (int64_t r = 0; r < count; r += 1 << size(r))
-            products.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, seen, D);
+        if (widened) multiply_wide(q, count, seen);
+        else
+            for (int64_t r = 0; r < count; r += 1 << size(r))
+                format.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, seen, D);
         for (int64_t r = 0; r < count; r++) {
             const int64_t h = head * G + (row + r) % G, distance = from - span.position - (row + r) / G;
             decay[r] = softmax(logits.data + r * TILE, seen, low[r], high[r], head, h, distance, state.largest[r],
                                state.total[r]);
         }
         // 0 * NaN is NaN, so values are only multiplied for rows that see them; several rows at once if all of them do.
-        const auto weigh = [&](int64_t r, int log2, int64_t begin, int64_t end) {
-            if (begin >= end) return;
-            const Rows values = {tile[1].at + begin, tile[1].offset};
-            const Rows ahead = {next[1].at + begin, next[1].offset, next[1].shift};
-            products.accumulate[log2](logits.data + r * TILE + begin, decay + r, values, ahead, state.values + r * Dv,
-                                      end - begin, Dv);
-            std::fill_n(decay + r, 1 << log2, 1.0f);
-        };
-        for (int64_t r = 0; r < count; r += 1 << size(r)) {
-            const int64_t last = r + (1 << size(r)), begin = *std::max_element(low + r, low + last);
-            const int64_t end = std::max(begin, *std::min_element(high + r, high + last));
-            for (int64_t one = r; one < last; one++) weigh(one, 0, low[one], std::min(high[one], begin));
-            weigh(r, size(r), begin, end);
-            for (int64_t one = r; one < last; one++) weigh(one, 0, std::max(low[one], end), high[one]);
+        const int64_t columns = widened ? COLUMNS : Dv;  // at once
+        for (int64_t d = 0; d < Dv; d += columns) {
+            float shrink[ROWS];
+            std::copy_n(decay, count, shrink);
+            const auto weigh = [&](int64_t r, int log2, int64_t begin, int64_t end) {
+                if (begin >= end) return;
+                const float* weights = logits.data + r * TILE + begin;
+                float* sums = state.values + r * Dv + d;
+                if (widened) {
+                    const float* values = wide.data + TILE * D + begin * Dv + d;
+                    ACCUMULATE_WIDE[log2](weights, shrink + r, values, sums, end - begin, Dv, std::min(columns, Dv - d));
+                } else {
+                    const Rows values = {tile[1].at + begin, tile[1].offset};
+                    const Rows ahead = {next[1].at + begin, next[1].offset};
+                    format.accumulate[log2](weights, shrink + r, values, ahead, sums, end - begin, Dv);
+                }
+                std::fill_n(shrink + r, 1 << log2, 1.0f);
+            };
+            for (int64_t r = 0; r < count; r += 1 << size(r)) {
+                const int64_t last = r + (1 << size(r)), begin = *std::max_element(low + r, low + last);
+                const int64_t end = std::max(begin, *std::min_element(high + r, high + last));
+                for (int64_t one = r; one < last; one++) weigh(one, 0, low[one], std::min(high[one], begin));
+                weigh(r, size(r), begin, end);
+                for (int64_t one = r; one < last; one++) weigh(one, 0, std::max(low[one], end), high[one]);
+            }
+        }
+    }
+
+    // The logits of some rows with the keys of the wide tile, by strips, which stay in the first-level cache.
+    void multiply_wide(const float* q, int64_t count, int64_t seen) {
+        for (int64_t j = 0; j < seen; j += STRIP) {
+            const float* strip = wide.data + j * D;
+            int64_t r = 0;
+            const auto at_once = [&](auto rows) {
+                for (; r + rows() <= count; r += rows())
+                    multiply_strip<rows()>(q + r * D, strip, logits.data + r * TILE + j, D);
+            };
+            at_once(std::integral_constant<int, TALL>());
+            at_once(std::integral_constant<int, 4>());
+            at_once(std::integral_constant<int, 2>());
+            at_once(std::integral_constant<int, 1>());
         }
     }
 
@@ -526,8 +663,7 @@ struct Worker : Attention {
             store(row + j, x);
             tops = x > tops ? x : tops;
         }
-        float top = largest;
-        for (int l = 0; l < WIDTH; l++) top = std::max(top, tops[l]);
+        const float top = std::max(largest, over_lanes(tops, [](Floats a, Floats b) { return a > b ? a : b; })[0]);
         const float base = top == -INF ? 0.0f : top;
         Floats sums = {};
         for (int64_t j = 0; j < n; j += WIDTH) {
@@ -535,19 +671,18 @@ struct Worker : Attention {
             store(row + j, weight);
             sums += weight;
         }
-        float sum = 0;
-        for (int l = 0; l < WIDTH; l++) sum += sums[l];
+        const float sum = over_lanes(sums, [](Floats a, Floats b) { return a + b; })[0];
         const float decay = exp(Floats{} + (largest - base))[0];
         total = total * decay + sum;
         largest = top;
         return decay;
     }
 
-    // out and lse of a span from its partial results, in the order of their keys.
-    void merge(const Span& span, const State* parts, int64_t count) {
+    // out and lse of some heads of a span from their partial results, in the order of their keys.
+    void merge(const Span& span, int64_t head, int64_t end, const State* parts, int64_t count) {
         const int64_t R = span.rows * G;
-        for (int64_t row = 0; row < c.K * R; row++) {
-            const int64_t head = row / R, h = head * G + row % G, to = (span.start + row % R / G) * c.H + h;
+        for (int64_t row = head * R; row < end * R; row++) {
+            const int64_t k = row / R, h = k * G + row % G, to = (span.start + row % R / G) * c.H + h;
             float largest = c.sinks ? c.sinks[h] : -INF;
             for (int64_t p = 0; p < count; p++) largest = std::max(largest, parts[p].largest[row]);
             const float base = largest == -INF ? 0.0f : largest;
@@ -558,7 +693,7 @@ struct Worker : Attention {
                 total += parts[p].total[row] * share;
                 for (int64_t d = 0; d < Dv; d++) sums.data[d] += parts[p].values[row * Dv + d] * share;
             }
-            const float factor = total == 0 ? 0.0f : (c.v_scale ? c.v_scale[head] : 1.0f) / total;
+            const float factor = total == 0 ? 0.0f : (c.v_scale ? c.v_scale[k] : 1.0f) / total;
             for (int64_t d = 0; d < c.Dv; d++) c.out[to * c.Dv + d] = sums.data[place[d]] * factor;
             c.lse[to] = base + std::log(total);
         }
@@ -594,10 +729,14 @@ extern "C" void paged_attention(const Call* call) {
         const auto [from, to] = keys_of(spans[n]);
         const int64_t count = spans[n].rows * c.H;
         begin.push_back(pieces.size());
-        if (to - from <= length) pieces.push_back({n, from, to, -1});
+        // All heads of a key lie side by side in memory; with many rows, what one head keeps should stay in the cache.
+        const int64_t heads = a.is_wide(spans[n]) ? 1 : c.K;
+        const auto add = [&](int64_t first, int64_t last, int64_t row) {
+            for (int64_t head = 0; head < c.K; head += heads) pieces.push_back({n, first, last, row, head, head + heads});
+        };
+        if (to - from <= length) add(from, to, -1);
         else
-            for (int64_t key = from; key < to; key += length, rows += count)
-                pieces.push_back({n, key, std::min(key + length, to), rows});
+            for (int64_t key = from; key < to; key += length, rows += count) add(key, std::min(key + length, to), rows);
     }
     begin.push_back(pieces.size());
     const States shared(rows, a.Dv);
@@ -609,14 +748,14 @@ extern "C" void paged_attention(const Call* call) {
             const Piece& piece = pieces[n];
             const State state = piece.row < 0 ? worker.own.at(0) : shared.at(piece.row);
             worker.run(spans[piece.span], piece, state);
-            if (piece.row < 0) worker.merge(spans[piece.span], &state, 1);
+            if (piece.row < 0) worker.merge(spans[piece.span], piece.head, piece.end, &state, 1);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t n = 0; n < int64_t(spans.size()); n++) {
             std::vector<State> parts;
             for (int64_t p = begin[n]; p < begin[n + 1]; p++)
-                if (pieces[p].row >= 0) parts.push_back(shared.at(pieces[p].row));
-            if (!parts.empty()) worker.merge(spans[n], parts.data(), parts.size());
+                if (pieces[p].row >= 0 && pieces[p].head == 0) parts.push_back(shared.at(pieces[p].row));
+            if (!parts.empty()) worker.merge(spans[n], 0, c.K, parts.data(), parts.size());
         }
     }
 }
