@@ -4,11 +4,12 @@
 
 ``cold``: seconds from a model of the shape of Llama-3-8B in transformers (random weights) to its first captured step
 of 16 sequences, with empty caches of Triton and inductor: of wrapping the model, and of the capture. Twice: with
-kernels compiled ahead, in processes of their own, and without. ``replay``: microseconds of the host for
-``DecodeGraphs.replay``, which builds its batch, of a step of one small layer; for ``replay_next``, for the launch of
-the graph alone, and for the metadata alone, with the C++ function and with torch ops. ``plan``: microseconds of the
-host for the first call of attention and of the cache write with numbers of tokens and sequences that were never seen,
-and for a second one. Each part runs in a process of its own with a time limit.
+kernels compiled ahead, in processes of their own, and without. Then the microseconds of the host for a replay of that
+step, and for the launch of its graph alone, which no code of this package makes shorter. ``replay``: microseconds of
+the host for ``DecodeGraphs.replay``, which builds its batch, of a step of one small layer; for ``replay_next``, for the
+launch of the graph alone, and for the metadata alone, with the C++ function and with torch ops. ``plan``: microseconds
+of the host for the first call of attention and of the cache write with numbers of tokens and sequences that were never
+seen, and for a second one. Each part runs in a process of its own with a time limit.
 """
 
 from __future__ import annotations
@@ -81,27 +82,36 @@ def cold(is_ahead: bool) -> None:
     record["capture_s"] = run.capture().seconds
     states = ahead._compiler.states if ahead._compiler is not None else {}
     record["kernels"], record["errors"] = len(states), [each.error for each in states.values() if each.error][:5]
-    emit(**record, marks=marks)
+    batch = paged_batch(16, kv_cache.num_blocks)
+    graph = run.captured[d.GraphKey(16, 16)]
+    calls = {"host_us_graph": graph.replay, "host_us": lambda: run.replay(batch, [5] * 16)}
+    emit(**record, **{name: round(host_us(call), 1) for name, call in calls.items()}, marks=marks)
 
 
-def host_us(function: Callable[[], Any], repeats: int) -> float:
+def host_us(call: Callable[[], Any]) -> float:
     """Median microseconds of the host for one call, the device idle before each."""
     import torch
 
-    taken = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(taken)
+    from paged_ops.bench import measure
+
+    return measure.host_us(call, torch.device("cuda"), calls=1, repeats=40)
+
+
+def paged_batch(S: int, num_blocks: int) -> Any:
+    """A decode batch of S sequences of 1024 tokens, in blocks of no order."""
+    import torch
+
+    from paged_ops import Batch
+
+    tables = torch.randperm(num_blocks, dtype=torch.int32)[: S * COLUMNS].view(S, COLUMNS)
+    return Batch(torch.ones(S, dtype=torch.int64), torch.full((S,), 1024), tables)
 
 
 def replay() -> None:
     """Steps of one small layer, so that the graph is small, and what remains is the host's work on the batch."""
     import torch
 
-    from paged_ops import Batch, KVCache, paged_attention, reshape_and_cache
+    from paged_ops import KVCache, paged_attention, reshape_and_cache
     from paged_ops.graphs import DecodeGraphs, GraphKey
 
     torch.set_grad_enabled(False)
@@ -121,8 +131,7 @@ def replay() -> None:
     )
     emit(part="capture", sizes=SIZES, seconds=run.capture().seconds)
     for S in SIZES:
-        tables = torch.randperm(kv_cache.num_blocks, dtype=torch.int32)[: S * COLUMNS].view(S, COLUMNS)
-        batch = Batch(torch.ones(S, dtype=torch.int64), torch.full((S,), 1024), tables)
+        batch = paged_batch(S, kv_cache.num_blocks)
         ids, listed = torch.randint(1000, (S,), device="cuda"), [5] * S
         graph = run.captured[GraphKey(S, S)]
         captured = run.replay(batch, ids).clone()
@@ -140,7 +149,7 @@ def replay() -> None:
         torch_ops = [True, False] if hasattr(run.builder, "_fills") else [False]
         for fills in torch_ops:
             run.builder._fills = fills
-            us = {name: round(host_us(call, 40), 1) for name, call in calls.items()}
+            us = {name: round(host_us(call), 1) for name, call in calls.items()}
             if fills or len(torch_ops) == 1:
                 run.replay(batch, ids, lookahead=100)
             emit(part="replay", sequences=S, at_once=fills, **us)

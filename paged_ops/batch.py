@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def num_reqs(self) -> int:
-        return len(self.query_lens)
+        return self.query_lens.shape[0]  # len() of a tensor is a Python function
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ def _compiler():
 
 
 def made(fills, pools=1):
-    made = AttentionMetadataBuilder(B, 24, 600, M, num_blocks=[N + each for each in range(pools)])
+    made = AttentionMetadataBuilder(B, 24, 600, M, num_blocks=[N + each for each in range(pools)], with_inputs=True)
     made._fills = made._fills and fills
     made._buffers.storage.fill_(0x77)
     return made
@@ -60,9 +60,10 @@ def test_both_write_the_same(pools):
         S = rng.choice([None, batch.num_reqs, 24])
         T = rng.choice([None, batch.num_tokens, 600])
         lookahead = rng.randrange(5)
-        served += one._build_at_once(batch, S, T, lookahead) is not None
-        got = one.build(0, batch, num_reqs=S, num_tokens=T, lookahead=lookahead)
-        want = other.build(0, batch, num_reqs=S, num_tokens=T, lookahead=lookahead)
+        ids = torch.randint(1, 1000, (batch.num_tokens,)) if rng.random() < 0.5 else None
+        served += one._build_at_once(batch, ids, S, T, lookahead) is not None
+        options = {"num_reqs": S, "num_tokens": T, "lookahead": lookahead, "input_ids": ids}
+        got, want = (builder.build(0, batch, **options) for builder in (one, other))
         assert values(got) == values(want)
         assert torch.equal(one._buffers.storage, other._buffers.storage)  # block tables, and what nobody wrote
     assert served == 150
@@ -93,25 +94,26 @@ BAD = {
     "a block that is needed and does not exist": {"blocks": torch.tensor([[7, 7, N], [7, 0, 0]], dtype=torch.int32)},
     "a negative block": {"blocks": torch.tensor([[7, -1, 7], [7, 0, 0]])},
     "too few blocks": {"blocks": torch.tensor([[7, 7], [7, 0]])},
+    "too few ids": {"input_ids": torch.zeros(3, dtype=torch.int64)},
     "too many requests": {"query_lens": [1] * 25, "computed": [0] * 25, "blocks": torch.zeros(25, 1).int(), "S": None},
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_refused_is_not_written(name):
-    given = {"lookahead": 0, **good(), **BAD[name]}
+    given = {"lookahead": 0, "input_ids": None, **good(), **BAD[name]}
     batch = Batch(given["query_lens"], given["computed"], given["blocks"])
-    sizes = {"num_reqs": given["S"], "num_tokens": given["T"], "lookahead": given["lookahead"]}
+    ids, sizes = given["input_ids"], {"num_reqs": given["S"], "num_tokens": given["T"], "lookahead": given["lookahead"]}
     both = []
     for fills in (True, False):
         builder = made(fills)
-        assert builder._build_at_once(batch, *sizes.values()) is None
+        assert builder._build_at_once(batch, ids, *sizes.values()) is None
         with pytest.raises(ValueError) as error:
-            builder.build(0, batch, **sizes)
+            builder.build(0, batch, input_ids=ids, **sizes)
         assert (builder._buffers.storage == 0x77).all()
         both.append(str(error.value))
     assert both[0] == both[1]
-    assert made(True)._build_at_once(Batch([1], [5], torch.full((1, M), 7)), None, None, 0) is not None
+    assert made(True)._build_at_once(Batch([1], [5], torch.full((1, M), 7)), None, None, None, 0) is not None
 
 
 def test_entries_that_no_length_needs_may_hold_anything():
@@ -128,6 +130,31 @@ def test_without_a_compiler_torch_ops_serve(monkeypatch):
     batch = Batch([1], [5], torch.full((1, M), 7))
     assert builder.build(0, batch).positions.tolist() == [5]
     assert not builder._fills
+
+
+@pytest.mark.parametrize("fills", [True, False])
+@pytest.mark.parametrize("computed", [40, 5000])
+def test_a_step_is_sent_in_one_copy(fills, computed):
+    """With its token ids, and with tables of which few columns are in use, which the device spreads."""
+    builder = AttentionMetadataBuilder(B, 20, 20, 8192, num_blocks=N, num_staging_buffers=2, with_inputs=True)
+    builder._fills = builder._fills and fills
+    n, ids = 17, torch.arange(17) + 3
+    blocks = torch.randint(0, N, (n, 500), dtype=torch.int32)
+    for _ in range(3):
+        metadata = builder.build(0, Batch([1] * n, [computed] * n, blocks), num_reqs=20, num_tokens=20, input_ids=ids)
+        input_ids, last_rows = builder.inputs(20, 20)
+        assert input_ids.tolist() == [*ids.tolist(), 0, 0, 0]
+        assert last_rows.tolist() == [*range(n), 16, 16, 16]
+        need = -(-(computed + 1) // B)
+        assert torch.equal(metadata.block_tables[:n, :need], blocks[:, :need])
+    sent = [parts for staging in builder._staging for parts in staging._parts.values()]
+    assert [len(parts) for parts in sent] == [2, 2], "a copy to the device, and one on it"
+
+
+def test_a_builder_without_inputs_takes_no_ids():
+    builder = AttentionMetadataBuilder(B, 24, 600, M, num_blocks=N)
+    with pytest.raises(ValueError, match="input_ids"):
+        builder.build(0, Batch([1], [5], torch.full((1, M), 7)), input_ids=torch.zeros(1, dtype=torch.int64))
 
 
 def test_a_step_takes_the_host_microseconds():

@@ -18,6 +18,7 @@ from paged_ops.graphs import DecodeGraphs, InputBuffers
 from paged_ops.hybrid import HybridCache
 from paged_ops.inspection import CompileReport
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, advance_decodes
+from paged_ops.metadata.buffers import Sizes
 
 POOLS = (40, 12, 25)  # blocks
 POISON = 10**6
@@ -78,7 +79,7 @@ def test_a_step_of_capture_and_one_copy() -> None:
     metadata = builder.build_for_capture(4, 2)
     assert all(metadata.pool(i).slot_mapping.tolist() == [-1] * 8 for i in range(3))
     assert metadata.seq_lens.tolist() == [0] * 4
-    assert len(builder._buffers.used(8, 4, 4)) == 1, "one copy carries all pools"
+    assert len(builder._buffers.used(Sizes(8, 4, 4, None, False))) == 1, "one copy carries all pools"
     metadata.pool(2).block_tables.zero_()
     again = builder.build_for_capture(4, 2)
     assert again.pool(2).block_tables is metadata.pool(2).block_tables

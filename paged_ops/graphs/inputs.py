@@ -6,7 +6,7 @@ Letters: T tokens of a step (padded), S sequences (padded).
 from __future__ import annotations
 
 import array
-import itertools
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class StepInputs:
 
 
 class InputBuffers:
-    """Where the inputs of all steps lie: the metadata's builder, and one allocation of token ids and last rows.
+    """Where the inputs of all steps lie: the buffers of a metadata's builder, with token ids and last rows.
 
     Args:
         kv_cache: for its device and sizes.
@@ -64,15 +64,10 @@ class InputBuffers:
             num_blocks=[pool.num_blocks for pool in kv_cache.pools],
             num_state_rows=0 if kv_cache.states is None else len(kv_cache.states.tensors[0]),
             graph_support=graph_support,
+            with_inputs=True,
             spreads=[pool.spread for pool in kv_cache.pools],
         )
         self.max_num_tokens = max_num_tokens
-        self._seqs = seqs
-        # last rows, then ids, so that one copy sends what a step uses of both
-        self._device = torch.zeros(seqs + tokens, dtype=torch.int64, device=kv_cache.device)
-        on_gpu = kv_cache.device.type == "cuda"
-        self._hosts = itertools.cycle([_Host(self._device, on_gpu) for _ in range(2 if on_gpu else 1)])
-        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def fill(
         self,
@@ -84,29 +79,25 @@ class InputBuffers:
         lookahead: int = 0,
     ) -> StepInputs:
         """A step padded to S sequences and T tokens. Padding ids are 0, or those of an earlier step."""
-        t = batch.num_tokens
-        expect(len(input_ids) == t, "input_ids", f"the {t} tokens of the batch", len(input_ids))
-        metadata = self.builder.build(common_prefix_len, batch, num_reqs=S, num_tokens=T, lookahead=lookahead)
-        host = next(self._hosts)
-        numbers = host.wait()
-        torch.sub(metadata.query_start_loc_cpu[1:], 1, out=numbers[:S]).clamp_(min=0)
-        start = self._seqs
-        if isinstance(input_ids, Tensor) and input_ids.device == self._device.device:
-            self._device[start : start + t].copy_(input_ids)
-            host.send(S)
-        else:
-            ids: Any = input_ids
-            if t and isinstance(input_ids, list):  # which torch reads slowly
-                ids = torch.frombuffer(array.array("q", input_ids), dtype=torch.int64)
-            numbers[start : start + t] = torch.as_tensor(ids, device="cpu")
-            if T > t:
-                numbers[start + t : start + T] = 0
-            host.send(start + T)
-        return self._step(S, T, metadata)
+        build = functools.partial(
+            self.builder.build, common_prefix_len, batch, num_reqs=S, num_tokens=T, lookahead=lookahead
+        )
+        device = self.builder.device
+        if isinstance(input_ids, Tensor) and input_ids.device == device and device.type != "cpu":
+            t = batch.num_tokens
+            expect(len(input_ids) == t, "input_ids", f"the {t} tokens of the batch", len(input_ids))
+            inputs = self._step(S, T, build())
+            inputs.input_ids[:t].copy_(input_ids)
+            return inputs
+        ids: Any = input_ids
+        if isinstance(ids, list) and ids:  # which torch reads slowly
+            ids = torch.frombuffer(array.array("q", ids), dtype=torch.int64)
+        ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
+        return self._step(S, T, build(input_ids=ids))
 
     def for_capture(self, key: GraphKey, query_len: int) -> StepInputs:
         """A step that is only padding, with ``query_len`` tokens per sequence, or, if that is 0, any mixture."""
-        self._device.zero_()
+        self._clear()
         if query_len:
             metadata = self.builder.build_for_capture(key.num_reqs, query_len, cascade=key.cascade)
         else:
@@ -117,7 +108,7 @@ class InputBuffers:
     def of_open_sizes(self, is_decode: bool = True) -> StepInputs:
         """A step without sequences whose sizes are marked dynamic, so that one compilation serves all sizes. If the
         cache is spread over ranks, decodes and other steps are compiled apart."""
-        self._device.zero_()
+        self._clear()
         S, T = self.OPEN_SEQS, self.OPEN_TOKENS
         inputs = self._step(S, T, self.builder.build(0, self._nothing(), num_reqs=S, num_tokens=T))
         metadata = inputs.metadata
@@ -150,31 +141,10 @@ class InputBuffers:
         nothing: list[list[int]] = []
         return Batch([], [], [], other_block_ids=[nothing] * (len(self.builder.num_blocks) - 1))
 
+    def _clear(self) -> None:
+        for each in self.builder.inputs(self.builder.max_num_seqs, self.builder.max_num_tokens):
+            each.zero_()
+
     def _step(self, S: int, T: int, metadata: AttentionMetadata) -> StepInputs:
-        if (S, T) not in self._views:
-            if len(self._views) >= 1024:
-                self._views.clear()
-            self._views[S, T] = self._device[self._seqs : self._seqs + T], self._device[:S]
-        input_ids, last_rows = self._views[S, T]
+        input_ids, last_rows = self.builder.inputs(S, T)
         return StepInputs(input_ids, metadata, last_rows)
-
-
-class _Host:
-    """A pinned copy of numbers that are sent to the device, and the event after which it can be written again."""
-
-    def __init__(self, device: Tensor, on_gpu: bool) -> None:
-        self._target = device
-        self._numbers = device
-        if on_gpu:
-            self._numbers = torch.zeros(device.shape, dtype=device.dtype, device="cpu", pin_memory=True)
-        self._event = torch.cuda.Event() if on_gpu else None
-
-    def wait(self) -> Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._numbers
-
-    def send(self, count: int) -> None:
-        if self._event is not None:
-            self._target[:count].copy_(self._numbers[:count], non_blocking=True)
-            self._event.record(torch.cuda.current_stream(self._target.device))

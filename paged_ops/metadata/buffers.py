@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Buffers:
     """The tensors of a step in one allocation, so that one copy can carry them all."""
 
     storage: Tensor  # uint8
+    inputs: tuple[Tensor, Tensor] | None  # token ids, and the last row of each sequence
     positions: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -29,6 +31,7 @@ class Buffers:
     bidirectional_ranges: Tensor | None
     context_lens: tuple[Tensor, ...]  # if tokens are spread over ranks: this rank's of each sequence, and its history
     slot_mappings: tuple[Tensor, ...]  # of each pool
+    packed: tuple[Tensor, ...]  # of each pool: the columns in use of its block tables, on their way
     all_block_tables: tuple[Tensor, ...]  # of each pool
 
     @classmethod
@@ -38,14 +41,18 @@ class Buffers:
         max_num_tokens: int,
         max_blocks: int,
         num_pools: int,
+        with_inputs: bool,
         with_states: bool,
         num_ranges: int,
         is_spread: bool,
+        is_sent: bool,
         device: torch.device | str,
         pinned: bool,
     ) -> Buffers:
-        # The largest come last: only their rows in use are sent.
+        # The largest come last, as only their rows in use are sent, and token ids first, as some are on the device.
+        packed = num_pools * (is_sent and prefers_compact(max_num_seqs, 0, max_blocks))
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
+            *[(torch.int64, (max_num_tokens,))] * with_inputs,
             *[(torch.int64, (max_num_tokens,))] * num_pools,
             (torch.int64, (max_num_tokens,)),
             (torch.int32, (max_num_seqs + 1,)),
@@ -53,6 +60,8 @@ class Buffers:
             *[(torch.int32, (max_num_seqs,))] * with_states,
             *[(torch.int32, (max_num_seqs, num_ranges, 2))] * (num_ranges > 0),
             *[(torch.int32, (max_num_seqs,))] * (2 * is_spread),
+            *[(torch.int64, (max_num_seqs,))] * with_inputs,
+            *[(torch.int32, (max_num_seqs * (max_blocks // 2),))] * packed,
             *[(torch.int32, (max_num_seqs, max_blocks))] * num_pools,
         ]
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
@@ -70,12 +79,20 @@ class Buffers:
             if not pinned:
                 with as_current(torch.device(device)):  # tensors can only be exported from the current GPU
                     own = [torch.from_dlpack(part) for part in parts]
-        slot_mappings, (positions, query_start_loc, seq_lens, *rest) = own[:num_pools], own[num_pools:]
-        state_slots = rest.pop(0) if with_states else None
-        ranges = rest.pop(0) if num_ranges else None
-        context_lens, rest = tuple(rest[: 2 * is_spread]), rest[2 * is_spread :]
-        of_seqs = query_start_loc, seq_lens, state_slots, ranges, context_lens
-        return cls(storage, positions, *of_seqs, tuple(slot_mappings), tuple(rest))
+
+        def take(count: int) -> tuple[Tensor, ...]:
+            taken = tuple(own[:count])
+            del own[:count]
+            return taken
+
+        input_ids, slot_mappings = take(with_inputs), take(num_pools)
+        positions, query_start_loc, seq_lens = take(3)
+        state_slots, ranges, context_lens = take(with_states), take(num_ranges > 0), take(2 * is_spread)
+        last_rows, packs, tables = take(with_inputs), take(packed), take(num_pools)
+        inputs = (input_ids[0], last_rows[0]) if with_inputs else None
+        states = state_slots[0] if with_states else None
+        of_seqs = query_start_loc, seq_lens, states, ranges[0] if num_ranges else None, context_lens
+        return cls(storage, inputs, positions, *of_seqs, slot_mappings, packs, tables)
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -92,6 +109,7 @@ class Buffers:
     def views(self, S: int, T: int) -> Buffers:
         return Buffers(
             self.storage,
+            None if self.inputs is None else (self.inputs[0][:T], self.inputs[1][:S]),
             self.positions[:T],
             self.query_start_loc[: S + 1],
             self.seq_lens[:S],
@@ -99,20 +117,28 @@ class Buffers:
             None if self.bidirectional_ranges is None else self.bidirectional_ranges[:S],
             tuple(lens[:S] for lens in self.context_lens),
             tuple(slot_mapping[:T] for slot_mapping in self.slot_mappings),
+            self.packed,
             tuple(block_tables[:S] for block_tables in self.all_block_tables),
         )
 
-    def used(self, T: int, S: int, table_rows: int) -> list[tuple[int, int]]:
-        """Byte ranges of ``storage`` that hold T tokens, S sequences and so many rows of the block tables; small gaps
-        are closed."""
-        counts = [(tensor, T) for tensor in (*self.slot_mappings, self.positions)]
-        counts += [(self.query_start_loc, S + 1), (self.seq_lens, S)]
-        of_seqs = self.state_slots, self.bidirectional_ranges, *self.context_lens
-        counts += [(each, S) for each in of_seqs if each is not None]
-        counts += [(block_tables, table_rows) for block_tables in self.all_block_tables]
+    def used(self, sizes: Sizes) -> list[tuple[int, int]]:
+        """Byte ranges of ``storage`` that hold a step of these sizes; small gaps are closed."""
+        T, S, rows, width, with_ids = sizes
+        input_ids, last_rows = self.inputs or (None, None)
+        of_seqs = self.state_slots, self.bidirectional_ranges, *self.context_lens, last_rows
+        counts = [
+            (input_ids, T * with_ids),
+            *((each, T) for each in (*self.slot_mappings, self.positions)),
+            (self.query_start_loc, S + 1),
+            *((each, S) for each in (self.seq_lens, *of_seqs)),
+        ]
+        if width is None:
+            counts += [(block_tables, rows) for block_tables in self.all_block_tables]
+        else:
+            counts += [(packed, rows * width) for packed in self.packed]
         ranges: list[tuple[int, int]] = []
         for tensor, count in counts:
-            if count == 0:
+            if tensor is None or count == 0:
                 continue
             start = tensor.data_ptr() - self.storage.data_ptr()
             stop = start + count * tensor.stride(0) * tensor.itemsize
@@ -123,6 +149,21 @@ class Buffers:
                 ranges.append((start, stop))
         return ranges
 
+    def tables_in(self, rows: int, width: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each pool the first rows and columns of the block tables, and the same as they are packed."""
+        packs = zip(self.all_block_tables, self.packed, strict=True)
+        return [(table[:rows, :width], packed[: rows * width].view(rows, width)) for table, packed in packs]
+
+
+class Sizes(NamedTuple):
+    """What is sent of a step."""
+
+    T: int
+    S: int
+    rows: int  # of the block tables
+    width: int | None  # of packed block tables; None: they are sent as they are
+    with_ids: bool
+
 
 class Staging:
     """A host copy of the buffers, and the event after which it can be written again."""
@@ -130,19 +171,20 @@ class Staging:
     def __init__(self, buffers: Buffers):
         self.buffers = buffers
         self.event: torch.cuda.Event | None = None
-        self._parts: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}  # what is sent, by sizes
+        self._parts: dict[Sizes, list[tuple[Tensor, Tensor]]] = {}  # what is copied to what
 
     def wait(self) -> Buffers:
         if self.event is not None:
             self.event.synchronize()
         return self.buffers
 
-    def send(self, target: Buffers, T: int, S: int, table_rows: int) -> None:
-        sizes = T, S, table_rows
+    def send(self, target: Buffers, sizes: Sizes) -> None:
         parts = self._parts.get(sizes)
         if parts is None:
-            ranges = self.buffers.used(*sizes)
+            ranges = self.buffers.used(sizes)
             parts = [(target.storage[start:stop], self.buffers.storage[start:stop]) for start, stop in ranges]
+            if sizes.width is not None:
+                parts += target.tables_in(sizes.rows, sizes.width)
             if len(self._parts) >= 1024:
                 self._parts.clear()
             self._parts[sizes] = parts

@@ -21,7 +21,7 @@ from paged_ops.batch import Batch, blocks_for, largest, not_negative
 from paged_ops.bidirectional import ranges_of_step
 from paged_ops.checks import expect
 from paged_ops.device import with_index
-from paged_ops.metadata.buffers import Buffers, Staging, prefers_compact
+from paged_ops.metadata.buffers import Buffers, Sizes, Staging, prefers_compact
 from paged_ops.metadata.fill import Filler, compiled
 from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, ContextMetadata, GraphSupport
 from paged_ops.parallel.spread import WHOLE, Spread, widest
@@ -59,6 +59,8 @@ class AttentionMetadataBuilder:
             If it is not 0, every step has room for so many, for captured graphs. Kernels are compiled for the number.
         num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
             that the host fills one while the device still reads the other.
+        with_inputs: whether the buffers also have the step's token ids and the last row of each sequence:
+            :meth:`inputs`.
         spreads: of each pool, over which ranks its tokens are spread (``KVCache.spread``); by default over none. Steps
             then have a ``context``.
 
@@ -80,6 +82,7 @@ class AttentionMetadataBuilder:
         num_state_rows: int = 0,
         max_bidirectional_ranges: int = 0,
         num_staging_buffers: int | None = None,
+        with_inputs: bool = False,
         spreads: Sequence[Spread] | None = None,
     ):
         self.device = with_index(device)
@@ -122,8 +125,9 @@ class AttentionMetadataBuilder:
         self.max_bidirectional_ranges = max_bidirectional_ranges
 
         def buffers(where: torch.device | str, pinned: bool = False) -> Buffers:
-            sizes = (max_num_seqs, max_num_tokens, max_blocks_per_seq, len(of_pools), num_state_rows > 0)
-            return Buffers.allocate(*sizes, max_bidirectional_ranges, self._spread.size > 1, where, pinned)
+            sizes = max_num_seqs, max_num_tokens, max_blocks_per_seq, len(of_pools)
+            parts = with_inputs, num_state_rows > 0, max_bidirectional_ranges, self._spread.size > 1
+            return Buffers.allocate(*sizes, *parts, num_staging_buffers > 0, where, pinned)
 
         self._buffers = buffers(self.device)
         self._staging = [Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
@@ -144,6 +148,7 @@ class AttentionMetadataBuilder:
         num_reqs: int | None = None,
         num_tokens: int | None = None,
         lookahead: int = 0,
+        input_ids: Tensor | None = None,
     ) -> AttentionMetadata:
         """Write one step into the buffers and return the metadata that views them.
 
@@ -163,6 +168,8 @@ class AttentionMetadataBuilder:
             num_tokens: T, the tokens to pad to; by default those of the batch.
             lookahead: tokens by which :func:`advance_decodes` may lengthen each request afterwards; the blocks for
                 them are checked and sent, too.
+            input_ids: int64 ``[num_tokens of the batch]``, contiguous, host: the step's token ids, for a builder
+                ``with_inputs``. Those of padding become 0. None leaves what :meth:`inputs` gives as it is.
 
         Raises:
             ValueError: a capacity is exceeded, a length is negative, a request has too few blocks, a needed block id is
@@ -170,7 +177,7 @@ class AttentionMetadataBuilder:
                 Nothing has been written then.
         """
         if common_prefix_len == 0:
-            filled = self._build_at_once(batch, num_reqs, num_tokens, lookahead)
+            filled = self._build_at_once(batch, input_ids, num_reqs, num_tokens, lookahead)
             if filled is not None:
                 return filled
         B, n = self.block_size, batch.num_reqs
@@ -180,6 +187,9 @@ class AttentionMetadataBuilder:
         not_negative("num_computed_tokens", computed)
         t = batch.num_tokens
         expect(t <= self.max_num_tokens, "query_lens", f"at most max_num_tokens = {self.max_num_tokens} tokens", t)
+        if input_ids is not None:
+            expect(self._buffers.inputs is not None, "input_ids", "None, as the builder has no inputs", input_ids)
+            expect(len(input_ids) == t, "input_ids", f"the {t} tokens of the batch", len(input_ids))
         S = _padded("num_reqs", num_reqs, n, "max_num_seqs", self.max_num_seqs)
         T = _padded("num_tokens", num_tokens, t, "max_num_tokens", self.max_num_tokens)
         seq_lens = computed.to(torch.int64) + query_lens
@@ -221,7 +231,7 @@ class AttentionMetadataBuilder:
             for each, spread in zip(blocks, self.spreads, strict=True)
         ]
 
-        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots, ranges)
+        self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots, ranges, input_ids)
         metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
         if self._spread.size > 1:
             self._fill_own_tables(S, T)
@@ -231,7 +241,7 @@ class AttentionMetadataBuilder:
         return metadata
 
     def _build_at_once(
-        self, batch: Batch, num_reqs: int | None, num_tokens: int | None, lookahead: int
+        self, batch: Batch, input_ids: Tensor | None, num_reqs: int | None, num_tokens: int | None, lookahead: int
     ) -> AttentionMetadata | None:
         """The usual step, by fill.cpp; None if that does not serve it, or if something is wrong with it."""
         plain = batch.state_slots is None and batch.bidirectional_ranges is None
@@ -245,15 +255,15 @@ class AttentionMetadataBuilder:
             if function is None:
                 self._fills = False
                 return None
-            filler = Filler(into, function, self.block_size, self.num_blocks, staging is not None)
+            filler = Filler(into, function, self.block_size, self.num_blocks)
             self._fillers[id(into)] = filler
-        host = filler.fill(batch, num_reqs, num_tokens, lookahead)
+        host = filler.fill(batch, input_ids, num_reqs, num_tokens, lookahead)
         if host is None:
             return None
         found = filler.step
         n, S, T = found.n, found.S, found.T
         if staging is not None:
-            self._send(staging, n, S, T, found.width, bool(found.compact))
+            self._send(staging, Sizes(T, S, n, found.width if found.compact else None, input_ids is not None))
         query_start_loc, seq_lens, computed = host
         return self._metadata(
             query_start_loc, seq_lens, computed, n, found.tokens, found.max_query_len, found.max_seq_len, T
@@ -282,7 +292,7 @@ class AttentionMetadataBuilder:
         seq_lens, computed = torch.zeros((2, num_reqs), dtype=torch.int32, device="cpu")
         nothing = computed[:0]
         slots, blocks = ([each] * len(self.num_blocks) for each in (nothing, nothing.view(0, 0)))
-        self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing, _NO_RANGES)
+        self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing, _NO_RANGES, None)
         max_seq_len = self.max_blocks_per_seq * self.block_size
         metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
         if self._spread.size > 1:
@@ -303,6 +313,13 @@ class AttentionMetadataBuilder:
             return ContextMetadata(lens, None, None, self.spreads)
         assert self._own_tables is not None
         return ContextMetadata(lens, history_lens, self._own_tables[0][:S, :T], self.spreads)
+
+    def inputs(self, S: int, T: int) -> tuple[Tensor, Tensor]:
+        """Where the token ids ``[T]`` and the last row of each sequence ``[S]`` of a step of these padded sizes lie,
+        int64 on the device, for a builder ``with_inputs``. A sequence without tokens has row 0 or that before it."""
+        inputs = self._views_of(S, T).inputs
+        assert inputs is not None, "the builder has no inputs"
+        return inputs
 
     def can_run_in_cuda_graph(self, batch: Batch) -> bool:
         """Whether the batch fits the capacities and is of a kind that ``graph_support`` lets a graph serve.
@@ -390,6 +407,7 @@ class AttentionMetadataBuilder:
         reach: Tensor,
         state_slots: Tensor,
         ranges: Tensor,
+        input_ids: Tensor | None,
     ) -> None:
         """Fill the buffers with checked values, and slots and blocks of each pool. ``reach``: the lengths that need
         blocks."""
@@ -404,6 +422,12 @@ class AttentionMetadataBuilder:
             slot_mapping[t:T] = -1
         into.positions[:t] = positions
         into.positions[t:T] = 0
+        if into.inputs is not None:
+            ids, last_rows = into.inputs
+            torch.sub(query_start_loc[1:], 1, out=last_rows[:S]).clamp_(min=0)
+            if input_ids is not None:
+                ids[:t] = input_ids
+                ids[t:T] = 0
         if into.state_slots is not None:
             into.state_slots[: len(state_slots)] = state_slots
             into.state_slots[len(state_slots) : S] = PADDING_ROW
@@ -416,25 +440,24 @@ class AttentionMetadataBuilder:
             into.bidirectional_ranges[len(ranges) : S] = 0
         rows, compact = n, False
         if self.unused_block_id is None:
-            compact = staging is not None and prefers_compact(n, width, self.max_blocks_per_seq)
+            compact = bool(into.packed) and prefers_compact(n, width, self.max_blocks_per_seq)
         else:
             rows = S
             needed = self._is_needed(reach, width)
             blocks = [torch.where(needed, each, self.unused_block_id) for each in blocks]
             for table in into.all_block_tables:
                 table[:S] = self.unused_block_id
-        for table, each in zip(into.all_block_tables, blocks, strict=True):
-            (_packed(table, n, width) if compact else table[:n, :width]).copy_(each)
-        if staging is not None:
-            self._send(staging, rows, S, T, width, compact)
-
-    def _send(self, staging: Staging, rows: int, S: int, T: int, width: int, compact: bool) -> None:
-        """Send a step with so many rows of the block tables: whole, or compact only their columns in use."""
-        staging.send(self._buffers, T, S, 0 if compact else rows)
         if compact:
-            tables = staging.buffers.all_block_tables, self._buffers.all_block_tables
-            for table, target in zip(*tables, strict=True):
-                target[:rows, :width].copy_(_packed(table, rows, width).to(self.device, non_blocking=True))
+            targets = [packed for _, packed in into.tables_in(n, width)]
+        else:
+            targets = [table[:n, :width] for table in into.all_block_tables]
+        for target, each in zip(targets, blocks, strict=True):
+            target.copy_(each)
+        if staging is not None:
+            self._send(staging, Sizes(T, S, rows, width if compact else None, input_ids is not None))
+
+    def _send(self, staging: Staging, sizes: Sizes) -> None:
+        staging.send(self._buffers, sizes)
         staging.sent(self.device)
 
     def _metadata(
@@ -449,7 +472,7 @@ class AttentionMetadataBuilder:
         T: int,
     ) -> AttentionMetadata:
         """Host tensors ``[S + 1]``, ``[S]``, ``[S]`` and integers, beside the views of the buffers that fit them."""
-        on_device = self._views_of(len(seq_lens), T)
+        on_device = self._views_of(seq_lens.shape[0], T)
         return AttentionMetadata(
             query_start_loc=on_device.query_start_loc,
             query_start_loc_cpu=query_start_loc,
@@ -502,11 +525,6 @@ class AttentionMetadataBuilder:
         suffix_block_tables[:, : M - width].copy_(metadata.block_tables[:, width:])
         suffix_lens.copy_(metadata.seq_lens).sub_(common_prefix_len).clamp_(min=0)
         return CascadeMetadata(common_prefix_len, prefix_block_table, prefix_len, suffix_block_tables, suffix_lens)
-
-
-def _packed(table: Tensor, rows: int, width: int) -> Tensor:
-    """The first rows of a block table without the columns past ``width``, in the same memory."""
-    return table.view(-1)[: rows * width].view(rows, width)
 
 
 def _padded(argument: str, asked: int | None, actual: int, limit_name: str, limit: int) -> int:

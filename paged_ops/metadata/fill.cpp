@@ -11,8 +11,9 @@ struct Pool {
     int64_t row, column;    // strides in elements
     int64_t W, wide;
     int64_t num_blocks;
-    int64_t* slots;  // [T]
-    int32_t* table;  // [S, M]
+    int64_t* slots;   // [T]
+    int32_t* table;   // [S, M]
+    int32_t* packed;  // for [n, width] of it
 };
 
 struct Step {
@@ -27,6 +28,10 @@ struct Step {
     int32_t* starts;     // [S + 1]
     int32_t* lens;       // [S]
     int64_t* positions;  // [T]
+    const int64_t* ids;  // [num_ids]
+    int64_t num_ids;     // -1: there are none
+    int64_t* input_ids;  // [T], or none
+    int64_t* last_rows;  // [S], or none
     int32_t* starts_host;
     int32_t* lens_host;
     int32_t* computed_host;
@@ -58,6 +63,7 @@ bool is_right(Step& s) {
     if (s.n) longest = s.max_seq_len + s.lookahead;
     if (s.S < 0) s.S = s.n;
     if (s.T < 0) s.T = s.tokens;
+    if (s.num_ids >= 0 && (!s.input_ids || s.num_ids != s.tokens)) return false;
     if (longest > most || s.n > s.S || s.S > s.max_seqs || s.tokens > s.T || s.T > s.max_tokens) return false;
     s.width = blocks_for(longest, s.B);
     for (int64_t p = 0; p < s.num_pools; p++) {
@@ -86,16 +92,20 @@ void write_rows(const Step& s) {
         s.starts[i + 1] = s.starts_host[i + 1] = start;
         s.lens[i] = s.lens_host[i] = c + q;
         s.computed_host[i] = c;
+        if (s.last_rows) s.last_rows[i] = start ? start - 1 : 0;
     }
     for (int64_t t = s.tokens; t < s.T; t++) s.positions[t] = 0;
+    if (s.num_ids >= 0)
+        for (int64_t t = 0; t < s.T; t++) s.input_ids[t] = t < s.tokens ? s.ids[t] : 0;
 }
 
 void write_pool(const Step& s, const Pool& pool) {
     const int64_t stride = s.compact ? s.width : s.M;
+    int32_t* const table = s.compact ? pool.packed : pool.table;
     for (int64_t i = 0; i < s.n; i++) {
         const int64_t first = i * pool.row;
         for (int64_t j = 0; j < s.width; j++)
-            pool.table[i * stride + j] = at(pool.block_ids, pool.wide, first + j * pool.column);
+            table[i * stride + j] = at(pool.block_ids, pool.wide, first + j * pool.column);
         for (int64_t t = s.starts_host[i]; t < s.starts_host[i + 1]; t++) {
             const int64_t position = s.positions[t], block = position / s.B;
             pool.slots[t] = at(pool.block_ids, pool.wide, first + block * pool.column) * s.B + position - block * s.B;
