@@ -5,6 +5,7 @@ Every family of the installed transformers is in tests/test_model_table.py; here
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,20 +106,29 @@ def test_tokens_equal_generate(name: str, latent: bool) -> None:
     assert loop.stats.cached_tokens > 0 and loop.stats.swapped_out > 0
 
 
-@pytest.mark.parametrize("name", ["v3", "minicpm3"])
-def test_many_new_tokens_attend_by_keys_of_all_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "window"), [("v3", 1 << 19), ("minicpm3", 10 * H)])
+def test_many_new_tokens_attend_by_keys_of_all_heads(name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedCausalLM(make_model(name))
-    chosen: list[bool] = []
+    chosen, windows = set(), [0]
+    attend = latent_attention._expanded
 
-    def expands(T: int, S: int) -> bool:
-        chosen.append(S < T)
-        return S < T
+    def expands(new: int, tokens: int, sizes: Any) -> bool:
+        chosen.add(new > 3)
+        return new > 3
+
+    def counted(*arguments: Any) -> Any:
+        windows.append(len(arguments[6]))
+        return attend(*arguments)
 
     monkeypatch.setattr(latent_attention, "expands", expands)
+    monkeypatch.setattr(latent_attention, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(latent_attention, "WINDOW", window)
+    monkeypatch.setattr(latent_attention, "_expanded", counted)
     kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64)
     loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
     assert loop.generate(prompts(), GREEDY) == expected(name)
-    assert {True, False} == set(chosen)
+    assert chosen == {True, False}
+    assert (max(windows) > 2) == (window < 1 << 19)
     assert loop.stats.cached_tokens > 0 and loop.stats.swapped_out > 0
 
 
@@ -153,8 +163,41 @@ def test_rows_that_hold_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_when_keys_of_all_heads_are_made() -> None:
-    assert not any(latent_attention.expands(T, S) for T, S in ((1, 1), (511, 1), (512, 65), (2048, 512)))
-    assert all(latent_attention.expands(T, S) for T, S in ((512, 1), (512, 64), (8192, 1), (8192, 1024)))
+    """From how many new tokens on, by history."""
+    for heads, wanted in ((128, [1194, 297, 187]), (16, [3028, 1069, 296])):
+        sizes = latent_attention.Sizes(heads, 512, 128, 128)
+        for history, fewest in zip((0, 4096, 32768), wanted, strict=True):
+            assert not latent_attention.expands(fewest - 1, fewest - 1 + history, sizes)
+            assert latent_attention.expands(fewest, fewest + history, sizes)
+
+
+def step_of(lens: list[int], new: list[int], padding: int = 0) -> Any:
+    starts, lens_ = torch.tensor([0, *new]).cumsum(0).int(), torch.tensor(lens, dtype=torch.int32)
+    return SimpleNamespace(
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=lens_,
+        seq_lens=lens_,
+        slot_mapping=torch.zeros(sum(new) + padding, dtype=torch.int64),
+        max_query_len=max(new),
+    )
+
+
+def test_the_runs_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours that attend in the same way do so together, if the keys of all heads are not too many."""
+    monkeypatch.setattr(latent_attention, "expands", lambda new, tokens, sizes: new > 100)
+    monkeypatch.setattr(latent_attention, "WINDOW", 1000 * H)
+    module = make_model("v3").model.layers[0].self_attn
+    runs = functools.partial(latent_attention.runs_of, module=module, block_size=16)
+    step = step_of([500, 700, 300, 400, 5000, 3000, 0], [1, 2, 200, 400, 1500, 1, 0], 7)
+    assert runs(step) == [
+        (0, 2, (0, 3), ()),
+        (2, 4, (3, 603), ((0, 700),)),
+        (4, 5, (603, 2103), ((0, 992), (992, 992), (1984, 992), (2976, 512), (3488, 1512))),
+        (5, 7, (2103, 2104), ()),
+    ]
+    assert runs(step_of([500, 90], [1, 90], 50)) == [(0, 2, (0, 141), ())], "none: one run with the padding"
+    monkeypatch.setattr(latent_attention, "expands", None)
+    assert runs(step_of([500] * 200, [1] * 200, 0)) == [(0, 200, (0, 200), ())], "decodes: no sequence is looked at"
 
 
 def test_the_texts_are_no_repetitions() -> None:
@@ -192,15 +235,14 @@ def test_tokens_equal_generate_with_compiled_layers() -> None:
 
 def test_compiled_layers_leave_steps_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedCausalLM(make_model("minicpm3", num_hidden_layers=2)).compile_layers(backend="eager")
-    kind = type(paged.model.model.layers[0].self_attn)
-    many, texts, expanded, expand_kv = [[(7 * i) % 251 for i in range(480)]], [], [0], kind.expand_kv
+    many, texts, expanded, attend = [[(7 * i) % 251 for i in range(480)]], [], [0], latent_attention._expanded
 
     def counted(*arguments: Any) -> Any:
         expanded[-1] += 1
-        return expand_kv(*arguments)
+        return attend(*arguments)
 
-    monkeypatch.setattr(latent_attention, "MANY_TOKENS", 300)
-    monkeypatch.setattr(kind, "expand_kv", counted)
+    monkeypatch.setattr(latent_attention, "expands", lambda new, tokens, sizes: new >= 300)
+    monkeypatch.setattr(latent_attention, "_expanded", counted)
     for size in (320, 290):  # steps of 320 and 160 tokens, and of 290 and 190
         loop = GenerationLoop(paged, paged.allocate_kv_cache(130, 4), max_num_tokens=size)
         texts.append(loop.generate(many, GREEDY))

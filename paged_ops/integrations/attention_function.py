@@ -107,8 +107,8 @@ def attention(
     }
     starts = attention_metadata.query_start_loc
     if noted.latent:
-        batch: tuple[Any, ...] = pool.slot_mapping, pool.block_tables, attention_metadata.seq_lens, starts, scale
-        return latent.attend(module, query, key, value, kv_cache, *batch, writes=noted.writes, **features), None
+        step = pool, attention_metadata, scale
+        return latent.attend(module, query, key, value, kv_cache, *step, writes=noted.writes, **features), None
     rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
     value_cache = None
     if key.shape[3] != value.shape[3]:
@@ -121,7 +121,7 @@ def attention(
     rows = _at_temperature(module, rows_of_query, attention_metadata)
     context = context_of(attention_metadata, noted.pool if attention_metadata.other_pools else 0)
     if context is None:
-        batch = pool.block_tables, attention_metadata.seq_lens, starts, scale
+        batch: tuple[Any, ...] = pool.block_tables, attention_metadata.seq_lens, starts, scale
         return paged_attention(rows, kv_cache, *batch, **features)[None], None
     batch = pool.block_tables, starts, scale, context, noted.context
     return attend(rows, rows_of_key, rows_of_value, kv_cache, *batch, **features)[None], None

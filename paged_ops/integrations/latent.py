@@ -13,8 +13,9 @@ factors of the queries, and gates of the output, remains the model's own code::
 
 A query and a key cost ``2 (2R + P)`` operations per head in this form, and ``2 (Dn + P + Dv)`` with the head's own key
 and value: 2176 against 640 in DeepSeek-V3. The latter must be made once per token, by ``2 R (Dn + Dv)`` operations. So
-in a step of many tokens these attend to each other by keys and values of all heads, and to the history absorbed;
-both merge. :func:`expands` is the rule, which sees sizes alone, as nothing may wait for the device.
+sequences with many new tokens attend to keys and values of all heads, made of the cached latents, history and all. Long
+ones do so in windows of bounded size, which are merged by their lse. :func:`expands` is the rule; it sees the lengths
+that the host knows, so nothing waits for the device.
 
 Letters: T tokens of the batch, H query heads, R latent size, P rotated size, Dn and Dv sizes of the heads' own keys
 (without the rotated part) and values. Source: DeepSeek-V2 (arXiv:2405.04434).
@@ -24,17 +25,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from paged_ops.layouts import stored_as
-from paged_ops.metadata import AttentionMetadata
-from paged_ops.ops import latent_cache_write, merge_attention_states, paged_attention, paged_attention_with_lse
+from paged_ops.metadata import AttentionMetadata, PoolMetadata
+from paged_ops.ops import (
+    gather_kv,
+    latent_cache_write,
+    merge_attention_states,
+    paged_attention,
+    paged_attention_with_lse,
+)
 from paged_ops.parallel.tensor import is_sharded, local_of
 
-MANY_TOKENS = 512  # of a step
+FEWEST_TOKENS = 128  # of a sequence that has keys of all heads
+OVERHEAD = 5e10  # multiplications that take as long as the host for the calls that keys of all heads need
+WINDOW = 1 << 19  # heads by tokens whose keys are made at a time
 OWN_BLOCK = 16  # tokens of a block of keys and values of all heads
 _BY_POSITION = ("sliding_window", "attention_chunk", "bidirectional_ranges")  # not to be split into two attentions
 
@@ -81,20 +90,83 @@ def expanded(model: nn.Module) -> Iterator[None]:
             vars(module)["expand_kv"] = as_they_are
 
 
-def expands(T: int, S: int) -> bool:
-    """Whether a step of T tokens of S sequences makes keys and values of all heads for its own tokens.
+class Sizes(NamedTuple):
+    """Of a layer, on this rank."""
 
-    With n tokens of a sequence it saves ``n (2R - Dn - Dv)`` operations per token and head, and costs
-    ``2 R (Dn + Dv)``, so it is worth it from n = 341 on in DeepSeek-V3. Which sequence has them is not known here; if
-    none has, that costs as much as without latents. Compiled code stays absorbed, as both would have to be compiled:
-    layers that are compiled one by one run such steps eagerly, a step that is compiled whole remains absorbed.
+    H: int
+    R: int
+    Dn: int
+    Dv: int
+
+
+def sizes_of(module: Any) -> Sizes:
+    Dn, Dv = module.qk_nope_head_dim, module.v_head_dim
+    rows, R = local_of(module.kv_b_proj.weight).shape
+    return Sizes(rows // (Dn + Dv), R, Dn, Dv)
+
+
+def expands(new: int, tokens: int, sizes: Sizes) -> bool:
+    """Whether a sequence with so many new tokens, of so many in all, is worth keys and values of all heads.
+
+    They save ``2R - Dn - Dv`` multiplications for each pair of a query and a key, and cost ``R (Dn + Dv)`` for each
+    token, and :data:`OVERHEAD`: in DeepSeek-V3 it is from 1194 tokens on without history, 187 with 32768 before them.
     """
-    return not torch.compiler.is_compiling() and T >= max(MANY_TOKENS, 8 * S)
+    H, R, Dn, Dv = sizes
+    pairs = new * tokens - new * (new - 1) // 2
+    saved = pairs * (2 * R - Dn - Dv) - tokens * R * (Dn + Dv)
+    return new >= FEWEST_TOKENS and H * saved > OVERHEAD
 
 
-def expands_step(metadata: AttentionMetadata) -> bool:
-    """As :func:`expands`."""
-    return expands(len(metadata.slot_mapping), len(metadata.seq_lens))
+class Run(NamedTuple):
+    """Sequences that stand together and attend in the same way. ``windows``: the first token and the number of tokens
+    whose keys and values of all heads are made at a time, of one sequence or, from 0 on, of all of them. None of them:
+    absorbed."""
+
+    first: int
+    end: int
+    rows: tuple[int, int]  # of the queries, from : to
+    windows: tuple[tuple[int, int], ...]
+
+
+def runs_of(metadata: AttentionMetadata, module: Any, block_size: int) -> list[Run]:
+    """How the sequences of a step attend. Code that is compiled or captured stays absorbed, as it must serve all
+    lengths: layers that are compiled one by one run other steps eagerly."""
+    T, S = len(metadata.slot_mapping), len(metadata.seq_lens)
+    whole = [Run(0, S, (0, T), ())]
+    if torch.compiler.is_compiling() or metadata.max_query_len < FEWEST_TOKENS or _is_captured(metadata.slot_mapping):
+        return whole
+    sizes = sizes_of(module)
+    starts, lens = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens_cpu.tolist()
+    runs: list[Run] = []
+    most = max(WINDOW // sizes.H, 1)
+    for s, n in enumerate(lens):
+        rows = starts[s], starts[s + 1]
+        new = rows[1] - rows[0]
+        windows: tuple[tuple[int, int], ...] = ()
+        if expands(new, n, sizes):
+            step = max(most // block_size, 1) * block_size
+            last = max(n - max(most, new), 0) // block_size * block_size
+            windows = (*((begin, min(step, last - begin)) for begin in range(0, last, step)), (last, n - last))
+        before = runs[-1] if runs else None
+        if before is not None and bool(before.windows) == bool(windows):
+            if not windows:
+                runs[-1] = before._replace(end=s + 1, rows=(before.rows[0], rows[1]))
+                continue
+            if len(windows) == len(before.windows) == 1 and before.windows[0][1] + n <= most:
+                together = ((0, before.windows[0][1] + n),)
+                runs[-1] = Run(before.first, s + 1, (before.rows[0], rows[1]), together)
+                continue
+        runs.append(Run(s, s + 1, rows, windows))
+    return runs if any(run.windows for run in runs) else whole
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def expands_step(metadata: AttentionMetadata, module: Any) -> bool:
+    """Whether any sequence of the step makes keys and values of all heads."""
+    return any(run.windows for run in runs_of(metadata, module, 1))
 
 
 def attend(
@@ -103,10 +175,8 @@ def attend(
     latent: Tensor,
     rotated: Tensor,
     kv_cache: Tensor,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
+    pool: PoolMetadata,
+    metadata: AttentionMetadata,
     scale: float,
     *,
     writes: bool,
@@ -120,69 +190,107 @@ def attend(
         latent: ``[1, 1, T, R]``.
         rotated: ``[1, 1, T, P]``.
         kv_cache: ``[N, B, R + P]``, or uint8 ``[N, B, 656]`` of rows with scales.
-        block_tables, seq_lens, query_start_loc, scale, features: of :func:`paged_ops.paged_attention`.
+        pool: of the step, where the layer's cache holds it.
+        metadata: of the step.
+        scale, features: of :func:`paged_ops.paged_attention`.
         writes: whether this layer's latents are its own.
 
     Returns:
         ``[1, T, H, Dv]``.
     """
-    Dn, R = module.qk_nope_head_dim, latent.shape[-1]
-    of_keys, of_values = _matrices(module)
-    stored = stored_as(kv_cache)
     if writes:
-        latent_cache_write(latent[0, 0], rotated[0, 0], kv_cache, slot_mapping, kv_cache_dtype=stored)
-    heads = query[0].transpose(0, 1)
-    absorbed = torch.cat(((query[0, :, :, :Dn] @ of_keys).transpose(0, 1), heads[:, :, Dn:]), -1)
-    options: dict[str, Any] = {"value_head_size": R, "kv_cache_dtype": stored}
+        stored = stored_as(kv_cache)
+        latent_cache_write(latent[0, 0], rotated[0, 0], kv_cache, pool.slot_mapping, kv_cache_dtype=stored)
+    rows = query[0].transpose(0, 1)
+    batch = pool.block_tables, metadata.seq_lens, metadata.query_start_loc
+    by_position = any(features[name] for name in ("sliding_window", "attention_chunk"))
+    if by_position or features["bidirectional_ranges"] is not None:
+        return _absorbed(module, rows, kv_cache, *batch, scale, features)[None]
+    runs = runs_of(metadata, module, kv_cache.shape[1])
+    if len(runs) == 1 and not runs[0].windows:
+        return _absorbed(module, rows, kv_cache, *batch, scale, features)[None]
+    outs = []
+    for run in runs:
+        tables, lens, starts = batch[0][run.first : run.end], batch[1][run.first : run.end], batch[2]
+        starts = starts[run.first : run.end + 1] - run.rows[0]
+        of_run = rows[run.rows[0] : run.rows[1]], kv_cache, tables, lens, starts
+        if run.windows:
+            outs.append(_expanded(module, *of_run, run.windows, scale, features))
+        elif len(of_run[0]):
+            outs.append(_absorbed(module, *of_run, scale, features))
+    padding = len(rows) - runs[-1].rows[1]
+    if padding:
+        outs.append(rows.new_zeros(padding, *outs[0].shape[1:]))
+    return torch.cat(outs)[None]
 
-    def expand(out: Tensor) -> Tensor:
-        return (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)
 
-    splits = writes and not (features["sliding_window"] or features["attention_chunk"])
-    splits = splits and features["bidirectional_ranges"] is None
-    if not (splits and expands(len(heads), len(seq_lens))):
-        options |= features
-        out = paged_attention(absorbed, kv_cache, block_tables, seq_lens, query_start_loc, scale, **options)
-        return expand(out)[None]
-    features = {name: value for name, value in features.items() if name not in _BY_POSITION}
-    own = _own_tokens(module, latent, rotated, heads, query_start_loc, scale, features)
-    lens = seq_lens - query_start_loc.diff()
-    options |= {"causal": False, "soft_cap": features["soft_cap"]}
-    out, lse = paged_attention_with_lse(absorbed, kv_cache, block_tables, lens, query_start_loc, scale, **options)
-    return merge_attention_states(*own, expand(out), lse)[0][None]
-
-
-def _own_tokens(
+def _absorbed(
     module: Any,
-    latent: Tensor,
-    rotated: Tensor,
-    query: Tensor,
+    rows: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
     features: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Attention of the step's tokens to each other by keys and values of all heads, and its lse.
+) -> Tensor:
+    """``[T, H, Dv]`` of query rows ``[T, H, Dn + P]``, in the absorbed form."""
+    Dn, of_keys, of_values = module.qk_nope_head_dim, *_matrices(module)
+    absorbed = torch.cat(((rows[:, :, :Dn].transpose(0, 1) @ of_keys).transpose(0, 1), rows[:, :, Dn:]), -1)
+    options = {**features, "value_head_size": module.kv_lora_rank, "kv_cache_dtype": stored_as(kv_cache)}
+    out = paged_attention(absorbed, kv_cache, block_tables, seq_lens, query_start_loc, scale, **options)
+    return (out.transpose(0, 1) @ of_values.transpose(1, 2)).transpose(0, 1)
 
-    The latents are laid in blocks first, each sequence from the beginning of a block on, so that the keys and values
-    that are made of them are a paged cache.
-    """
-    S, T = len(query_start_loc) - 1, len(query)
-    starts, lens = query_start_loc[:-1], query_start_loc.diff()
-    blocks = (lens + (OWN_BLOCK - 1)) // OWN_BLOCK
-    first = (blocks.cumsum(0) - blocks).int()
-    count = (T + (OWN_BLOCK - 1) * S) // OWN_BLOCK  # at least as many as all sequences can need
-    row = torch.arange(T, dtype=torch.int32, device=query.device)
-    s = torch.searchsorted(query_start_loc[1:], row, right=True).clamp_(max=S - 1)
-    # Tokens of no sequence, at the end of a padded batch, go to a block of their own.
-    to = torch.where(row < query_start_loc[-1], (first * OWN_BLOCK - starts)[s] + row, count * OWN_BLOCK).long()
-    rows = (count + 1) * OWN_BLOCK
-    laid = [each.new_zeros(1, 1, rows, each.shape[-1]).index_copy_(2, to, each) for each in (latent, rotated)]
-    states = type(module).expand_kv(module, *laid)
-    key, value = (each[0].transpose(0, 1).unflatten(0, (-1, OWN_BLOCK)) for each in states)
-    key = key.contiguous()  # heads that lie apart by the number of tokens would mean other kernels for each number
-    columns = torch.arange(-(-T // OWN_BLOCK), dtype=torch.int32, device=query.device)
-    tables = first[:, None] + columns
-    return paged_attention_with_lse(query, key, tables, lens, query_start_loc, scale, value_cache=value, **features)
+
+def _expanded(
+    module: Any,
+    rows: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    windows: tuple[tuple[int, int], ...],
+    scale: float,
+    features: dict[str, Any],
+) -> Tensor:
+    """The same by keys and values of all heads, window by window: each is gathered, expanded, attended to and merged.
+    The last window has the new tokens."""
+    features = {name: value for name, value in features.items() if name not in _BY_POSITION}
+    B = kv_cache.shape[1]
+    block = OWN_BLOCK if B % OWN_BLOCK == 0 else B
+    (H, D), Dv, S = rows.shape[1:], module.v_head_dim, len(seq_lens)
+    most = max(n for _, n in windows) // block + S  # each sequence ends inside a block
+    eighth = max(WINDOW // H // 8 // block, 1)
+    count = -(-most // eighth) * eighth  # few numbers, as each is another kind of call
+    key, value = rows.new_empty(count, block, H, D), rows.new_empty(count, block, H, Dv)
+    total: tuple[Tensor, Tensor] | None = None
+    for begin, n in windows:
+        is_last = begin + n == sum(windows[-1])
+        lens = seq_lens - begin if is_last else torch.full_like(seq_lens, n)
+        blocks = (lens + (block - 1)) // block
+        first = (blocks.cumsum(0) - blocks).int()
+        held = (n // block + S) * block
+        paged = kv_cache, block_tables[:, begin // B :], blocks * block, held
+        latents = gather_kv(*paged, kv_cache_dtype=stored_as(kv_cache), dtype=rows.dtype)[0][:, 0]
+        _expand(module, latents, key.flatten(0, 1)[:held], value.flatten(0, 1)[:held])
+        columns = torch.arange(-(-n // block), dtype=torch.int32, device=rows.device)
+        batch = first[:, None] + columns, lens, query_start_loc, scale
+        options = features if is_last else {"soft_cap": features["soft_cap"], "causal": False}
+        if len(windows) == 1:
+            return paged_attention(rows, key, *batch, value_cache=value, **options)
+        part = paged_attention_with_lse(rows, key, *batch, value_cache=value, **options)
+        total = part if total is None else merge_attention_states(*total, *part)
+    assert total is not None, "windows"
+    return total[0]
+
+
+def _expand(module: Any, latents: Tensor, key: Tensor, value: Tensor) -> None:
+    """Keys ``[n, H, Dn + P]`` and values ``[n, H, Dv]`` of all heads from latents ``[n, R + P]``."""
+    Dn, R, (of_keys, of_values) = module.qk_nope_head_dim, module.kv_lora_rank, _matrices(module)
+    of_all = latents[:, :R].expand(key.shape[1], -1, -1)
+    torch.bmm(of_all, of_keys.transpose(1, 2), out=key[:, :, :Dn].transpose(0, 1))
+    torch.bmm(of_all, of_values.transpose(1, 2), out=value.transpose(0, 1))
+    key[:, :, Dn:] = latents[:, None, R:]
 
 
 def _matrices(module: Any) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from paged_ops.integrations.latent import expands_step
+from paged_ops.integrations.latent import expands_step, latent_modules
 from paged_ops.integrations.probe import Attending
 from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.integrations.state_steps import StepStates
@@ -142,7 +142,7 @@ class CompiledLayer:
         self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int], states: list[int], latent: bool
     ) -> None:
         self.run_layer, self.layer, self.caches, self.states = run_layer, layer, caches, states
-        self.latent = latent
+        self.latent = next(latent_modules(layer), None) if latent else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.caches:
@@ -162,7 +162,7 @@ class CompiledLayer:
         if getattr(self.layer, "paged_sums", None) is not None and isinstance(args[0], Tensor):
             layer: Any = self.layer  # the first: what it gets is made what all others get
             args = (args[0], layer.input_layernorm(args[0])), *args[1:]
-        is_eager = self.latent and expands_step(kwargs["attention_metadata"])
+        is_eager = self.latent is not None and expands_step(kwargs["attention_metadata"], self.latent)
         return (run_layer if is_eager else self.run_layer)(self.layer, args, kwargs)
 
 
