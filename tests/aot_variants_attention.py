@@ -92,7 +92,7 @@ VARIANTS = [
         spills={(3, 6): 56},
     ),
     Variant("attention-e4m3", call("prefill", stored=E4M3, per_tensor=("k_scale", "v_scale")), PREFILL, may_spill=RDNA),
-    Variant("attention-e5m2-decode", call("decode", FP16, E5M2), SPLIT, may_spill=RDNA),
+    Variant("attention-e5m2-decode-two-heads", call("decode", FP16, E5M2, heads=(256, 64)), SPLIT, may_spill=RDNA),
     # Values that lie token by token take more addresses than CUDA's registers hold; the layout is ROCm's.
     Variant("attention-x-packed-decode", call("decode", FP16, layout="X_PACKED"), SPLIT, may_spill=(*RDNA, "cuda")),
     Variant(
@@ -140,9 +140,9 @@ VARIANTS = [
     Variant("attention-sparse", call("prefill", D=96, block_sparse=[64, 16, 8, 0, 0, 0, 1]), PREFILL, may_spill=RDNA),
     Variant(
         "attention-noncausal-e4m3-out",
-        call("decode", causal=False, per_tensor=("output_scale",), lse=True),
+        call("decode", causal=False, heads=(64, 16), per_tensor=("output_scale",), lse=True),
         SPLIT,
         may_spill=RDNA,
-        spills={(3, 7): 8, (3, 9): 40},  # in the merge, after the loop
+        spills={(3, 7): 64, (3, 9): 40},  # in the merge, after the loop; with two heads also at the end of a unit
     ),
 ]

@@ -10,7 +10,10 @@ from aot_variants_attention import BF16, E4M3, FP16, FP32, MASKS, RDNA, SPLIT
 
 from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES
 from paged_ops.lowerings import gpu as lowering
+from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 
+PATTERNS = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16.*\}, \{", r"ldmatrix.*x4\.trans", "setmaxnreg"
+FROM_REGISTERS = {"cuda:90": PATTERNS} if OLDEST_GLUON <= TRITON <= NEWEST_KNOWN else {}
 NOT_HOPPER = tuple(target for target in TARGETS if target != "cuda:90")
 
 
@@ -46,9 +49,10 @@ VARIANTS = [
     # What the kernel in Gluon serves on sm_90 is among the variants of aot_variants_hopper.py.
     Variant("latent-bf16-h128", attend(128), may_spill=RDNA, targets=NOT_HOPPER),
     Variant("latent-bf16-h40-r256", attend(40, R=256), {"cuda:90": (r"wgmma\.mma_async",)}, targets=("cuda:90",)),
-    Variant("latent-e4m3-h32", attend(32, stored=E4M3), may_spill=RDNA),
+    # On sm_90 these two go to the kernel in Gluon, if there is Gluon: left sides of products come from registers.
+    Variant("latent-e4m3-h32", attend(32, stored=E4M3), FROM_REGISTERS, may_spill=RDNA),
     # sm_80 converts fp8 by bits, for which 16 heads take 8 bytes more than there are registers.
-    Variant("latent-rows-h16", attend(16, scaled_rows=True), may_spill=(*RDNA, "cuda:80"), spills={(3, 9): 24}),
+    Variant("latent-rows-h16", attend(16, scaled_rows=True), FROM_REGISTERS, may_spill=(*RDNA, "cuda:80")),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
     Variant(
         "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")

@@ -70,8 +70,8 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
     page, sides = shape.page, ((key.squeeze(3), call.k_side, shape.k_parts), (value, call.v_side, shape.v_parts))
     for cache, side, parts in sides:
         rows_n, rows_head, columns_head = hopper.matrix_of(side, call)
-        first = 0
-        for part in parts:
+        for n, part in enumerate(parts):
+            first = hopper_parts.first_of(parts, n, side.size)
             descriptor = hopper.describe(cache, side, call, page, part)
             box, strides = descriptor.block_shape, descriptor.strides
             assert box == [page // 8, max(part // 64, 1), 8, min(part, 64)]
@@ -83,8 +83,7 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
                 copied = brought.transpose(1, 2).reshape(page, part).view(torch.int16)
                 wanted = cache[block, j : j + page, kh, first : first + part]
                 assert torch.equal(copied, wanted.contiguous().view(torch.int16))
-            first += part
-        assert first == side.size
+        assert first + part == side.size
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
     [
         (64, 64, (128, 4, 2)), (128, 128, (128, 2, 2)), (256, 256, (64, 2, 1)),
         (192, 128, (128, 2, 1)), (192, 192, (64, 2, 2)), (96, 96, (128, 3, 2)), (80, 80, (128, 4, 2)),
-        (112, 112, (128, 3, 2)), (256, 64, (128, 2, 1)),
+        (112, 112, (128, 2, 2)), (256, 64, (128, 2, 1)),
     ],
 )  # fmt: skip
 def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
@@ -101,7 +100,7 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
     key, value = (torch.zeros(N, 16, 2, size, dtype=torch.float16) for size in (D, Dv))
     chosen = hopper.shape_of(spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16)), 227 << 10)
     assert (chosen.N, chosen.stages, chosen.slots) == shape
-    used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (D + Dv)
+    used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (D + sum(chosen.v_parts))
     assert 2 * used + hopper.OTHERS <= 227 << 10
 
 
@@ -415,12 +414,10 @@ def test_short_sequences_beside_long_ones(sequences, monkeypatch):
 @pytest.mark.parametrize(
     ("sequences", "heads"),
     [
-        ([(1, 4096), (1, 9000), (1, 1), (0, 0), (1, 8192)] * 12, (64, 1)),
-        ([(1, 300), (1, 20000), (0, 5), (1, 77)] * 12, (71, 1)),
-        ([(16, 4096), (16, 16), (16, 10000), (16, 8192), (16, 500), (16, 1000)], (32, 8)),
-        ([(40, 4096), (1, 16), (16, 10000), (7, 8192), (16, 500), (16, 1000)], (32, 8)),  # a tile and more
+        ([(1, 4096), (2, 9000), (1, 1), (0, 0), (3, 8192)] * 12, (64, 1)),
+        ([(1, 300), (1, 20000), (0, 5), (3, 77)] * 12, (71, 1)),
     ],
-    ids=["64-heads", "71-heads", "16-tokens", "up-to-40-tokens"],
+    ids=["64-heads", "71-heads"],
 )
 def test_sequences_of_many_rows(sequences, heads, monkeypatch):
     check_against_triton(sequences, *heads, hopper.SHORT_OF_MANY_ROWS, monkeypatch)
@@ -475,7 +472,7 @@ def test_head_sizes(sizes, options, monkeypatch):
 @pytest.mark.parametrize("heads", [(48, 48), (64, 32)], ids=str)
 def test_heads_in_groups(heads, monkeypatch):
     """More key/value heads than are served at a time."""
-    check_against_triton([(700, 1500), (300, 300)], *heads, hopper.SHORT, monkeypatch, 192, 128)
+    check_against_triton([(900, 1500), (300, 300)], *heads, hopper.SHORT, monkeypatch, 192, 128)
 
 
 @pytest.mark.gpu

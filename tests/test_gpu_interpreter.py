@@ -183,3 +183,37 @@ def test_key_tiles_are_sliced_where_they_can_be(sliced, changes, monkeypatch):
     attention._forms.clear()
     gpu.paged_attention(query, kv_cache, tables, lens, starts, D**-0.5, **features)
     assert {bool(each.slices) for each in plans} == {sliced}
+
+
+@pytest.mark.parametrize(
+    ("heads", "slices", "together", "features"),
+    [
+        ((8, 2), 1, 1, {}),  # a slice of two blocks
+        ((8, 2), 1, 2, {}),
+        ((12, 4), 2, 2, {"sliding_window": 40, "soft_cap": 5.0, "alibi_slopes": torch.linspace(0.01, 1, 12)}),
+    ],
+)
+def test_slices_of_several_blocks_and_units_of_two_heads(heads, slices, together, features, monkeypatch):
+    """As on GPUs whose tables say so. What is NaN in one head of a unit does not reach the rows of the other."""
+    plans = []
+    plan = tuning.plan
+
+    def changed(*arguments):
+        plans.append(plan(*arguments)._replace(slices=slices, heads=together))
+        return plans[-1]
+
+    monkeypatch.setattr(tuning, "plan", changed)
+    (H, K), B, D, lens = heads, 16, 32, [70, 0, 33, 5]
+    torch.manual_seed(0)
+    tables = torch.randperm(20, dtype=torch.int32).view(4, 5)
+    query, cache = torch.randn(4, H, D, dtype=torch.float16), torch.randn(20, 2, B, K, D, dtype=torch.float16)
+    cache[tables[0, 1], 0, 3, 0, 5] = cache[tables[2, 0], 1, 3, 1, 5] = torch.nan  # of a key, and of a value
+    ints = tables, torch.tensor(lens, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    attention._forms.clear()
+    got = gpu.paged_attention_with_lse(query, cache, *ints, D**-0.5, **features)
+    attention._forms.clear()
+    want = cpu.paged_attention_with_lse(query, cache, *ints, D**-0.5, **features)
+    assert plans
+    assert got[0].isnan().any()
+    for mine, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=2e-3, atol=2e-3, equal_nan=True)

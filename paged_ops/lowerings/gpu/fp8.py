@@ -112,6 +112,16 @@ def widen_pairs(pairs, E4M3: tl.constexpr):
 
 
 @triton.jit
+def widen_halves(pairs, E4M3: tl.constexpr):
+    """int16s that hold two fp8 numbers each, as float16 by instruction: of every two int16s that lie side by side in a
+    thread's registers, the two numbers of the first, and those of the second."""
+    if E4M3:
+        return _cvt_halves_of_e4m3(pairs)
+    else:
+        return _cvt_halves_of_e5m2(pairs)
+
+
+@triton.jit
 def _round_bits(real, FORMAT: tl.constexpr):
     MANTISSA: tl.constexpr = 3 if FORMAT == 1 or FORMAT == 3 else 2
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 15 if FORMAT == 2 else 8 if FORMAT == 3 else 16
@@ -201,9 +211,34 @@ def _cvt_pairs_of_e4m3(pairs):
 
 @triton.jit
 def _cvt_pairs_of_e5m2(pairs):
+    return tl.inline_asm_elementwise(  # e5m2 is the upper byte of a float16
+        "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+        "=&r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _cvt_halves_of_e4m3(pairs):
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 apart; .reg .b16 lower, upper; prmt.b32 apart, $2, 0, 0x3120; mov.b32 {lower, upper}, apart;"
-        " cvt.rn.f16x2.e5m2x2 $0, lower; cvt.rn.f16x2.e5m2x2 $1, upper; }",
+        "{ .reg .b16 first, second; mov.b32 {first, second}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second; }",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _cvt_halves_of_e5m2(pairs):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 first, second; mov.b32 {first, second}, $2;"
+        " cvt.rn.f16x2.e5m2x2 $0, first; cvt.rn.f16x2.e5m2x2 $1, second; }",
         "=r,=r,r",
         [pairs],
         dtype=(tl.float16, tl.float16),

@@ -171,6 +171,7 @@ class TileShape(NamedTuple):
     Dv: int
     W: int
     paired: bool  # whether 8-bit keys and values are loaded in pairs
+    heads: int = 1  # key/value heads of a unit, see in_units
 
 
 class Division(NamedTuple):
@@ -291,6 +292,18 @@ def is_sliceable(spec: Spec) -> bool:
         and spec.v_side.run == 1
         and max(spec.k_side.b, spec.v_side.b) * SLICE < 2**31
     )
+
+
+def has_adjacent_heads(spec: Spec) -> bool:
+    """Whether the rows of two key/value heads lie side by side in each token, and have the same scales."""
+    adjacent = (side.k == side.size and not side.scale for side in (spec.k_side, spec.v_side))
+    return spec.K % 2 == 0 and all(adjacent)
+
+
+def in_units(spec: Spec, heads: int) -> Spec:
+    """The same with units of so many adjacent key/value heads, whose query heads are one group."""
+    k_side, v_side = (side._replace(k=heads * side.k) for side in (spec.k_side, spec.v_side))
+    return spec._replace(K=spec.K // heads, G=spec.G * heads, k_side=k_side, v_side=v_side)
 
 
 def _run(value: Tensor, B: int) -> int:

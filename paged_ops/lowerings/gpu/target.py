@@ -202,10 +202,11 @@ def read_tiles(name: str, stand_in: str = DEFAULT) -> dict[str, Any]:
     entry by entry, the user's file.
 
     By kind of element and padded head size. ``split``: keys, warps, stages, programs per multiprocessor and, on CUDA, a
-    bound on registers. ``slices``: the same for sliced tiles; without an entry tiles are not sliced. ``prefill``: rows,
-    keys, warps, stages. ``latent``: by kind of element and the rows of a tile keys, warps, stages, programs per
-    multiprocessor. ``triton``: what differs from a given Triton on, because kernels would spill registers with it;
-    entries for earlier Tritons hold too.
+    bound on registers. ``slices``: the same for sliced tiles; without an entry tiles are not sliced. ``two_heads``: the
+    number of key/value heads, of all sequences together, from which on two adjacent heads share a tile, and then the
+    same for such tiles; if nothing follows the number, no heads do. ``prefill``: rows, keys, warps, stages. ``latent``:
+    by kind of element and the rows of a tile keys, warps, stages, programs per multiprocessor. ``triton``: what differs
+    from a given Triton on, because kernels would spill registers with it; entries for earlier Tritons hold too.
 
     Raises ValueError if the user's file has a table that the package's has not.
     """

@@ -14,28 +14,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.parts import INTEGERS, Divided, merge_if_last, note, noted
+from paged_ops.lowerings.gpu.attention.slices import join_slices, nothing_summed, of_own_head, see_slices
 from paged_ops.lowerings.gpu.attention.tile import (
     Batch,
     Keys,
     Rows,
     count_sink,
     finish,
-    join_slices,
     load_queries,
     next_seen_tile,
-    nothing_seen,
     oldest_key,
     queries_for_fp8,
     ranges_at,
     reach_of_rows,
-    see_slices,
     see_tile,
     store_rows,
     stripe_offset,
 )
 from paged_ops.lowerings.gpu.attention.units import fit_whole, locate, next_unit, program_of, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, in_units
 from paged_ops.lowerings.gpu.target import Target
 
 
@@ -61,8 +59,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
     """On what :func:`plan` depends besides the spec, the target, the tiles and the count of sequences: equal values
     have equal plans, whatever T and S are."""
-    P = tile_plan.programs
-    return tuning.whole_units(T, S, spec.K, P, target), tuning.parts_fit(S, spec.K, P)
+    P, K = tile_plan.programs, spec.K // tile_plan.heads
+    return tuning.whole_units(T, S, K, P, target), tuning.parts_fit(S, K, P)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
@@ -70,14 +68,15 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
     if not tile_plan.all_split:
         return None
+    units = in_units(spec, tile_plan.heads)
     division = tuning.division(tile_plan.split.block_m, shapes.S, everyone=True)
-    whole = tuning.whole_units(shapes.T, shapes.S, spec.K, tile_plan.programs, target)
+    whole = tuning.whole_units(shapes.T, shapes.S, units.K, tile_plan.programs, target)
     division = tuning.by_warps(division)._replace(whole=whole)
     plan = plan_around((), spec, target, shapes, division)
-    fan = tuning.fan_of(split_shape(tile_plan, spec), spec, target, shapes.S, tile_plan.programs)
+    fan = tuning.fan_of(split_shape(tile_plan, units), units, target, shapes.S, tile_plan.programs)
     if not fan:
         return plan
-    launch = split_launch(tile_plan, spec, target, division, fan)
+    launch = split_launch(tile_plan, units, target, division, fan)
     return Plan((launch,), plan.workspace, tile_plan.programs * INTEGERS.value, plan.launches)
 
 
@@ -87,13 +86,15 @@ def plan_around(
     """Launches that serve split_kernel's sequences by ``division``, around the launch for the others. ``counted``: that
     one takes its work by counters."""
     tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
+    spec = in_units(spec, tile_plan.heads)
     launch = split_launch(tile_plan, spec, target, division, 0, counted)
     merged = tuning.shape(tile_plan.split, spec, weighed=False)
     return with_merge((launch, *between), tile_plan.programs, merged, spec, target, division)
 
 
 def split_shape(tile_plan: tuning.Plan, spec: Spec) -> TileShape:
-    return tuning.shape(tile_plan.split, spec, slices=tile_plan.slices, paired=spec.storage.paired)
+    paired = spec.storage.paired
+    return tuning.shape(tile_plan.split, spec, slices=tile_plan.slices, paired=paired, heads=tile_plan.heads)
 
 
 def split_launch(
@@ -120,20 +121,20 @@ def with_merge(
     constants = {
         "SPEC": spec.of_merge(),
         "DIVISION": division,
-        "TILE": tile._replace(D=0, W=0, paired=False),
+        "TILE": tile._replace(D=0, W=0, paired=False, heads=1),
         **target.overlap(),
         **tuning.Tile(tile.M, tile.N, 4, 1).options(target.backend != "hip"),
     }
-    helpers = HELPERS_OF_LATENTS if tile.Dv > tuning.LARGEST_HEAD else 1
+    helpers = HELPERS_OF_LATENTS if tile.Dv > tuning.LARGEST_HEAD else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
     merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, helpers, 1), NOT_OF_MERGE)
     to_lse = P * 2 * tile.M * spec.v_side.size
     to_taken = to_lse + P * 2 * tile.M
     return Plan((*launches, merge), (to_lse, to_taken, to_taken + 4))
 
 
-# Wider values are latents: so many programs merge what one program leaves. With one, that took longer than attention.
-LARGEST_PLAIN = tl.constexpr(tuning.LARGEST_HEAD)
-HELPERS_OF_LATENTS = 8
+# Where values are wider (latents), or rows many, so many programs merge what one leaves: with one, that took too long.
+LARGEST_PLAIN, HELPERS_OF_LATENTS = tl.constexpr(tuning.LARGEST_HEAD), 8
+MANY_ROWS, HELPERS_OF_MANY = tl.constexpr(64), 4
 
 # The fields that merge_kernel does not get.
 NOT_OF_MERGE = (
@@ -237,8 +238,7 @@ def split_kernel(
     if SPEC.logits.alibi:
         slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
     HALVES: tl.constexpr = 2 if TILE.paired else 1
-    acc, m, l = nothing_seen(M, TILE.Dv // HALVES, TILE.W)
-    acc_odd = acc
+    sums, m, l = nothing_summed(TILE)
     CONVERTED: tl.constexpr = (
         SPEC.storage.format == 0
         and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
@@ -304,17 +304,17 @@ def split_kernel(
         rows = Rows(q, i, sees, slopes, rows_factor, offset)
         cache = Keys(seq_len, oldest, block_table, keys, values)
         if TILE.W == 0:
+            acc, acc_odd = sums[0], sums[HALVES - 1]
             acc, acc_odd, m, l = see_tile(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)
+            sums = (acc, acc_odd) if TILE.paired else (acc,)
         else:
-            acc, acc_odd, m, l = see_slices(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
+            sums, m, l = see_slices(sums, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
         if (tile + 1 == end_tile) | (start + step + skipped + 1 == end):
             from_start = part_tile == first_tile
             for half in tl.static_range(HALVES):
-                result, m_, l_ = acc, m, l
-                if half == 1:
-                    result = acc_odd
+                result, m_, l_ = sums[half], m, l
                 if TILE.W > 0:
-                    result, m_, l_ = join_slices(result, m, l)
+                    result, m_, l_ = join_slices(of_own_head(sums, half, SPEC, TILE), m, l)
                 if SPEC.logits.sinks:
                     if from_start:  # the first part includes the sink
                         result, m_, l_ = count_sink(result, m_, l_, tl.load(tensors.sinks + row_head))
@@ -330,8 +330,7 @@ def split_kernel(
                     mask = row_live[:, None] & (d < SPEC.v_side.size)[None, :]
                     tl.store(tensors.parts + place, result, mask=mask)
                     tl.store(tensors.part_lse + part_row, lse2, mask=row_live)
-            acc, m, l = nothing_seen(M, TILE.Dv // HALVES, TILE.W)
-            acc_odd = acc
+            sums, m, l = nothing_summed(TILE)
     if FAN:
         first_free = tl.load(tensors.query_start_loc + numbers.S)
         begun, share, longer = noted(tensors, p)
@@ -388,9 +387,9 @@ def merge_kernel(
     p = tl.program_id(0)
     program, programs = p, tl.num_programs(0)
     LATENT: tl.constexpr = DV_PAD > LARGEST_PLAIN
-    if LATENT:  # programs along axis 1 share what one program of the first launch leaves
-        program = p * tl.num_programs(1) + tl.program_id(1)
-        programs = programs * tl.num_programs(1)
+    MANY: tl.constexpr = TILE.M >= MANY_ROWS
+    if LATENT or MANY:  # programs along axis 1 share what one program of the first launch leaves
+        program, programs = p * tl.num_programs(1) + tl.program_id(1), programs * tl.num_programs(1)
     one = tl.arange(0, 1)
     d = tl.arange(0, DV_PAD)
     first_free = tl.load(tensors.query_start_loc + numbers.S)
@@ -410,9 +409,8 @@ def merge_kernel(
     row_start += first_token
     tokens = tl.minimum(q_len - first_token, TOKENS)
     helper, helpers = p - first, last - first
-    if LATENT:
-        helper = helper * tl.num_programs(1) + tl.program_id(1)
-        helpers = helpers * tl.num_programs(1)
+    if LATENT or MANY:
+        helper, helpers = helper * tl.num_programs(1) + tl.program_id(1), helpers * tl.num_programs(1)
     cut = Cut(first, last, helper, helpers, row_start, tokens, kh)
     if PDL:
         gdc_wait()
@@ -437,6 +435,13 @@ def merge_kernel(
             merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
         else:
             merge_items(tensors, cut, SPEC, TILE, 1, 8, 256, 1)
+    elif MANY:
+        if last - first < 8:
+            merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
+        elif last - first < 64:
+            merge_items(tensors, cut, SPEC, TILE, 4, WIDTH, 32, 1)
+        else:
+            merge_items(tensors, cut, SPEC, TILE, 1, WIDTH, 32, 5)
     elif cut.helpers < 8:
         merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
     elif cut.helpers < 64:

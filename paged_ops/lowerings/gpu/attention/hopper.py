@@ -37,6 +37,7 @@ from paged_ops.lowerings.gpu.attention.hopper_parts import (
     parts_of,
     places,
     query_places,
+    value_parts_of,
 )
 from paged_ops.lowerings.gpu.attention.hopper_rows import consumer
 from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
@@ -88,20 +89,13 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     short = _short_of(tile_plan, spec, target, shapes.T, shapes.S)
     if tile_plan.all_split and short < 0:
         return None
-    # The maximum is taken before scaling. The producer reads the first entry of a table even if there are no keys.
-    rows = [_rows(side, spec, shapes.N) for side in (spec.k_side, spec.v_side)]
-    if (
-        shapes.numbers.scale <= 0
-        or not shapes.columns
-        or not shapes.aligned
-        or not 0 < min(rows) <= max(rows) < 1 << 31
-    ):
+    if not has_form(spec, shapes):
         return None
-    D, shape = spec.k_side.size, shape_of(spec, target.shared_memory)
-    copied = bool(spec.query[0] % 16 or spec.query[1] % 16)
+    shape = shape_of(spec, target.shared_memory)
+    copied = are_copied(spec)
     division = tuning.division(tile_plan.split.block_m, shapes.S, short)
     constants = {
-        "SPEC": spec._replace(query=(spec.K * spec.G * D, D, 1)) if copied else spec,
+        "SPEC": side_by_side(spec) if copied else spec,
         "DIVISION": division._replace(short=0, times=0),  # these two are not constants here
         "SHAPE": shape,
         "num_warps": 4,
@@ -114,6 +108,25 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     launcher = launcher_of(prefill_kernel, constants, target.device)
     launch = HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
     return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
+
+
+def has_form(spec: Spec, shapes: Shapes) -> bool:
+    """Whether TMA can bring the tiles of these shapes. The maximum is taken before scaling. The producer reads the
+    first entry of a table even if there are no keys."""
+    rows = [_rows(side, spec, shapes.N) for side in (spec.k_side, spec.v_side)]
+    fits = 0 < min(rows) <= max(rows) < 1 << 31
+    return bool(shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and fits)
+
+
+def are_copied(spec: Spec) -> bool:
+    """Whether query rows are copied first, because they do not lie at multiples of 16 bytes."""
+    return bool(spec.query[0] % 16 or spec.query[1] % 16)
+
+
+def side_by_side(spec: Spec) -> Spec:
+    """The spec with query rows side by side, as a copy has them."""
+    D = spec.k_side.size
+    return spec._replace(query=(spec.K * spec.G * D, D, 1))
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
@@ -183,7 +196,7 @@ class HopperShape(NamedTuple):
     stages: int
     slots: int
     heads: int  # key/value heads that are served at a time
-    registers: tuple[int, int, int]  # of a thread of the consumers and of the producer; the scheduler has the rest
+    registers: tuple[int, ...]  # of a thread of the consumers and of the producer; the scheduler has the rest
     k_parts: tuple[int, ...]
     v_parts: tuple[int, ...]
     k_matrix: Matrix
@@ -194,16 +207,17 @@ def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
     """128 keys per tile if two such tiles, the rows' sums and the scores have the space; then two tiles of query rows,
     then more stages."""
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
+    k_parts, v_parts = parts_of(D), value_parts_of(Dv)
     space = (shared_memory - OTHERS) // itemsize - BLOCK_M * D
     # Triton 3.9's products in three parts would run one after another (C7512), with any number of registers.
     fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
-    N = 128 if Dv <= 128 and 2 * 128 * (D + Dv) <= space and fits else 64
-    stage = N * (D + Dv)
+    N = 128 if Dv <= 128 and 2 * 128 * (D + sum(v_parts)) <= space and fits else 64
+    stage = N * (D + sum(v_parts))
     slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (BLOCK_M * D))
     stages = min(MOST_STAGES, (space - (slots - 1) * BLOCK_M * D) // stage)
     heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
     page = min(spec.B & -spec.B, N)
-    parts, matrices = (parts_of(D), parts_of(Dv)), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
+    parts, matrices = (k_parts, v_parts), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
     return HopperShape(BLOCK_M, N, page, stages, slots, heads, _registers(spec), *parts, *matrices)
 
 
@@ -232,7 +246,7 @@ class Address:
 
 QUERY, KEYS, VALUES = map(Pointers._fields.index, ("query", "key_cache", "value_cache"))
 # The pointers that the kernel does not get.
-NOT_TAKEN = (
+NOT_TAKEN: tuple[str, ...] = (
     "parts",
     "part_lse",
     "arrived",
@@ -246,21 +260,25 @@ NOT_TAKEN = (
 
 
 class HopperLaunch(Launch):
-    """Adds to :class:`Launch` the descriptors of the cache, ``short``, and the requirement that query rows lie at
-    multiples of 16 bytes, as they are copied by 16 bytes."""
+    """Adds to :class:`Launch` the descriptors of the cache, ``short`` if there is one, and the requirement that query
+    rows lie at multiples of 16 bytes, as they are copied by 16 bytes."""
 
-    __slots__ = ("_N", "_copied", "_page", "_short", "_spec")
+    __slots__ = ("_N", "_copied", "_more", "_page", "_spec")
+    not_taken = NOT_TAKEN
 
-    def __init__(self, launcher: Launcher, grid: Any, short: int, copied: bool, spec: Spec, N: int, page: int) -> None:
-        super().__init__(launcher, grid, NOT_TAKEN)
-        self._short, self._copied, self._spec, self._N, self._page = short, copied, spec, N, page
+    def __init__(
+        self, launcher: Launcher, grid: Any, short: int | None, copied: bool, spec: Spec, N: int, page: int
+    ) -> None:
+        super().__init__(launcher, grid, self.not_taken)
+        self._more = () if short is None else (short,)
+        self._copied, self._spec, self._N, self._page = copied, spec, N, page
 
     def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
         described = self._launcher.kept.get(self._N)  # of a cache of so many blocks, after the first call
         if described is None or self._copied or addresses[QUERY] & 15:
             return False
         descriptors = [each and moved(each, addresses[at]) for each, at in described]
-        return self._launcher.at(self.grid(numbers), addresses, numbers, self._short, *descriptors)
+        return self._launcher.at(self.grid(numbers), addresses, numbers, *self._more, *descriptors)
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
         query = tensors.query
@@ -269,22 +287,21 @@ class HopperLaunch(Launch):
         elif addresses[QUERY] & 15:
             query = query.new_empty_strided(query.shape, query.stride()).copy_(query)
         sides = (
-            (KEYS, tensors.key_cache.squeeze(3), self._spec.k_side),
-            (VALUES, tensors.value_cache, self._spec.v_side),
+            (KEYS, tensors.key_cache.squeeze(3), self._spec.k_side, parts_of),
+            (VALUES, tensors.value_cache, self._spec.v_side, value_parts_of),
         )
-        described = [(each, at) for at, cache, side in sides for each in self._describe(cache, side)]
+        described = [(each, at) for at, cache, side, parts in sides for each in self._describe(cache, side, parts)]
         descriptors = [each for each, _ in described]
         # With the places of their addresses; a base would keep the cache alive.
         self._launcher.kept[self._N] = [(each and {**vars(each), "base": None}, at) for each, at in described]
         taken = self._taken(tensors._replace(query=query))
         addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
-        self._launcher(self.grid(numbers), taken, numbers, self._short, *descriptors, addresses=addresses)
+        self._launcher(self.grid(numbers), taken, numbers, *self._more, *descriptors, addresses=addresses)
 
-    def _describe(self, cache: Tensor, side: Side) -> list[TensorDescriptor | None]:
+    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[TensorDescriptor | None]:
         """Of each part of a side, and None where there are fewer parts."""
-        parts = parts_of(side.size)
-        described = [describe(cache, side, self._spec, self._page, part) for part in parts]
-        return [*described, *[None] * (MOST_PARTS - len(parts))]
+        described = [describe(cache, side, self._spec, self._page, part) for part in parts_of(side.size)]
+        return [*described, *[None] * (MOST_PARTS - len(described))]
 
 
 def describe(cache: Tensor, side: Side, spec: Spec, page: int, part: int) -> TensorDescriptor:
@@ -322,6 +339,8 @@ class Shared(NamedTuple):
     v_full: Any
     v_empty: Any
     v_clean: Any  # barriers: values that no row may see are zeroed
+    places: Any  # None, or, of items that are parts of units: see hopper_shares.py
+    rows_full: Any  # and barriers: their query rows have arrived
 
 
 @gluon.jit
@@ -343,20 +362,9 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     return made
 
 
-@gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
-def prefill_kernel(
-    tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
-    short,
-    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
-    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
-):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
-    dtype: gl.constexpr = tensors.query.dtype.element_ty
+@gluon.jit
+def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return."""
     M: gl.constexpr = SHAPE.M
     CONSUMERS: gl.constexpr = M // WARPGROUP
     N: gl.constexpr = SHAPE.N
@@ -374,11 +382,27 @@ def prefill_kernel(
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
     # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
     CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
-    shared = Shared(
+    return (
         items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + 1), q_groups, q_tiles,
         k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS),
         v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), barriers(CLEAN, 1),
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
+def prefill_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    short,
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(

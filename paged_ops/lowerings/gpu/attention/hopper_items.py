@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from paged_ops.lowerings.gpu.attention.hopper_parts import first_of, number_of, rows_at_once, size_of
+from paged_ops.lowerings.gpu.attention.hopper_parts import first_of, number_of, rows_at_once, size_of, sum_of
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
 from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
 
@@ -204,8 +204,8 @@ def scheduler(
             row = row_start.to(gl.int64) + first_token
             for part in gl.static_range(number_of(PARTS)):
                 fetch_rows(
-                    tensors.query, row, q_len - first_token, kh, shared.q_groups[part], slot, first_of(PARTS, part),
-                    size_of(PARTS, part), SPEC, SHAPE,
+                    tensors.query, row, q_len - first_token, kh, shared.q_groups[part], slot,
+                    first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE,
                 )  # fmt: skip
             async_copy.commit_group()
             async_copy.wait_group(0)
@@ -234,16 +234,17 @@ def rows_of(ids, kh, j, lane, PAGES: gl.constexpr, MATRIX: gl.constexpr):
 
 @gluon.jit
 def bring(
-    descs, rows, kh, full, pages, stage, PARTS: gl.constexpr, MATRIX: gl.constexpr, SHAPE: gl.constexpr
+    descs, rows, kh, full, pages, stage, PARTS: gl.constexpr, MATRIX: gl.constexpr, SIDE: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy a tile of keys, or of values."""
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     column = kh * MATRIX.columns_head
-    mbarrier.expect(full, SHAPE.N * first_of(PARTS, number_of(PARTS)) * 2)
+    mbarrier.expect(full, SHAPE.N * sum_of(PARTS) * 2)
     for n in gl.static_range(number_of(PARTS)):
         for page in gl.static_range(PAGES):
             place = pages[n].index(stage * PAGES + page)
-            load_box(descs[n], [rows[page], 0, 0, column + first_of(PARTS, n)], full, place)
+            load_box(descs[n], [rows[page], 0, 0, column + first_of(PARTS, n, SIDE.size)], full, place)
 
 
 @gluon.jit
@@ -259,6 +260,8 @@ def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAP
     V_PARTS: gl.constexpr = SHAPE.v_parts
     K_MATRIX: gl.constexpr = SHAPE.k_matrix
     V_MATRIX: gl.constexpr = SHAPE.v_matrix
+    K_SIDE: gl.constexpr = SPEC.k_side
+    V_SIDE: gl.constexpr = SPEC.v_side
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.wait(shared.item_full.index(0), 0)
     count = get(shared.items, 0, COUNT, 1)
@@ -284,9 +287,15 @@ def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAP
             j = gl.maximum(tile - 1, 0) * N + lane % PAGES * PAGE
             ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
             mbarrier.wait(shared.k_empty.index(stage), free)
-            bring(descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, K_PARTS, K_MATRIX, SHAPE)
+            bring(
+                descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, K_PARTS, K_MATRIX, K_SIDE,
+                SHAPE,
+            )  # fmt: skip
             mbarrier.wait(shared.v_empty.index(stage), free)
-            bring(descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, V_PARTS, V_MATRIX, SHAPE)
+            bring(
+                descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, V_PARTS, V_MATRIX, V_SIDE,
+                SHAPE,
+            )  # fmt: skip
         total += count
         n += 1
         mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)

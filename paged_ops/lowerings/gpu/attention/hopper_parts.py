@@ -2,8 +2,8 @@
 
 Gluon's tensors, copies and products have sizes that are powers of two. So the columns of a head are divided (192 is
 128 + 64, 112 is 64 + 32 + 16), and each part has places of its own in shared memory, and copies and products of its
-own: of the keys into the same scores, of the values each into sums of its own. Nothing is padded. Constants are tuples
-of the parts' sizes, the largest first.
+own: of the keys into the same scores, of the values each into sums of its own. Nothing is padded, but a part of values
+may begin in the one before. Constants are tuples of the parts' sizes, the largest first.
 
 A part lies in groups of 8 rows by up to 64 columns, swizzled, with all columns of 8 rows together: so a block of the
 cache is one copy, and tiles of any number of rows are made of blocks.
@@ -25,6 +25,13 @@ def parts_of(size: int) -> tuple[int, ...]:
     return tuple(1 << n for n in reversed(range(size.bit_length())) if size >> n & 1)
 
 
+def value_parts_of(size: int) -> tuple[int, ...]:
+    """The same for values, with 64 in place of 32 + 16: a product with few columns takes about as long as one with 64.
+    The last part then overlaps the one before."""
+    parts = parts_of(size)
+    return (*parts[:-2], 64) if parts[-2:] == (32, 16) and size > 64 else parts
+
+
 @gluon.constexpr_function
 def number_of(parts):
     return len(parts)
@@ -36,9 +43,14 @@ def size_of(parts, n):
 
 
 @gluon.constexpr_function
-def first_of(parts, n):
-    """The column at which a part begins."""
-    return sum(parts[:n])
+def sum_of(parts):
+    return sum(parts)
+
+
+@gluon.constexpr_function
+def first_of(parts, n, size):
+    """The column of a head of this size at which a part begins."""
+    return min(sum(parts[:n]), size - parts[n])
 
 
 @gluon.constexpr_function

@@ -200,18 +200,51 @@ def zero_sums(M: gl.constexpr, WIDTHS: gl.constexpr):
 
 @gluon.jit
 def store_columns(
-    sums, tensors, first, tokens, kh, which: gl.constexpr, FIRST: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr
+    sums, tensors, first, tokens, kh, place, which: gl.constexpr, FIRST: gl.constexpr, PART: gl.constexpr,
+    SPEC: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Write some columns of the rows, which belong to tokens from ``first`` on."""
+    """Write some columns of the rows, which belong to tokens from ``first`` on. PART: to a place among the parts."""
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = WARPGROUP
     layout: gl.constexpr = sums.type.layout
     r = which * M + gl.arange(0, M, gl.SliceLayout(1, layout))
     live = (r < SHAPE.M // G * G) & (r // G < tokens)
-    row = (first + r // G) * (SPEC.K * G) + kh * G + r % G
+    if PART:
+        to = tensors.parts
+        row = place.to(gl.int64) * SHAPE.M + r
+    else:
+        to = tensors.out
+        row = (first + r // G) * (SPEC.K * G) + kh * G + r % G
     d = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
-    at = tensors.out + row[:, None] * SPEC.v_side.size + d[None, :]
-    gl.store(at, sums.to(tensors.out.dtype.element_ty), mask=live[:, None])
+    at = to + row[:, None] * SPEC.v_side.size + d[None, :]
+    gl.store(at, sums.to(to.dtype.element_ty), mask=live[:, None])
+
+
+@gluon.jit
+def store_item(
+    sums, m, l, seen, factor, tensors, row_start, first_token, q_len, kh, place, which: gl.constexpr,
+    PART: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Write the result and the lse of an item's rows. PART: to a place among the parts."""
+    G: gl.constexpr = SPEC.G
+    TOKENS: gl.constexpr = SHAPE.M // G
+    WIDTHS: gl.constexpr = products_of(SHAPE.v_parts)
+    first = row_start.to(gl.int64) + first_token
+    for part in gl.static_range(number_of(WIDTHS)):
+        store_columns(
+            sums[part], tensors, first, q_len - first_token, kh, place, which,
+            first_of(WIDTHS, part, SPEC.v_side.size), PART, SPEC, SHAPE,
+        )  # fmt: skip
+    if SPEC.lse or PART:
+        lse2 = gl.where(seen, m * factor + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
+        r = which * WARPGROUP + gl.arange(0, WARPGROUP, m.type.layout)
+        token = first_token + r // G
+        live = (r < TOKENS * G) & (token < q_len)
+        if PART:
+            gl.store(tensors.part_lse + place * SHAPE.M + r, lse2, mask=live)
+        else:
+            row = (row_start + token).to(gl.int64) * (SPEC.K * G) + kh * G + r % G
+            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
 
 
 @gluon.constexpr_function
@@ -238,7 +271,6 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    H = SPEC.K * G
     factor = numbers.scale * LOG2E
     cap = (0.0, 0.0)
     if SOFT_CAP:
@@ -271,6 +303,8 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
         else:
             q_at = slot * (SHAPE.M // WARPGROUP) + which
             i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
+            if shared.places is not None:
+                place = gl.sum(shared.places.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             s_of = 0
             if MASKS.ranges:
                 s_of = get(shared.items, slot, SEQUENCE, 4)
@@ -279,11 +313,15 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             sink = m
             if SPEC.logits.sinks:
                 sink = gl.load(tensors.sinks + kh * G + (which * M + gl.arange(0, M, s_rows)) % G) * LOG2E
+                if shared.places is not None:  # the first part includes the sink
+                    sink = gl.where((place < 0) | (place % 2 == 1), sink, float("-inf"))
                 m = sink / factor
             sums = zero_sums(M, WIDTHS)
 
             # the last tile first: it needs the mask
             stage = total % STAGES
+            if shared.rows_full is not None:
+                mbarrier.wait(shared.rows_full.index(slot), (n // SLOTS) & 1)
             mbarrier.wait(shared.k_full.index(stage), (total // STAGES) & 1)
             s = multiply(shared.q_tiles, q_at, shared.k_tiles, stage, zero, K_PARTS)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -334,18 +372,19 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             seen = l != 0.0
             share = gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0)
             sums = scaled(sums, share, V_PARTS)
-            first = row_start.to(gl.int64) + first_token
-            for part in gl.static_range(number_of(WIDTHS)):
-                store_columns(
-                    sums[part], tensors, first, q_len - first_token, kh, which, first_of(WIDTHS, part), SPEC, SHAPE
+            if shared.places is None:
+                store_item(
+                    sums, m, l, seen, factor, tensors, row_start, first_token, q_len, kh, 0, which, False, SPEC, SHAPE
                 )
-            if SPEC.lse:
-                lse2 = gl.where(seen, m * factor + gl.log2(gl.where(seen, l, 1.0)), float("-inf"))
-                r = which * M + gl.arange(0, M, s_rows)
-                token = first_token + r // G
-                live = (r < TOKENS * G) & (token < q_len)
-                row = (row_start + token).to(gl.int64) * H + kh * G + r % G
-                gl.store(tensors.lse + row, lse2 * LN2, mask=live)
+            elif place < 0:  # a whole unit
+                store_item(
+                    sums, m, l, seen, factor, tensors, row_start, first_token, q_len, kh, 0, which, False, SPEC, SHAPE
+                )
+            else:
+                store_item(
+                    sums, m, l, seen, factor, tensors, row_start, first_token, q_len, kh, place, which, True, SPEC,
+                    SHAPE,
+                )  # fmt: skip
         total += count
         n += 1
         mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)

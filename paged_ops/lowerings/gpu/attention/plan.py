@@ -13,6 +13,7 @@ read once for all of them) and N keys of a tile.
   a unit's programs of ``split_kernel`` does so (parts.py), and there is no second launch.
 * ``prefill_kernel`` (prefill.py, or hopper.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
+* ``shares_kernel`` (hopper_shares.py) replaces ``split_kernel`` on Hopper where all sequences have 33 to 128 rows.
 
 The host checks and describes a *form* of call once, by shapes, strides, dtypes and features, without the numbers of
 tokens and sequences. It plans each pair of these numbers once, in a few microseconds, and launches known calls at once.
@@ -333,6 +334,12 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
 
 @functools.cache
 def _hopper() -> tuple[ModuleType, ...]:
-    from paged_ops.lowerings.gpu.attention import hopper, latent_hopper, latent_hopper_columns
+    from paged_ops.lowerings.gpu.attention import (
+        hopper,
+        hopper_shares,
+        latent_hopper,
+        latent_hopper_columns,
+        latent_hopper_fp8,
+    )
 
-    return hopper, latent_hopper_columns, latent_hopper
+    return hopper_shares, hopper, latent_hopper_columns, latent_hopper, latent_hopper_fp8

@@ -216,17 +216,33 @@ def softmax_step(logits, m, l):
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """
-    m_new = tl.maximum(m, tl.max(logits, 1))
-    # A row that has seen no key keeps the maximum -inf, and 0 is subtracted, as exp2(-inf - 0) is 0.
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(logits - tl.expand_dims(shift, 1))
-    decay = tl.exp2(m - shift)
-    return p, tl.expand_dims(decay, 1), m_new, l * decay + tl.sum(p, 1)
+    weights, decay, m, l = softmax_steps((logits,), m, l)
+    return weights[0], decay, m, l
 
 
 @triton.jit
-def weigh(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """The results of :func:`softmax_step` from products of queries and keys; operands broadcast to the products."""
+def softmax_steps(logits, m, l):
+    """:func:`softmax_step` with a tuple of tiles of one shape at once: their weights are a tuple, too."""
+    highest = logits[0]
+    for n in tl.static_range(1, len(logits)):
+        highest = tl.maximum(highest, logits[n])
+    m_new = tl.maximum(m, tl.max(highest, 1))
+    # A row that has seen no key keeps the maximum -inf, and 0 is subtracted, as exp2(-inf - 0) is 0.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weights: tl.tuple = ()
+    for n in tl.static_range(len(logits)):
+        weights += (tl.exp2(logits[n] - tl.expand_dims(shift, 1)),)
+    total = weights[0]
+    for n in tl.static_range(1, len(logits)):
+        total += weights[n]
+    decay = tl.exp2(m - shift)
+    return weights, tl.expand_dims(decay, 1), m_new, l * decay + tl.sum(total, 1)
+
+
+@triton.jit
+def masked_logits(qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """:func:`logits2` from products of queries and keys, and -inf where a row does not see a key; operands broadcast to
+    the products."""
     MASKS: tl.constexpr = SPEC.masks  # triton 3.6: a field of a constant is a constant only under a name of its own
     logits = logits2(qk, rows, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
     if MASKED:
@@ -237,7 +253,13 @@ def weigh(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.const
         if MASKS.sparse:
             kept = kept & keep_block_sparse(rows.i, j, rows.offset, numbers)
         logits = tl.where(kept, logits, float("-inf"))
-    return softmax_step(logits, m, l)
+    return logits
+
+
+@triton.jit
+def weigh(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """The results of :func:`softmax_step` from products of queries and keys; operands broadcast to the products."""
+    return softmax_step(masked_logits(qk, rows, j, live, numbers, SPEC, MASKED, EXACT), m, l)
 
 
 @triton.jit
@@ -320,101 +342,8 @@ def see_tile(
 
 
 @triton.jit
-def see_slices(
-    acc,
-    acc_odd,  # if TILE.paired: the odd columns; acc then has the even ones
-    m,
-    l,
-    rows,  # factor is [1, 1, M] or a number
-    keys,
-    tile,
-    seen,  # whether any row sees a key of the tile
-    numbers,
-    SPEC: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """:func:`see_tile` for few rows, one slice of keys per warp: ``acc [W, Dv, M]``, maxima and totals ``[W, M]``.
-
-    Each of the W slices lies in one block and has a softmax of its own until :func:`join_slices`, so warps wait only
-    for each other's loads. Products are keys by queries, so that 8 rows fill a matrix instruction.
-    """
-    q = rows.q
-    K_SIDE: tl.constexpr = SPEC.k_side
-    V_SIDE: tl.constexpr = SPEC.v_side
-    N: tl.constexpr = TILE.N // TILE.W
-    M: tl.constexpr = q.shape[0]
-    first = tile * TILE.N + tl.arange(0, TILE.W) * N
-    j = first[:, None] + tl.arange(0, N)[None, :]
-    live = j < keys.seq_len
-    entered = first < keys.seq_len
-    if SPEC.masks.window or SPEC.masks.chunk:
-        live = live & (j >= keys.oldest)
-        entered = entered & (first + N > keys.oldest)
-    if SPEC.masks.sparse:
-        live = live & seen
-        entered = entered & seen
-    block = tl.load(keys.block_table + (first // SPEC.B) * SPEC.table, mask=entered, other=0).to(tl.int64)
-    offset = (first % SPEC.B).to(tl.int64)
-    # Keys that no row sees are masked as logits. They are read all the same, from a block that exists.
-    k = load_slices(keys.k, block, offset, keys.seq_len > 0, K_SIDE, TILE.D, N, TILE.paired, False)
-    if TILE.paired:
-        q_even, q_odd = tl.split(tl.reshape(q, (M, TILE.D // 2, 2)))
-        k_even, k_odd = widen_pairs(k, keys.k.dtype.element_ty == tl.float8e4nv)
-        qk = tl.dot(k_odd, beside(q_odd, TILE.W), tl.dot(k_even, beside(q_even, TILE.W)))
-    else:
-        qk = tl.dot(k, beside(q, TILE.W))
-    slopes, sees = rows.slopes, rows.sees
-    offset_of_row = None
-    if slopes is not None:
-        slopes = slopes[None, None, :]
-    if SPEC.masks.sparse:
-        offset_of_row = rows.offset[None, None, :]
-    if sees is not None:
-        sees = (sees[0][None, None, :], sees[1][None, None, :])
-    across = Rows(None, rows.i[None, None, :], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = weigh(qk, m, l, across, j[:, :, None], live[:, :, None], numbers, SPEC, True, False)
-    v = load_slices(keys.v, block, offset, live[:, None, :], V_SIDE, TILE.Dv, N, TILE.paired, True)
-    if TILE.paired:
-        v_even, v_odd = widen_pairs(v, keys.v.dtype.element_ty == tl.float8e4nv)
-        acc = tl.dot(v_even, p.to(tl.float16), acc * decay)
-        acc_odd = tl.dot(v_odd, p.to(tl.float16), acc_odd * decay)
-    else:
-        acc = tl.dot(v, p.to(v.dtype), acc * decay)
-    return acc, acc_odd, m, l
-
-
-@triton.jit
-def load_slices(
-    base, block, offset, live, SIDE: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, PAIRED: tl.constexpr,
-    COLUMNS_FIRST: tl.constexpr,
-):  # fmt: skip
-    """N keys or values of one head from each place (``block [W]``, ``offset [W]``): ``[W, N, PADDED]``, or ``[W,
-    PADDED, N]`` if COLUMNS_FIRST. Pairs of 8-bit numbers are int16, with half as many columns."""
-    PAIR: tl.constexpr = 2 if PAIRED else 1
-    if PAIRED:
-        base = base.to(tl.pointer_type(tl.int16))
-    place = (block * (SIDE.n // PAIR) + offset * (SIDE.b // PAIR))[:, None, None]
-    n = tl.arange(0, N) * (SIDE.b // PAIR)
-    d = tl.arange(0, PADDED // PAIR)
-    column = d if PAIRED else d * SIDE.d
-    if COLUMNS_FIRST:
-        place = place + (column[None, :, None] + n[None, None, :])
-        mask = live & (d < SIDE.size // PAIR)[None, :, None]
-    else:
-        place = place + (n[None, :, None] + column[None, None, :])
-        mask = live & (d < SIDE.size // PAIR)[None, None, :]
-    return tl.load(base + place, mask=mask, other=0)
-
-
-@triton.jit
-def beside(q, SLICES: tl.constexpr):
-    """The rows ``q [M, D]`` as each slice takes them: ``[W, D, M]``."""
-    return tl.broadcast_to(tl.trans(q)[None, :, :], (SLICES, q.shape[1], q.shape[0]))
-
-
-@triton.jit
 def nothing_seen(M: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr):
-    """The state from which :func:`see_tile` or :func:`see_slices` starts."""
+    """The state from which :func:`see_tile` starts, or see_slices of slices.py, with SLICES."""
     if SLICES == 0:
         acc = tl.zeros([M, COLUMNS], tl.float32)
         m = tl.full([M], float("-inf"), tl.float32)
@@ -422,20 +351,6 @@ def nothing_seen(M: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr):
         acc = tl.zeros([SLICES, COLUMNS, M], tl.float32)
         m = tl.full([SLICES, M], float("-inf"), tl.float32)
     return acc, m, tl.zeros_like(m)
-
-
-@triton.jit
-def join_slices(acc, m, l):
-    """The sum ``[M, Dv]``, maxima and totals ``[M]`` of all slices together."""
-    most = tl.max(m, 0)
-    weight = tl.exp2(m - tl.where(most == float("-inf"), 0.0, most)[None, :])
-    sums = tl.permute(acc * weight[:, None, :], (2, 1, 0))
-    # By halves: tl.sum would send each number through shared memory several times.
-    for _ in tl.static_range(3):
-        if sums.shape[2] > 1:
-            low, high = tl.split(tl.reshape(sums, (sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2)))
-            sums = low + high
-    return tl.reshape(sums, (sums.shape[0], sums.shape[1])), most, tl.sum(l * weight, 0)
 
 
 @triton.jit

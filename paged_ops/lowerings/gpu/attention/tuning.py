@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, is_sliceable
+from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, has_adjacent_heads, is_sliceable
 from paged_ops.lowerings.gpu.target import Target
 
 LARGEST_HEAD = 256
@@ -47,7 +47,8 @@ class Plan(NamedTuple):
     """What one call launches: the same for all batches of its shapes."""
 
     split: Tile
-    slices: int  # slices of SLICE keys per key tile of split_kernel; 0: its tiles are whole
+    slices: int  # of a key tile of split_kernel; 0: its tiles are whole
+    heads: int  # key/value heads of a unit of split_kernel
     prefill: Tile
     programs: int  # of split_kernel
     all_split: bool  # whether split_kernel serves sequences of every length, except those that hopper.py takes
@@ -80,13 +81,15 @@ def too_large(D: int | None, Dv: int | None) -> list[str]:
     return [f"{name}: at most {LARGEST_HEAD}, got {size}" for name, size in sizes.items() if (size or 0) > LARGEST_HEAD]
 
 
-def shape(tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, weighed: bool = True) -> TileShape:
+def shape(
+    tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, heads: int = 1, weighed: bool = True
+) -> TileShape:
     """The shape of a kernel's tile. ``weighed``: the kernel multiplies weights by values, by warpgroups if it has the
     rows."""
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.storage.dtype.itemsize
     wide = weighed and tile.block_m >= WARPGROUP_ROWS
     value_size = padded_values(D, Dv, itemsize) if wide else padded(Dv, itemsize)
-    return TileShape(tile.block_m, tile.block_n, padded(D, itemsize), value_size, slices, paired)
+    return TileShape(tile.block_m, tile.block_n, padded(D, itemsize), value_size, slices, paired, heads)
 
 
 def division(rows: int, S: int, short: int = -1, everyone: bool = False) -> Division:
@@ -130,7 +133,8 @@ def fan_of(tile: TileShape, spec: Spec, target: Target, S: int, programs: int) -
 def plan_of(spec: Spec, target: Target, T: int, S: int) -> Plan:
     """:func:`plan` for a call."""
     D, Dv, masks = spec.k_side.size, spec.v_side.size, spec.masks
-    return plan(spec.dtype, spec.storage.dtype, T, S, spec.G, D, Dv, target, masks.sparse, is_sliceable(spec))
+    form = masks.sparse, is_sliceable(spec), spec.K if has_adjacent_heads(spec) else 0
+    return plan(spec.dtype, spec.storage.dtype, T, S, spec.G, D, Dv, target, *form)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,10 +149,12 @@ def plan(
     target: Target,
     sparse: bool = False,
     sliceable: bool = False,
+    adjacent: int = 0,
 ) -> Plan:
     """The tiles for T rows in S sequences. Lengths are not known: any batch of these shapes is computed correctly.
 
-    ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.is_sliceable`.
+    ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.is_sliceable`. ``adjacent``: the number of key/value heads
+    if :func:`~paged_ops.lowerings.gpu.spec.has_adjacent_heads`, else 0.
     """
     group = power_of_2(G)
     # Decode and speculation: tiles have as many rows as each sequence has if all have the same number. Only the device
@@ -162,13 +168,16 @@ def plan(
     on_cpu = target.device.type == "cpu"
     numbers = {} if on_cpu else target.tiles
     sliced = sliceable and rows <= SLICED_ROWS and (on_cpu or width in numbers.get("slices", {}).get(kind, {}))
+    least_units, *two_heads = numbers.get("two_heads", {}).get(kind, {}).get(width, (0,))
+    together = two_heads and sliced and same and 2 * rows <= SLICED_ROWS and S * adjacent >= max(least_units, 1)
     split_m = max(SLICED_ROWS if sliced else 16, rows)
     all_split = same or T * G <= split_m
     if on_cpu:
         split = Tile(split_m, 32 if sliced else 16, 4, 1)
         prefill, programs = Tile(max(32, group), 16, 4, 1), INTERPRETER_PROGRAMS
     else:
-        split_n, split_warps, split_stages, per_sm, *bound = numbers["slices" if sliced else "split"][kind][width]
+        of_split = two_heads if together else numbers["slices" if sliced else "split"][kind][width]
+        split_n, split_warps, split_stages, per_sm, *bound = of_split
         prefill_m, prefill_n, *prefill_rest = numbers["prefill"][kind][width]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
         if sparse:  # whole tiles are skipped, and stepping to the next one needs registers that larger tiles lack
@@ -183,7 +192,8 @@ def plan(
             space = target.shared_memory // (1 if one_fits else 2) - 3 * queries
             split = Tile(split_m, split_n, 8 if one_fits else 4, max(1, min(split_stages, space // stage)))
         programs = per_sm * target.processors
-    return Plan(split, split.block_n // SLICE if sliced else 0, prefill, programs, all_split)
+    slices = min(split.block_n // SLICE, split.num_warps) if sliced else 0
+    return Plan(split, slices, 2 if together else 1, prefill, programs, all_split)
 
 
 def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows") -> tuple[Tile, int]:

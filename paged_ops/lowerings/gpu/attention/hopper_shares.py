@@ -1,0 +1,223 @@
+"""Attention on Hopper (sm_90) in Gluon for many query heads per key/value head: the consumers of hopper_rows.py, with
+units that are divided by keys.
+
+With few query rows per sequence memory decides, whatever the lengths are, if all programs have equal shares. So one
+program per multiprocessor takes an equal contiguous share of the key tiles of all units, as split_kernel of decode.py
+does: the device counts the tiles, and one captured graph is balanced for any lengths. An item of a program is what its
+share has of a unit. An item that is a whole unit goes to the output. The others leave parts, which merge_kernel of
+decode.py merges.
+
+A tile has M packed query rows, 64 or 128, and one warpgroup for each 64 of them. A scheduler walks over the share and
+fetches query rows one item ahead; a producer warp brings keys and values, which is the same as in hopper.py.
+
+Bytes of a key in bfloat16: 2 (D + Dv); FLOPs of a key: 2 M (D + Dv). At 4.45 TB/s, one multiprocessor of an H200 has
+1.9 µs for a tile of 128 keys with heads of 128, and both products of 128 rows need 0.6 µs of them.
+
+Letters: as in hopper.py. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), stream-K (Osama et al. 2023,
+arXiv:2301.03598).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import decode, hopper, tuning
+from paged_ops.lowerings.gpu.attention.hopper import (
+    BLOCK_M,
+    HopperLaunch,
+    HopperShape,
+    Shared,
+    barriers,
+    shared_memory,
+)
+from paged_ops.lowerings.gpu.attention.hopper_items import COUNT, FIELDS, fetch_rows, producer
+from paged_ops.lowerings.gpu.attention.hopper_parts import WARPGROUP, first_of, number_of, size_of
+from paged_ops.lowerings.gpu.attention.latent_hopper import share_of
+from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of
+from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
+from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
+from paged_ops.lowerings.gpu.launch import Plan, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.target import Target
+
+LEAST_ROWS = 33  # packed query rows; from so many on split_kernel loads them again for each tile of keys
+FEW_STAGES = 3  # tiles of 128 keys that are worth having: with two, four or five of 64 are faster
+# Heads of keys and values that were run on a GPU; it compiles for all that hopper.py serves.
+SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    sizes = spec.k_side.size, spec.v_side.size
+    against = {
+        "bidirectional_ranges": bool(spec.masks.ranges),
+        f"head sizes: expected one of {SIZES}, got {sizes}": sizes not in SIZES,
+    }
+    return [reason for reason, holds in against.items() if holds] + hopper.serves(spec, target)
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return rows_of(spec, T, S)
+
+
+def rows_of(spec: Spec, T: int, S: int) -> int:
+    """The rows of a tile that has all of a sequence's packed query rows, if all sequences have as many tokens; 0 if
+    there is none, or if the rows are too few. Sequences of other lengths are served as well."""
+    tokens = max(T // S, 1) if T <= S or T % S == 0 else 0
+    rows = tokens * spec.G
+    # Only large groups: sequences that have many tokens may be one prompt and many decodes.
+    most = BLOCK_M if spec.G >= LEAST_ROWS else WARPGROUP.value
+    return 0 if not LEAST_ROWS <= rows <= most else max(WARPGROUP.value, tuning.power_of_2(rows))
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
+    """Launches that serve every sequence of a batch; None if another kernel should."""
+    M, P = rows_of(spec, shapes.T, shapes.S), target.processors
+    if not M or not hopper.has_form(spec, shapes):
+        return None
+    shape, copied = shape_of(spec, M, target.shared_memory), hopper.are_copied(spec)
+    division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))._replace(aligned=True)
+    constants = {
+        "SPEC": hopper.side_by_side(spec) if copied else spec,
+        "DIVISION": division,
+        "SHAPE": shape,
+        **target.overlap(),
+        "num_warps": 4,
+    }
+    launch = SharesLaunch(
+        launcher_of(shares_kernel, constants, target.device), (P, 1, 1), None, copied, spec, shapes.N, shape.page
+    )
+    merged = TileShape(M, shape.N, 0, tuning.padded(spec.v_side.size, spec.storage.dtype.itemsize), 0, False)
+    return decode.with_merge((launch,), P, merged, spec, target, division)
+
+
+def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
+    """128 keys per tile for heads of up to 128 if a few tiles fit, else 64; two tiles of query rows if two of keys and
+    values fit beside them; then as many of these as fit, so that many bytes are on their way."""
+    whole = hopper.shape_of(spec, shared_memory)
+    D, width = spec.k_side.size, sum(whole.k_parts) + sum(whole.v_parts)
+    space, rows = (shared_memory - hopper.OTHERS) // spec.dtype.itemsize, M * D
+    N = whole.N if width <= 256 and space - 2 * rows >= FEW_STAGES * whole.N * width else 64
+    slots = 2 if space - 2 * rows >= 2 * N * width else 1
+    stages = (space - slots * rows) // (N * width)
+    registers = whole.registers if M > WARPGROUP.value else whole.registers[1:]
+    return whole._replace(M=M, N=N, page=min(whole.page, N), stages=stages, slots=slots, registers=registers)
+
+
+class SharesLaunch(HopperLaunch):
+    """A launch of a kernel that leaves parts, and takes no work by counters."""
+
+    __slots__ = ()
+    not_taken = ("taken", *(each for each in hopper.NOT_TAKEN if each not in ("parts", "part_lse")))
+
+
+@gluon.jit
+def scheduler(
+    share, tensors, numbers, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Tells the others the items of the share, and brings their query rows."""
+    MASKS: gl.constexpr = SPEC.masks
+    N: gl.constexpr = SHAPE.N
+    SLOTS: gl.constexpr = SHAPE.slots
+    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
+    PARTS: gl.constexpr = SHAPE.k_parts
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    batch = Batch(tensors, numbers, None)
+    left, s, kh, first_token, tile = share
+    n = 0
+    while left > 0:
+        row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
+            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
+        )
+        left -= count
+        if q_len > 0:
+            first_i = seq_len - q_len + first_token
+            full_end = seq_len // N
+            full_start = 0
+            oldest = 0
+            if MASKS.causal:
+                full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
+            if MASKS.window or MASKS.chunk:
+                last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
+                oldest = oldest_key(first_i, numbers, MASKS)
+                full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+            from_start = tile == first_tile
+            place = share_index(SPEC, DIVISION) * 2 + from_start.to(gl.int32)
+            place = gl.where(from_start & (tile + count == end_tile), -1, place)
+            fields = kh, s, row_start, q_len, seq_len, first_token, seen, tile + seen, full_start, full_end, oldest
+            slot = n % SLOTS
+            mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+            for field in gl.static_range(FIELDS):
+                shared.items.index(slot * FIELDS + field).store(zero + fields[field])
+            shared.places.index(slot).store(zero + place)
+            mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
+            row = row_start.to(gl.int64) + first_token
+            for part in gl.static_range(number_of(PARTS)):
+                fetch_rows(
+                    tensors.query, row, q_len - first_token, kh, shared.q_groups[part], slot,
+                    first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE,
+                )  # fmt: skip
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+            fence_async_shared()
+            mbarrier.arrive(shared.rows_full.index(slot), count=1)
+            n += 1
+        s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
+        if left > 0:
+            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+    slot = n % SLOTS
+    mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items
+    mbarrier.arrive(shared.item_full.index(slot), count=1)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def shares_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    places = gl.allocate_shared_memory(gl.int32, [SHAPE.slots, 1], mbarrier.MBarrierLayout())
+    rows_full = barriers(SHAPE.slots, 1)
+    of_all = shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE)
+    shared = Shared(*of_all, places, rows_full)  # type: ignore[call-arg]
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    batch = Batch(tensors, numbers, None)
+    share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
+    if SHAPE.M == WARPGROUP:
+        gl.warp_specialize(
+            [
+                (scheduler, (share, tensors, numbers, shared, SPEC, DIVISION, SHAPE)),
+                (hopper.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 1],
+            SHAPE.registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scheduler, (share, tensors, numbers, shared, SPEC, DIVISION, SHAPE)),
+                (hopper.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (hopper.second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 1],
+            SHAPE.registers,
+        )
