@@ -48,6 +48,7 @@ import compile_decode
 from compile_decode import Config, Layer, Llama
 
 from paged_ops import AttentionMetadata, Batch, KVCache, cascade_attention, reference, reshape_and_cache
+from paged_ops.bench.measure import host_us
 from paged_ops.graphs import DecodeGraphs, GraphKey, InputBuffers
 from paged_ops.integrations import attention_function
 from paged_ops.integrations import transformers as integration
@@ -250,17 +251,6 @@ def time_ms(function: Callable[[], Any], repeats: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def host_us(function: Callable[[], Any], repeats: int = 20) -> float:
-    """Median microseconds of the host for one call, the device idle before each."""
-    taken = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(taken)
-
-
 def time_replays(graph: Any) -> tuple[float, dict[str, float]]:
     """Median milliseconds, the lower of two runs after a warm one; and the GPU's state while it runs."""
     time_ms(graph.replay, 5)
@@ -371,8 +361,8 @@ def measure(
         record["ms"], state = time_replays(run.captured[key])
         record |= state
         run.replay(batch, ids, common_prefix_len=prefix, lookahead=lookahead)
-        record["host_us_next"] = host_us(run.replay_next)
-        record["host_us"] = host_us(lambda: run.replay(batch, ids, common_prefix_len=prefix))
+        record["host_us_next"] = host_us(run.replay_next, kv_cache.device, calls=1)
+        record["host_us"] = host_us(lambda: run.replay(batch, ids, common_prefix_len=prefix), kv_cache.device, calls=1)
         without = DecodeGraphs(model, kv_cache, **sizes)
         without.capture(dynamic=False)
         without.replay(batch, ids, common_prefix_len=prefix)

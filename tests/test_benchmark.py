@@ -1,6 +1,7 @@
 """``paged-ops bench`` and ``tune``: inputs, verification, records, tables, the descent; times only in passing."""
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -373,12 +374,49 @@ def test_a_table_has_the_last_speeds_and_says_where_they_come_from(tmp_path):
     assert text.splitlines()[:4] == [
         "| heads | case | floor | paged_ops | FlashInfer | best other | target |",
         "|---|---|---|---|---|---|---|",
-        "| 32/8 | 1x8 | 1.0 | 2.0 (50 %) | 4.0 (25 %) | 3 (cuDNN) | ≤ 2 |",
+        "| 32/8 | 1x8 | 1.0 | 2.0 (50 %) | 4.0* (25 %) | 3 (cuDNN) | ≤ 2 |",
         "| 32/8 | 2x8 | 1.0 | 3.0 (33 %) | – |  |  |",
     ]
     assert "commit def, abc" in text
     assert "FlashInfer 1.2" in text
+    assert text.endswith("* In another run (abc).\n")
     assert "No records" in report.table(RECORDS, "Other GPU", "decode", {})
+
+
+BESIDE = [*RECORDS, record(1.9, "2026-01-02", provider="FlashInfer", commit="def", provider_version="1.3")]
+
+
+def test_a_peer_of_the_same_run_takes_the_place_of_earlier_ones(tmp_path):
+    targets = [{"group": "decode", "heads": "32/8", "case": "1x8", "best other": "3 (cuDNN)", "target": "≤ 2"}]
+    (tmp_path / "targets_some_gpu.json").write_text(json.dumps(targets))
+    text = report.table(BESIDE, "Some GPU", "decode", report.load_others(tmp_path, "Some GPU"))
+    assert text.splitlines()[2] == "| 32/8 | 1x8 | 1.0 | 2.0 (50 %) | 1.9 (53 %) | ≤ 2 |"
+    assert "*" not in text
+
+
+def test_cases_in_which_a_peer_was_faster():
+    dense = record(1.0, provider="SDPA dense", commit="def")
+    text = report.table([*BESIDE, dense], "Some GPU", "behind", {})
+    assert text.startswith("Cases with a peer in the same run: 1. Not behind by more than 1%: 0.")
+    assert "| decode | 32/8 | 1x8 | 2.0 | 1.9 (FlashInfer) | 5% |" in text
+    assert "No peer" in report.table(RECORDS, "Some GPU", "behind", {}), "it was in another run"
+
+
+def test_chosen_cases_in_words():
+    times = {"FlashInfer": 9.0, "paged_ops": 5.0, "FlashAttention-3": 6.0, "SDPA dense": 1.0}
+    commits = ("abc", "def", "def", "def")
+    summary = [
+        record(us, case="64x4096", provider=name, commit=commit)
+        for (name, us), commit in zip(times.items(), commits, strict=True)
+    ]
+    rows = report.table(summary, "Some GPU", "summary", {}).splitlines()
+    assert rows[2] == "| decode, 64 sequences of 4096 tokens | 1.0 | 5.0 | 6.0 (FlashAttention-3) |"
+    rows = report.table(summary[:2], "Some GPU", "summary", {}).splitlines()
+    assert rows[2] == "| decode, 64 sequences of 4096 tokens | 1.0 | 5.0 | 9.0* (FlashInfer) |"
+    rows = report.table(summary, "Some GPU", "comparison", {}).splitlines()
+    assert rows[0] == "|  | floor | paged_ops | FlashAttention-3 | FlashInfer |"
+    assert rows[2] == "| decode 64 × 4096 | 1.0 | 5.0 | 6.0 | 9.0* |"
+    assert "No records" in report.table([], "Some GPU", "summary", {})
 
 
 def test_documents_are_rewritten_between_their_marks(tmp_path):
@@ -505,6 +543,13 @@ def test_tune_writes_each_move_for_the_device(monkeypatch, tmp_path):
     assert json.loads(path.read_text())["prefill"] == [128]
     assert "stopped early" in result.output
     assert "split.16bit.128.0" in result.output
+
+
+def test_workloads_have_names_of_their_own(monkeypatch):
+    """Their times are kept by name."""
+    monkeypatch.setattr(measure, "cache_bytes", lambda device: 60 << 20)
+    workloads = [*tune.attention_workloads(CPU), *itertools.chain(*tune.cache_workloads(CPU).values())]
+    assert len({workload.name for workload in workloads}) == len(workloads) > 30
 
 
 def test_neighbours():

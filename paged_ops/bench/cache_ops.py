@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops import layouts, reference
+from paged_ops.bench import measure
 from paged_ops.registry import lowering
 
 DEVICE = "cuda"
@@ -68,18 +68,6 @@ def call_us(call: Callable[[], Any], busy_cycles: int = 0, repeats: int = 12) ->
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
     return statistics.median(times)
-
-
-def host_us(call: Callable[[], Any], repeats: int = 200) -> float:
-    """Microseconds of host time of one eager call."""
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / repeats)
-    return min(times)
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -315,19 +303,25 @@ def gathers() -> Iterator[Row]:
 
 def hosts() -> Iterator[Row]:
     """Host time of eager calls, and of torch.add(out=) on the same machine."""
+    device = torch.device(DEVICE)
     a = torch.randn(256, device=DEVICE)
-    yield {"op": "host", "case": "torch.add(out=)", "us": host_us(lambda: torch.add(a, a, out=a)), "right": True}
+    yield {
+        "op": "host",
+        "case": "torch.add(out=)",
+        "us": measure.host_us(lambda: torch.add(a, a, out=a), device),
+        "right": True,
+    }
     key = torch.randn(64, K, D, dtype=torch.bfloat16, device=DEVICE)
     kv_cache = torch.zeros(64, 2, B, K, D, dtype=torch.bfloat16, device=DEVICE)
     slots = torch.arange(64, device=DEVICE)
     with torch.no_grad():
-        us = host_us(lambda: paged_ops.reshape_and_cache(key, key, kv_cache, slots))
+        us = measure.host_us(lambda: paged_ops.reshape_and_cache(key, key, kv_cache, slots), device)
         yield {"op": "host", "case": "reshape_and_cache", "us": us, "target_us": 17.0, "right": True}
         mapping = torch.tensor([[0, 1]], device=DEVICE)
-        us = host_us(lambda: paged_ops.copy_blocks([kv_cache], mapping))
+        us = measure.host_us(lambda: paged_ops.copy_blocks([kv_cache], mapping), device)
         yield {"op": "host", "case": "copy_blocks, 1 layer", "us": us, "right": True}
         out, lse = torch.randn(64, 32, D, device=DEVICE), torch.randn(64, 32, device=DEVICE)
-        us = host_us(lambda: paged_ops.merge_attention_states(out, lse, out, lse))
+        us = measure.host_us(lambda: paged_ops.merge_attention_states(out, lse, out, lse), device)
         yield {"op": "host", "case": "merge_attention_states", "us": us, "right": True}
 
 

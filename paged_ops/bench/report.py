@@ -16,7 +16,32 @@ BLOCK = re.compile(r"(<!-- bench: (?P<group>[\w-]+), (?P<device>[^>]+?) -->\n).*
 OURS = "paged_ops"
 PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA")  # whose versions are told: the others are torch's
 SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot that has all providers
-COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#b08ea2", "#e3a857", "#5c677d")
+DENSE = "SDPA dense"  # which has no blocks, and so is no peer
+COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#b08ea2", "#e3a857")
+COLOUR_OF = dict(zip((OURS, *PEERS, "FlexAttention", DENSE), COLOURS, strict=True))
+# Tables of chosen cases: of each its words, group, heads and name.
+CHOSEN = {
+    "summary": (
+        ("decode, 64 sequences of 4096 tokens", "decode", "32/8", "64x4096"),
+        ("decode, 128 sequences of 16 to 16384 tokens", "decode", "32/8", "ragged128"),
+        ("decode, one key/value head, 64 sequences of 4096 tokens", "decode", "8/1", "64x4096"),
+        ("prefill of 8192 tokens", "prefill", "32/8", "1x8192 block 16"),
+        ("prefill of 2048 tokens and 63 decodes in one batch", "prefill", "32/8", "2048@8192+63x4096 block 16"),
+        ("decode with an fp8 cache, 64 × 4096", "fp8", "32/8", "64x4096"),
+        ("latent decode (MLA), 16 heads, 64 × 4096, blocks of 64", "latent", "16/1", "64x4096 block 64"),
+    ),
+    "comparison": (
+        *((f"decode {name.replace('x', ' × ')}", "decode", "32/8", name) for name in ("1x131072", "8x8192", "64x4096")),
+        ("decode 256 × 1024", "decode", "32/8", "256x1024"),
+        ("decode, 128 sequences of 16 to 16384", "decode", "32/8", "ragged128"),
+        ("prefill of 8192 tokens", "prefill", "32/8", "1x8192 block 16"),
+        ("the same, blocks of 128", "prefill", "32/8", "1x8192 block 128"),
+        ("prefill 8 × 1024 after 3072", "prefill", "32/8", "8x1024@4096 block 16"),
+        ("prefill of 2048 at 8192, and 63 decodes at 4096", "prefill", "32/8", "2048@8192+63x4096 block 16"),
+        ("decode 64 × 4096, fp8 cache", "fp8", "32/8", "64x4096"),
+    ),
+}
+BEHIND = 0.01  # by which share of its time a case must be slower than a peer to be called behind
 
 
 def file_name(device: str) -> str:
@@ -51,29 +76,35 @@ def load_others(data: Path, device: str) -> dict[tuple[str, str, str], Record]:
 
 
 def table(records: Sequence[Record], device: str, group: str, others: dict[tuple[str, str, str], Record]) -> str:
-    """A group as a Markdown table, one row per case and one column per provider; below it the versions and commits."""
+    """A group, or chosen cases, as a Markdown table, one row per case and one column per provider; below it the
+    versions and commits. A time with a * is not of the run that measured this package."""
+    if group in CHOSEN:
+        return _chosen_table(records, device, group)
+    if group == "behind":
+        return _behind_table(records, device)
     chosen = latest(records, device, group)
     if not chosen:
         return f"No records of {group} on {device} yet.\n"
     if group == "ceiling":
         return _ceiling_table(chosen) + _source(chosen)
-    providers = list(dict.fromkeys(record["provider"] for record in chosen))
-    providers.sort(key=lambda name: name != OURS)
-    by_case: dict[tuple[str, str, str], dict[str, Record]] = {}
-    for record in chosen:
-        by_case.setdefault(key(record), {})[record["provider"]] = record
+    providers = _providers(chosen)
+    by_case = _by_case(chosen)
     has_heads = any(case[1] for case in by_case)
     has_floor = any("floor_us" in record for record in chosen)
-    known = [others[case] for case in by_case if case in others]
-    extra = [name for name in ("best other", "target") if any(name in each for each in known)]
+    known = {case: dict(others[case]) for case in by_case if case in others}
+    for case, entry in known.items():
+        if _peers(by_case[case]):  # which makes the times of earlier runs needless
+            entry.pop("best other", None)
+    extra = [name for name in ("best other", "target") if any(name in each for each in known.values())]
     header = ["heads"] * has_heads + ["case"] + ["floor"] * has_floor + providers + extra
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for case, row in by_case.items():
         cells = [case[1]] * has_heads + [case[2]]
         if has_floor:
-            cells.append(_number(next((each["floor_us"] for each in row.values() if "floor_us" in each), None)))
-        cells += [_cell(row.get(name)) for name in providers]
-        cells += [str(others.get(case, {}).get(name, "")) for name in extra]
+            floors = (each["floor_us"] for each in (row.get(OURS, {}), *row.values()) if "floor_us" in each)
+            cells.append(_number(next(floors, None)))
+        cells += [_cell(row, name) for name in providers]
+        cells += [str(known.get(case, {}).get(name, "")) for name in extra]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n" + _source(chosen)
 
@@ -86,16 +117,90 @@ def _ceiling_table(chosen: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _by_case(chosen: Iterable[Record]) -> dict[tuple[str, str, str], dict[str, Record]]:
+    by_case: dict[tuple[str, str, str], dict[str, Record]] = {}
+    for record in chosen:
+        by_case.setdefault(key(record), {})[record["provider"]] = record
+    return by_case
+
+
+def _is_beside(record: Record, row: dict[str, Record]) -> bool:
+    """Whether a record is of the run that measured this package."""
+    return OURS not in row or record["commit"] == row[OURS]["commit"]
+
+
+def _peers(row: dict[str, Record]) -> list[Record]:
+    """Others that were measured beside this package, the fastest first."""
+    beside = [each for name, each in row.items() if name not in (OURS, DENSE) and _is_beside(each, row)]
+    return sorted(beside, key=lambda record: record["us"])
+
+
+def _chosen_table(records: Sequence[Record], device: str, name: str) -> str:
+    entries = CHOSEN[name]
+    wanted = {(group, heads, case): words for words, group, heads, case in entries}
+    groups = dict.fromkeys(case[0] for case in wanted)
+    chosen = [each for group in groups for each in latest(records, device, group) if key(each) in wanted]
+    chosen = [each for each in chosen if each["provider"] != DENSE]
+    by_case = _by_case(chosen)
+    rows = {words: by_case[case] for case, words in wanted.items() if OURS in by_case.get(case, {})}
+    if not rows:
+        return f"No records on {device} yet.\n"
+    providers = _providers(chosen)
+    header = ["", "floor", *(["paged_ops", "fastest other"] if name == "summary" else providers)]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for words, row in rows.items():
+        cells = [words, _number(row[OURS]["floor_us"])]
+        if name == "summary":
+            fastest = min((each for each in _peers(row) or _others(row)), key=lambda each: each["us"], default=None)
+            said = "–" if fastest is None else f"{_us(fastest, row)} ({fastest['provider']})"
+            cells += [_us(row[OURS], row), said]
+        else:
+            cells += ["–" if provider not in row else _us(row[provider], row) for provider in providers]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n" + _source(chosen)
+
+
+def _others(row: dict[str, Record]) -> list[Record]:
+    return [each for provider, each in row.items() if provider != OURS]
+
+
+def _behind_table(records: Sequence[Record], device: str) -> str:
+    """The cases in which a peer was faster in the same run, the worst first."""
+    groups = dict.fromkeys(record["group"] for record in records if record["device"] == device)
+    by_case = _by_case(
+        each for group in groups if group != "host" for each in latest(records, device, group) if "provider" in each
+    )
+    compared = {case: (row[OURS], _peers(row)[0]) for case, row in by_case.items() if OURS in row and _peers(row)}
+    behind = {case: ours["us"] / peer["us"] - 1 for case, (ours, peer) in compared.items()}
+    behind = {case: share for case, share in behind.items() if share > BEHIND}
+    if not compared:
+        return f"No peer was measured beside paged_ops on {device} yet.\n"
+    good = len(compared) - len(behind)
+    lines = [f"Cases with a peer in the same run: {len(compared)}. Not behind by more than 1%: {good}."]
+    if behind:
+        lines += ["", "| group | heads | case | paged_ops | fastest other | behind by |", "|---" * 6 + "|"]
+    for case in sorted(behind, key=behind.__getitem__, reverse=True):
+        ours, peer = compared[case]
+        cells = (*case, _number(ours["us"]), f"{_number(peer['us'])} ({peer['provider']})", f"{behind[case]:.0%}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n" + _source([each for pair in compared.values() for each in pair])
+
+
+def _us(record: Record, row: dict[str, Record]) -> str:
+    return _number(record["us"]) + "*" * (not _is_beside(record, row))
+
+
 def _number(us: float | None) -> str:
     return "" if us is None else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
-def _cell(record: Record | None) -> str:
-    if record is None:
+def _cell(row: dict[str, Record], provider: str) -> str:
+    if provider not in row:
         return "–"
+    record = row[provider]
     if "percent" in record:
-        return f"{_number(record['us'])} ({record['percent']:.0f} %)"
-    return _number(record["us"]) + (f" ({record['gbps']:.1f} GB/s)" if "gbps" in record else "")
+        return f"{_us(record, row)} ({record['percent']:.0f} %)"
+    return _us(record, row) + (f" ({record['gbps']:.1f} GB/s)" if "gbps" in record else "")
 
 
 def _source(chosen: Sequence[Record]) -> str:
@@ -107,7 +212,10 @@ def _source(chosen: Sequence[Record]) -> str:
     peers = "".join(f", {name} {number}" for name, number in versions.items() if name in PEERS)
     last = ours[-1]
     triton = f", triton {last['triton']}" if last.get("triton") else ""
-    return f"\n{last['device']}, torch {last['torch']}{triton}{peers}; commit {commits}; {dates}.\n"
+    rows = _by_case(record for record in chosen if "provider" in record).values()
+    apart = [each["commit"] for row in rows for each in row.values() if not _is_beside(each, row)]
+    star = f" * In another run ({', '.join(dict.fromkeys(apart))})." if apart else ""
+    return f"\n{last['device']}, torch {last['torch']}{triton}{peers}; commit {commits}; {dates}.{star}\n"
 
 
 def rewrite(document: Path, records: Sequence[Record], data: Path) -> int:
@@ -155,41 +263,56 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def _colour(provider: str, providers: Sequence[str]) -> str:
-    return COLOURS[providers.index(provider) % len(COLOURS)]
+def _providers(chosen: Iterable[Record]) -> list[str]:
+    """This package, then its peers in the order of their colours."""
+    order = list(COLOUR_OF)
+    found = dict.fromkeys(record["provider"] for record in chosen)
+    return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
 
 
-def _providers(chosen: Sequence[Record]) -> list[str]:
-    return sorted(dict.fromkeys(record["provider"] for record in chosen), key=lambda name: name != OURS)
+def _look(provider: str, is_beside: bool) -> dict[str, Any]:
+    return {"color": COLOUR_OF.get(provider, "black"), "alpha": 1.0 if is_beside else 0.35}
+
+
+def _label(provider: str, is_beside: bool) -> str:
+    return provider if is_beside else f"{provider}, another run"
 
 
 def _percent(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
-    """Bars: the share of the floor that each case reaches, by provider, and a line for the best of others."""
+    """Bars: the share of the floor that each case reaches, by provider; pale if measured in another run. A line for the
+    best of others where no peer was measured in the same run."""
     groups = ("decode", "fp8", "prefill")
     chosen = [r for group in groups for r in latest(records, device, group) if SHOWN.items() <= r.items()]
     if not chosen:
         return None
     providers, labels = _providers(chosen), list(dict.fromkeys(key(record) for record in chosen))
     figure, axes = _figure(7, 0.8 + 0.12 * len(labels) * max(2, len(providers)))
-    height = 0.8 / len(providers)
+    by_case = _by_case(chosen)
+    drawn: dict[tuple[str, bool], None] = {}
     for record in chosen:
-        row = labels.index(key(record)) + height * (providers.index(record["provider"]) - (len(providers) - 1) / 2)
-        axes.barh(row, record["percent"], height * 0.9, color=_colour(record["provider"], providers))
+        of_case = by_case[key(record)]
+        there = [name for name in providers if name in of_case]
+        height = min(0.8 / len(there), 0.3)
+        row = labels.index(key(record)) + height * (there.index(record["provider"]) - (len(there) - 1) / 2)
+        look = record["provider"], _is_beside(record, of_case)
+        drawn[look] = None
+        axes.barh(row, record["percent"], height * 0.9, **_look(*look))
+    best_us = {label: others.get(label, {}).get("best us") for label in labels if not _peers(by_case[label])}
     for n, label in enumerate(labels):
-        best = others.get(label, {}).get("best us")
+        best = best_us.get(label)
         if best:
             floor = next(record["floor_us"] for record in chosen if key(record) == label)
             axes.plot([100 * floor / best] * 2, [n - 0.4, n + 0.4], color="black", linewidth=1)
-    for provider in providers:
-        axes.barh(0, 0, color=_colour(provider, providers), label=provider)
-    if any("best us" in others.get(label, {}) for label in labels):
-        axes.plot([], [], color="black", linewidth=1, label="best of others")
+    for look in sorted(drawn, key=lambda look: (providers.index(look[0]), not look[1])):
+        axes.barh(0, 0, label=_label(*look), **_look(*look))
+    if any(best_us.values()):
+        axes.plot([], [], color="black", linewidth=1, label="best of others, earlier")
     axes.set_yticks(range(len(labels)), [f"{group} {heads}  {case}" for group, heads, case in labels])
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the floor (bytes at the read ceiling, or operations at the matmul ceiling)")
     axes.set_title(device, loc="left")
-    figure.legend(loc="outside upper right", ncols=len(providers) + 1, frameon=False, fontsize=8)
+    figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
     return figure
 
 
@@ -199,10 +322,12 @@ def _lines(records: Sequence[Record], device: str, group: str, x: str, label: st
         return None
     providers = _providers(chosen)
     figure, axes = _figure(5, 3.2)
+    by_case = _by_case(chosen)
     for provider in providers:
-        points = sorted((r[x], r["us"]) for r in chosen if r["provider"] == provider)
-        colour = _colour(provider, providers)
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, label=provider)
+        of_provider = [record for record in chosen if record["provider"] == provider]
+        points = sorted((record[x], record["us"]) for record in of_provider)
+        look = provider, all(_is_beside(record, by_case[key(record)]) for record in of_provider)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=_label(*look), **_look(*look))
     floor = sorted({(r[x], r["floor_us"]) for r in chosen})
     axes.plot(*zip(*floor, strict=True), color="black", linestyle=":", label="floor")
     axes.set_xscale("log", base=2)

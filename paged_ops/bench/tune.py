@@ -240,7 +240,7 @@ def attention_workloads(device: torch.device) -> list[Workload]:
         for name, seqs in few
     ]
     made += [
-        Case("tune", f"latent {name} H {H}", cases.LATENT[name], H, 1, block_size=B, **cases.LATENT_SIZES)
+        Case("tune", f"latent {name} H {H} block {B}", cases.LATENT[name], H, 1, block_size=B, **cases.LATENT_SIZES)
         for H, B in ((16, 64), (16, 16), (32, 64), (128, 64))
         for name in ("64x4096", "ragged128")
     ]
