@@ -160,6 +160,23 @@ def fetch_rows(
 
 
 @gluon.jit
+def bring_rows(
+    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Copy an item's query rows to a slot, where products can read them."""
+    PARTS: gl.constexpr = SHAPE.k_parts
+    row = row_start.to(gl.int64) + first_token
+    for part in gl.static_range(number_of(PARTS)):
+        fetch_rows(
+            query, row, q_len - first_token, kh, q_groups[part], slot,
+            first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE,
+        )  # fmt: skip
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+
+
+@gluon.jit
 def scheduler(
     tensors, numbers, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
@@ -172,7 +189,6 @@ def scheduler(
     M: gl.constexpr = SHAPE.M
     SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = M // G
-    PARTS: gl.constexpr = SHAPE.k_parts
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     tiles = numbers.T // TOKENS + numbers.S
     last = tiles * SPEC.K - 1
@@ -201,15 +217,7 @@ def scheduler(
             mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
             for field in gl.static_range(FIELDS):
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
-            row = row_start.to(gl.int64) + first_token
-            for part in gl.static_range(number_of(PARTS)):
-                fetch_rows(
-                    tensors.query, row, q_len - first_token, kh, shared.q_groups[part], slot,
-                    first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE,
-                )  # fmt: skip
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-            fence_async_shared()
+            bring_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
             mbarrier.arrive(shared.item_full.index(slot), count=1)
             n += 1
         if ends:

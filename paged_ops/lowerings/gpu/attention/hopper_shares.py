@@ -23,7 +23,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import decode, hopper, tuning
@@ -35,10 +35,9 @@ from paged_ops.lowerings.gpu.attention.hopper import (
     barriers,
     shared_memory,
 )
-from paged_ops.lowerings.gpu.attention.hopper_items import COUNT, FIELDS, fetch_rows, producer
-from paged_ops.lowerings.gpu.attention.hopper_parts import WARPGROUP, first_of, number_of, size_of
-from paged_ops.lowerings.gpu.attention.latent_hopper import share_of
-from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of
+from paged_ops.lowerings.gpu.attention.hopper_items import COUNT, FIELDS, bring_rows, producer
+from paged_ops.lowerings.gpu.attention.hopper_parts import WARPGROUP
+from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
 from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
 from paged_ops.lowerings.gpu.launch import Plan, launcher_of
@@ -126,7 +125,6 @@ def scheduler(
     N: gl.constexpr = SHAPE.N
     SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
-    PARTS: gl.constexpr = SHAPE.k_parts
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     batch = Batch(tensors, numbers, None)
     left, s, kh, first_token, tile = share
@@ -157,15 +155,7 @@ def scheduler(
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
             shared.places.index(slot).store(zero + place)
             mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
-            row = row_start.to(gl.int64) + first_token
-            for part in gl.static_range(number_of(PARTS)):
-                fetch_rows(
-                    tensors.query, row, q_len - first_token, kh, shared.q_groups[part], slot,
-                    first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE,
-                )  # fmt: skip
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-            fence_async_shared()
+            bring_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
             mbarrier.arrive(shared.rows_full.index(slot), count=1)
             n += 1
         s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)

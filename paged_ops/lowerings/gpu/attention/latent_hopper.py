@@ -38,15 +38,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers, moved
 from paged_ops.lowerings.gpu.attention.hopper_parts import tile_layout
-from paged_ops.lowerings.gpu.attention.latent_hopper_rows import part_of, scores, values
+from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
+from paged_ops.lowerings.gpu.attention.latent_hopper_rows import scores, values
 from paged_ops.lowerings.gpu.attention.tile import Batch
 from paged_ops.lowerings.gpu.attention.units import (
-    align,
     sequence,
-    sequence_tiles,
     share_index,
     unit_after,
-    unit_tiles,
 )
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
@@ -215,73 +213,6 @@ class Shared(NamedTuple):
     changed: Any  # for each warp, whether a factor of its rows is not 1
     weighed: Any  # barriers: weights, factors and flags are there; both warpgroups have taken them
     taken: Any
-
-
-class Share(NamedTuple):
-    """Where a program begins, and how many tiles it has."""
-
-    steps: Any
-    s: Any
-    kh: Any
-    first_token: Any
-    tile: Any
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def share_of(p, programs, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    """The p-th of equal shares of all key tiles of all units; compare shares and locate of units.py."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    TIMES: gl.constexpr = DIVISION.times
-    total = 0
-    units = 0
-    longest = 0
-    for n in gl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
-        tiles = sequence_tiles(s_, batch, SPEC, DIVISION, SHAPE)
-        total += gl.sum(tiles, 0)
-        if DIVISION.aligned:
-            of_unit = unit_tiles(s_, batch, SPEC, DIVISION, SHAPE)
-            units += gl.sum(tiles // of_unit, 0)
-            longest = gl.maximum(longest, gl.max(of_unit, 0))
-    of_head = total
-    if DIVISION.heads_apart:
-        total *= SPEC.K
-        units *= SPEC.K
-    share = total // programs
-    longer = total - share * programs
-    if DIVISION.aligned:
-        share, longer = align(share, longer, total, units, longest, programs)
-    start = p * share + gl.minimum(p, longer)
-    steps = share + (p < longer).to(gl.int32)
-    if DIVISION.aligned:
-        start = gl.minimum(start, total)
-        steps = gl.minimum(steps, total - start)
-    kh = 0
-    if DIVISION.heads_apart:
-        kh = start // of_head
-        start -= kh * of_head
-    s = 0
-    before = 0
-    passed_total = 0
-    for n in gl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
-        tiles = sequence_tiles(s_, batch, SPEC, DIVISION, SHAPE)
-        passed = (passed_total + gl.associative_scan(tiles, 0, add) <= start) & (s_ < batch.numbers.S)
-        s += gl.sum(passed.to(gl.int32), 0)
-        before += gl.sum(gl.where(passed, tiles, 0), 0)
-        passed_total += gl.sum(tiles, 0)
-    _row_start, _q_len, _seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, SHAPE.N)
-    unit = (start - before) // (end_tile - first_tile)
-    tile = first_tile + start - before - unit * (end_tile - first_tile)
-    if not DIVISION.heads_apart:
-        kh = unit % SPEC.K
-        unit //= SPEC.K
-    return Share(steps, s, kh, unit * (SHAPE.M // SPEC.G), tile)
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import decode, latent_hopper, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
 from paged_ops.lowerings.gpu.attention.latent_hopper import (
     CACHE,
     KEYS,
@@ -39,9 +40,8 @@ from paged_ops.lowerings.gpu.attention.latent_hopper import (
     STAGES,
     LatentLaunch,
     LatentShape,
-    share_of,
 )
-from paged_ops.lowerings.gpu.attention.latent_hopper_rows import bounds_of, part_of
+from paged_ops.lowerings.gpu.attention.latent_hopper_rows import bounds_of
 from paged_ops.lowerings.gpu.attention.tile import Batch
 from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret

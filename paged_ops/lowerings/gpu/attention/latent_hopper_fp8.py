@@ -40,8 +40,9 @@ from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention import decode, latent_hopper, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.latent_hopper import CACHE, KEYS, LATENT, QUERY, ROTATED, LatentLaunch, share_of
-from paged_ops.lowerings.gpu.attention.latent_hopper_rows import SLACK, bounds_of, part_of
+from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
+from paged_ops.lowerings.gpu.attention.latent_hopper import CACHE, KEYS, LATENT, QUERY, ROTATED, LatentLaunch
+from paged_ops.lowerings.gpu.attention.latent_hopper_rows import SLACK, bounds_of
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
 from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
 from paged_ops.lowerings.gpu.fp8 import widen_halves, widen_pairs

@@ -17,26 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper_units import part_of
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
 from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
 
 # A maximum in use is replaced by a larger one only if that is larger by so much, to base 2: see weights_of.
 SLACK = gl.constexpr(8.0)
-
-
-@gluon.jit
-def part_of(s, first_token, tile, left, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    """The part of a unit that begins at ``tile`` and that a share with ``left`` more tiles has: the sequence's first
-    row, rows and keys, the unit's first tile and its end, the number of tiles of the part, and of those that a row may
-    see, at least one."""
-    N: gl.constexpr = SHAPE.N
-    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
-    count = gl.minimum(end_tile - tile, left)
-    seen = count
-    if SPEC.masks.causal:
-        newest = seq_len - q_len + gl.minimum(first_token + SHAPE.M // SPEC.G, q_len)
-        seen = gl.maximum(gl.minimum(count, gl.cdiv(gl.maximum(newest, 0), N) - tile), 1)
-    return row_start, q_len, seq_len, first_tile, end_tile, count, seen
 
 
 @gluon.jit
