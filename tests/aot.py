@@ -153,14 +153,11 @@ def spills(kernel: Any) -> int | None:
 
 # Instructions of sm_90 that write the uniform register they name first.
 WRITES_UNIFORM = ("U", "R2UR", "S2UR", "VOTEU", "REDUX", "LDCU")
+GLOBAL_MEMORY = "c[0x0][0x208]"  # where sm_90 has the descriptor of global memory
 
 
-def unset_registers(kernel: Any) -> list[str]:
-    """Uniform registers of a cubin that are read before anything has set them: what ptxas got wrong.
-
-    Looks at instructions in the order in which they stand. Descriptors (``gdesc[UR4]``) name four registers, of which
-    some are not read, so they are left out.
-    """
+def instructions(kernel: Any) -> list[tuple[str, list[str], str]]:
+    """Of a cubin, in the order in which they stand, without predicates: name, operands, and the whole text."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     if "cubin" not in kernel.asm or not tool.exists():
         return []
@@ -168,18 +165,48 @@ def unset_registers(kernel: Any) -> list[str]:
         file.write(kernel.asm["cubin"])
         file.flush()
         text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False).stdout
+    found = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?((\S+)\s*(.*?)\s*);", text)
+    return [(name, [each.strip() for each in rest.split(",")], whole) for whole, name, rest in found]
+
+
+def unset_registers(listed: list[tuple[str, list[str], str]]) -> list[str]:
+    """Instructions that read uniform registers before anything has set them: what ptxas got wrong.
+
+    Descriptors (``gdesc[UR4]``) name four registers, of which some are not read, so they are left out.
+    """
     known: set[int] = set()
     unset = []
-    for instruction in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", text):
-        name, _, rest = instruction.partition(" ")
-        operands = [operand.strip() for operand in rest.split(",")]
-        written = re.fullmatch(r"UR(\d+)", operands[0]) if name.startswith(WRITES_UNIFORM) else None
+    for name, operands, instruction in listed:
+        written = uniform_written(name, operands)
         read = " ".join(each for each in operands[1 if written else 0 :] if "desc[" not in each)
         unset += [instruction for number in re.findall(r"\bUR(\d+)\b", read) if int(number) not in known]
-        if written:
-            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
-            known |= set(range(int(written[1]), int(written[1]) + width))
+        known |= set(written)
     return unset
+
+
+def uniform_written(name: str, operands: list[str]) -> range:
+    """The numbers of the uniform registers that an instruction writes."""
+    first = re.fullmatch(r"UR(\d+)", operands[0]) if name.startswith(WRITES_UNIFORM) else None
+    width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+    return range(int(first[1]), int(first[1]) + width) if first else range(0)
+
+
+def lost_descriptors(listed: list[tuple[str, list[str], str]]) -> list[str]:
+    """Instructions that address global memory by uniform registers (``desc[UR4]``) in which its descriptor no longer
+    is, as something else was written there last: what ptxas got wrong. Copies of the descriptor are followed."""
+    holds: dict[str, str] = {}  # register -> the half of the descriptor in it
+    lost = []
+    for name, operands, instruction in listed:
+        used = re.search(r"(?<!g)desc\[UR(\d+)\]", instruction)
+        if used and (holds.get(f"UR{used[1]}"), holds.get(f"UR{int(used[1]) + 1}")) != ("low", "high"):
+            lost.append(instruction)
+        source = operands[-1].removesuffix(".reuse")
+        copies = name in ("MOV", "UMOV", "R2UR") or (name.startswith("IMAD.") and operands[1:3] == ["RZ", "RZ"])
+        written = [f"UR{number}" for number in uniform_written(name, operands)] or operands[:1]
+        halves = ("low", "high") if operands[1:] == [GLOBAL_MEMORY] else (holds.get(source, "") if copies else "",)
+        for n, register in enumerate(written):
+            holds[register] = halves[n] if n < len(halves) else ""
+    return lost
 
 
 def serialized(kernel: Any) -> list[str]:
@@ -222,13 +249,15 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
     expected = [
         pattern for prefix, patterns in variant.expect.items() if target.startswith(prefix) for pattern in patterns
     ]
+    listed = {kernel.metadata.name: instructions(kernel) for kernel in launched if target == "cuda:90"}
     assembly = "\n".join(kernel.asm.get("ptx") or kernel.asm.get("amdgcn") for kernel in launched)
     return {
         "name": variant.name,
         "error": error,
         "kernels": {kernel.metadata.name: spills(kernel) for kernel in launched},
         "shared": {kernel.metadata.name: kernel.metadata.shared for kernel in launched},
-        "unset": {kernel.metadata.name: unset_registers(kernel)[:4] for kernel in launched if target == "cuda:90"},
+        "unset": {name: unset_registers(each)[:4] for name, each in listed.items()},
+        "lost": {name: lost_descriptors(each)[:4] for name, each in listed.items()},
         "serialized": {kernel.metadata.name: serialized(kernel) for kernel in launched if target == "cuda:90"},
         "assembly": [(kernel.metadata.name, fingerprint(kernel)) for kernel in launched],
         "missing": [pattern for pattern in expected if not re.search(pattern, assembly)],

@@ -39,6 +39,25 @@ def test_the_list_is_short_and_its_names_are_unique():
     assert 20 < len(names) <= MOST_VARIANTS
 
 
+def test_lost_descriptors_are_found():
+    load, use = "ULDC.64 UR14, c[0x0][0x208]", "LDG.E R2, desc[UR14][R4.64]"
+    copied = (
+        "MOV R8, UR14",
+        "IMAD.U32 R9, RZ, RZ, UR15",
+        "ULDC.64 UR14, c[0x0][0x218]",
+        "R2UR UR14, R8",
+        "R2UR UR15, R9",
+    )
+    for before, lost in [
+        ((), [use]), ((load,), []), ((load, *copied), []), ((load, *copied[:-1]), [use]),
+        ((load, "UIADD3 UR14, UR6, 0x80, URZ"), [use]), ((load, "UIADD3.64 UR12, UR6, 0x2, URZ"), []),
+        ((load, "UMOV UR15, 0x40000040"), [use]), ((load, "IMAD.MOV.U32 R14, RZ, RZ, R3"), []),
+    ]:  # fmt: skip
+        split = [each.partition(" ") for each in (*before, use)]
+        listed = [(name, rest.split(", "), f"{name} {rest}") for name, _, rest in split]
+        assert aot.lost_descriptors(listed) == lost, before
+
+
 @pytest.mark.parametrize(("target", "names"), PARTS)
 def test_target(target, names):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -70,6 +89,9 @@ def found_wrong(row, variant, target):
     for kernel, unset in row["unset"].items():
         if unset:
             yield f"{row['name']}: {kernel} reads registers that nothing has set: {unset}"
+    for kernel, lost in row["lost"].items():
+        if lost:
+            yield f"{row['name']}: {kernel} addresses global memory by registers that hold something else: {lost}"
     for kernel, said in row["serialized"].items():
         if said:
             yield f"{row['name']}: {kernel}: {said}"
