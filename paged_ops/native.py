@@ -29,7 +29,7 @@ MOST_SECONDS, LINES_SAID = 300, 5
 
 
 class Source(NamedTuple):
-    """A file with one function, which takes a pointer to a structure."""
+    """A file with one function, which takes a pointer to a structure. It may include the headers beside it."""
 
     path: Path
     function: str
@@ -96,7 +96,7 @@ def load(source: Source, compiler: Sequence[str], processor: Sequence[str], fold
     Raises OSError, subprocess.SubprocessError or AttributeError (no such function in what the compiler made).
     """
     command = [*compiler, "-O3", "-std=c++17", "-shared", "-fPIC", *source.flags, *processor]
-    made_of = (source.path.read_text(), command, shutil.which(compiler[0]), platform.machine(), platform.libc_ver())
+    made_of = (_text(source), command, shutil.which(compiler[0]), platform.machine(), platform.libc_ver())
     stem = f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
     for library in folder.glob(f"{stem}-*.so"):
         if library == _named_by_content(library, stem):
@@ -116,6 +116,10 @@ def load(source: Source, compiler: Sequence[str], processor: Sequence[str], fold
     finally:
         unfinished.unlink(missing_ok=True)
     return function
+
+
+def _text(source: Source) -> str:
+    return "".join(path.read_text() for path in (source.path, *sorted(source.path.parent.glob("*.h"))))
 
 
 def _named_by_content(library: Path, stem: str) -> Path:

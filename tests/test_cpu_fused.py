@@ -1,6 +1,7 @@
-"""The C++ of attention on the CPU: every case through it, every width of vectors, every code of a format; how it is
-compiled, and what happens where it cannot be."""
+"""The C++ of attention on the CPU: every case through it, every width of vectors, every code of a format, the matrix
+unit; how it is compiled, and what happens where it cannot be."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from torch.utils import cpp_extension
 
 import paged_ops
-from paged_ops import testing
+from paged_ops import native, testing
 from paged_ops.features import Features
 from paged_ops.layouts import paged_kv
 from paged_ops.lowerings.cpu import attention as cpu
@@ -38,15 +39,17 @@ def libraries(tmp_path_factory):
 @pytest.mark.parametrize("case", DENSE[::2], ids=lambda case: case.name)
 def test_long_rows_go_where_a_matrix_unit_is_used(monkeypatch, case):
     monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+    monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(cpu, "MATRIX_ROWS", 3)
     testing.check(OP, case)
 
 
-def test_only_bfloat16_flash_uses_a_matrix_unit(monkeypatch):
+def test_a_matrix_unit_that_only_the_flash_kernel_uses_serves_bfloat16(monkeypatch):
     served = []
     attend = fused.attend
     monkeypatch.setattr(fused, "attend", lambda *args: (served.append(list(args[6])), attend(*args)))
     monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+    monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
     for dtype, features in ((torch.bfloat16, ()), (torch.bfloat16, ("cap",)), (torch.float32, ())):
         inputs = call(((1, 40), (40, 40)), features, dtype).inputs()
         paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
@@ -123,6 +126,73 @@ def test_each_code_of_a_format_is_read_right(dtype):
     assert not lse.any()
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2], ids=str)
+def test_results_round_as_those_of_torch(dtype, out_dtype):
+    """Ties, denormals, infinity, NaN, and a size that is no whole number of vectors."""
+    K, D, S = 2, 72, 500
+    if dtype == torch.float32:
+        values = torch.randint(-(1 << 31), 1 << 31, (S * K * D,)).int()
+        values[::3] &= -(1 << 12)  # ties of both
+        values[::5] = values[::5] % (24 << 23) + (100 << 23)  # about the least float16
+        values = values.view(torch.float32)
+    else:
+        values = torch.randint(0, 256, (S * K * D,), dtype=torch.uint8).view(dtype)
+    cache = torch.zeros(S, 2, 1, K, D, dtype=dtype)
+    cache[:, 1] = values.view(S, 1, K, D)
+    out, lse = torch.empty(S, K, D, dtype=out_dtype), torch.empty(S, K)
+    table, query = torch.arange(S, dtype=torch.int32)[:, None], torch.zeros(S, K, D, dtype=out_dtype)
+    fused.attend(query, paged_kv(cache), dtype, table, [1] * S, range(S + 1), range(S), 1.0, Features(), out, lse)
+    torch.testing.assert_close(out.flatten(), values.float().to(out_dtype), rtol=0, atol=0, equal_nan=True)
+
+
+matrix_unit = pytest.mark.skipif(not fused.has_matrix_unit(), reason="no matrix unit")
+FORMATS = {"bfloat16": None, "e4m3": testing.F8_E4M3, "e5m2": testing.F8_E5M2}
+
+
+@matrix_unit
+@pytest.mark.parametrize(
+    "features", [(), ("sinks", "alibi"), ("cap", "window"), ("noncausal",), ("ranges", "window")], ids="-".join
+)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [64, 40])
+def test_prompts_by_the_matrix_unit(name, size, features):
+    scales = None if FORMATS[name] is None else "head"
+    spec = testing.CacheSpec(dtype=torch.bfloat16, head_size=size, cache_dtype=FORMATS[name], scales=scales)
+    seqs = (70, 300), (33, 33), (1, 80), (9, 700)
+    testing.check(OP, testing.AttentionCase("prompts", seqs, spec, features=tuple(map(testing.FEATURES.get, features))))
+
+
+@matrix_unit
+def test_latents_by_the_matrix_unit():
+    spec = testing.CacheSpec("latent", num_kv_heads=1, head_size=72, value_head_size=64, dtype=torch.bfloat16)
+    testing.check(OP, testing.AttentionCase("latents", ((1, 300), (70, 90)), spec, num_heads=24))
+
+
+@matrix_unit
+@pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("plane", ["key", "value"])
+def test_numbers_that_are_not_finite_reach_no_row_before_them(plane, number):
+    """Also among rows that the matrix unit computes together."""
+    inputs = call(((100, 100),), (), torch.bfloat16).inputs()
+    _, cache, tables, *_ = inputs.args
+    before = paged_ops.paged_attention(*inputs.args)
+    cache[tables[0, 70 // 16], ("key", "value").index(plane), 70 % 16] = number
+    after = paged_ops.paged_attention(*inputs.args)
+    torch.testing.assert_close(after[:70], before[:70], rtol=0.02, atol=0.01)
+    assert not after[70:100].isfinite().all(-1).any()
+
+
+@matrix_unit
+def test_the_unit_is_left_as_it_was():
+    """PyTorch's products between two calls, on the same threads, find it as they need it."""
+    inputs, a = call(((100, 100),), (), torch.bfloat16).inputs(), torch.randn(256, 256).to(torch.bfloat16)
+    attention, product = paged_ops.paged_attention(*inputs.args), a @ a
+    for _ in range(3):
+        assert torch.equal(paged_ops.paged_attention(*inputs.args), attention)
+        assert torch.equal(a @ a, product)
+
+
 def test_nan_reaches_the_rows_that_see_it():
     inputs = testing.case_named(OP, "decode-fp32").inputs()
     _, cache, tables, lens, *_ = inputs.args
@@ -175,6 +245,15 @@ def test_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
     compile_in(tmp_path)
     assert list(tmp_path.iterdir()) == [library]
+
+
+def test_a_changed_header_is_compiled(tmp_path):
+    source, header = tmp_path / "a.cpp", tmp_path / "a.h"
+    source.write_text('#include "a.h"\nextern "C" long number(void*) { return NUMBER; }\n')
+    made = native.Source(source, "number", fused.Call, ctypes.c_long, "number", "a number")
+    for number in (3, 5):
+        header.write_text(f"#define NUMBER {number}\n")
+        assert native.load(made, [cpp_extension.get_cxx_compiler()], (), tmp_path)(None) == number
 
 
 def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compiler, tmp_path):

@@ -23,7 +23,7 @@ from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import fused
 from paged_ops.lowerings.cpu.cache import bytes_of_fp8, real_of
 
-# On processors with a matrix unit for bfloat16, which only the flash kernel uses, it takes sequences of more rows.
+# Where only the flash kernel uses the processor's matrix unit for bfloat16, it takes sequences of more rows.
 MATRIX_ROWS = 32
 # Keys (and values) that decode gathers at once: few enough to stay in a processor cache that others use, too.
 SCRATCH_BYTES = 1 << 22
@@ -95,10 +95,9 @@ def _attend(
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []
-    if flash and query.dtype == torch.bfloat16 and _has_matrix_unit():
+    if flash and query.dtype == torch.bfloat16 and not fused.has_matrix_unit() and _has_matrix_unit():
         served = [s for s in served if starts[s + 1] - starts[s] <= MATRIX_ROWS]
-    wide = f.output_scale is not None or bool(served)
-    real = torch.empty_like(out, dtype=torch.float32) if wide and out.dtype != torch.float32 else out
+    real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
     if starts[-1] < len(query):
         real[starts[-1] :] = 0
     lse.fill_(-torch.inf)

@@ -1,7 +1,7 @@
-"""Attention on the CPU as one C++ function, ``fused.cpp``, for every feature but block-sparse.
+"""Attention on the CPU as one C++ function, ``fused.cpp`` and its headers, for every feature but block-sparse.
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
-reads each once for all the rows of a decode. It is compiled at the first call that it can serve, in about two seconds
+reads each once for all the rows of a decode. It is compiled at the first call that it can serve, in about three seconds
 (:mod:`paged_ops.native`). Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more
 slowly and within the same error budget.
 """
@@ -25,9 +25,10 @@ from paged_ops.native import own_folder as own_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
+PLAIN = CELLS[:3]  # dtypes of query and out
 # Features that it does not compute: a call with one of them goes to the torch ops.
 LACKS = ("block_sparse",)
-# The instructions that the source may use: no more than torch itself uses, so that machines can share a folder.
+# The instructions that the source may always use: no more than torch itself uses, so that machines can share a folder.
 FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -45,7 +46,8 @@ class Call(ctypes.Structure):
         ("value_strides", ctypes.c_int64 * 4),
         ("table_strides", ctypes.c_int64 * 2),
         *((name, ctypes.c_int64) for name in ("num_sequences", "H", "K", "D", "Dv", "B", "x")),
-        *((name, ctypes.c_int64) for name in ("cell", "causal", "window", "chunk", "R", "threads")),
+        *((name, ctypes.c_int64) for name in ("cell", "query_cell", "out_cell")),
+        *((name, ctypes.c_int64) for name in ("causal", "window", "chunk", "R", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     )
 
@@ -63,7 +65,7 @@ def attend(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fill the rows of some sequences: out float32 ``[T, H, Dv]``, lse float32 ``[T, H]``. For what :func:`serves`.
+    """Fill the rows of some sequences: out ``[T, H, Dv]``, lse float32 ``[T, H]``. For what :func:`serves`.
 
     Values are not checked here or in C++: they must be right, and no other thread may write block_tables.
     """
@@ -73,7 +75,7 @@ def attend(
     # They have names so that they live until the call returns.
     integers = [array.array("i", each) for each in (seq_lens, query_start_loc, sequences)]
     tensors = (
-        query.to(torch.float32).contiguous(),
+        query.contiguous(),
         paged.key,
         paged.value,
         block_tables,
@@ -83,7 +85,8 @@ def attend(
         out,
         lse,
     )
-    assert out.dtype == lse.dtype == torch.float32, "results the C++ does not write"
+    assert {query.dtype, out.dtype} <= {*PLAIN}, "dtypes that the C++ does not take"
+    assert lse.dtype == torch.float32, "lse that the C++ does not write"
     pointers = [None if each is None else each.data_ptr() for each in tensors]
     call = Call(
         *pointers[:4],
@@ -99,7 +102,7 @@ def attend(
         paged.value_head_size,
         paged.block_size,
         paged.key.shape[4],
-        CELLS.index(stored),
+        *(CELLS.index(each) for each in (stored, query.dtype, out.dtype)),
         f.causal,
         f.sliding_window,
         f.attention_chunk,
@@ -121,14 +124,22 @@ def serves(stored: torch.dtype, f: Features) -> bool:
 
 
 @functools.cache
-def compiled() -> Callable[[Any], None] | None:
+def compiled() -> Callable[[Any], int] | None:
     """The C++ function, or None if no compiler can make it."""
     return native.built(ATTENTION, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
 
 
-def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], None]:
+def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], int]:
     """The function from a library in folder: see :func:`paged_ops.native.load`."""
     return native.load(ATTENTION, compiler, processor, folder)
 
 
-ATTENTION = native.Source(SOURCE, "paged_attention", Call, None, "attention", "attention on the CPU", ("-fopenmp",))
+def has_matrix_unit() -> bool:
+    """Whether the C++ uses the processor's unit for products of bfloat16 matrices."""
+    function = compiled()
+    return function is not None and bool(function(None))
+
+
+ATTENTION = native.Source(
+    SOURCE, "paged_attention", Call, ctypes.c_int64, "attention", "attention on the CPU", ("-fopenmp",)
+)

@@ -1,0 +1,138 @@
+// Vectors of the processor: their types are extensions of GCC and clang, so that one source serves SSE, AVX2, AVX-512
+// and NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t Ints __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
+
+template <class To, class From>
+inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+template <class V>
+inline V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+// The first lanes of v only. The usual case is all of them, whose number the compiler knows.
+inline void load_some(Floats& v, const float* from, int64_t lanes) {
+    if (lanes == WIDTH) std::memcpy(&v, from, sizeof v);
+    else std::memcpy(&v, from, lanes * sizeof *from);
+}
+
+inline void store_some(float* to, Floats v, int64_t lanes) {
+    if (lanes == WIDTH) std::memcpy(to, &v, sizeof v);
+    else std::memcpy(to, &v, lanes * sizeof *to);
+}
+
+struct Buffer {
+    float* const data;
+    explicit Buffer(int64_t floats)
+        : data(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64)))) {}
+    ~Buffer() { ::operator delete(data, std::align_val_t(64)); }
+    Buffer(const Buffer&) = delete;
+    uint32_t* words() const { return reinterpret_cast<uint32_t*>(data); }
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Sums over lanes -----------------------------------------------------------------------------------------------------
+
+// Lane l of a pair of vectors (lane WIDTH + l: the second's), where blocks of two halves fold into one half: the first
+// half of a block comes from the first vector. `high` picks the half that is added to the other.
+constexpr int folded(int l, int block, bool high) {
+    return l / block * block + (l % block < block / 2 ? l % block : WIDTH + l % block - block / 2) + high * (block / 2);
+}
+
+template <int BLOCK, bool HIGH, size_t... L>
+inline Floats fold(Floats a, Floats b, std::index_sequence<L...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, folded(L, BLOCK, HIGH)...);
+#else
+    return __builtin_shuffle(a, b, Ints{folded(L, BLOCK, HIGH)...});
+#endif
+}
+
+inline Floats add(Floats a, Floats b) { return a + b; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b if a is NaN
+
+// Lane l of the result is the lanes of v[l] by an operation that may take them in any order.
+template <int N = WIDTH>
+inline Floats across(Floats* v, Floats operation(Floats, Floats)) {
+    if constexpr (N > 1) {
+        const auto lanes = std::make_index_sequence<WIDTH>();
+        for (int i = 0; i < N / 2; i++)
+            v[i] = operation(fold<N, false>(v[i], v[i + N / 2], lanes), fold<N, true>(v[i], v[i + N / 2], lanes));
+        return across<N / 2>(v, operation);
+    }
+    return v[0];
+}
+
+// v[i][l] and v[l][i] change places.
+template <int N = WIDTH>
+inline void transpose(Floats* v) {
+    if constexpr (N > 1) {
+        const auto lanes = std::make_index_sequence<WIDTH>();
+        for (int i = 0; i < WIDTH; i++)
+            if (i % N < N / 2) {
+                const Floats a = v[i], b = v[i + N / 2];
+                v[i] = fold<N, false>(a, b, lanes);
+                v[i + N / 2] = fold<N, true>(a, b, lanes);
+            }
+        transpose<N / 2>(v);
+    }
+}
+
+// Exponentials --------------------------------------------------------------------------------------------------------
+
+// exp(x) - 1 is power (1 + result) - 1: with x = n ln 2 + f, power = 2^n and the result, exp(f) - 1, is its Taylor
+// series up to f^7. To about a unit in the last place; for |x| < 87.
+inline Floats expm1(Floats x, Floats& power) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: a number added to it loses its fraction
+    const Floats t = x * 1.44269504f + round, n = t - round;
+    power = bits<Floats>((bits<Words>(t) << 23) + (127u << 23));  // of t's bits these are the last ones of n
+    Floats f = x - n * 0.693145752f;  // the leading bits of ln 2, so that the product is exact, and the rest
+    f -= n * 1.42860677e-6f;
+    Floats series = f * (1.0f / 5040) + 1.0f / 720;
+    series = series * f + 1.0f / 120;
+    series = series * f + 1.0f / 24;
+    series = series * f + 1.0f / 6;
+    series = series * f + 0.5f;
+    return series * f * f + f;
+}
+
+inline Floats exp(Floats x) {  // for numbers that are not positive; NaN stays NaN
+    Floats power;
+    const Floats rest = expm1(x, power);
+    return x < -87.0f ? Floats{} : power + power * rest;
+}
+
+inline Floats tanh(Floats x) {  // by exp(2x) - 1, which keeps the digits of a small x
+    Floats y = 2.0f * x, power;
+    y = y > 30.0f ? Floats{} + 30.0f : y;
+    y = y < -30.0f ? Floats{} - 30.0f : y;
+    const Floats rest = expm1(y, power), less = power * rest + (power - 1.0f);
+    return less / (less + 2.0f);
+}

@@ -1,0 +1,150 @@
+// What attention is called with, the formats of a cache as a table, and how the work is divided.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "matrix.h"
+
+constexpr int64_t SPAN = 256, MOST_SPAN = 1024;  // rows of a key/value head that go through the keys together
+constexpr int64_t TASKS = 64;                    // so many spans and heads need no division of their keys
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+// The arguments, as in fused.py. Strides are in elements.
+struct Call {
+    const char* query;   // [T, H, D], contiguous
+    const char* key;     // [N, B, K, D/x, x]
+    const char* value;   // [N, B, K, Dv]
+    const int32_t* block_tables;
+    const int32_t* seq_lens;
+    const int32_t* query_start_loc;
+    const int32_t* sequences;   // the sequences to serve
+    const float* alibi_slopes;  // [H], or null, as the next four
+    const float* sinks;         // [H]
+    const float* k_scale;       // [K]
+    const float* v_scale;       // [K]
+    const int32_t* ranges;      // [S, R, 2]
+    char* out;                  // [T, H, Dv], contiguous
+    float* lse;                 // [T, H]
+    int64_t key_strides[5], value_strides[4], table_strides[2];
+    int64_t num_sequences, H, K, D, Dv, B, x;
+    int64_t cell, query_cell, out_cell;  // formats; query and out have one of the first three
+    int64_t causal, window, chunk, R, threads;
+    float scale, soft_cap;
+};
+
+// Formats -------------------------------------------------------------------------------------------------------------
+
+// By log2 of their rows.
+const decltype(&accumulate_wide<1>) ACCUMULATE_WIDE[] = {accumulate_wide<1>, accumulate_wide<2>, accumulate_wide<4>};
+
+// A format's functions; two of them by log2 of their rows.
+struct Format {
+    int64_t parts, direct;
+    decltype(&widen<Float32>) widen, turn;
+    decltype(&multiply<Float32, 1>) multiply[3];
+    decltype(&accumulate<Float32, 1>) accumulate[3];
+    decltype(&pair_keys<BFloat16>) pair_keys;  // null if its numbers are not bfloat16
+    decltype(&pair_values<BFloat16>) pair_values;
+};
+
+template <class Cell>
+constexpr Format format() {
+    Format f = {Cell::PARTS,
+                Cell::DIRECT,
+                widen<Cell>,
+                turn<Cell>,
+                {multiply<Cell, 1>, multiply<Cell, 2>, multiply<Cell, 4>},
+                {accumulate<Cell, 1>, accumulate<Cell, 2>, accumulate<Cell, 4>},
+                nullptr,
+                nullptr};
+    if constexpr (WIDTH == SIDE && !std::is_same_v<Cell, Float32> && !std::is_same_v<Cell, Float16>)
+        f.pair_keys = pair_keys<Cell>, f.pair_values = pair_values<Cell>;
+    return f;
+}
+
+enum { FLOAT32, FLOAT16, BFLOAT16 };  // the first of them
+const Format FORMATS[] = {format<Float32>(), format<Float16>(), format<BFloat16>(), format<Float8_e4m3fn>(),
+                          format<Float8_e5m2>()};
+
+// Division ------------------------------------------------------------------------------------------------------------
+
+// Rows of one sequence that go through its keys together.
+struct Span {
+    int64_t sequence, start, rows;  // start: the index of the first one in query
+    int64_t position, keys;         // position of the first row; keys of the sequence
+};
+
+// The part of a span's work with keys [first, last) for key/value heads [head, end). If its keys are all of the span's,
+// `row` is negative; else it leaves its results in shared rows from `row` on.
+struct Piece {
+    int64_t span, first, last, row, head, end;
+};
+
+// One row per head and token, head by head: about the largest logit, the sum of exponentials relative to it, the
+// weighted values.
+struct State {
+    float *largest, *total, *values;
+};
+
+struct States {
+    Buffer largest, total, values;
+    const int64_t width;
+    States(int64_t rows, int64_t Dv) : largest(rows), total(rows), values(rows * Dv), width(Dv) {}
+    State at(int64_t row) const { return {largest.data + row, total.data + row, values.data + row * width}; }
+};
+
+struct Attention {
+    const Call& c;
+    const Format format;
+    const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv in whole vectors of words
+    const int64_t span;                        // the most rows of a span
+    const std::vector<int32_t> place, query_place, out_place;  // of a column in the order of a format's parts
+
+    explicit Attention(const Call& call)
+        : c(call),
+          format(FORMATS[call.cell]),
+          G(c.H / c.K),
+          cell_bytes(4 / format.parts),
+          unit(WIDTH * format.parts),
+          D(round_up(c.D, unit)),
+          Dv(round_up(c.Dv, unit)),
+          span(std::max<int64_t>(std::clamp(rows() * c.H / (2 * TASKS), SPAN, MOST_SPAN) / G, 1)),
+          place(places(format.parts)),
+          query_place(places(FORMATS[c.query_cell].parts)),
+          out_place(places(FORMATS[c.out_cell].parts)) {}
+
+    std::vector<int32_t> places(int64_t parts) const {
+        std::vector<int32_t> places(std::max(D, Dv));
+        const int32_t p = parts, u = WIDTH * p;
+        for (int32_t d = 0; d < int32_t(places.size()); d++) places[d] = d / u * u + d % p * WIDTH + d % u / p;
+        return places;
+    }
+
+    int64_t rows() const {  // of all sequences to serve
+        int64_t sum = 0;
+        for (int64_t n = 0; n < c.num_sequences; n++)
+            sum += c.query_start_loc[c.sequences[n] + 1] - c.query_start_loc[c.sequences[n]];
+        return sum;
+    }
+
+    int64_t first(int64_t i) const {  // the first key that a row at position i sees
+        const int64_t window = c.window ? i - c.window + 1 : 0, chunk = c.chunk && i > 0 ? i / c.chunk * c.chunk : 0;
+        return std::max<int64_t>(std::max(window, chunk), 0);
+    }
+    int64_t last(const Span& s, int64_t i) const { return c.causal ? std::min(i + 1, s.keys) : s.keys; }
+
+    // The keys [low, high) that rows at positions [i, i + rows) see: from the first to the last that any of them sees.
+    // The bidirectional ranges that hold a row also hold its own key, so all keys that it sees are one interval.
+    void reach(const Span& s, int64_t i, int64_t rows, int64_t& low, int64_t& high) const {
+        low = first(i);
+        high = last(s, i + rows - 1);
+        for (const int32_t* range = c.ranges + s.sequence * c.R * 2, *end = range + c.R * 2; range < end; range += 2)
+            if (range[0] >= 0 && range[0] < range[1] && range[0] < i + rows && i < range[1]) {
+                low = std::min<int64_t>(low, range[0]);
+                high = std::max<int64_t>(high, std::min<int64_t>(range[1], s.keys));
+            }
+    }
+
+    bool is_wide(const Span& s) const { return s.rows * G > format.direct; }
+};
