@@ -17,7 +17,7 @@ LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
-def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, **features):
+def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, **features):
     def call():
         kv_cache = layouts.kv_cache_view(layout, gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=dtype))
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
@@ -67,7 +67,11 @@ VARIANTS = [
         latent(8, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
         COLUMNS,
     ),
-    Variant("hopper-prefill-nhd-d128-g4", prefill("NHD", 128, 32, 8), EXPECT, spills={(3, 9): 40}),
+    Variant(
+        "hopper-mixed-nhd-d128-g4",
+        prefill("NHD", 128, 32, 8, T=2111, S=64),
+        {"cuda:90": (*EXPECT["cuda:90"], r"wgmma\.mma_async.*m64n8k16", r"cp\.async\.bulk\.tensor\.2d")},
+    ),
     Variant(
         "hopper-prefill-hnd-d64-g8-sinks-fp16",
         prefill("HND", 64, 64, 8, torch.float16, True, causal=False),

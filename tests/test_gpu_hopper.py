@@ -275,7 +275,7 @@ def as_torch(monkeypatch):
     monkeypatch.setattr("paged_ops.lowerings.gpu.attention.tile.tl", language)
     for module in (hopper_items, hopper_rows):
         monkeypatch.setattr(module, "gl", language)
-        for name in ("oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "softmax_tile"):
+        for name in ("oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name).fn)
 

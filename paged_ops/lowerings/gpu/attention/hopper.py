@@ -194,7 +194,8 @@ class HopperShape(NamedTuple):
     N: int
     page: int  # keys that one copy brings
     stages: int
-    slots: int
+    slots: int  # items that the others are told of
+    row_slots: int  # tiles of their query rows in shared memory
     heads: int  # key/value heads that are served at a time
     registers: tuple[int, ...]  # of a thread of the consumers and of the producer; the scheduler has the rest
     k_parts: tuple[int, ...]
@@ -218,7 +219,7 @@ def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
     heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
     page = min(spec.B & -spec.B, N)
     parts, matrices = (k_parts, v_parts), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
-    return HopperShape(BLOCK_M, N, page, stages, slots, heads, _registers(spec), *parts, *matrices)
+    return HopperShape(BLOCK_M, N, page, stages, slots, slots, heads, _registers(spec), *parts, *matrices)
 
 
 def _registers(spec: Spec) -> tuple[int, int, int]:
@@ -370,13 +371,14 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     N: gl.constexpr = SHAPE.N
     STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
+    ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     K_PARTS: gl.constexpr = SHAPE.k_parts
     V_PARTS: gl.constexpr = SHAPE.v_parts
     pages: gl.constexpr = STAGES * (N // SHAPE.page)
-    q_groups = query_places(dtype, SLOTS * M, K_PARTS)
+    q_groups = query_places(dtype, ROW_SLOTS * M, K_PARTS)
     k_pages = places(dtype, pages, SHAPE.page, K_PARTS)
     v_pages = places(dtype, pages, SHAPE.page, V_PARTS)
-    q_tiles = as_tiles(q_groups, dtype, SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
+    q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
     k_tiles = as_tiles(k_pages, dtype, STAGES, N, K_PARTS)
     v_tiles = as_tiles(v_pages, dtype, STAGES, N, V_PARTS)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())

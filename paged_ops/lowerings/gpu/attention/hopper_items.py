@@ -44,9 +44,7 @@ def work_item(
     """The item-th tile of query rows: its key/value head, its sequence, the sequence's first row, rows and keys, the
     tile's first token; its key tiles: their number (0 if it is no tile of a long sequence), their end, and the first
     and the end of those that need no mask; and the oldest key that a row sees."""
-    MASKS: gl.constexpr = SPEC.masks
     G: gl.constexpr = SPEC.G
-    N: gl.constexpr = SHAPE.N
     TOKENS: gl.constexpr = SHAPE.M // G
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     HEADS: gl.constexpr = SHAPE.heads
@@ -63,6 +61,21 @@ def work_item(
     q_len = gl.load(tensors.query_start_loc + s + 1) - row_start
     seq_len = gl.load(tensors.seq_lens + s)
     first_token = (query_tile - row_start // TOKENS - s) * TOKENS
+    count, end_tile, full_start, full_end, oldest = key_tiles(
+        s, q_len, seq_len, first_token, tensors, numbers, SPEC, SHAPE
+    )
+    mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
+    count = gl.where(mine, count, 0)
+    return kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
+
+
+@gluon.jit
+def key_tiles(s, q_len, seq_len, first_token, tensors, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The key tiles of the rows from ``first_token`` on: their number, their end, and the first and the end of those
+    that need no mask; and the oldest key that a row sees."""
+    MASKS: gl.constexpr = SPEC.masks
+    N: gl.constexpr = SHAPE.N
+    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     first_i = seq_len - q_len + first_token
     last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
     newest = seq_len
@@ -85,9 +98,7 @@ def work_item(
             oldest = gl.minimum(oldest, opened)
         count = gl.maximum(end_tile - oldest // N, 1)
         full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
-    mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
-    count = gl.where(mine, count, 0)
-    return kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
+    return count, end_tile, full_start, full_end, oldest
 
 
 @gluon.jit
@@ -97,11 +108,12 @@ def get(items, slot, field: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def light_programs(
-    tensors, S, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr
-):
+    tensors, S, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
+    LEAST: gl.constexpr = 0,
+):  # fmt: skip
     """The number of programs that first take short sequences of few rows, which wait for memory, while the others take
     those of many rows, which wait for tensor cores. It follows from the work of both. Negative if the short ones come
-    first in the batch."""
+    first in the batch. Sequences of up to LEAST tokens are left out."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     few_work = 0.0
     many_work = 0.0
@@ -114,7 +126,7 @@ def light_programs(
         q_len = gl.load(tensors.query_start_loc + s + 1, mask=live, other=0) - first_row
         seq_len = gl.load(tensors.seq_lens + s, mask=live, other=0)
         many = q_len * G > DIVISION.rows
-        few = (q_len > 0) & (seq_len <= short) & (q_len * G <= DIVISION.rows)
+        few = (q_len > LEAST) & (seq_len <= short) & (q_len * G <= DIVISION.rows)
         few_cost = gl.where(few, seq_len.to(gl.float32), 0.0)
         many_cost = gl.where(many, (seq_len - q_len // 2).to(gl.float32) * (q_len * G).to(gl.float32) / M, 0.0)
         few_work += gl.sum(few_cost, 0)
@@ -130,6 +142,20 @@ def light_programs(
 
 
 @gluon.jit
+def first_item(few, programs):
+    """With which item this program begins, if so many programs first take short sequences of few rows: whether items
+    are counted from the batch's start, how many programs begin at that end, and which of them this one is."""
+    light_first = few < 0
+    few = gl.maximum(few, -few)
+    rank = gl.program_id(0) * few // programs
+    light = (gl.program_id(0) + 1) * few // programs > rank
+    reverse = (light == light_first) & (few > 0)
+    start = gl.where(light, few, programs - few)
+    item = gl.where(light, rank, gl.program_id(0) - rank)
+    return reverse, start, item
+
+
+@gluon.jit
 def take(taken, reverse, start, programs, last):
     """A ticket, and the item that belongs to it, if there is one."""
     ticket = programs + gl.atomic_add(taken, 1)
@@ -142,13 +168,13 @@ def take(taken, reverse, start, programs, last):
 @gluon.jit
 def fetch_rows(
     query, first_row, tokens, kh, groups, slot, FIRST: gl.constexpr, SIZE: gl.constexpr, SPEC: gl.constexpr,
-    SHAPE: gl.constexpr,
+    SHAPE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy SIZE columns of an item's query rows."""
+    """Begin to copy SIZE columns of an item's query rows, by so many warps."""
     G: gl.constexpr = SPEC.G
     TOKENS: gl.constexpr = SHAPE.M // G
     ROWS: gl.constexpr = rows_at_once(SIZE)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
     d = FIRST + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
     for part in range(SHAPE.M // ROWS):
         r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -161,15 +187,16 @@ def fetch_rows(
 
 @gluon.jit
 def bring_rows(
-    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr
+    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr,
+    WARPS: gl.constexpr = 4,
 ):  # fmt: skip
-    """Copy an item's query rows to a slot, where products can read them."""
+    """Copy an item's query rows to a slot, where products can read them, by so many warps."""
     PARTS: gl.constexpr = SHAPE.k_parts
     row = row_start.to(gl.int64) + first_token
     for part in gl.static_range(number_of(PARTS)):
         fetch_rows(
             query, row, q_len - first_token, kh, q_groups[part], slot,
-            first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE,
+            first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE, WARPS,
         )  # fmt: skip
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -194,13 +221,7 @@ def scheduler(
     last = tiles * SPEC.K - 1
     programs = gl.num_programs(0)
     few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, 4)
-    light_first = few < 0
-    few = gl.maximum(few, -few)
-    rank = gl.program_id(0) * few // programs
-    light = (gl.program_id(0) + 1) * few // programs > rank
-    reverse = (light == light_first) & (few > 0)  # from the batch's start
-    start = gl.where(light, few, programs - few)
-    item = gl.where(light, rank, gl.program_id(0) - rank)
+    reverse, start, item = first_item(few, programs)
     ticket = gl.program_id(0)
     n = 0
     while ticket <= last:

@@ -266,6 +266,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
     WIDTHS: gl.constexpr = products_of(V_PARTS)
     STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
+    ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     M: gl.constexpr = WARPGROUP
     TOKENS: gl.constexpr = SHAPE.M // G
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -301,7 +302,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                 mbarrier.arrive(shared.v_empty.index(stage), count=1)
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
         else:
-            q_at = slot * (SHAPE.M // WARPGROUP) + which
+            q_at = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
             i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
             if shared.places is not None:
                 place = gl.sum(shared.places.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -321,7 +322,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             # the last tile first: it needs the mask
             stage = total % STAGES
             if shared.rows_full is not None:
-                mbarrier.wait(shared.rows_full.index(slot), (n // SLOTS) & 1)
+                mbarrier.wait(shared.rows_full.index(n % ROW_SLOTS), (n // ROW_SLOTS) & 1)
             mbarrier.wait(shared.k_full.index(stage), (total // STAGES) & 1)
             s = multiply(shared.q_tiles, q_at, shared.k_tiles, stage, zero, K_PARTS)
             s = warpgroup_mma_wait(0, deps=[s])

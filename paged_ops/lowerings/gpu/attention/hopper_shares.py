@@ -106,7 +106,8 @@ def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
     slots = 2 if space - 2 * rows >= 2 * N * width else 1
     stages = (space - slots * rows) // (N * width)
     registers = whole.registers if M > WARPGROUP.value else whole.registers[1:]
-    return whole._replace(M=M, N=N, page=min(whole.page, N), stages=stages, slots=slots, registers=registers)
+    whole = whole._replace(stages=stages, slots=slots, row_slots=slots, registers=registers)
+    return whole._replace(M=M, N=N, page=min(whole.page, N))
 
 
 class SharesLaunch(HopperLaunch):

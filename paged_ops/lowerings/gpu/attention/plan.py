@@ -13,6 +13,8 @@ read once for all of them) and N keys of a tile.
   a unit's programs of ``split_kernel`` does so (parts.py), and there is no second launch.
 * ``prefill_kernel`` (prefill.py, or hopper.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
+* ``beside_kernel`` (hopper_beside.py) replaces both on Hopper where prompts and decodes were measured side by side: it
+  computes decodes by shares, and at the same time longer sequences by tiles of query rows.
 * ``shares_kernel`` (hopper_shares.py) replaces ``split_kernel`` on Hopper where all sequences have 33 to 128 rows.
 
 The host checks and describes a *form* of call once, by shapes, strides, dtypes and features, without the numbers of
@@ -336,10 +338,11 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
 def _hopper() -> tuple[ModuleType, ...]:
     from paged_ops.lowerings.gpu.attention import (
         hopper,
+        hopper_beside,
         hopper_shares,
         latent_hopper,
         latent_hopper_columns,
         latent_hopper_fp8,
     )
 
-    return hopper_shares, hopper, latent_hopper_columns, latent_hopper, latent_hopper_fp8
+    return hopper_shares, hopper_beside, hopper, latent_hopper_columns, latent_hopper, latent_hopper_fp8
