@@ -179,7 +179,8 @@ class Division(NamedTuple):
     all. A program counts ``at_once`` sequences in one vector, ``times`` times. The key tiles of all units stand in one
     row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first.
     ``whole``: if units are about equally long, so many programs take one each; 0: never. ``aligned``: units that are
-    all equally long stay whole if shares are at most a twentieth longer so."""
+    all equally long stay whole if shares are at most a twentieth longer so. ``start``: what a unit costs beside its
+    tiles, as so many tiles more, which stand at its end and have no keys."""
 
     rows: int
     everyone: bool
@@ -189,6 +190,7 @@ class Division(NamedTuple):
     heads_apart: bool = False
     whole: int = 0
     aligned: bool = False
+    start: int = 0
 
 
 def spec_of(

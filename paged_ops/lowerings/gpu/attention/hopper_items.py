@@ -186,11 +186,11 @@ def fetch_rows(
 
 
 @gluon.jit
-def bring_rows(
+def begin_rows(
     query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr,
     WARPS: gl.constexpr = 4,
 ):  # fmt: skip
-    """Copy an item's query rows to a slot, where products can read them, by so many warps."""
+    """Begin to copy an item's query rows to a slot, by so many warps."""
     PARTS: gl.constexpr = SHAPE.k_parts
     row = row_start.to(gl.int64) + first_token
     for part in gl.static_range(number_of(PARTS)):
@@ -199,8 +199,23 @@ def bring_rows(
             first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE, WARPS,
         )  # fmt: skip
     async_copy.commit_group()
+
+
+@gluon.jit
+def await_rows():
+    """Wait until they are where products can read them."""
     async_copy.wait_group(0)
     fence_async_shared()
+
+
+@gluon.jit
+def bring_rows(
+    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr,
+    WARPS: gl.constexpr = 4,
+):  # fmt: skip
+    """Copy an item's query rows to a slot, where products can read them, by so many warps."""
+    begin_rows(query, row_start, q_len, first_token, kh, q_groups, slot, SPEC, SHAPE, WARPS)
+    await_rows()
 
 
 @gluon.jit

@@ -8,7 +8,9 @@ share has of a unit. An item that is a whole unit goes to the output. The others
 decode.py merges.
 
 A tile has M packed query rows, 64 or 128, and one warpgroup for each 64 of them. A scheduler walks over the share and
-fetches query rows one item ahead; a producer warp brings keys and values, which is the same as in hopper.py.
+fetches query rows one item ahead; a producer warp brings keys and values. All programs wait for memory, so a number
+that comes from there takes longer than a tile: block ids are asked for several tiles ahead. Programs side by side take
+the same tiles of all key/value heads, so that the rows of a token, which lie together, are read at the same time.
 
 Bytes of a key in bfloat16: 2 (D + Dv); FLOPs of a key: 2 M (D + Dv). At 4.45 TB/s, one multiprocessor of an H200 has
 1.9 µs for a tile of 128 keys with heads of 128, and both products of 128 rows need 0.6 µs of them.
@@ -35,7 +37,19 @@ from paged_ops.lowerings.gpu.attention.hopper import (
     barriers,
     shared_memory,
 )
-from paged_ops.lowerings.gpu.attention.hopper_items import COUNT, FIELDS, bring_rows, producer
+from paged_ops.lowerings.gpu.attention.hopper_items import (
+    COUNT,
+    END_TILE,
+    FIELDS,
+    KV_HEAD,
+    SEQ_LEN,
+    SEQUENCE,
+    await_rows,
+    begin_rows,
+    bring,
+    get,
+    rows_of,
+)
 from paged_ops.lowerings.gpu.attention.hopper_parts import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
@@ -44,7 +58,9 @@ from paged_ops.lowerings.gpu.launch import Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
-LEAST_ROWS = 33  # packed query rows; from so many on split_kernel loads them again for each tile of keys
+LEAST_ROWS = 9  # packed query rows; split_kernel has slices for fewer
+LARGE_GROUP = 33  # query heads of a key/value head
+START = 128  # keys: what the beginning of a unit costs
 FEW_STAGES = 3  # tiles of 128 keys that are worth having: with two, four or five of 64 are faster
 # Heads of keys and values that were run on a GPU; it compiles for all that hopper.py serves.
 SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)
@@ -62,26 +78,29 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
     """As in decode.py."""
-    return rows_of(spec, T, S)
+    return tile_rows(spec, T, S)
 
 
-def rows_of(spec: Spec, T: int, S: int) -> int:
+def tile_rows(spec: Spec, T: int, S: int) -> int:
     """The rows of a tile that has all of a sequence's packed query rows, if all sequences have as many tokens; 0 if
     there is none, or if the rows are too few. Sequences of other lengths are served as well."""
     tokens = max(T // S, 1) if T <= S or T % S == 0 else 0
     rows = tokens * spec.G
     # Only large groups: sequences that have many tokens may be one prompt and many decodes.
-    most = BLOCK_M if spec.G >= LEAST_ROWS else WARPGROUP.value
+    most = BLOCK_M if spec.G >= LARGE_GROUP else WARPGROUP.value
     return 0 if not LEAST_ROWS <= rows <= most else max(WARPGROUP.value, tuning.power_of_2(rows))
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     """Launches that serve every sequence of a batch; None if another kernel should."""
-    M, P = rows_of(spec, shapes.T, shapes.S), target.processors
+    M = tile_rows(spec, shapes.T, shapes.S)
     if not M or not hopper.has_form(spec, shapes):
         return None
     shape, copied = shape_of(spec, M, target.shared_memory), hopper.are_copied(spec)
-    division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))._replace(aligned=True)
+    P = tuning.programs_apart(spec.K, target.processors)
+    division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
+    division = division._replace(aligned=True, heads_apart=P > 0, start=START // shape.N)
+    P = P or target.processors
     constants = {
         "SPEC": hopper.side_by_side(spec) if copied else spec,
         "DIVISION": division,
@@ -118,6 +137,73 @@ class SharesLaunch(HopperLaunch):
 
 
 @gluon.jit
+def prefetch_ids(block_tables, s, tile, seen, seq_len, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Bring the block ids of an item to the L2, before the producer asks for them."""
+    LINE: gl.constexpr = 32  # ids, of 128 bytes
+    first = tile * SHAPE.N // SPEC.B
+    end = gl.cdiv(gl.minimum((tile + seen) * SHAPE.N, seq_len), SPEC.B)
+    row = block_tables + s.to(gl.int64) * numbers.table_stride
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    for start in range(first, end, 128 * LINE):
+        at = row + gl.minimum(start + thread * LINE, end - 1) * SPEC.table
+        asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(asm, "=r,l", [at], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Brings the items' tiles of keys and values, the last of a sequence first. Each lane loads the id of one block, of
+    a group of tiles, and while these are brought, that of the next group."""
+    B: gl.constexpr = SPEC.B
+    N: gl.constexpr = SHAPE.N
+    PAGE: gl.constexpr = SHAPE.page
+    PAGES: gl.constexpr = N // PAGE
+    GROUP: gl.constexpr = 32 // PAGES
+    STAGES: gl.constexpr = SHAPE.stages
+    SLOTS: gl.constexpr = SHAPE.slots
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    of_lane = lane % PAGES * PAGE - lane // PAGES * N  # the first key of a lane's page, from that of the newest tile
+    mbarrier.wait(shared.item_full.index(0), 0)
+    count = get(shared.items, 0, COUNT, 1)
+    n = 0
+    total = 0
+    while count > 0:
+        slot = n % SLOTS
+        kh = get(shared.items, slot, KV_HEAD, 1)
+        block_table = block_tables + get(shared.items, slot, SEQUENCE, 1).to(gl.int64) * table_stride
+        seq_len = get(shared.items, slot, SEQ_LEN, 1)
+        end_tile = get(shared.items, slot, END_TILE, 1)
+        mbarrier.arrive(shared.item_empty.index(slot), count=1)
+        j = (end_tile - 1) * N + of_lane
+        next_ids = gl.load(block_table + gl.where((j >= 0) & (j < seq_len), j, 0) // B * SPEC.table)
+        for begin in range(0, count, GROUP):
+            ids = next_ids
+            j = (end_tile - 1 - begin - GROUP) * N + of_lane
+            next_ids = gl.load(block_table + gl.where((j >= 0) & (j < seq_len), j, 0) // B * SPEC.table)
+            for t in range(begin, gl.minimum(begin + GROUP, count)):
+                stage = (total + t) % STAGES
+                free = (((total + t) // STAGES) & 1) ^ 1
+                j = ((end_tile - 1 - t) * N + lane % PAGES * PAGE) % B
+                page = lane - (t - begin) * PAGES
+                k_rows = rows_of(ids, kh, j, page, PAGES, SHAPE.k_matrix)
+                v_rows = rows_of(ids, kh, j, page, PAGES, SHAPE.v_matrix)
+                mbarrier.wait(shared.k_empty.index(stage), free)
+                bring(
+                    descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, SHAPE.k_parts,
+                    SHAPE.k_matrix, SPEC.k_side, SHAPE,
+                )  # fmt: skip
+                mbarrier.wait(shared.v_empty.index(stage), free)
+                bring(
+                    descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, SHAPE.v_parts,
+                    SHAPE.v_matrix, SPEC.v_side, SHAPE,
+                )  # fmt: skip
+        total += count
+        n += 1
+        mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
+        count = get(shared.items, n % SLOTS, COUNT, 1)
+
+
+@gluon.jit
 def scheduler(
     share, tensors, numbers, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
@@ -150,18 +236,24 @@ def scheduler(
             place = share_index(SPEC, DIVISION) * 2 + from_start.to(gl.int32)
             place = gl.where(from_start & (tile + count == end_tile), -1, place)
             fields = kh, s, row_start, q_len, seq_len, first_token, seen, tile + seen, full_start, full_end, oldest
+            prefetch_ids(tensors.block_tables, s, tile, seen, seq_len, numbers, SPEC, SHAPE)
+            if n > 0:  # the rows of the item before, after the loads that this one began with
+                await_rows()
+                mbarrier.arrive(shared.rows_full.index((n - 1) % SLOTS), count=1)
             slot = n % SLOTS
             mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
             for field in gl.static_range(FIELDS):
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
             shared.places.index(slot).store(zero + place)
             mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
-            bring_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
-            mbarrier.arrive(shared.rows_full.index(slot), count=1)
+            begin_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
             n += 1
         s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
         if left > 0:
             _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+    if n > 0:
+        await_rows()
+        mbarrier.arrive(shared.rows_full.index((n - 1) % SLOTS), count=1)
     slot = n % SLOTS
     mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
     shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items

@@ -90,6 +90,8 @@ def part_of(s, first_token, tile, left, batch, SPEC: gl.constexpr, DIVISION: gl.
     row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
     count = gl.minimum(end_tile - tile, left)
     seen = count
+    if DIVISION.start:
+        seen = gl.maximum(gl.minimum(count, gl.cdiv(seq_len, N) - tile), 1)
     if SPEC.masks.causal:
         newest = seq_len - q_len + gl.minimum(first_token + SHAPE.M // SPEC.G, q_len)
         seen = gl.maximum(gl.minimum(count, gl.cdiv(gl.maximum(newest, 0), N) - tile), 1)

@@ -103,6 +103,13 @@ def by_warps(division: Division) -> Division:
     return division._replace(at_once=32, times=2) if division.at_once == 64 else division
 
 
+def programs_apart(K: int, programs: int) -> int:
+    """The largest multiple of K key/value heads among so many programs, so that programs side by side take the same
+    tiles of all heads; 0 if there is one head, or if more than a twentieth of the programs would be left."""
+    taking = programs // K * K
+    return taking if K > 1 and 20 * taking >= 19 * programs else 0
+
+
 def whole_units(T: int, S: int, K: int, programs: int, target: Target) -> int:
     """So many programs, two or more on each multiprocessor, may take one whole unit each; 0: units are too few or too
     many. Only for numbers of sequences that :func:`covering_batches` has."""

@@ -145,6 +145,8 @@ def sequence(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, N: tl.constex
             oldest, _ = reach_of_ranges(batch.ranges, s_, seq_len - q_len, seq_len, oldest, seq_len, SPEC.masks.ranges)
     first_tile = oldest // N
     end_tile = tl.maximum(tl.cdiv(seq_len, N), first_tile + 1)
+    if DIVISION.start:
+        end_tile += DIVISION.start
     return start, q_len, seq_len, first_tile, end_tile
 
 
