@@ -161,6 +161,12 @@ def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAP
     GROUP: gl.constexpr = 32 // PAGES
     STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    V_PARTS: gl.constexpr = SHAPE.v_parts
+    K_MATRIX: gl.constexpr = SHAPE.k_matrix
+    V_MATRIX: gl.constexpr = SHAPE.v_matrix
+    K_SIDE: gl.constexpr = SPEC.k_side
+    V_SIDE: gl.constexpr = SPEC.v_side
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     of_lane = lane % PAGES * PAGE - lane // PAGES * N  # the first key of a lane's page, from that of the newest tile
     mbarrier.wait(shared.item_full.index(0), 0)
@@ -185,17 +191,17 @@ def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAP
                 free = (((total + t) // STAGES) & 1) ^ 1
                 j = ((end_tile - 1 - t) * N + lane % PAGES * PAGE) % B
                 page = lane - (t - begin) * PAGES
-                k_rows = rows_of(ids, kh, j, page, PAGES, SHAPE.k_matrix)
-                v_rows = rows_of(ids, kh, j, page, PAGES, SHAPE.v_matrix)
+                k_rows = rows_of(ids, kh, j, page, PAGES, K_MATRIX)
+                v_rows = rows_of(ids, kh, j, page, PAGES, V_MATRIX)
                 mbarrier.wait(shared.k_empty.index(stage), free)
                 bring(
-                    descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, SHAPE.k_parts,
-                    SHAPE.k_matrix, SPEC.k_side, SHAPE,
+                    descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, K_PARTS, K_MATRIX,
+                    K_SIDE, SHAPE,
                 )  # fmt: skip
                 mbarrier.wait(shared.v_empty.index(stage), free)
                 bring(
-                    descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, SHAPE.v_parts,
-                    SHAPE.v_matrix, SPEC.v_side, SHAPE,
+                    descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, V_PARTS, V_MATRIX,
+                    V_SIDE, SHAPE,
                 )  # fmt: skip
         total += count
         n += 1
