@@ -17,6 +17,16 @@ LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
+def both(*calls):
+    """Several calls as one variant."""
+
+    def call():
+        for each in calls:
+            each()
+
+    return call
+
+
 def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, **features):
     def call():
         kv_cache = layouts.kv_cache_view(layout, gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=dtype))
@@ -68,8 +78,8 @@ VARIANTS = [
         COLUMNS,
     ),
     Variant(
-        "hopper-mixed-nhd-d128-g4",
-        prefill("NHD", 128, 32, 8, T=2111, S=64),
+        "hopper-mixed-and-shares-nhd-d128-g4",
+        both(prefill("NHD", 128, 32, 8, T=2111, S=64), prefill("NHD", 128, 32, 8, T=16)),
         {"cuda:90": (*EXPECT["cuda:90"], r"wgmma\.mma_async.*m64n8k16", r"cp\.async\.bulk\.tensor\.2d")},
     ),
     Variant(

@@ -42,7 +42,7 @@ BATCHES = {
     "4 tokens": {"heads": (32, 8), "tokens": [4] * 12, "lens": [4, 16, 100, 5, 4096, 63, 64, 65, 777, 2048, 128, 129]},
     "16 heads, many short": {"heads": (16, 1), "tokens": [1] * 300, "lens": [37 * k % 900 + 1 for k in range(300)]},
     "128 heads, equal": {"heads": (128, 8), "tokens": [1] * 64, "lens": [1000] * 64},
-    "12 heads, long table": {"heads": (12, 1), "tokens": [1] * 3, "lens": [140000, 70000, 1], "B": 8, "columns": 20000},
+    "12 heads, block 8": {"heads": (12, 1), "tokens": [1] * 3, "lens": [140000, 70000, 1], "B": 8},
     "16 tokens": {"heads": (32, 8), "tokens": [16] * 6, "lens": [16, 4096, 10000, 17, 500, 77]},
     "some tokens": {"heads": (32, 8), "tokens": [40, 1, 7, 16, 16, 16], "lens": [4096, 16, 10000, 8192, 500, 77]},
     "16 tokens, not causal": {"heads": (16, 4), "tokens": [16] * 3, "lens": [16, 4096, 700], "causal": False},
