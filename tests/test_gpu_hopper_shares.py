@@ -43,6 +43,8 @@ BATCHES = {
     "16 heads, many short": {"heads": (16, 1), "tokens": [1] * 300, "lens": [37 * k % 900 + 1 for k in range(300)]},
     "128 heads, equal": {"heads": (128, 8), "tokens": [1] * 64, "lens": [1000] * 64},
     "12 heads, block 8": {"heads": (12, 1), "tokens": [1] * 3, "lens": [140000, 70000, 1], "B": 8},
+    "4 rows, many units": {"heads": (32, 8), "tokens": [1] * 64, "lens": [83 * k % 2000 for k in range(64)]},
+    "8 rows, head size 192": {"heads": (64, 8), "tokens": [1] * 64, "lens": [900] * 63 + [9000], "D": 192},
     "16 tokens": {"heads": (32, 8), "tokens": [16] * 6, "lens": [16, 4096, 10000, 17, 500, 77]},
     "some tokens": {"heads": (32, 8), "tokens": [40, 1, 7, 16, 16, 16], "lens": [4096, 16, 10000, 8192, 500, 77]},
     "16 tokens, not causal": {"heads": (16, 4), "tokens": [16] * 3, "lens": [16, 4096, 700], "causal": False},
@@ -71,7 +73,8 @@ def planned(H, K, T, S, D=128, **features):
         (71, 1, 4, 4, 128), (128, 1, 300, 300, 128), (64, 1, 1, 1, 64), (48, 1, 3, 4, 64), (32, 8, 64, 4, 64),
         (33, 1, 4, 4, 64), (40, 1, 12, 4, 128), (64, 1, 8, 4, 128), (12, 4, 44, 4, 64), (32, 1, 4, 4, 64),
         (32, 8, 16, 4, 64), (128, 8, 4, 4, 64), (64, 8, 4, 4, None), (32, 8, 8, 4, None), (32, 8, 128, 4, None),
-        (71, 1, 6, 4, None), (71, 1, 8, 4, None),
+        (71, 1, 6, 4, None), (71, 1, 8, 4, None), (32, 8, 64, 64, 64), (64, 8, 256, 256, 64), (32, 8, 63, 63, None),
+        (24, 8, 64, 64, None), (8, 1, 512, 512, None),
     ],
 )  # fmt: skip
 def test_batches_that_it_takes(H, K, T, S, rows):
@@ -95,6 +98,8 @@ def test_leaves_to_others():
     assert hopper_shares.serves(of_call, H200) == ["bidirectional_ranges"]
     of_call, _ = planned(71, 1, 4, 4, alibi_slopes=torch.zeros(71))
     assert hopper_shares.serves(of_call, H200) == ["alibi_slopes"]
+    of_call, _ = planned(32, 8, 64, 64, sliding_window=100)
+    assert not hopper_shares.tile_rows(of_call, 64, 64)
     of_call, _ = planned(71, 1, 4, 4, D=96)
     assert [reason[:10] for reason in hopper_shares.serves(of_call, H200)] == ["head sizes"]
 

@@ -58,12 +58,14 @@ from paged_ops.lowerings.gpu.launch import Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
-LEAST_ROWS = 9  # packed query rows; split_kernel has slices for fewer
-LARGE_GROUP = 33  # query heads of a key/value head
+LEAST_ROWS = 9  # packed query rows; split_kernel has slices for fewer, which start and end faster
+LEAST_OF_MANY_UNITS = 4  # where units are so many, and heads so wide, that only the speed of reading counts:
+MANY_UNITS, WIDE = 512, 128
+LARGE_GROUP = 33  # rows, or query heads of a key/value head; split_kernel would load them again for each tile of keys
 START = 128  # keys: what the beginning of a unit costs
 FEW_STAGES = 3  # tiles of 128 keys that are worth having: with two, four or five of 64 are faster
 # Heads of keys and values that were run on a GPU; it compiles for all that hopper.py serves.
-SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)
+SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (256, 256)
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -78,7 +80,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
     """As in decode.py."""
-    return tile_rows(spec, T, S)
+    return tile_rows(spec, T, S), has_beginnings(spec, target, S)
 
 
 def tile_rows(spec: Spec, T: int, S: int) -> int:
@@ -88,7 +90,17 @@ def tile_rows(spec: Spec, T: int, S: int) -> int:
     rows = tokens * spec.G
     # Only large groups: sequences that have many tokens may be one prompt and many decodes.
     most = BLOCK_M if spec.G >= LARGE_GROUP else WARPGROUP.value
-    return 0 if not LEAST_ROWS <= rows <= most else max(WARPGROUP.value, tuning.power_of_2(rows))
+    least = LEAST_ROWS
+    if S * spec.K >= MANY_UNITS and spec.K > 1 and spec.k_side.size >= WIDE:
+        least = LEAST_OF_MANY_UNITS
+    if spec.masks.window or spec.masks.chunk:  # units are short, and tiles of split_kernel have fewer keys
+        least = LARGE_GROUP
+    return 0 if not least <= rows <= most else max(WARPGROUP.value, tuning.power_of_2(rows))
+
+
+def has_beginnings(spec: Spec, target: Target, S: int) -> bool:
+    """Whether programs may have several beginnings of units, so that shares should count them."""
+    return 4 * S * spec.K >= target.processors
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
@@ -99,7 +111,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     shape, copied = shape_of(spec, M, target.shared_memory), hopper.are_copied(spec)
     P = tuning.programs_apart(spec.K, target.processors)
     division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
-    division = division._replace(aligned=True, heads_apart=P > 0, start=START // shape.N)
+    start = START // shape.N if has_beginnings(spec, target, shapes.S) else 0
+    division = division._replace(aligned=True, heads_apart=P > 0, start=start)
     P = P or target.processors
     constants = {
         "SPEC": hopper.side_by_side(spec) if copied else spec,
