@@ -1,4 +1,4 @@
-"""Attention on Hopper (sm_90) in Gluon for many query heads per key/value head: the consumers of hopper_rows.py, with
+"""Attention on Hopper (sm_90) in Gluon for several query rows per key/value head: the consumers of hopper_rows.py, with
 units that are divided by keys.
 
 With few query rows per sequence memory decides, whatever the lengths are, if all programs have equal shares. So one

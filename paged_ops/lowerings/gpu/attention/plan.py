@@ -15,7 +15,8 @@ read once for all of them) and N keys of a tile.
   that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
 * ``beside_kernel`` (hopper_beside.py) replaces both on Hopper where prompts and decodes were measured side by side: it
   computes decodes by shares, and at the same time longer sequences by tiles of query rows.
-* ``shares_kernel`` (hopper_shares.py) replaces ``split_kernel`` on Hopper where all sequences have 33 to 128 rows.
+* ``shares_kernel`` (hopper_shares.py) replaces ``split_kernel`` on Hopper where all sequences have 9 to 128 rows, and
+  with 4 or more if there are many units.
 
 The host checks and describes a *form* of call once, by shapes, strides, dtypes and features, without the numbers of
 tokens and sequences. It plans each pair of these numbers once, in a few microseconds, and launches known calls at once.
