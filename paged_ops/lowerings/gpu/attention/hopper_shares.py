@@ -137,7 +137,8 @@ def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
     N = whole.N if width <= 256 and space - 2 * rows >= FEW_STAGES * whole.N * width else 64
     slots = 2 if space - 2 * rows >= 2 * N * width else 1
     stages = (space - slots * rows) // (N * width)
-    registers = whole.registers if M > WARPGROUP.value else whole.registers[1:]
+    consumer, producer = whole.registers[1:]  # one consumer leaves the producer what its addresses need
+    registers = (consumer, consumer, producer) if M > WARPGROUP.value else (consumer, max(producer, 56))
     whole = whole._replace(stages=stages, slots=slots, row_slots=slots, registers=registers)
     return whole._replace(M=M, N=N, page=min(whole.page, N))
 
