@@ -148,7 +148,7 @@ def fetch_rows(
     G: gl.constexpr = SPEC.G
     TOKENS: gl.constexpr = SHAPE.M // G
     ROWS: gl.constexpr = rows_at_once(SIZE)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [SHAPE.warps, 1], [1, 0])
     d = FIRST + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
     for part in range(SHAPE.M // ROWS):
         r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -189,11 +189,11 @@ def scheduler(
     M: gl.constexpr = SHAPE.M
     SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = M // G
-    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
     tiles = numbers.T // TOKENS + numbers.S
     last = tiles * SPEC.K - 1
     programs = gl.num_programs(0)
-    few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, 4)
+    few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, SHAPE.warps)
     light_first = few < 0
     few = gl.maximum(few, -few)
     rank = gl.program_id(0) * few // programs
@@ -205,7 +205,7 @@ def scheduler(
     n = 0
     while ticket <= last:
         item = gl.where(reverse, last - item, item)
-        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, 4)
+        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, SHAPE.warps)
         kh, row_start, q_len = fields[KV_HEAD], fields[ROW_START], fields[Q_LEN]
         first_token, count = fields[FIRST_TOKEN], fields[COUNT]
         # The last items go to the programs that are free first, so they are not taken ahead.

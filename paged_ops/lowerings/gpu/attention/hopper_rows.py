@@ -1,4 +1,4 @@
-"""The Hopper kernel's arithmetic: what a warpgroup computes with its half of an item's query rows.
+"""The Hopper kernel's arithmetic: what a warpgroup computes with its part of an item's query rows.
 
 Letters, and the roles of warps, are explained in hopper.py.
 """
@@ -54,9 +54,7 @@ def softmax_tile(
     if SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
         qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * cap[1]) + 1.0)
     if MASKED:
-        kept = j[None, :] < seq_len
-        if CAUSAL:
-            kept = kept & (j[None, :] <= i[:, None])
+        kept = j[None, :] <= i[:, None] if CAUSAL else j[None, :] < seq_len
         if BOUNDED:
             kept = kept & (j[None, :] >= low[:, None])
         qk = gl.where(kept, qk, float("-inf"))
@@ -70,7 +68,13 @@ def softmax_tile(
 
 
 @gluon.jit
-def keys_of_rows(i, s, tensors, numbers, MASKS: gl.constexpr):
+def positions(first_i, which: gl.constexpr, G: gl.constexpr, layout: gl.constexpr):
+    """Of a consumer's rows, in an item whose first token is at first_i."""
+    return first_i + (which * WARPGROUP + gl.arange(0, WARPGROUP, layout)) // G
+
+
+@gluon.jit
+def keys_of_rows(i, seq_len, s, tensors, numbers, MASKS: gl.constexpr):
     """The first and, if causal, the last key that each row at positions i sees."""
     low = i
     if MASKS.window or MASKS.chunk:
@@ -78,7 +82,7 @@ def keys_of_rows(i, s, tensors, numbers, MASKS: gl.constexpr):
     if MASKS.ranges:
         low, end = reach_of_ranges(tensors.bidirectional_ranges, s, i, i, low, i + 1, MASKS.ranges)
         i = end - 1
-    return low, i
+    return low, gl.minimum(i, seq_len - 1)
 
 
 @gluon.jit
@@ -138,8 +142,8 @@ def zero_values(v_tiles, stage, row: gl.constexpr, rows: gl.constexpr, j, low, e
 
 @gluon.jit
 def step(
-    q_at, at, tile, full_start, full_end, sums, p16, m, l, factor, cap, i, low, j0, seq_len, zero, shared,
-    SPEC: gl.constexpr, SHAPE: gl.constexpr,
+    q_at, at, tile, full_start, full_end, sums, p16, m, l, factor, cap, first_i, i, low, j0, seq_len, zero, tensors,
+    numbers, shared, which: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Computes the scores of the next key tile, while the previous tile's weights are multiplied with its values."""
     MASKS: gl.constexpr = SPEC.masks
@@ -164,6 +168,9 @@ def step(
         masked = masked | (tile < full_start)
     j = tile * SHAPE.N + j0
     if masked:
+        if not MASKS.ranges:  # again for each such tile, as registers are full
+            rows: gl.constexpr = m.type.layout
+            low, i = keys_of_rows(positions(first_i, which, SPEC.G, rows), seq_len, 0, tensors, numbers, MASKS)
         p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
     else:
         p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP)
@@ -254,7 +261,7 @@ def sums_layout(width):
 
 @gluon.jit
 def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Half of the rows of each item: their products, softmax and output."""
+    """64 of the rows of each item: their products, softmax and output."""
     MASKS: gl.constexpr = SPEC.masks
     CAUSAL: gl.constexpr = MASKS.causal
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
@@ -302,13 +309,14 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
         else:
             q_at = slot * (SHAPE.M // WARPGROUP) + which
-            i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
+            first_i = seq_len - q_len + first_token
             if shared.places is not None:
                 place = gl.sum(shared.places.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             s_of = 0
             if MASKS.ranges:
                 s_of = get(shared.items, slot, SEQUENCE, 4)
-            low, i = keys_of_rows(i, s_of, tensors, numbers, MASKS)
+            i = positions(first_i, which, G, s_rows)
+            low, i = keys_of_rows(i, seq_len, s_of, tensors, numbers, MASKS)
             m = gl.full([M], float("-inf"), gl.float32, s_rows)
             sink = m
             if SPEC.logits.sinks:
@@ -341,8 +349,8 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                 mbarrier.wait(shared.v_clean.index(slot), (n // SLOTS) & 1)
             for t in range(1, count):
                 sums, p16, m, l = step(
-                    q_at, total + t, end_tile - 1 - t, full_start, full_end, sums, p16, m, l, factor, cap, i, low, j0,
-                    seq_len, zero, shared, SPEC, SHAPE,
+                    q_at, total + t, end_tile - 1 - t, full_start, full_end, sums, p16, m, l, factor, cap, first_i, i,
+                    low, j0, seq_len, zero, tensors, numbers, shared, which, SPEC, SHAPE,
                 )  # fmt: skip
             stage = (total + count - 1) % STAGES
             if BOUNDED:  # the oldest tile, which comes last, may begin before the keys that the rows see
