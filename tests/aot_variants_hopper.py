@@ -11,13 +11,14 @@ EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"set
 COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
 # At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
 # split_kernel's whole tiles beside it.
+# Three consumers leave a thread of the scheduler 32 registers, and it spills some numbers (48 bytes, triton 3.6).
 SM_90 = ("cuda:90",)
 # The warpgroup that computes scores keeps the addresses of query rows in registers, and spills some numbers.
 LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
 N, B, T, S, M = 64, 16, 512, 4, 16
 
 
-def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, **features):
+def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, **features):
     def call():
         kv_cache = layouts.kv_cache_view(layout, gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=dtype))
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
@@ -70,8 +71,9 @@ VARIANTS = [
     Variant("hopper-prefill-nhd-d128-g4", prefill("NHD", 128, 32, 8), EXPECT, spills={(3, 9): 40}),
     Variant(
         "hopper-prefill-hnd-d64-g8-sinks-fp16",
-        prefill("HND", 64, 64, 8, torch.float16, True, causal=False),
+        prefill("HND", 64, 64, 8, torch.float16, True, T=8192),
         EXPECT,
+        may_spill=SM_90,
     ),
     Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 9): 144}),
     Variant(

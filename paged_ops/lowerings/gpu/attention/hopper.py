@@ -47,7 +47,7 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 BLOCK_M = 128  # with two consumers
 SIZES = range(64, 257, 16)  # of heads
 # With three: the columns of heads, items per program, and registers of a thread (all 65536 are taken).
-SIZE_OF_THREE, ITEMS_OF_THREE = 64, 2
+SIZE_OF_THREE, ITEMS_OF_THREE = 64, 8
 REGISTERS_OF_THREE = 160, 160, 32, 32
 MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
 MOST_SLOTS = 2
@@ -399,11 +399,12 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     v_tiles = as_tiles(v_pages, dtype, STAGES, N, V_PARTS)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
     # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
+    RETURNS: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see give_back
     CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
     return (
         items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + 1), q_groups, q_tiles,
-        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS),
-        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), barriers(CLEAN, 1),
+        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS),
+        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS), barriers(CLEAN, 1),
     )  # fmt: skip
 
 
@@ -423,7 +424,7 @@ def prefill_kernel(
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
-    if SHAPE.warps == 1:
+    if SHAPE.M > 2 * WARPGROUP:
         gl.warp_specialize(
             [
                 (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -125,6 +126,15 @@ def finish(sums, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def give_back(empty, SHAPE: gl.constexpr):
+    """Say that a tile of keys or values is no longer read."""
+    if SHAPE.M > 2 * WARPGROUP:
+        async_copy.mbarrier_arrive(empty, increment_count=False)  # each thread for itself, so that none waits
+    else:
+        mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
 def zero_columns(values, j, low, end, rows: gl.constexpr, SIZE: gl.constexpr):
     GROUP: gl.constexpr = min(SIZE, 64)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // GROUP, GROUP // 8], [4, 1], [1, 0])
@@ -160,7 +170,7 @@ def step(
     mbarrier.wait(shared.v_full.index(v_stage), ((at - 1) // STAGES) & 1)
     sums = weigh(p16, shared.v_tiles, v_stage, sums, V_PARTS)
     s = warpgroup_mma_wait(number_of(products_of(V_PARTS)), deps=[s])
-    mbarrier.arrive(shared.k_empty.index(k_stage), count=1)
+    give_back(shared.k_empty.index(k_stage), SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the product with the values.
     masked = tile >= full_end
@@ -175,7 +185,7 @@ def step(
     else:
         p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP)
     sums = finish(sums, V_PARTS)
-    mbarrier.arrive(shared.v_empty.index(v_stage), count=1)
+    give_back(shared.v_empty.index(v_stage), SHAPE)
     l_layout: gl.constexpr = gl.SliceLayout(1, l_tile.type.layout)
     l = l * gl.convert_layout(decay, l_layout)[:, None] + l_tile
     p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout)
@@ -303,9 +313,9 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             for t in range(count):
                 stage = (total + t) % STAGES
                 mbarrier.wait(shared.k_full.index(stage), ((total + t) // STAGES) & 1)
-                mbarrier.arrive(shared.k_empty.index(stage), count=1)
+                give_back(shared.k_empty.index(stage), SHAPE)
                 mbarrier.wait(shared.v_full.index(stage), ((total + t) // STAGES) & 1)
-                mbarrier.arrive(shared.v_empty.index(stage), count=1)
+                give_back(shared.v_empty.index(stage), SHAPE)
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
         else:
             q_at = slot * (SHAPE.M // WARPGROUP) + which
@@ -333,7 +343,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             mbarrier.wait(shared.k_full.index(stage), (total // STAGES) & 1)
             s = multiply(shared.q_tiles, q_at, shared.k_tiles, stage, zero, K_PARTS)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(shared.k_empty.index(stage), count=1)
+            give_back(shared.k_empty.index(stage), SHAPE)
             j = (end_tile - 1) * N + j0
             p, m, l, _decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
             p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
@@ -372,7 +382,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
             mbarrier.wait(shared.v_full.index(stage), ((total + count - 1) // STAGES) & 1)
             sums = finish(weigh(p16, shared.v_tiles, stage, sums, V_PARTS), V_PARTS)
-            mbarrier.arrive(shared.v_empty.index(stage), count=1)
+            give_back(shared.v_empty.index(stage), SHAPE)
 
             l = gl.convert_layout(gl.sum(l, 1), s_rows)
             if SPEC.logits.sinks:
