@@ -334,7 +334,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
         if (window or chunk) and want.any():
             assert oldest == want.any(0).nonzero()[0]
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
-        low, last = hopper_rows.keys_of_rows(i, n, torch.tensor(s), tensors, numbers, seen)
+        low, last = hopper_rows.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
         for tile in range(end_tile - count, end_tile):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)

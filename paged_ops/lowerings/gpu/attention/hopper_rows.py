@@ -55,7 +55,9 @@ def softmax_tile(
     if SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
         qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * cap[1]) + 1.0)
     if MASKED:
-        kept = j[None, :] <= i[:, None] if CAUSAL else j[None, :] < seq_len
+        kept = j[None, :] < seq_len
+        if CAUSAL:
+            kept = kept & (j[None, :] <= i[:, None])
         if BOUNDED:
             kept = kept & (j[None, :] >= low[:, None])
         qk = gl.where(kept, qk, float("-inf"))
@@ -75,7 +77,7 @@ def positions(first_i, which: gl.constexpr, G: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
-def keys_of_rows(i, seq_len, s, tensors, numbers, MASKS: gl.constexpr):
+def keys_of_rows(i, s, tensors, numbers, MASKS: gl.constexpr):
     """The first and, if causal, the last key that each row at positions i sees."""
     low = i
     if MASKS.window or MASKS.chunk:
@@ -83,7 +85,7 @@ def keys_of_rows(i, seq_len, s, tensors, numbers, MASKS: gl.constexpr):
     if MASKS.ranges:
         low, end = reach_of_ranges(tensors.bidirectional_ranges, s, i, i, low, i + 1, MASKS.ranges)
         i = end - 1
-    return low, gl.minimum(i, seq_len - 1)
+    return low, i
 
 
 @gluon.jit
@@ -178,9 +180,9 @@ def step(
         masked = masked | (tile < full_start)
     j = tile * SHAPE.N + j0
     if masked:
-        if not MASKS.ranges:  # again for each such tile, as registers are full
+        if SHAPE.M > 2 * WARPGROUP and not MASKS.ranges:  # again for each such tile, as registers are few
             rows: gl.constexpr = m.type.layout
-            low, i = keys_of_rows(positions(first_i, which, SPEC.G, rows), seq_len, 0, tensors, numbers, MASKS)
+            low, i = keys_of_rows(positions(first_i, which, SPEC.G, rows), 0, tensors, numbers, MASKS)
         p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
     else:
         p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP)
@@ -326,7 +328,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             if MASKS.ranges:
                 s_of = get(shared.items, slot, SEQUENCE, 4)
             i = positions(first_i, which, G, s_rows)
-            low, i = keys_of_rows(i, seq_len, s_of, tensors, numbers, MASKS)
+            low, i = keys_of_rows(i, s_of, tensors, numbers, MASKS)
             m = gl.full([M], float("-inf"), gl.float32, s_rows)
             sink = m
             if SPEC.logits.sinks:
