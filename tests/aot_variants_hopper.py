@@ -11,6 +11,7 @@ EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"set
 COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
 # At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
 # split_kernel's whole tiles beside it.
+# Three consumers leave a thread of the scheduler 32 registers, and it spills some numbers (48 bytes, triton 3.6).
 SM_90 = ("cuda:90",)
 # The warpgroup that computes scores keeps the addresses of query rows in registers, and spills some numbers.
 LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
@@ -84,8 +85,9 @@ VARIANTS = [
     ),
     Variant(
         "hopper-prefill-hnd-d64-g8-sinks-fp16",
-        prefill("HND", 64, 64, 8, torch.float16, True, causal=False),
+        prefill("HND", 64, 64, 8, torch.float16, True, T=8192),
         EXPECT,
+        may_spill=SM_90,
     ),
     Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 9): 144}),
     Variant(

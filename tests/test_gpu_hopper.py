@@ -104,6 +104,20 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
     assert 2 * used + hopper.OTHERS <= 227 << 10
 
 
+@pytest.mark.parametrize(
+    ("D", "H", "T", "consumers"), [(64, 32, 8192, 3), (64, 32, 4096, 2), (64, 8, 8192, 2), (80, 32, 8192, 2)]
+)
+def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers):
+    key, value = (torch.zeros(N, 16, 4, D, dtype=torch.float16) for _ in range(2))
+    call = spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16))
+    assert hopper.consumers_of(call, SimpleNamespace(processors=132), T) == consumers
+    shape = hopper.shape_of(call, 227 << 10, consumers)
+    assert shape.M == 64 * consumers
+    assert 2 * (shape.slots * shape.M * D + shape.stages * shape.N * 2 * D) + hopper.OTHERS <= 227 << 10
+    # Of all threads: those of the first role have what the others leave of the 65536 registers.
+    assert len(shape.registers) == (4 if consumers == 3 else 3)
+
+
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 def test_tiles_are_swizzled_as_copies_are(size):
     """TMA exchanges the pieces of 16 bytes of a line of 128 by the line's number: bits 4 to 6 of an address by 7 to 9,
@@ -431,8 +445,10 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
     [(64, torch.float16), (80, torch.float16), (128, torch.bfloat16), (192, torch.bfloat16), (256, torch.bfloat16)],
     ids=str,
 )
-def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks):
+def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeypatch):
     """Blocks that a sequence gave back, say, which others fill with what they like."""
+    monkeypatch.setattr(hopper, "ITEMS_OF_THREE", 0)
+    attention.forget()
     sequences, B = [(200, 200), (64, 500), (130, 131), (1, 300), (3, 9), (90, 180)] * 9, 16
     tables, starts, free = torch.zeros(len(sequences), 32, dtype=torch.int32), [0], 0
     hidden = []
@@ -465,6 +481,21 @@ def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks):
 def test_head_sizes(sizes, options, monkeypatch):
     D, Dv = sizes
     check_against_triton(LONG + SHORT, 32, 8, hopper.SHORT, monkeypatch, D, Dv, **options)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 300}, {"attention_chunk": 500}, {"causal": False, "soft_cap": 20.0}, {"soft_cap": 20.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (71, 1), (10, 2)], ids=str)
+def test_three_consumers(heads, options, monkeypatch):
+    """Also where two would be chosen."""
+    monkeypatch.setattr(hopper, "ITEMS_OF_THREE", 0)
+    short = hopper.short_keys(16, 26, sum(q for q, _ in LONG + SHORT) * heads[0] // heads[1] // 128 * heads[1], 132)
+    check_against_triton(LONG + SHORT, *heads, short, monkeypatch, 64, **options)
 
 
 @pytest.mark.gpu

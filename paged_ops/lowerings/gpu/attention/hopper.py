@@ -2,13 +2,13 @@
 It also takes sequences of few tokens in the same batch, or with many query heads per key/value head.
 
 One program per multiprocessor takes items, which are tiles of query rows of one key/value head, the longest first. A
-scheduler of four warps takes items and fetches their query rows ahead. A producer warp brings keys and values to shared
-memory by TMA, one block of the cache at a time. Two consumer warpgroups multiply, with half of the rows each: while the
+scheduler takes items and fetches their query rows ahead. A producer warp brings keys and values to shared memory by
+TMA, one block of the cache at a time. Two or three consumer warpgroups multiply, with 64 of the rows each: while the
 tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. docs/gpu-attention.md has the
 designs that were measured.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens per block. A tile has
-BLOCK_M packed query rows (row r is token ``r // G``, head ``r % G``) and BLOCK_N keys. Tiles are kept as groups of 8
+M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are kept as groups of 8
 rows by 64 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one copy brings them whole.
 
 Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
@@ -44,8 +44,11 @@ from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launche
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
-BLOCK_M = 128
+BLOCK_M = 128  # with two consumers
 SIZES = range(64, 257, 16)  # of heads
+# With three: the columns of heads, items per program, and registers of a thread (all 65536 are taken).
+SIZE_OF_THREE, ITEMS_OF_THREE = 64, 8
+REGISTERS_OF_THREE = 160, 160, 32, 32
 MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
 MOST_SLOTS = 2
 MOST_PARTS = 3  # of a head
@@ -91,7 +94,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         return None
     if not has_form(spec, shapes):
         return None
-    shape = shape_of(spec, target.shared_memory)
+    shape = shape_of(spec, target.shared_memory, consumers_of(spec, target, shapes.T))
     copied = are_copied(spec)
     division = tuning.division(tile_plan.split.block_m, shapes.S, short)
     constants = {
@@ -131,7 +134,7 @@ def side_by_side(spec: Spec) -> Spec:
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
     """As in decode.py."""
-    return _short_of(tile_plan, spec, target, T, S)
+    return _short_of(tile_plan, spec, target, T, S), consumers_of(spec, target, T)
 
 
 def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
@@ -152,6 +155,13 @@ def short_keys(rows: int, units: int, items: int, processors: int) -> int:
     if rows >= MANY_ROWS and 3 * units >= processors:
         return SHORT_OF_MANY_ROWS
     return SHORT if items >= 3 * processors else -1
+
+
+def consumers_of(spec: Spec, target: Target, T: int) -> int:
+    """Three for heads that leave each enough registers, if there are items for all programs: three hide each other's
+    softmax, but take longer for a tile of keys."""
+    few = T * spec.G // (3 * WARPGROUP.value) * spec.K < ITEMS_OF_THREE * target.processors
+    return 2 if few or max(spec.k_side.size, spec.v_side.size) > SIZE_OF_THREE else 3
 
 
 class Matrix(NamedTuple):
@@ -197,29 +207,32 @@ class HopperShape(NamedTuple):
     slots: int  # items that the others are told of
     row_slots: int  # tiles of their query rows in shared memory
     heads: int  # key/value heads that are served at a time
-    registers: tuple[int, ...]  # of a thread of the consumers and of the producer; the scheduler has the rest
+    registers: tuple[int, ...]  # of a thread of all roles but the first, which has the rest
     k_parts: tuple[int, ...]
     v_parts: tuple[int, ...]
     k_matrix: Matrix
     v_matrix: Matrix
+    warps: int  # of the scheduler
 
 
-def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
+def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
     """128 keys per tile if two such tiles, the rows' sums and the scores have the space; then two tiles of query rows,
     then more stages."""
+    M = consumers * WARPGROUP.value
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
     k_parts, v_parts = parts_of(D), value_parts_of(Dv)
-    space = (shared_memory - OTHERS) // itemsize - BLOCK_M * D
+    space = (shared_memory - OTHERS) // itemsize - M * D
     # Triton 3.9's products in three parts would run one after another (C7512), with any number of registers.
     fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
     N = 128 if Dv <= 128 and 2 * 128 * (D + sum(v_parts)) <= space and fits else 64
     stage = N * (D + sum(v_parts))
-    slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (BLOCK_M * D))
-    stages = min(MOST_STAGES, (space - (slots - 1) * BLOCK_M * D) // stage)
+    slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (M * D))
+    stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
     heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
     page = min(spec.B & -spec.B, N)
     parts, matrices = (k_parts, v_parts), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
-    return HopperShape(BLOCK_M, N, page, stages, slots, slots, heads, _registers(spec), *parts, *matrices)
+    registers, warps = (_registers(spec), 4) if consumers == 2 else (REGISTERS_OF_THREE, 1)
+    return HopperShape(M, N, page, stages, slots, slots, heads, registers, *parts, *matrices, warps)
 
 
 def _registers(spec: Spec) -> tuple[int, int, int]:
@@ -355,6 +368,11 @@ def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.cons
 
 
 @gluon.jit
+def third_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    consumer(2, tensors, numbers, shared, SPEC, SHAPE)
+
+
+@gluon.jit
 def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     """``number`` barriers, each of which waits for ``arrivals``."""
     made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
@@ -383,11 +401,12 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     v_tiles = as_tiles(v_pages, dtype, STAGES, N, V_PARTS)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
     # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
+    RETURNS: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see give_back
     CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
     return (
         items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + 1), q_groups, q_tiles,
-        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS),
-        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), barriers(CLEAN, 1),
+        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS),
+        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS), barriers(CLEAN, 1),
     )  # fmt: skip
 
 
@@ -407,13 +426,26 @@ def prefill_kernel(
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-            (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
-        ],
-        [4, 4, 1],
-        SHAPE.registers,
-    )
+    if SHAPE.M > 2 * WARPGROUP:
+        gl.warp_specialize(
+            [
+                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (third_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 1, 1],
+            SHAPE.registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
+                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 1],
+            SHAPE.registers,
+        )

@@ -231,17 +231,17 @@ def scheduler(
     M: gl.constexpr = SHAPE.M
     SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = M // G
-    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
     tiles = numbers.T // TOKENS + numbers.S
     last = tiles * SPEC.K - 1
     programs = gl.num_programs(0)
-    few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, 4)
+    few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, SHAPE.warps)
     reverse, start, item = first_item(few, programs)
     ticket = gl.program_id(0)
     n = 0
     while ticket <= last:
         item = gl.where(reverse, last - item, item)
-        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, 4)
+        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, SHAPE.warps)
         kh, row_start, q_len = fields[KV_HEAD], fields[ROW_START], fields[Q_LEN]
         first_token, count = fields[FIRST_TOKEN], fields[COUNT]
         # The last items go to the programs that are free first, so they are not taken ahead.
@@ -253,7 +253,9 @@ def scheduler(
             mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
             for field in gl.static_range(FIELDS):
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
-            bring_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
+            bring_rows(
+                tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE, SHAPE.warps
+            )  # fmt: skip
             mbarrier.arrive(shared.item_full.index(slot), count=1)
             n += 1
         if ends:

@@ -1,4 +1,4 @@
-"""The Hopper kernel's arithmetic: what a warpgroup computes with its half of an item's query rows.
+"""The Hopper kernel's arithmetic: what a warpgroup computes with its part of an item's query rows.
 
 Letters, and the roles of warps, are explained in hopper.py.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -70,6 +71,12 @@ def softmax_tile(
 
 
 @gluon.jit
+def positions(first_i, which: gl.constexpr, G: gl.constexpr, layout: gl.constexpr):
+    """Of a consumer's rows, in an item whose first token is at first_i."""
+    return first_i + (which * WARPGROUP + gl.arange(0, WARPGROUP, layout)) // G
+
+
+@gluon.jit
 def keys_of_rows(i, s, tensors, numbers, MASKS: gl.constexpr):
     """The first and, if causal, the last key that each row at positions i sees."""
     low = i
@@ -121,6 +128,15 @@ def finish(sums, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def give_back(empty, SHAPE: gl.constexpr):
+    """Say that a tile of keys or values is no longer read."""
+    if SHAPE.M > 2 * WARPGROUP:
+        async_copy.mbarrier_arrive(empty, increment_count=False)  # each thread for itself, so that none waits
+    else:
+        mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
 def zero_columns(values, j, low, end, rows: gl.constexpr, SIZE: gl.constexpr):
     GROUP: gl.constexpr = min(SIZE, 64)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // GROUP, GROUP // 8], [4, 1], [1, 0])
@@ -138,8 +154,8 @@ def zero_values(v_tiles, stage, row: gl.constexpr, rows: gl.constexpr, j, low, e
 
 @gluon.jit
 def step(
-    q_at, at, tile, full_start, full_end, sums, p16, m, l, factor, cap, i, low, j0, seq_len, zero, shared,
-    SPEC: gl.constexpr, SHAPE: gl.constexpr,
+    q_at, at, tile, full_start, full_end, sums, p16, m, l, factor, cap, first_i, i, low, j0, seq_len, zero, tensors,
+    numbers, shared, which: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Computes the scores of the next key tile, while the previous tile's weights are multiplied with its values."""
     MASKS: gl.constexpr = SPEC.masks
@@ -156,7 +172,7 @@ def step(
     mbarrier.wait(shared.v_full.index(v_stage), ((at - 1) // STAGES) & 1)
     sums = weigh(p16, shared.v_tiles, v_stage, sums, V_PARTS)
     s = warpgroup_mma_wait(number_of(products_of(V_PARTS)), deps=[s])
-    mbarrier.arrive(shared.k_empty.index(k_stage), count=1)
+    give_back(shared.k_empty.index(k_stage), SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the product with the values.
     masked = tile >= full_end
@@ -164,11 +180,14 @@ def step(
         masked = masked | (tile < full_start)
     j = tile * SHAPE.N + j0
     if masked:
+        if SHAPE.M > 2 * WARPGROUP and not MASKS.ranges:  # again for each such tile, as registers are few
+            rows: gl.constexpr = m.type.layout
+            low, i = keys_of_rows(positions(first_i, which, SPEC.G, rows), 0, tensors, numbers, MASKS)
         p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
     else:
         p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP)
     sums = finish(sums, V_PARTS)
-    mbarrier.arrive(shared.v_empty.index(v_stage), count=1)
+    give_back(shared.v_empty.index(v_stage), SHAPE)
     l_layout: gl.constexpr = gl.SliceLayout(1, l_tile.type.layout)
     l = l * gl.convert_layout(decay, l_layout)[:, None] + l_tile
     p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout)
@@ -254,7 +273,7 @@ def sums_layout(width):
 
 @gluon.jit
 def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Half of the rows of each item: their products, softmax and output."""
+    """64 of the rows of each item: their products, softmax and output."""
     MASKS: gl.constexpr = SPEC.masks
     CAUSAL: gl.constexpr = MASKS.causal
     BOUNDED: gl.constexpr = MASKS.window or MASKS.chunk
@@ -297,18 +316,19 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             for t in range(count):
                 stage = (total + t) % STAGES
                 mbarrier.wait(shared.k_full.index(stage), ((total + t) // STAGES) & 1)
-                mbarrier.arrive(shared.k_empty.index(stage), count=1)
+                give_back(shared.k_empty.index(stage), SHAPE)
                 mbarrier.wait(shared.v_full.index(stage), ((total + t) // STAGES) & 1)
-                mbarrier.arrive(shared.v_empty.index(stage), count=1)
+                give_back(shared.v_empty.index(stage), SHAPE)
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
         else:
             q_at = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
-            i = seq_len - q_len + first_token + (which * M + gl.arange(0, M, s_rows)) // G
+            first_i = seq_len - q_len + first_token
             if shared.places is not None:
                 place = gl.sum(shared.places.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             s_of = 0
             if MASKS.ranges:
                 s_of = get(shared.items, slot, SEQUENCE, 4)
+            i = positions(first_i, which, G, s_rows)
             low, i = keys_of_rows(i, s_of, tensors, numbers, MASKS)
             m = gl.full([M], float("-inf"), gl.float32, s_rows)
             sink = m
@@ -326,7 +346,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             mbarrier.wait(shared.k_full.index(stage), (total // STAGES) & 1)
             s = multiply(shared.q_tiles, q_at, shared.k_tiles, stage, zero, K_PARTS)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(shared.k_empty.index(stage), count=1)
+            give_back(shared.k_empty.index(stage), SHAPE)
             j = (end_tile - 1) * N + j0
             p, m, l, _decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
             p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
@@ -342,8 +362,8 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                 mbarrier.wait(shared.v_clean.index(slot), (n // SLOTS) & 1)
             for t in range(1, count):
                 sums, p16, m, l = step(
-                    q_at, total + t, end_tile - 1 - t, full_start, full_end, sums, p16, m, l, factor, cap, i, low, j0,
-                    seq_len, zero, shared, SPEC, SHAPE,
+                    q_at, total + t, end_tile - 1 - t, full_start, full_end, sums, p16, m, l, factor, cap, first_i, i,
+                    low, j0, seq_len, zero, tensors, numbers, shared, which, SPEC, SHAPE,
                 )  # fmt: skip
             stage = (total + count - 1) % STAGES
             if BOUNDED:  # the oldest tile, which comes last, may begin before the keys that the rows see
@@ -365,7 +385,7 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             mbarrier.arrive(shared.item_empty.index(slot), count=1)
             mbarrier.wait(shared.v_full.index(stage), ((total + count - 1) // STAGES) & 1)
             sums = finish(weigh(p16, shared.v_tiles, stage, sums, V_PARTS), V_PARTS)
-            mbarrier.arrive(shared.v_empty.index(stage), count=1)
+            give_back(shared.v_empty.index(stage), SHAPE)
 
             l = gl.convert_layout(gl.sum(l, 1), s_rows)
             if SPEC.logits.sinks:
