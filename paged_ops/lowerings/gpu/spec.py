@@ -179,7 +179,8 @@ class Division(NamedTuple):
     all. A program counts ``at_once`` sequences in one vector, ``times`` times. The key tiles of all units stand in one
     row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first.
     ``whole``: if units are about equally long, so many programs take one each; 0: never. ``aligned``: units that are
-    all equally long stay whole if shares are at most a twentieth longer so."""
+    all equally long stay whole if shares are at most a twentieth longer so. Sequences of more than ``long`` keys may
+    have up to ``long_rows`` rows."""
 
     rows: int
     everyone: bool
@@ -189,6 +190,8 @@ class Division(NamedTuple):
     heads_apart: bool = False
     whole: int = 0
     aligned: bool = False
+    long: int = 0
+    long_rows: int = 0
 
 
 def spec_of(
