@@ -55,6 +55,9 @@ BATCHES = {
     "few tokens first": {
         "tokens": [8] * 20 + [1] * 9 + [900], "lens": [8 + 190 * n for n in range(20)] + [5000] * 9 + [900],
     },
+    "few tokens, long": {
+        "tokens": [4, 3, 4, 1] * 5 + [700], "lens": [4097, 9000, 4096, 5000] * 4 + [4098, 40000, 5, 1, 900],
+    },
     "few tokens alone": {"tokens": [3, 16, 17, 50] * 12, "lens": [3000, 16, 5000, 70] * 12},
     "64 heads": {
         "heads": (64, 8), "tokens": [1] * 9 + [500] + [2, 1] * 5 + [90], "lens": [*RAGGED[:9], 1300, *RAGGED[9:19], 90],
@@ -128,19 +131,22 @@ def test_shared_memory_has_the_space():
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_prompts_have_tiles_of_their_own(times, monkeypatch):
-    """By the code of the kernel: which sequence has a tile of query rows; decodes have none."""
+    """By the code of the kernel: which sequence has a tile of query rows. Decodes have none, nor do four tokens with
+    many keys."""
     as_torch(monkeypatch)
     language = hopper_items.gl
     language.associative_scan = lambda values, axis, add: values.cumsum(axis)
     language.static_range = range
     monkeypatch.setattr(hopper_beside, "gl", language)
     monkeypatch.setattr(hopper_beside, "tiles_of_prompts", hopper_beside.tiles_of_prompts.fn)
-    tokens = [1, 2, 3, 32, 1, 33, 0, 64, 65, 1, 1]
+    tokens = [1, 2, 4, 32, 3, 33, 0, 64, 65, 1, 1]
     starts = torch.tensor([0, *tokens], dtype=torch.int32).cumsum(0)
-    tensors = SimpleNamespace(query_start_loc=Pointer(starts.int()))
+    lens = torch.tensor([5000, 5000, 5000, 5000, 9, 33, 0, 64, 65, 1, 1], dtype=torch.int32)
+    tensors = SimpleNamespace(query_start_loc=Pointer(starts.int()), seq_lens=Pointer(lens))
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=len(tokens)))
     division = tuning.division(hopper_decodes.ROWS, 64)._replace(at_once=16 // times, times=times)
-    wanted = [(s, tile) for s, q_len in enumerate(tokens) if q_len > 2 for tile in range(-(-q_len // 32))]
+    division = division._replace(long=4096, long_rows=16)
+    wanted = [(s, tile) for s in (3, 4, 5, 7, 8) for tile in range(-(-tokens[s] // 32))]
     found = []
     for query_tile in range(len(wanted)):
         s, before = hopper_beside.sequence_of.fn(query_tile, given, SimpleNamespace(G=4), division, 32)

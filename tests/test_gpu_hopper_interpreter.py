@@ -124,13 +124,17 @@ def tiles_kernel(
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("lengths", ["ragged", "equal, parts", "equal, whole"])
+@pytest.mark.parametrize("lengths", ["ragged", "long", "equal, parts", "equal, whole"])
 def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
     """Every tile once, in equal shares; with heads apart, those of a head side by side for all sequences. Units that
-    are equally long stay whole if that makes shares little longer: 21 units by 11 programs, not by 5."""
+    are equally long stay whole if that makes shares little longer: 21 units by 11 programs, not by 5. Long sequences
+    may have more rows than others."""
     q_lens, seq_lens, K, P, N, M = [1, 0, 3, 1, 2], [100, 30, 65, 1, 640], 3, 7, 64, 2
-    if lengths != "ragged":
+    if "equal" in lengths:
         q_lens, seq_lens, K, P = [1, 2, 1], [128] * 3, 7, 11 if "whole" in lengths else 5
+    starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32)
+    if lengths == "long":
+        q_lens = [n if n == 1 or keys > 65 else 0 for n, keys in zip(q_lens, seq_lens, strict=True)]
     units = [(-(-n // M) if n else 1) for n in q_lens]
     tiles = [max(1, -(-n // N)) if q else 1 for q, n in zip(q_lens, seq_lens, strict=True)]
     if apart:
@@ -143,7 +147,6 @@ def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
         wanted = [
             (s, u, tile) for s in range(len(q_lens)) for u in range(units[s] * heads[s]) for tile in range(tiles[s])
         ]
-    starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32)
     tensors = specs.Pointers(*[None] * len(specs.Pointers._fields))._replace(
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32), query_start_loc=starts
     )
@@ -156,6 +159,8 @@ def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
     )  # fmt: skip
     located, walked = (torch.full((len(wanted), 4), -1, dtype=torch.int32) for _ in range(2))
     division = specs.Division(M, True, -1, 8, 1, apart, aligned=True)
+    if lengths == "long":
+        division = division._replace(rows=1, everyone=False, long=65, long_rows=M)
     shape = specs.TileShape(M, N, 64, 64, 0, False)
     tiles_kernel[(1,)](tensors, numbers, located, walked, P, SPEC=spec, DIVISION=division, TILE=shape)
     assert located.tolist() == walked.tolist()

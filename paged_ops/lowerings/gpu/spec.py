@@ -180,7 +180,8 @@ class Division(NamedTuple):
     row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first.
     ``whole``: if units are about equally long, so many programs take one each; 0: never. ``aligned``: units that are
     all equally long stay whole if shares are at most a twentieth longer so. ``start``: what a unit costs beside its
-    tiles, as so many tiles more, which stand at its end and have no keys."""
+    tiles, as so many tiles more, which stand at its end and have no keys. Sequences of more than ``long`` keys may have
+    up to ``long_rows`` rows."""
 
     rows: int
     everyone: bool
@@ -191,6 +192,8 @@ class Division(NamedTuple):
     whole: int = 0
     aligned: bool = False
     start: int = 0
+    long: int = 0
+    long_rows: int = 0
 
 
 def spec_of(

@@ -78,7 +78,6 @@ TRIED = (
     (8, 4, 64, (128, 128), torch.bfloat16),
     (8, 4, 128, (128, 128), torch.bfloat16),
 )
-ENDLESS = gl.constexpr(2**31 - 1)  # keys of no sequence
 PLAIN = Masks(True, False, False, 0, False, 1)
 
 
@@ -112,7 +111,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     if others is None:
         return None
     shape, copied, P = shape_of(spec, target.shared_memory), hopper.are_copied(spec), target.processors
-    division = tuning.by_warps(tuning.division(ROWS, shapes.S))
+    division = tuning.by_warps(tuning.division(ROWS, shapes.S))._replace(long=hopper.SHORT, long_rows=2 * ROWS)
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     constants = {
         "SPEC": hopper.side_by_side(spec) if copied else spec,
@@ -153,7 +152,9 @@ def tiles_of_prompts(s, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, TOKEN
     live = s < batch.numbers.S
     starts = batch.tensors.query_start_loc + s
     q_len = gl.load(starts + 1, mask=live, other=0) - gl.load(starts, mask=live, other=0)
-    return gl.where(q_len * SPEC.G > DIVISION.rows, gl.cdiv(q_len, TOKENS), 0)
+    seq_len = gl.load(batch.tensors.seq_lens + s, mask=live, other=0)
+    many = q_len * SPEC.G > gl.where(seq_len > DIVISION.long, DIVISION.long_rows, DIVISION.rows)
+    return gl.where(many, gl.cdiv(q_len, TOKENS), 0)
 
 
 @gluon.jit
@@ -273,7 +274,8 @@ def beside_kernel(
         s = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
         tiles += gl.sum(tiles_of_prompts(s, batch, SPEC, DIVISION, SHAPE.M // SPEC.G), 0)
     # Sequences of more rows than a decode, but few, wait for memory as well.
-    few = light_programs(tensors, S, ENDLESS, PROGRAMS, SPEC.G, of_few_rows(DIVISION), SHAPE.M, 4, TILE.M // SPEC.G)
+    least: gl.constexpr = TILE.M // SPEC.G
+    few = light_programs(tensors, S, DIVISION.long, PROGRAMS, SPEC.G, of_few_rows(DIVISION), SHAPE.M, 4, least)
     gl.warp_specialize(
         [
             (decoder, (batch, share, ring, SPEC, DIVISION, SHAPE, TILE)),

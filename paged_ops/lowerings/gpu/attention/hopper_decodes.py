@@ -134,14 +134,14 @@ def producer_of_decodes(
 
 
 @gluon.jit
-def load_rows_of(row_start, q_len, kh, tensors, ring, SPEC: gl.constexpr, M: gl.constexpr):
-    """A unit's query rows, as products take them."""
+def load_rows_of(row_start, tokens, kh, tensors, ring, SPEC: gl.constexpr, M: gl.constexpr):
+    """A unit's query rows, from row_start on, as products take them."""
     G: gl.constexpr = SPEC.G
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     r = gl.arange(0, M, gl.SliceLayout(1, layout))
     row = (row_start + r // G).to(gl.int64) * SPEC.query[0] + (kh * G + r % G) * SPEC.query[1]
     at = tensors.query + row[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    live = (r // G < q_len)[:, None]
+    live = (r // G < tokens)[:, None]
     left = gl.load(at, mask=live, other=0.0)
     right = gl.load(at + WIDTH, mask=live, other=0.0)
     ring.queries.index(0).store(left)
@@ -210,9 +210,11 @@ def decoder(
         count = gl.minimum(end_tile - tile, left)
         left -= count
         if q_len > 0:
-            load_rows_of(row_start, q_len, kh, tensors, ring, SPEC, M)
-            i = seq_len - q_len + r // G
-            full_end = gl.maximum(seq_len - q_len + 1, 0) // N
+            row_start += first_token
+            tokens = q_len - first_token
+            load_rows_of(row_start, tokens, kh, tensors, ring, SPEC, M)
+            i = seq_len - tokens + r // G
+            full_end = gl.maximum(seq_len - tokens + 1, 0) // N
             m = gl.full([M], float("-inf"), gl.float32, row_layout)
             l = zero  # each thread's sums of weights
             acc0, acc1 = zero, zero
@@ -240,7 +242,7 @@ def decoder(
             any_seen = l_ != 0.0
             scale = gl.where(any_seen, 1.0 / gl.where(any_seen, l_, 1.0), 0.0)
             lse2 = gl.where(any_seen, m + gl.log2(gl.where(any_seen, l_, 1.0)), float("-inf"))
-            live = r // G < q_len
+            live = r // G < tokens
             from_start = tile == first_tile
             if from_start & (tile + count == end_tile):
                 row = (row_start + r // G).to(gl.int64) * (SPEC.K * G) + kh * G + r % G

@@ -135,7 +135,10 @@ def sequence(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, N: tl.constex
     seq_len = tl.load(batch.tensors.seq_lens + s, mask=live, other=0)
     mine = q_len > 0
     if not DIVISION.everyone:
-        mine = mine & (q_len * SPEC.G <= DIVISION.rows) & (seq_len > DIVISION.short)
+        few = q_len * SPEC.G <= DIVISION.rows
+        if DIVISION.long_rows:
+            few = few | ((q_len * SPEC.G <= DIVISION.long_rows) & (seq_len > DIVISION.long))
+        mine = mine & few & (seq_len > DIVISION.short)
     q_len = tl.where(mine, q_len, 0)
     seq_len = tl.where(mine, seq_len, 0)
     oldest = oldest_key(seq_len - q_len, batch.numbers, MASKS)
