@@ -69,6 +69,7 @@ COUNTERS = gl.constexpr(4)  # three of items, as hopper.py's scheduler has them,
 # Sequences. More than a few, as their decodes are to take a while; with more than 512 ptxas (of triton 3.6) overwrites
 # the register with which global memory is addressed.
 FEWEST, MOST = 16, 256
+AT_ONCE = 64  # sequences that the scheduler's registers hold
 MOST_ROWS = 16  # on average; batches of that many rows per sequence may be speculation only
 # What was run on a GPU: K, G, tokens of a block, head sizes, dtype.
 TRIED = (
@@ -112,6 +113,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         return None
     shape, copied, P = shape_of(spec, target.shared_memory), hopper.are_copied(spec), target.processors
     division = tuning.by_warps(tuning.division(ROWS, shapes.S))._replace(long=hopper.SHORT, long_rows=2 * ROWS)
+    at_once = min(division.at_once, AT_ONCE)
+    division = division._replace(at_once=at_once, times=division.at_once * division.times // at_once)
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     constants = {
         "SPEC": hopper.side_by_side(spec) if copied else spec,
