@@ -311,17 +311,17 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
         folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
         out, lse = flash(folded, k[None], v[None], scale=scale)
         return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1)
-    groups = q.permute(2, 1, 0, 3), k.expand(G, -1, -1, -1), v.expand(G, -1, -1, -1)  # [G, K, q, D]
+    heads = q.flatten(1, 2).transpose(0, 1)[None], k[None], v[None]  # [1, H, q, D], [1, K, n, D]
     if i == j and _oldest_key(i + rows - 1, f) <= j and not _opened(i, rows, f):
-        out, lse = flash(*groups, is_causal=True, scale=scale)
+        out, lse = flash(*heads, is_causal=True, scale=scale)
     else:
         kept = _kept(rows, n, i, j, f)
         bias = q.new_zeros(kept.shape, dtype=torch.float32).masked_fill_(~kept, -torch.inf)
-        out, lse = flash(*groups, attn_mask=bias, scale=scale)
+        out, lse = flash(*heads, attn_mask=bias, scale=scale)
         lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel gives 0 for a row that sees nothing
     if _may_have_nan(out) or _may_have_nan(lse):  # perhaps from a key that the row does not see
         return _softmax(q.float(), k.float(), v.float(), scale, _kept(rows, n, i, j, f), f)
-    return out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+    return out[0].transpose(0, 1).unflatten(1, (K, G)), lse[0].T.unflatten(1, (K, G))
 
 
 def _may_have_nan(tensor: Tensor) -> bool:
