@@ -124,11 +124,12 @@ def tiles_kernel(
 
 
 @pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize("lengths", ["ragged", "long", "equal, parts", "equal, whole"])
-def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
+def test_tiles_of_all_units_stand_in_one_row(apart, start, lengths):
     """Every tile once, in equal shares; with heads apart, those of a head side by side for all sequences. Units that
     are equally long stay whole if that makes shares little longer: 21 units by 11 programs, not by 5. Long sequences
-    may have more rows than others."""
+    may have more rows than others. Each unit has ``start`` tiles more, for its beginning."""
     q_lens, seq_lens, K, P, N, M = [1, 0, 3, 1, 2], [100, 30, 65, 1, 640], 3, 7, 64, 2
     if "equal" in lengths:
         q_lens, seq_lens, K, P = [1, 2, 1], [128] * 3, 7, 11 if "whole" in lengths else 5
@@ -136,7 +137,7 @@ def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
     if lengths == "long":
         q_lens = [n if n == 1 or keys > 65 else 0 for n, keys in zip(q_lens, seq_lens, strict=True)]
     units = [(-(-n // M) if n else 1) for n in q_lens]
-    tiles = [max(1, -(-n // N)) if q else 1 for q, n in zip(q_lens, seq_lens, strict=True)]
+    tiles = [start + (max(1, -(-n // N)) if q else 1) for q, n in zip(q_lens, seq_lens, strict=True)]
     if apart:
         wanted = [
             (s, unit * K + kh, tile) for kh in range(K) for s in range(len(q_lens)) for unit in range(units[s])
@@ -158,7 +159,7 @@ def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
         masks, logits, storage, torch.float32, torch.float32, False, K, 1, 16, side, side, (), 1, K, None
     )  # fmt: skip
     located, walked = (torch.full((len(wanted), 4), -1, dtype=torch.int32) for _ in range(2))
-    division = specs.Division(M, True, -1, 8, 1, apart, aligned=True)
+    division = specs.Division(M, True, -1, 8, 1, apart, aligned=True, start=start)
     if lengths == "long":
         division = division._replace(rows=1, everyone=False, long=65, long_rows=M)
     shape = specs.TileShape(M, N, 64, 64, 0, False)
@@ -168,6 +169,6 @@ def test_tiles_of_all_units_stand_in_one_row(apart, lengths):
     counts = torch.bincount(located[:, 0], minlength=P)
     assert located[:, 0].diff().min() >= 0
     if "whole" in lengths:
-        assert counts.tolist() == [4] * 10 + [2]
+        assert counts.tolist() == [2 * tiles[0]] * 10 + tiles[:1]
     else:
         assert counts.max() - counts.min() <= 1
