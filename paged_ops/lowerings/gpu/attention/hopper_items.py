@@ -85,7 +85,10 @@ def work_item(
             oldest = gl.minimum(oldest, opened)
         count = gl.maximum(end_tile - oldest // N, 1)
         full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
-    mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
+    if short is None:
+        mine = (first_token < q_len) & (q_len * G > DIVISION.rows)
+    else:
+        mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
     count = gl.where(mine, count, 0)
     return kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
 
@@ -142,13 +145,13 @@ def take(taken, reverse, start, programs, last):
 @gluon.jit
 def fetch_rows(
     query, first_row, tokens, kh, groups, slot, FIRST: gl.constexpr, SIZE: gl.constexpr, SPEC: gl.constexpr,
-    SHAPE: gl.constexpr,
+    SHAPE: gl.constexpr, WARPS: gl.constexpr = 4,
 ):  # fmt: skip
     """Begin to copy SIZE columns of an item's query rows."""
     G: gl.constexpr = SPEC.G
     TOKENS: gl.constexpr = SHAPE.M // G
     ROWS: gl.constexpr = rows_at_once(SIZE)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
     d = FIRST + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
     for part in range(SHAPE.M // ROWS):
         r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -161,7 +164,8 @@ def fetch_rows(
 
 @gluon.jit
 def bring_rows(
-    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr
+    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr,
+    WARPS: gl.constexpr = 4,
 ):  # fmt: skip
     """Copy an item's query rows to a slot, where products can read them."""
     PARTS: gl.constexpr = SHAPE.k_parts
@@ -169,7 +173,7 @@ def bring_rows(
     for part in gl.static_range(number_of(PARTS)):
         fetch_rows(
             query, row, q_len - first_token, kh, q_groups[part], slot,
-            first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE,
+            first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE, WARPS,
         )  # fmt: skip
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -178,22 +182,26 @@ def bring_rows(
 
 @gluon.jit
 def scheduler(
-    tensors, numbers, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+    tensors, numbers, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
+    WARPS: gl.constexpr = 4,
 ):  # fmt: skip
     """Takes items, longest first, and brings their query rows, packed (token, head of the group).
 
     ``taken`` counts items: all, from the front, and from the back. Programs for short sequences start at that end of
-    the batch where these are, the others at the other end, until they meet.
+    the batch where these are, the others at the other end, until they meet. ``short`` None: there are none.
     """
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
     SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = M // G
-    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
     tiles = numbers.T // TOKENS + numbers.S
     last = tiles * SPEC.K - 1
     programs = gl.num_programs(0)
-    few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, 4)
+    if short is None:
+        few = 0 * programs
+    else:
+        few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, WARPS)
     light_first = few < 0
     few = gl.maximum(few, -few)
     rank = gl.program_id(0) * few // programs
@@ -205,7 +213,7 @@ def scheduler(
     n = 0
     while ticket <= last:
         item = gl.where(reverse, last - item, item)
-        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, 4)
+        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, WARPS)
         kh, row_start, q_len = fields[KV_HEAD], fields[ROW_START], fields[Q_LEN]
         first_token, count = fields[FIRST_TOKEN], fields[COUNT]
         # The last items go to the programs that are free first, so they are not taken ahead.
@@ -217,7 +225,7 @@ def scheduler(
             mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
             for field in gl.static_range(FIELDS):
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
-            bring_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
+            bring_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE, WARPS)
             mbarrier.arrive(shared.item_full.index(slot), count=1)
             n += 1
         if ends:

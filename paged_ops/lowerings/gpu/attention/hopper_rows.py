@@ -371,6 +371,8 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                 l += gl.where(sink > float("-inf"), gl.exp2(sink - m * factor), 0.0)
             seen = l != 0.0
             share = gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0)
+            if tensors.v_scale is not None:
+                share *= gl.load(tensors.v_scale)
             sums = scaled(sums, share, V_PARTS)
             if shared.places is None:
                 store_item(

@@ -336,10 +336,11 @@ def _kernels(target: Target) -> Iterator[ModuleType]:
 def _hopper() -> tuple[ModuleType, ...]:
     from paged_ops.lowerings.gpu.attention import (
         hopper,
+        hopper_fp8,
         hopper_shares,
         latent_hopper,
         latent_hopper_columns,
         latent_hopper_fp8,
     )
 
-    return hopper_shares, hopper, latent_hopper_columns, latent_hopper, latent_hopper_fp8
+    return hopper_shares, hopper, hopper_fp8, latent_hopper_columns, latent_hopper, latent_hopper_fp8
