@@ -163,7 +163,7 @@ def convert(
 
 @gluon.jit
 def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr):
-    """Converts the items' tiles, in the order in which the producer brings them."""
+    """Converts the items' tiles, in the order in which the consumers take them: keys a tile ahead of values."""
     SLOTS: gl.constexpr = SHAPE.slots
     mbarrier.wait(shared.item_full.index(0), 0)
     count = get(shared.items, 0, COUNT, 4)
@@ -171,15 +171,17 @@ def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: 
     total = 0
     while count > 0:
         mbarrier.arrive(shared.item_empty.index(n % SLOTS), count=1)
-        for t in range(count):
-            convert(
-                total + t, of_bytes.k_pages[0], of_bytes.k_full, of_bytes.k_empty, shared.k_tiles[0], shared.k_full,
-                shared.k_empty, E4M3, SHAPE, BYTES,
-            )  # fmt: skip
-            convert(
-                total + t, of_bytes.v_pages[0], of_bytes.v_full, of_bytes.v_empty, shared.v_tiles[0], shared.v_full,
-                shared.v_empty, E4M3, SHAPE, BYTES,
-            )  # fmt: skip
+        for t in range(count + 1):
+            if t < count:
+                convert(
+                    total + t, of_bytes.k_pages[0], of_bytes.k_full, of_bytes.k_empty, shared.k_tiles[0],
+                    shared.k_full, shared.k_empty, E4M3, SHAPE, BYTES,
+                )  # fmt: skip
+            if t > 0:
+                convert(
+                    total + t - 1, of_bytes.v_pages[0], of_bytes.v_full, of_bytes.v_empty, shared.v_tiles[0],
+                    shared.v_full, shared.v_empty, E4M3, SHAPE, BYTES,
+                )  # fmt: skip
         total += count
         n += 1
         mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
