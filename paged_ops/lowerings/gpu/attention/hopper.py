@@ -354,7 +354,8 @@ class Shared(NamedTuple):
     v_empty: Any
     v_clean: Any  # barriers: values that no row may see are zeroed
     places: Any  # None, or, of items that are parts of units: see hopper_shares.py
-    rows_full: Any  # and barriers: their query rows have arrived
+    rows_full: Any  # None, or barriers: the items' query rows have arrived apart from their fields
+    row_factors: Any  # None, or factors of the rows' scores: see hopper_fp8.py
 
 
 @gluon.jit
@@ -417,7 +418,7 @@ def prefill_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
-    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(

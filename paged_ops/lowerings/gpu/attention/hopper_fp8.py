@@ -35,7 +35,14 @@ from paged_ops.lowerings.gpu.attention.hopper import (
     shared_memory,
 )
 from paged_ops.lowerings.gpu.attention.hopper_items import COUNT, get, producer, scheduler
-from paged_ops.lowerings.gpu.attention.hopper_parts import places, tile_layout
+from paged_ops.lowerings.gpu.attention.hopper_parts import (
+    WARPGROUP,
+    as_tiles,
+    places,
+    rows_at_once,
+    size_of,
+    tile_layout,
+)
 from paged_ops.lowerings.gpu.fp8 import widen_words
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan
@@ -50,6 +57,9 @@ AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector
 CONSUMERS = 208, 208
 OTHERS = 48, 48
 OTHERS_OF_MASKS = 56, 56
+
+HALVED = gl.constexpr(True)  # whether bfloat16 queries become float16
+LEAST = gl.constexpr(27)  # biased exponent of the least factor
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -162,6 +172,29 @@ def convert(
 
 
 @gluon.jit
+def halve_rows(slot, shared, SHAPE: gl.constexpr):
+    """bfloat16 query rows of an item as float16, in place. Each row is divided by its factor, a power of two, so that
+    its largest element is less than 2."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = gl.bfloat16
+    TILES: gl.constexpr = SHAPE.M // WARPGROUP
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    ROWS: gl.constexpr = 16  # at once
+    EACH: gl.constexpr = WARPGROUP // ROWS
+    rows = as_tiles(shared.q_groups, dtype, SHAPE.slots * TILES, WARPGROUP, K_PARTS)[0]
+    for piece in gl.static_range(SHAPE.M // ROWS):
+        tile = slot * TILES + piece // EACH
+        row = rows.index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).load(layout).to(gl.float32)
+        power = gl.max(gl.abs(row), 1).to(gl.int32, bitcast=True) & 0x7F800000
+        power = gl.minimum(gl.maximum(power, LEAST << 23), 253 << 23)
+        half = (row * ((254 << 23) - power).to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
+        shared.q_tiles[0].index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).store(half)
+        shared.row_factors.index(slot).slice(piece * ROWS, ROWS).store(power.to(gl.float32, bitcast=True))
+    fence_async_shared()
+    mbarrier.arrive(shared.rows_full.index(slot), count=1)
+
+
+@gluon.jit
 def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr):
     """Converts the items' tiles, in the order in which the consumers take them: keys a tile ahead of values."""
     SLOTS: gl.constexpr = SHAPE.slots
@@ -170,6 +203,8 @@ def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: 
     n = 0
     total = 0
     while count > 0:
+        if shared.row_factors is not None:
+            halve_rows(n % SLOTS, shared, SHAPE)
         mbarrier.arrive(shared.item_empty.index(n % SLOTS), count=1)
         for t in range(count + 1):
             if t < count:
@@ -220,10 +255,25 @@ def fp8_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
-    of_all = shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE, 2)
-    shared = Shared(*of_all, None, None)  # type: ignore[call-arg]
+    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    half: gl.constexpr = gl.float16
+    M: gl.constexpr = SHAPE.M
+    SLOTS: gl.constexpr = SHAPE.slots
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    ROWS: gl.constexpr = rows_at_once(size_of(K_PARTS, 0))
+    none = (None, None, None, None, None, None, None, None, None, None, None, None, None)
+    if dtype == gl.bfloat16 and HALVED:
+        of_all = shared_memory(half, SPEC, SHAPE, 2)
+        factors = gl.allocate_shared_memory(gl.float32, [SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        shared = Shared(*of_all, None, barriers(SLOTS, 1), factors)  # type: ignore[call-arg]
+        groups = as_tiles(shared.q_groups, dtype, SLOTS * (M // ROWS), ROWS, K_PARTS)
+        fetched = Shared(shared.items, shared.item_full, shared.item_empty, groups, *none)
+    else:
+        of_all = shared_memory(dtype, SPEC, SHAPE, 2)
+        shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
+        fetched = shared
     items = shared.items, shared.item_full, shared.item_empty
-    of_bytes = Shared(*items, None, None, *bytes_memory(BYTES), None, None, None)  # type: ignore[call-arg]
+    of_bytes = Shared(*items, None, None, *bytes_memory(BYTES), None, None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(
@@ -231,7 +281,7 @@ def fp8_kernel(
             (converter, (of_bytes, shared, E4M3, SHAPE, BYTES)),
             (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
             (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (scheduler, (tensors, numbers, None, shared, SPEC, DIVISION, SHAPE, 1)),
+            (scheduler, (tensors, numbers, None, fetched, SPEC, DIVISION, SHAPE, 1)),
             (producer, (descs, tensors.block_tables, numbers.table_stride, of_bytes, SPEC, BYTES)),
         ],
         [4, 4, 1, 1],
