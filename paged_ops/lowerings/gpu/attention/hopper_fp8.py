@@ -104,11 +104,11 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
-    """The shape of the tiles that are multiplied, and that of the bytes: one tile of bytes, or as many as fit beside
+    """The shape of the tiles that are multiplied, and that of the bytes: two tiles of bytes, or as many as fit beside
     the others."""
     D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
     stage = 128 * (D + Dv)
-    shape = hopper.shape_of(pairs, shared_memory - stage)
+    shape = hopper.shape_of(pairs, shared_memory - 2 * stage)
     masks = pairs.masks
     masked = masks.window or masks.chunk or masks.ranges or pairs.logits.soft_cap
     shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)))
@@ -161,14 +161,13 @@ def convert(
     to = as_words(tiles, STAGES, N, D).index(stage)
     for piece in gl.static_range(N // ROWS):
         words = from_.slice(piece * ROWS, ROWS, dim=0).load(layout)
-        if piece == N // ROWS - 1:
-            mbarrier.arrive(bytes_empty.index(place), count=1)
         if piece == 0:
             mbarrier.wait(empty.index(stage), ((at // STAGES) & 1) ^ 1)
         first, last = widen_words(words, E4M3, dtype == gl.bfloat16)
         to.slice(piece * ROWS, ROWS, dim=0).store(gl.join(first, last).reshape([ROWS, D // 2]))
     fence_async_shared()
     mbarrier.arrive(full.index(stage), count=1)
+    mbarrier.arrive(bytes_empty.index(place), count=1)  # only now: a load may still be under way when it is passed
 
 
 @gluon.jit
