@@ -58,7 +58,6 @@ CONSUMERS = 208, 208
 OTHERS = 48, 48
 OTHERS_OF_MASKS = 56, 56
 
-HALVED = gl.constexpr(True)  # whether bfloat16 queries become float16
 LEAST = gl.constexpr(27)  # biased exponent of the least factor
 
 
@@ -260,17 +259,13 @@ def fp8_kernel(
     SLOTS: gl.constexpr = SHAPE.slots
     K_PARTS: gl.constexpr = SHAPE.k_parts
     ROWS: gl.constexpr = rows_at_once(size_of(K_PARTS, 0))
-    none = (None, None, None, None, None, None, None, None, None, None, None, None, None)
-    if dtype == gl.bfloat16 and HALVED:
-        of_all = shared_memory(half, SPEC, SHAPE, 2)
+    of_all = shared_memory(half, SPEC, SHAPE, 2)
+    if dtype == gl.bfloat16:
+        groups = as_tiles(of_all[3], dtype, SLOTS * (M // ROWS), ROWS, K_PARTS)  # what shared.q_tiles are made of
         factors = gl.allocate_shared_memory(gl.float32, [SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        shared = Shared(*of_all, None, barriers(SLOTS, 1), factors)  # type: ignore[call-arg]
-        groups = as_tiles(shared.q_groups, dtype, SLOTS * (M // ROWS), ROWS, K_PARTS)
-        fetched = Shared(shared.items, shared.item_full, shared.item_empty, groups, *none)
+        shared = Shared(*of_all[:3], groups, *of_all[4:], None, barriers(SLOTS, 1), factors)  # type: ignore[call-arg]
     else:
-        of_all = shared_memory(dtype, SPEC, SHAPE, 2)
         shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
-        fetched = shared
     items = shared.items, shared.item_full, shared.item_empty
     of_bytes = Shared(*items, None, None, *bytes_memory(BYTES), None, None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
@@ -280,7 +275,7 @@ def fp8_kernel(
             (converter, (of_bytes, shared, E4M3, SHAPE, BYTES)),
             (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
             (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (scheduler, (tensors, numbers, None, fetched, SPEC, DIVISION, SHAPE, 1)),
+            (scheduler, (tensors, numbers, None, shared, SPEC, DIVISION, SHAPE, 1)),
             (producer, (descs, tensors.block_tables, numbers.table_stride, of_bytes, SPEC, BYTES)),
         ],
         [4, 4, 1, 1],
