@@ -14,7 +14,7 @@ import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
-from paged_ops.lowerings.gpu.attention import decode, hopper, hopper_fp8, hopper_parts
+from paged_ops.lowerings.gpu.attention import decode, hopper, hopper_fp8, hopper_parts, prefill
 from paged_ops.lowerings.gpu.attention import plan as attention
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -133,6 +133,32 @@ def test_batches_that_it_takes(T, S, taken):
     assert (plan is not None) == taken
     kernels = list(attention._kernels(H200))
     assert kernels.index(hopper_fp8) < kernels.index(decode)
+
+
+def test_kernels_that_zero_counters_have_launchers_of_their_own():
+    """The same split_kernel stands before this kernel, which counts its work, and before prefill.py's."""
+    of_call = spec_of(*split_cache("NHD", 16, 2, 128))
+    numbers = spec.numbers_of(Features(), None, 8, 2, 0.1, 2, 1, 8192)
+    shapes = spec.Shapes(8192, 1, N, 2, True, numbers)
+    first, other = (module.plan(of_call, H200, shapes).launches[0] for module in (hopper_fp8, prefill))
+    assert first._launcher._kernel is other._launcher._kernel and first._launcher is not other._launcher
+    assert "taken" in other._without and "taken" not in first._without
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128])
+def test_long_prompts(D):
+    """Many calls have the same bits, and are as exact as float16 weights; also after the Triton kernel's calls."""
+    call, _, wanted = batch((16, 4), [2048], [8192], D, stored=E4M3)
+    shifted = *call[:5], -call[5]  # a negative scale: prefill.py
+    paged_ops.paged_attention_with_lse(*shifted)
+    out, lse = paged_ops.paged_attention_with_lse(*call)
+    for _ in range(20):
+        again = paged_ops.paged_attention_with_lse(*call)
+        assert torch.equal(out.view(torch.int16), again[0].view(torch.int16)) and torch.equal(lse, again[1])
+    assert (out.double() - wanted[0]).norm() <= 3e-3 * wanted[0].norm()
+    torch.testing.assert_close(lse.double(), wanted[1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.gpu

@@ -122,17 +122,13 @@ def widen_halves(pairs, E4M3: tl.constexpr):
 
 
 @triton.jit
-def widen_words(words, E4M3: tl.constexpr, BFLOAT16: tl.constexpr):
-    """int32s that hold four fp8 numbers each, as int32s that hold two 16-bit numbers each, by instruction: the first
-    two numbers, and the last two."""
-    if E4M3 and BFLOAT16:
-        return _words_of_e4m3_to_bfloat16(words)
-    elif E4M3:
-        return _words_of_e4m3_to_float16(words)
-    elif BFLOAT16:
-        return _words_of_e5m2_to_bfloat16(words)
+def widen_words(words, E4M3: tl.constexpr):
+    """int32s that hold four fp8 numbers each, as int32s that hold two float16 numbers each, by instruction: the first
+    two, and the last two."""
+    if E4M3:
+        return _cvt_words_of_e4m3(words)
     else:
-        return _words_of_e5m2_to_float16(words)
+        return _cvt_words_of_e5m2(words)
 
 
 @triton.jit
@@ -262,7 +258,7 @@ def _cvt_halves_of_e5m2(pairs):
 
 
 @triton.jit
-def _words_of_e4m3_to_float16(words):
+def _cvt_words_of_e4m3(words):
     return tl.inline_asm_elementwise(
         "{ .reg .b16 first, last; mov.b32 {first, last}, $2;"
         " cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, last; }",
@@ -275,44 +271,10 @@ def _words_of_e4m3_to_float16(words):
 
 
 @triton.jit
-def _words_of_e5m2_to_float16(words):
+def _cvt_words_of_e5m2(words):
     return tl.inline_asm_elementwise(  # e5m2 is the upper byte of a float16
         "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
         "=&r,=r,r",
-        [words],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _words_of_e4m3_to_bfloat16(words):
-    return tl.inline_asm_elementwise(  # by float32, whose upper half is a bfloat16: fp8 numbers have no more bits
-        "{ .reg .b16 first, last, a, b, c, d; .reg .b32 two, others; .reg .f32 w, x, y, z; .reg .b32 l, m, n, o;"
-        " mov.b32 {first, last}, $2; cvt.rn.f16x2.e4m3x2 two, first; cvt.rn.f16x2.e4m3x2 others, last;"
-        " mov.b32 {a, b}, two; mov.b32 {c, d}, others;"
-        " cvt.f32.f16 w, a; cvt.f32.f16 x, b; cvt.f32.f16 y, c; cvt.f32.f16 z, d;"
-        " mov.b32 l, w; mov.b32 m, x; mov.b32 n, y; mov.b32 o, z;"
-        " prmt.b32 $0, l, m, 0x7632; prmt.b32 $1, n, o, 0x7632; }",
-        "=r,=r,r",
-        [words],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _words_of_e5m2_to_bfloat16(words):
-    return tl.inline_asm_elementwise(  # the same, from float16s whose upper bytes they are
-        "{ .reg .b16 a, b, c, d; .reg .b32 two, others; .reg .f32 w, x, y, z; .reg .b32 l, m, n, o;"
-        " prmt.b32 two, $2, 0, 0x1404; prmt.b32 others, $2, 0, 0x3424;"
-        " mov.b32 {a, b}, two; mov.b32 {c, d}, others;"
-        " cvt.f32.f16 w, a; cvt.f32.f16 x, b; cvt.f32.f16 y, c; cvt.f32.f16 z, d;"
-        " mov.b32 l, w; mov.b32 m, x; mov.b32 n, y; mov.b32 o, z;"
-        " prmt.b32 $0, l, m, 0x7632; prmt.b32 $1, n, o, 0x7632; }",
-        "=r,=r,r",
         [words],
         dtype=(tl.int32, tl.int32),
         is_pure=True,

@@ -148,9 +148,12 @@ _launchers: dict[Any, Launcher] = {}
 MOST_KINDS = 4096
 
 
-def launcher_of(kernel: Any, constants: dict[str, Any], device: torch.device) -> Launcher:
-    """The launcher of these constants. All are hashable, and they tell kinds of calls apart."""
-    key = (settled(kernel), device, *constants.items())  # its hash is its key in the cache
+def launcher_of(
+    kernel: Any, constants: dict[str, Any], device: torch.device, without: tuple[str, ...] = ()
+) -> Launcher:
+    """The launcher of these constants. All are hashable, and they tell kinds of calls apart, with ``without``: the
+    tensors that the kernel does not get, where that does not follow from the constants."""
+    key = (settled(kernel), device, without, *constants.items())  # its hash is its key in the cache
     if key not in _launchers:
         if len(_launchers) >= MOST_KINDS:
             _launchers.clear()

@@ -110,7 +110,8 @@ def split_launch(
         **tile_plan.split.options(target.backend != "hip"),
     }
     without = (*(() if counted else ("taken",)), *(() if fan else ("T", "arrived")))
-    return Launch(launcher_of(split_kernel, constants, target.device), (tile_plan.programs, 1, 1), without)
+    launcher = launcher_of(split_kernel, constants, target.device, without)
+    return Launch(launcher, (tile_plan.programs, 1, 1), without)
 
 
 def with_merge(

@@ -1,17 +1,19 @@
 """Prefill on Hopper (sm_90) in Gluon over fp8 caches: the items and the products of hopper.py, and a warpgroup that
 converts.
 
-The tensor cores take keys and values from shared memory, in the type of the queries. So a producer warp brings the
-bytes of a tile to shared memory by TMA, and four warps convert them, from there to the tiles that the two consumer
-warpgroups multiply. A scheduler of one warp takes items and fetches their query rows ahead. fp8 numbers are exact in
-float16 and in bfloat16. The scale of keys multiplies that of the scores, the scale of values the output.
+The tensor cores take keys and values from shared memory, in 16 bits. So a producer warp brings the bytes of a tile to
+shared memory by TMA, and four warps convert them to float16, which is exact, from there to the tiles that the two
+consumer warpgroups multiply. Queries in bfloat16 become float16, too, each row divided by a power of two that keeps it
+in float16's range. A scheduler of one warp takes items and fetches their query rows ahead. The scale of keys multiplies
+that of the scores, the scale of values the output; both are positive.
 
 The converting warps have no loads of the cache under way themselves, neither to registers nor to shared memory: the
 fence that makes what they store visible to the tensor cores (``fence.proxy.async``) waits for all of a thread's loads.
 
 Letters: as in hopper.py. A pair is two bytes, which copies bring as one number of 16 bits. Serves what hopper.py does,
 with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. docs/gpu-attention.md has
-what was measured.
+what was measured. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608),
+whose producer transposes fp8 values.
 """
 
 from __future__ import annotations
@@ -147,7 +149,6 @@ def convert(
     """The at-th tile of keys, or of values, when its bytes have arrived and its place is free."""
     # Eight rows side by side in a warp: threads that load or store at once do not meet in a bank.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
-    dtype: gl.constexpr = tiles.dtype
     ROWS: gl.constexpr = 64  # at once
     N: gl.constexpr = SHAPE.N
     D: gl.constexpr = tiles.shape[2]
@@ -162,7 +163,7 @@ def convert(
         words = from_.slice(piece * ROWS, ROWS, dim=0).load(layout)
         if piece == 0:
             mbarrier.wait(empty.index(stage), ((at // STAGES) & 1) ^ 1)
-        first, last = widen_words(words, E4M3, dtype == gl.bfloat16)
+        first, last = widen_words(words, E4M3)
         to.slice(piece * ROWS, ROWS, dim=0).store(gl.join(first, last).reshape([ROWS, D // 2]))
     fence_async_shared()
     mbarrier.arrive(full.index(stage), count=1)
