@@ -15,7 +15,7 @@ import paged_ops
 from paged_ops import layouts, masks
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
-from paged_ops.lowerings.gpu.attention import hopper, hopper_items, hopper_parts, hopper_rows, tuning
+from paged_ops.lowerings.gpu.attention import hopper, hopper_items, hopper_parts, hopper_rows, prefill, tuning
 from paged_ops.lowerings.gpu.attention import plan as attention
 
 N, H = 5, 8
@@ -45,6 +45,16 @@ def spec_of(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None =
 
 def takes(*cache: torch.Tensor, **given) -> bool:
     return not hopper.serves(spec_of(*cache, **given), None)
+
+
+def test_kernels_that_zero_counters_have_launchers_of_their_own():
+    """The same split_kernel stands before this kernel, which counts its items, and before that of prefill.py."""
+    of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 8192, 2
+    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), None, H, 2, 0.1, 2, S, T))
+    of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
+    first, other = (module.plan(of_call, of_gpu, shapes).launches[0] for module in (hopper, prefill))
+    assert first._launcher._kernel is other._launcher._kernel and first._launcher is not other._launcher
+    assert "taken" in other._without and "taken" not in first._without
 
 
 @pytest.mark.parametrize(("layout", "B", "K", "D"), CACHES)
