@@ -49,7 +49,7 @@ def takes(*cache: torch.Tensor, **given) -> bool:
 
 def test_kernels_that_zero_counters_have_launchers_of_their_own():
     """The same split_kernel stands before this kernel, which counts its items, and before that of prefill.py."""
-    of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 8192, 2
+    of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 2048, 2
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), None, H, 2, 0.1, 2, S, T))
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
     first, other = (module.plan(of_call, of_gpu, shapes).launches[0] for module in (hopper, prefill))
