@@ -118,8 +118,8 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
     ("D", "H", "T", "consumers"), [(64, 32, 8192, 3), (64, 32, 4096, 2), (64, 8, 8192, 2), (80, 32, 8192, 2)]
 )
 def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers):
-    key, value = (torch.zeros(N, 16, 4, D, dtype=torch.float16) for _ in range(2))
-    call = spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16))
+    key, value = (torch.zeros(N, 16, 4, D, dtype=torch.bfloat16) for _ in range(2))
+    call = spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.bfloat16))
     assert hopper.consumers_of(call, SimpleNamespace(processors=132), T) == consumers
     shape = hopper.shape_of(call, 227 << 10, consumers)
     assert shape.M == 64 * consumers
@@ -457,7 +457,8 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 )
 def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeypatch):
     """Blocks that a sequence gave back, say, which others fill with what they like."""
-    monkeypatch.setattr(hopper, "ITEMS_OF_THREE", 0)
+    if D == 64:
+        monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
     attention.forget()
     sequences, B = [(200, 200), (64, 500), (130, 131), (1, 300), (3, 9), (90, 180)] * 9, 16
     tables, starts, free = torch.zeros(len(sequences), 32, dtype=torch.int32), [0], 0
@@ -497,13 +498,22 @@ def test_head_sizes(sizes, options, monkeypatch):
 @on_hopper
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sliding_window": 300}, {"attention_chunk": 500}, {"causal": False, "soft_cap": 20.0}, {"soft_cap": 20.0}],
+    [
+        {},
+        {"sliding_window": 300},
+        {"attention_chunk": 500},
+        {"causal": False, "soft_cap": 20.0},
+        {"soft_cap": 20.0},
+        {"sinks": 2.0},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8), (71, 1), (10, 2)], ids=str)
 def test_three_consumers(heads, options, monkeypatch):
     """Also where two would be chosen."""
-    monkeypatch.setattr(hopper, "ITEMS_OF_THREE", 0)
+    if "sinks" in options:
+        options = {"sinks": options["sinks"] * torch.randn(heads[0], device=GPU)}
+    monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
     short = hopper.short_keys(16, 26, sum(q for q, _ in LONG + SHORT) * heads[0] // heads[1] // 128 * heads[1], 132)
     check_against_triton(LONG + SHORT, *heads, short, monkeypatch, 64, **options)
 
@@ -532,6 +542,8 @@ def test_about_one_item_a_program(lens, monkeypatch):
 )
 def test_ranges(D, heads, short, window, monkeypatch):
     """Images in long prompts, padding that would open more, sequences without any."""
+    if D == 64:
+        monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
     sequences = [(900, 2500), (700, 700), (1, 900), (300, 300), (64, 3000)]
     ranges = torch.zeros(len(sequences), 3, 2, dtype=torch.int32)
     ranges[0] = torch.tensor([(1700, 1956), (2200, 2456), (0, 1602)])

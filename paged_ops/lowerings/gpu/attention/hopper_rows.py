@@ -323,12 +323,12 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
         else:
             q_at = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
             first_i = seq_len - q_len + first_token
+            i = positions(first_i, which, G, s_rows)
             if shared.places is not None:
                 place = gl.sum(shared.places.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             s_of = 0
             if MASKS.ranges:
                 s_of = get(shared.items, slot, SEQUENCE, 4)
-            i = positions(first_i, which, G, s_rows)
             low, i = keys_of_rows(i, s_of, tensors, numbers, MASKS)
             m = gl.full([M], float("-inf"), gl.float32, s_rows)
             sink = m
