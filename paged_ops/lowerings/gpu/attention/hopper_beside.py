@@ -119,6 +119,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     constants = {
         "SPEC": hopper.side_by_side(spec) if copied else spec,
         "DIVISION": division,
+        "LIGHT": division._replace(rows=WARPGROUP.value),
         "SHAPE": shape,
         "TILE": tile,
         "PROGRAMS": P,
@@ -176,12 +177,6 @@ def sequence_of(query_tile, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, T
         before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
         total = gl.max(ends, 0)
     return s, before
-
-
-@gluon.constexpr_function
-def of_few_rows(division):
-    """A division by which sequences have few rows that one warpgroup multiplies."""
-    return division._replace(rows=WARPGROUP.value)
 
 
 @gluon.jit
@@ -252,7 +247,7 @@ def beside_kernel(
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, k_chunk_desc, v_desc0, v_desc1, v_desc2, v_chunk_desc,
-    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
     PROGRAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(
@@ -276,9 +271,9 @@ def beside_kernel(
     for n in gl.static_range(TIMES):
         s = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
         tiles += gl.sum(tiles_of_prompts(s, batch, SPEC, DIVISION, SHAPE.M // SPEC.G), 0)
-    # Sequences of more rows than a decode, but few, wait for memory as well.
+    # Sequences of more rows than a decode wait for memory as well, if one warpgroup multiplies them: by LIGHT.
     least: gl.constexpr = TILE.M // SPEC.G
-    few = light_programs(tensors, S, DIVISION.long, PROGRAMS, SPEC.G, of_few_rows(DIVISION), SHAPE.M, 4, least)
+    few = light_programs(tensors, S, DIVISION.long, PROGRAMS, SPEC.G, LIGHT, SHAPE.M, 4, least)
     gl.warp_specialize(
         [
             (decoder, (batch, share, ring, SPEC, DIVISION, SHAPE, TILE)),

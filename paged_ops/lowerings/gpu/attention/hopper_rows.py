@@ -323,9 +323,9 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
         else:
             q_at = n % ROW_SLOTS * (SHAPE.M // WARPGROUP) + which
             first_i = seq_len - q_len + first_token
-            i = positions(first_i, which, G, s_rows)
             if shared.places is not None:
                 place = gl.sum(shared.places.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            i = positions(first_i, which, G, s_rows)
             s_of = 0
             if MASKS.ranges:
                 s_of = get(shared.items, slot, SEQUENCE, 4)
