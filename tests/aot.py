@@ -193,8 +193,9 @@ def uniform_written(name: str, operands: list[str]) -> range:
 
 def lost_descriptors(listed: list[tuple[str, list[str], str]]) -> list[str]:
     """Instructions that address global memory by uniform registers (``desc[UR4]``) in which its descriptor no longer
-    is, as something else was written there last: what ptxas got wrong. Copies of the descriptor are followed."""
-    holds: dict[str, str] = {}  # register -> the half of the descriptor in it
+    is, as something else was written there last: what ptxas got wrong. Copies of the descriptor are followed, also to
+    the stack and back."""
+    holds: dict[str, str] = {}  # register, or place on the stack -> the half of the descriptor in it
     lost = []
     for name, operands, instruction in listed:
         used = re.search(r"(?<!g)desc\[UR(\d+)\]", instruction)
@@ -204,9 +205,22 @@ def lost_descriptors(listed: list[tuple[str, list[str], str]]) -> list[str]:
         copies = name in ("MOV", "UMOV", "R2UR") or (name.startswith("IMAD.") and operands[1:3] == ["RZ", "RZ"])
         written = [f"UR{number}" for number in uniform_written(name, operands)] or operands[:1]
         halves = ("low", "high") if operands[1:] == [GLOBAL_MEMORY] else (holds.get(source, "") if copies else "",)
+        if name.startswith(("STL", "LDL")):
+            written, read = (_words(each, name) for each in operands[:2])
+            halves = tuple(holds.get(each, "") for each in read)
         for n, register in enumerate(written):
             holds[register] = halves[n] if n < len(halves) else ""
     return lost
+
+
+def _words(operand: str, name: str) -> list[str]:
+    """The registers, or places on the stack, of an operand of STL or LDL."""
+    count = 4 if ".128" in name else 2 if ".64" in name else 1
+    register = re.fullmatch(r"R(\d+)", operand)
+    if register:
+        return [f"R{int(register[1]) + n}" for n in range(count)]
+    offset = re.search(r"\+(0x[0-9a-f]+)\]", operand)
+    return [f"stack {(int(offset[1], 16) if offset else 0) + 4 * n}" for n in range(count)]
 
 
 def serialized(kernel: Any) -> list[str]:

@@ -102,7 +102,13 @@ VARIANTS = [
         may_spill=RDNA,
     ),
     Variant("attention-g71", call("decode", heads=(71, 1)), may_spill=RDNA),
-    Variant("attention-speculative-d256", call("speculative", D=256), may_spill=RDNA),
+    # On sm_90 this is shares_kernel, which was run and timed like this; ptxas of Triton 3.9 needs more registers.
+    Variant(
+        "attention-speculative-d256",
+        call("speculative", D=256),
+        may_spill=RDNA,
+        spills={(3, 6): 8, (3, 7): 8, (3, 8): 8, (3, 9): 136},
+    ),
     Variant(
         "attention-decode-masks",
         call("decode", soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),

@@ -48,7 +48,9 @@ def test_lost_descriptors_are_found():
         "R2UR UR14, R8",
         "R2UR UR15, R9",
     )
+    kept = (*copied[:3], "STL.64 [R1+0x30], R8", "MOV R8, R4", "MOV R9, R5", "LDL.64 R8, [R1+0x30]", *copied[3:])
     for before, lost in [
+        ((load, *kept), []), ((load, *kept[:3], "STL [R1], R8", *kept[4:]), [use]),
         ((), [use]), ((load,), []), ((load, *copied), []), ((load, *copied[:-1]), [use]),
         ((load, "UIADD3 UR14, UR6, 0x80, URZ"), [use]), ((load, "UIADD3.64 UR12, UR6, 0x2, URZ"), []),
         ((load, "UMOV UR15, 0x40000040"), [use]), ((load, "IMAD.MOV.U32 R14, RZ, RZ, R3"), []),
