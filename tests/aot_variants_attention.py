@@ -82,7 +82,7 @@ VARIANTS = [
         "attention-d256-cap", call("prefill", D=256, heads=(8, 4), soft_cap=50.0, lse=True), PREFILL, may_spill=H200
     ),
     Variant(
-        "attention-d192-dv128", call("decode", D=192, Dv=128, heads=(64, 4)), SPLIT, may_spill=RDNA, spills={(3, 9): 8}
+        "attention-d192-dv128", call("decode", D=192, Dv=128, heads=(32, 4)), SPLIT, may_spill=RDNA, spills={(3, 9): 8}
     ),
     # Elements before the first: caches that no vector load can read.
     Variant(

@@ -120,7 +120,8 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
 def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers):
     key, value = (torch.zeros(N, 16, 4, D, dtype=torch.bfloat16) for _ in range(2))
     call = spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.bfloat16))
-    assert hopper.consumers_of(call, SimpleNamespace(processors=132), T) == consumers
+    chosen = consumers if target.TRITON < (3, 9) else 2
+    assert hopper.consumers_of(call, SimpleNamespace(processors=132), T) == chosen
     shape = hopper.shape_of(call, 227 << 10, consumers)
     assert shape.M == 64 * consumers
     assert 2 * (shape.slots * shape.M * D + shape.stages * shape.N * 2 * D) + hopper.OTHERS <= 227 << 10

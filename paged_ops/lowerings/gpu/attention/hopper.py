@@ -159,10 +159,11 @@ def short_keys(rows: int, units: int, items: int, processors: int) -> int:
 
 def consumers_of(spec: Spec, target: Target, T: int) -> int:
     """Three for heads that leave each enough registers, if there are items for all programs: three hide each other's
-    softmax, but take longer for a tile of keys. Not in forms that were not run on a GPU with three."""
+    softmax, but take longer for a tile of keys. Not in forms that were not run on a GPU with three, and not with
+    Triton 3.9, whose ptxas spills 248 bytes of them."""
     few = T * spec.G // (3 * WARPGROUP.value) * spec.K < ITEMS_OF_THREE * target.processors
     wide = max(spec.k_side.size, spec.v_side.size) > SIZE_OF_THREE
-    not_run = spec.dtype != torch.bfloat16 or spec.logits.sinks or spec.masks.ranges
+    not_run = spec.dtype != torch.bfloat16 or spec.logits.sinks or spec.masks.ranges or TRITON >= (3, 9)
     return 2 if few or wide or not_run else 3
 
 
