@@ -9,6 +9,9 @@ prints::
 
 With two GPUs each process has one, and the blocks go by NCCL; otherwise both run on the CPU, by gloo. An engine would
 send a request along with its blocks; here both processes know the prompts.
+
+The model's weights are bfloat16, but it runs in float32. A prompt computed at once and one computed partly from cached
+blocks differ by rounding, and in bfloat16 two tokens often have the same logit: then rounding chooses.
 """
 
 import os
@@ -57,7 +60,7 @@ def receive_prompt(kv_cache: KVCache, prompt: list[int]) -> int:
 
 
 def run(rank: int, device: torch.device) -> bool | None:
-    model = PagedCausalLM(AutoModelForCausalLM.from_pretrained(MODEL).to(device).eval())
+    model = PagedCausalLM(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(device).eval())
     prompts = AutoTokenizer.from_pretrained(MODEL)(PROMPTS)["input_ids"]
     loop = make_loop(model)
     if rank == PREFILL:
