@@ -24,8 +24,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper import barriers, matrix_of
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper_units import part_after
 from paged_ops.lowerings.gpu.attention.latent_hopper_columns import store_columns, weights_of
-from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
+from paged_ops.lowerings.gpu.attention.units import sequence
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Side, Spec
 
@@ -128,9 +129,7 @@ def producer_of_decodes(
                 at += SIDES
                 bring_chunks(descs[1], v_rows, kh * V_MATRIX.columns_head, at, ring, SPEC.v_side.size, PAGE, PAGES)
                 at += SIDES
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TILE.M // SPEC.G)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, TILE)
 
 
 @gluon.jit
@@ -255,6 +254,4 @@ def decoder(
                 gl.store(tensors.part_lse + part_row, lse2, mask=live)
                 store_columns(tensors.parts, part_row, live, acc0, 0, scale, Dv)
                 store_columns(tensors.parts, part_row, live, acc1, 1, scale, Dv)
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, M // G)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, TILE)

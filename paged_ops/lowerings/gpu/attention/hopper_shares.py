@@ -51,9 +51,9 @@ from paged_ops.lowerings.gpu.attention.hopper_items import (
     rows_of,
 )
 from paged_ops.lowerings.gpu.attention.hopper_parts import WARPGROUP
-from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
+from paged_ops.lowerings.gpu.attention.hopper_units import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
-from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
+from paged_ops.lowerings.gpu.attention.units import share_index
 from paged_ops.lowerings.gpu.launch import Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
@@ -268,9 +268,7 @@ def scheduler(
             mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
             begin_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
             n += 1
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
     if n > 0:
         await_rows()
         mbarrier.arrive(shared.rows_full.index((n - 1) % SLOTS), count=1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from paged_ops.lowerings.gpu.attention.units import align, sequence, sequence_tiles, unit_tiles
+from paged_ops.lowerings.gpu.attention.units import align, sequence, sequence_tiles, unit_after, unit_tiles
 
 
 class Share(NamedTuple):
@@ -96,3 +96,14 @@ def part_of(s, first_token, tile, left, batch, SPEC: gl.constexpr, DIVISION: gl.
         newest = seq_len - q_len + gl.minimum(first_token + SHAPE.M // SPEC.G, q_len)
         seen = gl.maximum(gl.minimum(count, gl.cdiv(gl.maximum(newest, 0), N) - tile), 1)
     return row_start, q_len, seq_len, first_tile, end_tile, count, seen
+
+
+@gluon.jit
+def part_after(
+    s, kh, first_token, tile, q_len, left, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """The unit after one whose tiles are taken, and its first tile if the share has any left."""
+    s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, SHAPE.M // SPEC.G)
+    if left > 0:
+        _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, SHAPE.N)
+    return s, kh, first_token, tile

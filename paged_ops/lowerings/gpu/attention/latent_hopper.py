@@ -38,14 +38,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers, moved
 from paged_ops.lowerings.gpu.attention.hopper_parts import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
+from paged_ops.lowerings.gpu.attention.hopper_units import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import scores, values
 from paged_ops.lowerings.gpu.attention.tile import Batch
-from paged_ops.lowerings.gpu.attention.units import (
-    sequence,
-    share_index,
-    unit_after,
-)
+from paged_ops.lowerings.gpu.attention.units import share_index
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape
@@ -244,7 +240,6 @@ def producer(
     N: gl.constexpr = SHAPE.N
     PAGE: gl.constexpr = SHAPE.page
     PAGES: gl.constexpr = N // PAGE
-    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     R: gl.constexpr = SPEC.v_side.size
     P: gl.constexpr = SPEC.rotated.size
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -287,9 +282,7 @@ def producer(
                     load_box(q_rotated_desc, [row, R], shared.q_full.index(0), shared.q_rotated)
             total += seen
             n += 1
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit

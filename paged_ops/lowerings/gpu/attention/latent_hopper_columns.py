@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import decode, latent_hopper, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
+from paged_ops.lowerings.gpu.attention.hopper_units import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.latent_hopper import (
     CACHE,
     KEYS,
@@ -43,7 +43,6 @@ from paged_ops.lowerings.gpu.attention.latent_hopper import (
 )
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import bounds_of
 from paged_ops.lowerings.gpu.attention.tile import Batch
-from paged_ops.lowerings.gpu.attention.units import sequence, unit_after
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Plan, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
@@ -132,7 +131,6 @@ def producer(
     N: gl.constexpr = SHAPE.N
     PAGE: gl.constexpr = SHAPE.page
     PAGES: gl.constexpr = N // PAGE
-    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     CHUNKS: gl.constexpr = (SPEC.v_side.size + SPEC.rotated.size) // 64
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     left, s, kh, first_token, tile = share
@@ -169,9 +167,7 @@ def producer(
                         mbarrier.arrive(full, count=1)
                 at += 1
             n += 1
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -343,9 +339,7 @@ def consumer(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, S
                 gl.store(tensors.part_lse + part_row, lse2, mask=live)
                 store_all(tensors.parts, part_row, live, sums, scale, R)
             n += 1
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)

@@ -40,11 +40,11 @@ from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention import decode, latent_hopper, tuning
 from paged_ops.lowerings.gpu.attention.hopper import barriers
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper_units import part_of, share_of
+from paged_ops.lowerings.gpu.attention.hopper_units import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.latent_hopper import CACHE, KEYS, LATENT, QUERY, ROTATED, LatentLaunch
 from paged_ops.lowerings.gpu.attention.latent_hopper_rows import SLACK, bounds_of
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
-from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
+from paged_ops.lowerings.gpu.attention.units import share_index
 from paged_ops.lowerings.gpu.fp8 import widen_halves, widen_pairs
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launcher, Plan, launcher_of
@@ -192,7 +192,6 @@ def producer(
     N: gl.constexpr = SHAPE.N
     PAGE: gl.constexpr = SHAPE.page
     PAGES: gl.constexpr = N // PAGE
-    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     SCALED: gl.constexpr = SPEC.storage.row_scales
     BYTES: gl.constexpr = 656 if SCALED else 576
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -234,9 +233,7 @@ def producer(
                         mbarrier.arrive(full, count=1)
                 at += 1
             n += 1
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -498,9 +495,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
                 part_row = (p_id * 2 + from_start.to(gl.int32)).to(gl.int64) * M + r
                 gl.store(tensors.part_lse + part_row, lse2, mask=live)
             n += 1
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -626,9 +621,7 @@ def values(
                 part_row = (p_id * 2 + from_start.to(gl.int32)).to(gl.int64) * M + r
                 store_columns(tensors.parts, part_row, live, acc0, acc1, which * 256, factor, R)
                 store_columns(tensors.parts, part_row, live, acc2, acc3, which * 256 + 128, factor, R)
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit

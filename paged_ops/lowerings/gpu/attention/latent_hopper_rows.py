@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from paged_ops.lowerings.gpu.attention.hopper_rows import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper_units import part_of
+from paged_ops.lowerings.gpu.attention.hopper_units import part_after, part_of
 from paged_ops.lowerings.gpu.attention.tile import oldest_key
-from paged_ops.lowerings.gpu.attention.units import sequence, share_index, unit_after
+from paged_ops.lowerings.gpu.attention.units import share_index
 
 # A maximum in use is replaced by a larger one only if that is larger by so much, to base 2: see weights_of.
 SLACK = gl.constexpr(8.0)
@@ -216,9 +216,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
                 gl.store(tensors.part_lse + part_row, lse2, mask=live)
             total += seen
             n += 1
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -230,7 +228,6 @@ def values(
     tensors = batch.tensors
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
-    N: gl.constexpr = SHAPE.N
     R: gl.constexpr = SPEC.v_side.size
     WIDTH: gl.constexpr = R // 4  # a product with twice as many columns would need more registers than ptxas allows it
     TOKENS: gl.constexpr = M // G
@@ -290,6 +287,4 @@ def values(
                 gl.store(part, acc0, mask=live[:, None])
                 gl.store(part + WIDTH, acc1, mask=live[:, None])
             total += seen
-        s, kh, first_token = unit_after(s, kh, first_token, q_len, batch.numbers.S, SPEC, DIVISION, TOKENS)
-        if left > 0:
-            _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
