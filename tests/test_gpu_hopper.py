@@ -129,6 +129,46 @@ def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers)
     assert len(shape.registers) == (4 if consumers == 3 else 3)
 
 
+@pytest.mark.parametrize(
+    ("causal", "sequences"),
+    [
+        (True, [(600, 600)] + [(1, 4000)] * 50 + [(3000, 3000)]),
+        (True, [(1, 4000)] * 50 + [(3000, 3500)]),
+        (True, [(3000, 3000), (1, 9000)]),
+        (False, [(3000, 3000)] + [(1, 4000)] * 50),
+        (False, [(3000, 0)] + [(1, 4000)] * 50),
+        (False, [(1, 4000)] * 50 + [(3000, 1400)]),
+    ],
+)
+def test_no_item_is_passed_over(causal, sequences, monkeypatch):
+    """By the code of the kernel: the programs that begin at an end of the items take its first ones, and later items
+    follow these. Without causality sequences may have fewer keys than rows: a context that is spread over ranks."""
+    call = spec_of(*split_cache("NHD", 16, 8, 128), torch.zeros(1, 32, 128, dtype=torch.float16), causal=causal)
+    of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
+    starts, P = [0, *itertools.accumulate(q for q, _ in sequences)], of_gpu.processors
+    T, S = starts[-1], len(sequences)
+    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), None, 32, 8, 0.1, 2, S, T))
+    _, launch, _ = hopper.plan(call, of_gpu, shapes).launches
+    constants, (short,) = launch._launcher._constants, launch._more
+    as_torch(monkeypatch)
+    tensors = SimpleNamespace(
+        seq_lens=Pointer(torch.tensor([n for _, n in sequences], dtype=torch.int32)),
+        query_start_loc=Pointer(torch.tensor(starts, dtype=torch.int32)),
+    )
+    few = hopper_items.light_programs(tensors, S, short, P, call.G, constants["DIVISION"], constants["SHAPE"].M, 4)
+    begun: dict[bool, list[int]] = {False: [], True: []}
+    followed = {}
+    for program in range(P):
+        hopper_items.gl.program_id = lambda axis, program=program: program
+        reverse, start, item = hopper_items.first_item(few, P)
+        begun[bool(reverse)].append(int(item))
+        followed[bool(reverse)] = int(start)
+    assert launch.grid(shapes.numbers) == (P, 1, 1)
+    for end, start in followed.items():
+        assert begun[end] == list(range(start))
+    assert short == (hopper.SHORT if causal else -1)
+
+
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 def test_tiles_are_swizzled_as_copies_are(size):
     """TMA exchanges the pieces of 16 bytes of a line of 128 by the line's number: bits 4 to 6 of an address by 7 to 9,
@@ -296,11 +336,14 @@ def as_torch(monkeypatch):
         constexpr=object,
         int32=torch.int32,
         int64=torch.int64,
+        float32=torch.float32,
     )
     monkeypatch.setattr("paged_ops.lowerings.gpu.attention.tile.tl", language)
+    monkeypatch.setattr(hopper_items, "LIGHT", hopper_items.LIGHT.value)
+    functions = "oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile"
     for module in (hopper_items, hopper_rows):
         monkeypatch.setattr(module, "gl", language)
-        for name in ("oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile"):
+        for name in (*functions, "light_programs", "first_item"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name).fn)
 
@@ -414,7 +457,7 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **
     monkeypatch.setattr(hopper, "HopperLaunch", noted)
     attention.forget()
     got, got_lse = paged_ops.paged_attention_with_lse(*call, **options)
-    assert bounds == [short]
+    assert bounds == [short if options.get("causal", True) else -1]
     other = dataclasses.replace(target.target_of(query.device), arch=89)  # which has no such kernel
     monkeypatch.setattr(attention, "target_of", lambda _: other)
     attention.forget()
