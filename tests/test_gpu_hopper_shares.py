@@ -28,7 +28,7 @@ BATCHES = {
     "71 heads, many": {"heads": (71, 1), "tokens": [1] * 300, "lens": [37 * k % 900 + 1 for k in range(300)]},
     "71 heads, sinks": {"heads": (71, 1), "tokens": [1] * 3, "lens": [9000, 0, 70], "sinks": True},
     "71 heads, window": {"heads": (71, 1), "tokens": ONE, "lens": LENS, "sliding_window": 1000},
-    "64 heads, padded": {"heads": (64, 1), "tokens": ONE, "lens": LENS, "padding": 3},
+    "64 heads, padded": {"heads": (64, 1), "tokens": [1] * 9 + [0] * 3, "lens": LENS[:9] + [0] * 3, "padding": 3},
     "64 heads, equal": {"heads": (64, 1), "tokens": [1] * 128, "lens": [1000] * 128},
     "64 heads, a prompt": {
         "heads": (64, 1),
@@ -91,6 +91,15 @@ def test_batches_that_it_takes(H, K, T, S, rows):
         assert launch._launcher._constants["DIVISION"] == merge._launcher._constants["DIVISION"]
         programs = 128 if K == 8 else 132
         assert launch.grid(None) == (programs, 1, 1) and merge.grid(None)[0] == programs
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_below_are_taken(name):
+    given = BATCHES[name]
+    T, S = sum(given["tokens"]) + given.get("padding", 0), len(given["lens"])
+    masks = {each: given[each] for each in ("sliding_window", "attention_chunk") if each in given}
+    of_call, _ = planned(*given["heads"], T, S, given.get("D", 128), **masks)
+    assert hopper_shares.tile_rows(of_call, T, S)
 
 
 def test_leaves_to_others():

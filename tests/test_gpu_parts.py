@@ -107,7 +107,8 @@ def test_graphs_and_eager_calls_at_the_same_time(one_launch, monkeypatch):
         each.join()
     torch.cuda.synchronize(GPU)
     assert [int(each) for each in wrong] == [0, 0, 0, 0]
-    known = [each for place, each in counters._known.items() if place[0] == GPU]
+    # Those of split_kernel; hopper_beside.py has four.
+    known = [each for (device, number, *_), each in counters._known.items() if device == GPU and number > 4]
     assert known
     for each in known:
         assert not each.view(-1, INTEGERS.value)[:, : UNIT.value + 1].any()

@@ -383,12 +383,16 @@ def variants(machine, monkeypatch):
 
 @pytest.mark.parametrize("where", [A100, H200], ids=["a100", "h200"])
 @pytest.mark.parametrize(
-    ("heads", "most"), [((32, 8), (8192, 256)), ((32, 8), (2048, 1024)), ((8, 1), (512, 8)), ((64, 1), (8192, 300))]
-)
-def test_no_batch_waits_for_a_compiler_after_the_covering_ones(variants, where, heads, most):
+    ("heads", "D", "most"),
+    [
+        ((32, 8), 128, (8192, 256)), ((32, 8), 128, (2048, 1024)), ((8, 1), 128, (512, 8)), ((64, 1), 128, (8192, 300)),
+        ((32, 8), 64, (8192, 64)),
+    ],
+)  # fmt: skip
+def test_no_batch_waits_for_a_compiler_after_the_covering_ones(variants, where, heads, D, most):
     """Of any tokens and sequences within the bounds, with any row length of the block tables."""
     H, K = heads
-    query, kv_cache = on(where, most[0], H, 128), on(where, 64, 2, 16, K, 128)
+    query, kv_cache = on(where, most[0], H, D), on(where, 64, 2, 16, K, D)
     tables, starts = on(where, most[1], 32, dtype=torch.int32), on(where, most[1] + 1, dtype=torch.int32)
 
     def attend(T, S, columns):

@@ -223,8 +223,8 @@ def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows
 def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool = True) -> list[tuple[int, int]]:
     """Batches (T, S) that together launch every kernel of any batch with at most so many tokens and sequences.
 
-    They are all that :func:`plan`, :func:`whole_units`, :func:`parts_fit`, hopper.py's short_keys, hopper_beside.py's
-    takes and the count of sequences distinguish: S by powers of two, and between a few and many; T by equal lengths, by
+    They are all that :func:`plan`, :func:`whole_units`, :func:`parts_fit`, what the kernels' ``depends_on`` return,
+    and the count of sequences distinguish: S by powers of two, and between a few and many; T by equal lengths, by
     fewer rows than sequences, and by unequal lengths with few and with many tiles of query rows. Once they have run, no
     later batch waits for a compiler.
 
