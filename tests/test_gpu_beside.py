@@ -10,7 +10,7 @@ from gpu_under_test import GPU, captured_into
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from test_gpu_hopper import Pointer, as_torch
-from test_gpu_hopper_shares import H200, batch, compare, on_hopper
+from test_gpu_hopper_shares import H200, SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
 
 import paged_ops
 from paged_ops import layouts
@@ -134,10 +134,7 @@ def test_prompts_have_tiles_of_their_own(times, monkeypatch):
     """By the code of the kernel: which sequence has a tile of query rows. Decodes have none, nor do four tokens with
     many keys."""
     as_torch(monkeypatch)
-    language = hopper_items.gl
-    language.associative_scan = lambda values, axis, add: values.cumsum(axis)
-    language.static_range = range
-    monkeypatch.setattr(hopper_beside, "gl", language)
+    monkeypatch.setattr(hopper_beside, "gl", hopper_items.gl)
     monkeypatch.setattr(hopper_beside, "tiles_of_prompts", hopper_beside.tiles_of_prompts.fn)
     tokens = [1, 2, 4, 32, 3, 33, 0, 64, 65, 1, 1]
     starts = torch.tensor([0, *tokens], dtype=torch.int32).cumsum(0)
@@ -154,6 +151,21 @@ def test_prompts_have_tiles_of_their_own(times, monkeypatch):
     assert found == wanted
     tiles = hopper_beside.tiles_of_prompts(torch.arange(16), given, SimpleNamespace(G=4), division, 32)
     assert tiles.sum() == len(wanted)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_tile_of_a_decode_has_one_program(name, monkeypatch):
+    """Sequences of up to 8 rows, and of up to 16 with many keys, in units of 8."""
+    given = BATCHES[name]
+    H, K = given.get("heads", (32, 8))
+    tokens, lens, G = given["tokens"], given["lens"], H // K
+    of_call, shapes = planned(sum(tokens) + given.get("padding", 0), len(lens), H, K)
+    plan = hopper_beside.plan(of_call, SMALL, shapes)
+    short = [n * G <= (16 if keys > 4096 else 8) for n, keys in zip(tokens, lens, strict=True)]
+    wanted = {
+        (s, kh, token) for s in range(len(lens)) if short[s] for kh in range(K) for token in range(0, tokens[s], 8 // G)
+    }
+    check_parts(*parts_by_the_code(plan, tokens, lens, monkeypatch), wanted)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

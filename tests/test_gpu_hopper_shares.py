@@ -2,6 +2,7 @@
 float64, on a GPU."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from gpu_under_test import GPU, captured_into
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+import triton
+from test_gpu_hopper import Pointer, as_torch
+
 import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention import decode, hopper, hopper_shares
+from paged_ops.lowerings.gpu.attention import decode, hopper, hopper_items, hopper_shares, hopper_units, units
 from paged_ops.lowerings.gpu.attention import plan as attention
 from paged_ops.lowerings.gpu.target import Target
 
@@ -100,6 +104,86 @@ def test_batches_below_are_taken(name):
     masks = {each: given[each] for each in ("sliding_window", "attention_chunk") if each in given}
     of_call, _ = planned(*given["heads"], T, S, given.get("D", 128), **masks)
     assert hopper_shares.tile_rows(of_call, T, S)
+
+
+def parts_by_the_code(plan, q_lens, lens, monkeypatch):
+    """By the code of a kernel whose programs take shares: of each unit (sequence, key/value head, first token) the
+    parts, each its first tile, its tiles, and its program; and the tiles of each sequence. What the merge takes for a
+    divided unit are its parts."""
+    as_torch(monkeypatch)
+    hopper_items.gl.sum = lambda values, axis=0: values.sum().item()  # *= would change a tensor's other names, too
+    for module in (units, hopper_units):
+        for name, given in list(vars(module).items()):
+            if isinstance(given, triton.JITFunction):
+                monkeypatch.setattr(module, name, given.fn)
+        monkeypatch.setattr(module, "tl" if module is units else "gl", hopper_items.gl)
+    first, merge = (launch._launcher._constants for launch in (plan.launches[0], plan.launches[-1]))
+    SPEC, DIVISION, TILE, (P, _, _) = first["SPEC"], first["DIVISION"], merge["TILE"], plan.launches[0].grid(None)
+    starts = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0).int()
+    tensors = SimpleNamespace(query_start_loc=Pointer(starts), seq_lens=Pointer(torch.tensor(lens, dtype=torch.int32)))
+    S, TOKENS = len(lens), TILE.M // SPEC.G
+    given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=S, window=100, chunk=0))
+    parts: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    for p in range(P):
+        left, s, kh, token, tile = hopper_units.share_of(torch.tensor(p), P, given, SPEC, DIVISION, TILE)
+        while left > 0:
+            _, q_len, _, _, _, count, seen = hopper_units.part_of(s, token, tile, left, given, SPEC, DIVISION, TILE)
+            assert 1 <= seen <= count
+            if q_len > 0:
+                parts.setdefault((int(s), int(kh), int(token)), []).append((int(tile), int(count), p))
+            left = left - count
+            s, kh, token, tile = hopper_units.part_after(s, kh, token, tile, q_len, left, given, SPEC, DIVISION, TILE)
+    _, _, _, first_tiles, end_tiles = units.sequence(torch.arange(S), given, SPEC, DIVISION, TILE.N)
+    merged: dict[tuple[int, int, int], list[int]] = {}
+    for p in range(P):
+        start, end, share, longer = units.shares(p, P, given, merge["SPEC"], merge["DIVISION"], TILE)
+        s, unit, tile = units.locate(end - 1, given, merge["SPEC"], merge["DIVISION"], TILE)
+        left = end_tiles[s] - first_tiles[s] - 1 - tile
+        key = int(s), int(unit) % SPEC.K, int(unit) // SPEC.K * TOKENS
+        if start < end and left > 0 and key in parts:
+            merged.setdefault(key, []).append(p)
+            of_unit = units.program_of(end - 1 - tile, share, longer), units.program_of(end - 1 + left, share, longer)
+            assert [each[2] for each in parts[key]] == list(range(of_unit[0], of_unit[1] + 1))
+    assert merged == {key: [each[2] for each in own[:-1]] for key, own in parts.items() if len(own) > 1}
+    return parts, list(zip(first_tiles.tolist(), end_tiles.tolist(), strict=True))
+
+
+def check_parts(parts, tiles, wanted):
+    """The tiles of each unit follow each other, and there is no other unit."""
+    assert parts.keys() == wanted
+    for (s, _, _), own in parts.items():
+        (first, end), begins = tiles[s], [tile for tile, _, _ in own]
+        assert begins == [first, *(tile + count for tile, count, _ in own[:-1])]
+        assert own[-1][0] + own[-1][1] == end
+
+
+SMALL = Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 16, 227 << 10)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "lens"),
+    [
+        ((71, 1), ONE, LENS),
+        ((71, 1), [1], [100000]),
+        ((48, 1), [1, 0, 1, 1] * 16, [0, 9, 5000, 64] * 16),
+        ((64, 1), [1] * 32, [1000] * 32),
+        ((64, 1), [1] * 3, [1000] * 3),
+        ((32, 8), [16, 40, 0, 8], [16, 4000, 0, 777]),
+        ((128, 8), [0, 3, 1, 0, 1, 1], [300, 9, 0, 0, 1, 640]),
+        ((40, 5), [2] * 70, [37 * k % 900 + 2 for k in range(70)]),
+    ],
+)
+@pytest.mark.parametrize("masks", [{}, {"causal": False}, {"sliding_window": 100}], ids=str)
+def test_each_tile_has_one_program(heads, tokens, lens, masks, monkeypatch):
+    (H, K), T, S = heads, sum(tokens), len(lens)
+    of_call, shapes = planned(H, K, T, S, **masks)
+    plan = hopper_shares.plan(of_call, SMALL, shapes)
+    if plan is None:
+        assert masks.get("sliding_window") and H // K < hopper_shares.LARGE_GROUP
+        return
+    TOKENS = plan.launches[-1]._launcher._constants["TILE"].M // (H // K)
+    wanted = {(s, kh, token) for s in range(S) for kh in range(K) for token in range(0, tokens[s], TOKENS)}
+    check_parts(*parts_by_the_code(plan, tokens, lens, monkeypatch), wanted)
 
 
 def test_leaves_to_others():
