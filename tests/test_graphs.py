@@ -340,6 +340,18 @@ def test_wrong_number_of_ids():
         runner().replay(Batch([2], [0], [[0]]), [1, 2, 3])
 
 
+def test_wrong_ids_on_the_device_leave_the_last_step():
+    """They are copied there after the metadata was built, which overwrites the last step."""
+    run = runner()
+    run.replay(Batch([2], [0], [[3]]), [1, 2])
+    before = run.builder._buffers.storage.clone()
+    run.builder.device = torch.device("meta")  # in place of a GPU
+    for ids in (torch.ones(2, 1, dtype=torch.int64, device="meta"), torch.ones(3, dtype=torch.int64, device="meta")):
+        with pytest.raises(ValueError, match="input_ids: expected the 2 tokens of the batch, got a int64 tensor"):
+            run.replay(Batch([2], [4], [[0]]), ids)
+        assert torch.equal(run.builder._buffers.storage, before)
+
+
 def test_pieces(imitated):
     """A step of three pieces with an op between them whose results move."""
 

@@ -1,5 +1,6 @@
 """The step that one C++ function writes is the one that the torch ops write, and it writes nothing that they refuse."""
 
+import functools
 import random
 import time
 
@@ -8,6 +9,7 @@ import torch
 
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.metadata import builder as builders
+from paged_ops.metadata.buffers import Staging
 from paged_ops.metadata.fill import compiled
 
 B, M, N = 16, 12, 50
@@ -151,10 +153,107 @@ def test_a_step_is_sent_in_one_copy(fills, computed):
     assert [len(parts) for parts in sent] == [2, 2], "a copy to the device, and one on it"
 
 
+class LateDevice:
+    """Does work later than it is told to, in its order: a copy reads what its source holds by then."""
+
+    def __init__(self, monkeypatch):
+        self.work = []
+        copy = torch.Tensor.copy_
+
+        def copy_later(target, source, non_blocking=False):
+            return self.work.append(lambda: copy(target, source)) if non_blocking else copy(target, source)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_later)
+        monkeypatch.setattr(Staging, "sent", lambda staging, device: setattr(staging, "event", LateEvent(self)))
+
+    def step(self):
+        self.work.pop(0)()
+
+
+class LateEvent:
+    def __init__(self, device):
+        self.device, self.is_over = device, False
+        device.work.append(self.end)
+
+    def end(self):
+        self.is_over = True
+
+    def synchronize(self):
+        while not self.is_over:
+            self.device.step()
+
+
+@pytest.mark.parametrize("fills", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_host_that_runs_ahead_of_the_device(fills, count, monkeypatch):
+    """Each step finds its own numbers on the device, however late that copies them."""
+    rng, pools = random.Random(count), 2
+    torch.manual_seed(count)
+    sizes = {"num_blocks": [N, N + 1], "with_inputs": True, "num_staging_buffers": count}
+    builder, right = AttentionMetadataBuilder(B, 24, 600, 16384, **sizes), made(False, pools)
+    builder._fills = builder._fills and fills
+    device, compared = LateDevice(monkeypatch), []
+
+    def compare(metadata, inputs, wanted, tables):
+        assert values(metadata) == wanted[0]
+        assert [each.tolist() for each in inputs] == wanted[1]
+        assert metadata.other_pools[0].slot_mapping.tolist() == wanted[2]
+        for pool, given in enumerate(tables):
+            for got, blocks in zip(metadata.pool(pool).block_tables.tolist(), given, strict=False):
+                assert got[: len(blocks)] == blocks
+        compared.append(metadata)
+
+    for _ in range(120):
+        batch = random_batch(rng, pools)
+        ids = torch.randint(1, 1000, (batch.num_tokens,))
+        options = {"num_reqs": rng.choice([None, 24]), "num_tokens": rng.choice([None, 600]), "input_ids": ids}
+        if rng.random() < 0.1:
+            with pytest.raises(ValueError, match="query_lens"):
+                builder.build(0, Batch([-1], [0], [[1]], other_block_ids=[[[1]]]))
+        metadata, true = builder.build(0, batch, **options), right.build(0, batch, **options)
+        S, T = len(true.seq_lens), len(true.positions)
+        wanted = values(true), [each.tolist() for each in right.inputs(S, T)], true.other_pools[0].slot_mapping.tolist()
+        need = [-(-n // B) for n in (batch.query_lens + batch.num_computed_tokens).tolist()]
+        tables = [
+            [row[:blocks] for row, blocks in zip(each.tolist(), need, strict=True)]
+            for each in (batch.block_ids, *batch.other_block_ids)
+        ]
+        device.work.append(functools.partial(compare, metadata, builder.inputs(S, T), wanted, tables))
+        for _ in range(min(rng.choice([0, 0, 1, 5, 99]), len(device.work))):
+            device.step()
+    while device.work:
+        device.step()
+    assert len(compared) == 120
+    compact = {sizes.width is not None for staging in builder._staging for sizes in staging._parts}
+    assert compact == {True, False}
+
+
 def test_a_builder_without_inputs_takes_no_ids():
     builder = AttentionMetadataBuilder(B, 24, 600, M, num_blocks=N)
     with pytest.raises(ValueError, match="input_ids"):
         builder.build(0, Batch([1], [5], torch.full((1, M), 7)), input_ids=torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.ones(3, dtype=torch.int32),
+        torch.ones(3),
+        torch.ones(3, 2, dtype=torch.int64),
+        torch.ones(6, dtype=torch.int64)[::2],
+        torch.ones(3, dtype=torch.int64, device="meta"),
+        torch.tensor(3),
+        [1, 2, 3],
+    ],
+    ids=["int32", "float", "pairs", "apart", "device", "number", "list"],
+)
+def test_ids_that_would_be_read_wrongly(ids):
+    """They are read by their address, as int64."""
+    for fills in (True, False):
+        builder = made(fills)
+        with pytest.raises(ValueError, match="input_ids: expected a contiguous int64 tensor"):
+            builder.build(0, Batch([3], [5], torch.full((1, M), 7)), input_ids=ids)
+        assert (builder._buffers.storage == 0x77).all()
 
 
 def test_a_step_takes_the_host_microseconds():

@@ -85,7 +85,7 @@ class InputBuffers:
         device = self.builder.device
         if isinstance(input_ids, Tensor) and input_ids.device == device and device.type != "cpu":
             t = batch.num_tokens
-            expect(len(input_ids) == t, "input_ids", f"the {t} tokens of the batch", len(input_ids))
+            expect(input_ids.shape == (t,), "input_ids", f"the {t} tokens of the batch", input_ids)
             inputs = self._step(S, T, build())
             inputs.input_ids[:t].copy_(input_ids)
             return inputs

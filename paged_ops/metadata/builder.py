@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,6 +177,8 @@ class AttentionMetadataBuilder:
                 outside [0, N), the common prefix is not common, or a bidirectional range goes on after the step.
                 Nothing has been written then.
         """
+        if input_ids is not None:
+            self._check_ids(input_ids)
         if common_prefix_len == 0:
             filled = self._build_at_once(batch, input_ids, num_reqs, num_tokens, lookahead)
             if filled is not None:
@@ -188,7 +191,6 @@ class AttentionMetadataBuilder:
         t = batch.num_tokens
         expect(t <= self.max_num_tokens, "query_lens", f"at most max_num_tokens = {self.max_num_tokens} tokens", t)
         if input_ids is not None:
-            expect(self._buffers.inputs is not None, "input_ids", "None, as the builder has no inputs", input_ids)
             expect(len(input_ids) == t, "input_ids", f"the {t} tokens of the batch", len(input_ids))
         S = _padded("num_reqs", num_reqs, n, "max_num_seqs", self.max_num_seqs)
         T = _padded("num_tokens", num_tokens, t, "max_num_tokens", self.max_num_tokens)
@@ -239,6 +241,13 @@ class AttentionMetadataBuilder:
         if common_prefix_len and not fast_build:
             metadata.cascade = self._build_cascade(common_prefix_len, metadata)
         return metadata
+
+    def _check_ids(self, input_ids: Any) -> None:
+        """All but their number: they are read by their address."""
+        expect(self._buffers.inputs is not None, "input_ids", "None, as the builder has no inputs", input_ids)
+        is_read = isinstance(input_ids, Tensor) and input_ids.dtype == torch.int64 and input_ids.dim() == 1
+        is_read = is_read and input_ids.device.type == "cpu" and input_ids.is_contiguous()
+        expect(is_read, "input_ids", "a contiguous int64 tensor [num_tokens] on the CPU", input_ids)
 
     def _build_at_once(
         self, batch: Batch, input_ids: Tensor | None, num_reqs: int | None, num_tokens: int | None, lookahead: int
