@@ -5,9 +5,9 @@
 ``tokens``: a few layers in float32 give the tokens of ``generate()``: eager, captured, and with keys of all heads in
 prefills; ``more``: without latents, and captured with compiled layers. ``steps``: milliseconds of a captured decode
 step in bfloat16, with latents in the cache and with the keys and values of all heads. ``prefill``: milliseconds of a
-step of many tokens, by the absorbed form, by keys of all heads for the new tokens, and without latents. ``compiled``:
-decode steps with compiled layers. ``attend``: one layer's attention of steps of many tokens in both forms, which
-latents' rule of choice rests on. Each part is run though another failed, and none is begun after ``--seconds``.
+step of many tokens, by the absorbed form, by keys of all heads, and without latents. ``compiled``: decode steps with
+compiled layers. ``attend``: one layer's attention of steps of many tokens in both forms, which latents' rule of choice
+rests on. Each part is run though another failed, and none is begun after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -154,13 +154,14 @@ def tokens(bench: Bench, ways: Sequence[str]) -> None:
         ids = torch.tensor([prompt], device=bench.device)
         want.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
     bench.add(part="tokens", how="generate", distinct=len({token for text in want for token in text}))
-    rule, captured = latent_attention.expands, "FULL_DECODE_ONLY" if bench.is_gpu else "NONE"
+    rule, fewest = latent_attention.expands, latent_attention.FEWEST_TOKENS
+    captured = "FULL_DECODE_ONLY" if bench.is_gpu else "NONE"
     for how in ways:
         paged = PagedCausalLM(model, latent=how != "without latents")
         if how == "compiled":
             paged.compile_layers()
         if how == "keys of all heads":
-            latent_attention.expands = lambda new, tokens, sizes: new > 1
+            latent_attention.expands, latent_attention.FEWEST_TOKENS = (lambda *_: True), 2
         try:
             mode = "NONE" if how == "eager" else captured
             cache = paged.allocate_kv_cache(128, 16)
@@ -173,7 +174,7 @@ def tokens(bench: Bench, ways: Sequence[str]) -> None:
         except Exception:
             bench.add(part="tokens", how=how, error=traceback.format_exc()[-1500:])
         finally:
-            latent_attention.expands = rule
+            latent_attention.expands, latent_attention.FEWEST_TOKENS = rule, fewest
             paged.unwrap()
         if time.monotonic() > bench.until:
             return

@@ -24,6 +24,7 @@ from paged_ops.integrations import latent as latent_attention  # noqa: E402
 from paged_ops.integrations.projections import fuse_projections  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 from paged_ops.layouts import Layout  # noqa: E402
+from paged_ops.metadata import AttentionMetadataBuilder, Batch  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=12)
 R, P, H = 32, 8, 4
@@ -121,7 +122,7 @@ def test_many_new_tokens_attend_by_keys_of_all_heads(name: str, window: int, mon
         return attend(*arguments)
 
     monkeypatch.setattr(latent_attention, "expands", expands)
-    monkeypatch.setattr(latent_attention, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(latent_attention, "FEWEST_TOKENS", 2)
     monkeypatch.setattr(latent_attention, "WINDOW", window)
     monkeypatch.setattr(latent_attention, "_expanded", counted)
     kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64)
@@ -198,6 +199,35 @@ def test_the_runs_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs(step_of([500, 90], [1, 90], 50)) == [(0, 2, (0, 141), ())], "none: one run with the padding"
     monkeypatch.setattr(latent_attention, "expands", None)
     assert runs(step_of([500] * 200, [1] * 200, 0)) == [(0, 200, (0, 200), ())], "decodes: no sequence is looked at"
+
+
+def test_many_windows_round_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, 64 windows are less than twice as far off as one."""
+    torch.manual_seed(3)
+    new, n, size = 8, 1024, 16
+    weight = torch.randn(H * 2 * size, R).bfloat16()
+    cache = torch.randn(n // 16, 16, R + P).bfloat16()
+    shapes = (1, H, new, size + P), (1, 1, new, R), (1, 1, new, P)
+    query, latent, rotated = (torch.randn(shape).bfloat16() for shape in shapes)
+    builder = AttentionMetadataBuilder(16, 1, new, n // 16, num_blocks=n // 16)
+    metadata = builder.build(0, Batch([new], [n - new], torch.arange(n // 16)[None]))
+    features: dict[str, Any] = dict(sliding_window=0, attention_chunk=0, soft_cap=0.0, sinks=None)
+    monkeypatch.setattr(latent_attention, "FEWEST_TOKENS", new)
+    monkeypatch.setattr(latent_attention, "expands", lambda *_: True)
+
+    def attended(window: int, dtype: torch.dtype) -> torch.Tensor:
+        linear = torch.nn.Linear(R, H * 2 * size, bias=False, dtype=dtype)
+        linear.weight.data.copy_(weight)
+        module = SimpleNamespace(kv_lora_rank=R, qk_nope_head_dim=size, v_head_dim=size, kv_b_proj=linear)
+        monkeypatch.setattr(latent_attention, "WINDOW", window * H)
+        states = (each.to(dtype) for each in (query, latent, rotated, cache))
+        step = metadata.pool(0), metadata, 0.02
+        with torch.no_grad():
+            return latent_attention.attend(module, *states, *step, writes=True, bidirectional_ranges=None, **features)
+
+    right = attended(n, torch.float32)
+    one, many = (float((attended(window, torch.bfloat16) - right).norm()) for window in (n, 16))
+    assert 0 < many < 2 * one
 
 
 def test_the_texts_are_no_repetitions() -> None:

@@ -129,35 +129,40 @@ class Run(NamedTuple):
 
 
 def runs_of(metadata: AttentionMetadata, module: Any, block_size: int) -> list[Run]:
-    """How the sequences of a step attend. Code that is compiled or captured stays absorbed, as it must serve all
-    lengths: layers that are compiled one by one run other steps eagerly."""
+    """How the sequences of a step attend."""
     T, S = len(metadata.slot_mapping), len(metadata.seq_lens)
-    whole = [Run(0, S, (0, T), ())]
-    if torch.compiler.is_compiling() or metadata.max_query_len < FEWEST_TOKENS or _is_captured(metadata.slot_mapping):
-        return whole
-    sizes = sizes_of(module)
+    expanding = _expanding(metadata, module)
+    if not expanding:
+        return [Run(0, S, (0, T), ())]
     starts, lens = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens_cpu.tolist()
     runs: list[Run] = []
-    most = max(WINDOW // sizes.H, 1)
-    for s, n in enumerate(lens):
-        rows = starts[s], starts[s + 1]
-        new = rows[1] - rows[0]
-        windows: tuple[tuple[int, int], ...] = ()
-        if expands(new, n, sizes):
-            step = max(most // block_size, 1) * block_size
-            last = max(n - max(most, new), 0) // block_size * block_size
-            windows = (*((begin, min(step, last - begin)) for begin in range(0, last, step)), (last, n - last))
-        before = runs[-1] if runs else None
-        if before is not None and bool(before.windows) == bool(windows):
-            if not windows:
-                runs[-1] = before._replace(end=s + 1, rows=(before.rows[0], rows[1]))
-                continue
-            if len(windows) == len(before.windows) == 1 and before.windows[0][1] + n <= most:
-                together = ((0, before.windows[0][1] + n),)
-                runs[-1] = Run(before.first, s + 1, (before.rows[0], rows[1]), together)
-                continue
-        runs.append(Run(s, s + 1, rows, windows))
-    return runs if any(run.windows for run in runs) else whole
+    most, end = max(WINDOW // sizes_of(module).H, 1), 0
+    step = max(most // block_size, 1) * block_size
+    for s in expanding:
+        if end < s:
+            runs.append(Run(end, s, (starts[end], starts[s]), ()))
+        end, n = s + 1, lens[s]
+        last = max(n - max(most, starts[end] - starts[s]), 0) // block_size * block_size
+        windows = (*((begin, min(step, last - begin)) for begin in range(0, last, step)), (last, n - last))
+        first, begun = s, starts[s]
+        if runs and len(windows) == len(runs[-1].windows) == 1 and runs[-1].windows[0][1] + n <= most:
+            before = runs.pop()
+            first, begun, windows = before.first, before.rows[0], ((0, before.windows[0][1] + n),)
+        runs.append(Run(first, end, (begun, starts[end]), windows))
+    if end < S:
+        runs.append(Run(end, S, (starts[end], starts[S]), ()))
+    return runs
+
+
+def _expanding(metadata: AttentionMetadata, module: Any) -> list[int]:
+    """The sequences that make keys and values of all heads. Code that is compiled or captured stays absorbed, as it
+    must serve all lengths: layers that are compiled one by one run other steps eagerly."""
+    if torch.compiler.is_compiling() or metadata.max_query_len < FEWEST_TOKENS or _is_captured(metadata.slot_mapping):
+        return []
+    sizes, starts = sizes_of(module), metadata.query_start_loc_cpu.tolist()
+    lengths = enumerate(zip(starts[:-1], starts[1:], metadata.seq_lens_cpu.tolist(), strict=True))
+    # Each layer asks, so hundreds of decodes beside a prompt should not cost a call of the rule each.
+    return [s for s, (at, to, n) in lengths if to - at >= FEWEST_TOKENS and expands(to - at, n, sizes)]
 
 
 def _is_captured(tensor: Tensor) -> bool:
@@ -166,7 +171,7 @@ def _is_captured(tensor: Tensor) -> bool:
 
 def expands_step(metadata: AttentionMetadata, module: Any) -> bool:
     """Whether any sequence of the step makes keys and values of all heads."""
-    return any(run.windows for run in runs_of(metadata, module, 1))
+    return bool(_expanding(metadata, module))
 
 
 def attend(
@@ -263,8 +268,8 @@ def _expanded(
     eighth = max(WINDOW // H // 8 // block, 1)
     count = -(-most // eighth) * eighth  # few numbers, as each is another kind of call
     key, value = rows.new_empty(count, block, H, D), rows.new_empty(count, block, H, Dv)
-    total: tuple[Tensor, Tensor] | None = None
-    for begin, n in windows:
+    totals: list[tuple[Tensor, Tensor]] = []
+    for number, (begin, n) in enumerate(windows, 1):
         is_last = begin + n == sum(windows[-1])
         lens = seq_lens - begin if is_last else torch.full_like(seq_lens, n)
         blocks = (lens + (block - 1)) // block
@@ -278,10 +283,12 @@ def _expanded(
         options = features if is_last else {"soft_cap": features["soft_cap"], "causal": False}
         if len(windows) == 1:
             return paged_attention(rows, key, *batch, value_cache=value, **options)
-        part = paged_attention_with_lse(rows, key, *batch, value_cache=value, **options)
-        total = part if total is None else merge_attention_states(*total, *part)
-    assert total is not None, "windows"
-    return total[0]
+        totals.append(paged_attention_with_lse(rows, key, *batch, value_cache=value, **options))
+        # As in a tournament, results of equal numbers of windows are merged. A merge rounds: if each window were merged
+        # into the sum of those before it, the first would be rounded as often as there are windows.
+        while len(totals) > (1 if is_last else number.bit_count()):
+            totals[-2:] = [merge_attention_states(*totals[-2], *totals[-1])]
+    return totals[0][0]
 
 
 def _expand(module: Any, latents: Tensor, key: Tensor, value: Tensor) -> None:
