@@ -5,9 +5,10 @@
 ``tokens``: a few layers in float32 give the tokens of ``generate()``: eager, captured, and with keys of all heads in
 prefills; ``more``: without latents, and captured with compiled layers. ``steps``: milliseconds of a captured decode
 step in bfloat16, with latents in the cache and with the keys and values of all heads. ``prefill``: milliseconds of a
-step of many tokens, by the absorbed form, by keys of all heads, and without latents. ``compiled``: decode steps with
-compiled layers. ``attend``: one layer's attention of steps of many tokens in both forms, which latents' rule of choice
-rests on. Each part is run though another failed, and none is begun after ``--seconds``.
+step of many tokens, by the absorbed form, by keys and values of all heads, and without latents. ``compiled``: decode
+steps with compiled layers. ``attend``: one layer's attention of steps of many tokens in both forms, which the rule that
+chooses between them (``expands``) rests on. Each part is run though another failed, and none is begun after
+``--seconds``.
 """
 
 from __future__ import annotations

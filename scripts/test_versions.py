@@ -292,9 +292,10 @@ NOTES = """\
 The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same source compiles with Triton
 3.5, 3.6, 3.7.1, 3.8 and 3.9; how fast it is there has not been measured. Known differences, all for sm_90:
 
-* Triton 3.5 (torch 2.9) lacks parts of Gluon that the Hopper kernel needs: prefill takes the plain Triton kernel.
-* Triton 3.8 and 3.9 need more registers. Where decode would spill, its tiles are smaller or fewer programs share a
-  multiprocessor (`triton` in `paged_ops/lowerings/gpu/configs/attention_nvidia_h200.json`).
+* Triton 3.5 (torch 2.9) lacks parts of Gluon that the Hopper kernels need: all calls take the plain Triton kernels.
+* Triton 3.8 and 3.9 need more registers. Where decode would spill, its tiles are smaller or have one key/value head
+  rather than two, or fewer programs share a multiprocessor
+  (`triton` in `paged_ops/lowerings/gpu/configs/attention_nvidia_h200.json`).
 * The Hopper kernels spill with Triton 3.9: 40 to 48 bytes for head size 128, 144 to 176 for 256, 184 in mixed batches;
   heads of 64 have two consumers there rather than three. `spills` in `tests/aot_variants_hopper.py` keeps it from
   becoming more.

@@ -1,4 +1,4 @@
-"""The Hopper kernel for many query rows per key/value head (hopper_shares.py): which calls it takes; batches against
+"""The Hopper kernel for several query rows per key/value head (hopper_shares.py): which calls it takes; batches against
 float64, on a GPU."""
 
 import math

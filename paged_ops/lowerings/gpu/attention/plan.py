@@ -1,4 +1,5 @@
-"""Paged attention on GPUs: two kernels over the same parts, and their merge. CUDA and ROCm run the same source.
+"""Paged attention on GPUs: which kernels serve a call. CUDA and ROCm run the same Triton source; Hopper has kernels of
+its own, in Gluon, for what they serve faster.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D and Dv head sizes, N blocks, B tokens per
 block, P programs. Inside kernels also M packed query rows (``q_len`` tokens by G heads, so that every key and value is
@@ -17,6 +18,7 @@ read once for all of them) and N keys of a tile.
   computes decodes by shares, and at the same time longer sequences by tiles of query rows.
 * ``shares_kernel`` (hopper_shares.py) replaces ``split_kernel`` on Hopper where all sequences have 9 to 128 rows, and
   with 4 or more if there are many units.
+* latent.py, and the latent_hopper modules on Hopper, serve caches of latents, whatever the batch is.
 
 The host checks and describes a *form* of call once, by shapes, strides, dtypes and features, without the numbers of
 tokens and sequences. It plans each pair of these numbers once, in a few microseconds, and launches known calls at once.
