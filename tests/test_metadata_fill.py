@@ -277,3 +277,19 @@ def test_a_step_needs_few_torch_ops():
             builder.build(0, batch, num_reqs=24, num_tokens=24)
         counts[fills] = counted.count
     assert counts[True] <= 20 and counts[False] > 40
+
+
+def test_one_row_whose_stride_is_not_its_size(monkeypatch):
+    """As torch 2.9 gives it: tensors of one sequence are sent whole."""
+    own = torch.from_dlpack
+
+    def with_strides_of_one(tensor):
+        strides = [1 if size < 2 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        return own(tensor).as_strided(tensor.shape, strides)
+
+    monkeypatch.setattr(torch, "from_dlpack", with_strides_of_one)
+    builder = AttentionMetadataBuilder(B, 1, 20, M, num_blocks=N, num_staging_buffers=2, max_bidirectional_ranges=2)
+    batch = Batch([3], [30], torch.tensor([[7, 8, 9]]), bidirectional_ranges=[[(30, 32), (32, 33)]])
+    metadata = builder.build(0, batch)
+    assert metadata.block_tables[0, :3].tolist() == [7, 8, 9]
+    assert metadata.bidirectional_ranges.tolist() == [[[30, 32], [32, 33]]]

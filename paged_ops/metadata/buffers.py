@@ -141,7 +141,8 @@ class Buffers:
             if tensor is None or count == 0:
                 continue
             start = tensor.data_ptr() - self.storage.data_ptr()
-            stop = start + count * tensor.stride(0) * tensor.itemsize
+            # Not by the stride: that of one row may be 1 (torch.from_dlpack of torch 2.9).
+            stop = start + count * math.prod(tensor.shape[1:]) * tensor.itemsize
             # Sending 64 KiB of stale bytes takes 1-3 us, issuing another copy more.
             if ranges and start - ranges[-1][1] <= 64 << 10:
                 ranges[-1] = ranges[-1][0], stop
