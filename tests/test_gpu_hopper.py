@@ -135,6 +135,7 @@ def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers)
         (True, [(600, 600)] + [(1, 4000)] * 50 + [(3000, 3000)]),
         (True, [(1, 4000)] * 50 + [(3000, 3500)]),
         (True, [(3000, 3000), (1, 9000)]),
+        (True, [(3000, 1)] + [(1, 1)] * 50),
         (False, [(3000, 3000)] + [(1, 4000)] * 50),
         (False, [(3000, 0)] + [(1, 4000)] * 50),
         (False, [(1, 4000)] * 50 + [(3000, 1400)]),
@@ -166,7 +167,7 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     assert launch.grid(shapes.numbers) == (P, 1, 1)
     for end, start in followed.items():
         assert begun[end] == list(range(start))
-    assert short == (hopper.SHORT if causal else -1)
+    assert short == hopper.SHORT
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
@@ -460,7 +461,7 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **
     monkeypatch.setattr(hopper, "HopperLaunch", noted)
     attention.forget()
     got, got_lse = paged_ops.paged_attention_with_lse(*call, **options)
-    assert bounds == [short if options.get("causal", True) else -1]
+    assert bounds == [short]
     other = dataclasses.replace(target.target_of(query.device), arch=89)  # which has no such kernel
     monkeypatch.setattr(attention, "target_of", lambda _: other)
     attention.forget()

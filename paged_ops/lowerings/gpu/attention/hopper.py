@@ -138,8 +138,6 @@ def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: in
 
 
 def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
-    if not spec.masks.causal:  # sequences may have fewer keys than rows, of which light_programs cannot tell the work
-        return -1
     items = 0 if tile_plan.all_split else T * spec.G // BLOCK_M * spec.K
     return short_keys(tile_plan.split.block_m, S * spec.K, items, target.processors)
 
