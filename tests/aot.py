@@ -247,6 +247,16 @@ def fingerprint(kernel: Any) -> str:
     return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
 
 
+def named(kernels: list[Any]) -> dict[str, Any]:
+    """Kernels by name; the second of a name is "name 2"."""
+    found: dict[str, Any] = {}
+    for kernel in kernels:
+        name = kernel.metadata.name
+        same = sum(each.metadata.name == name for each in found.values())
+        found[f"{name} {same + 1}" if same else name] = kernel
+    return found
+
+
 def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
     """What became of one variant, as plain data."""
     launched.clear()
@@ -263,16 +273,17 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
     expected = [
         pattern for prefix, patterns in variant.expect.items() if target.startswith(prefix) for pattern in patterns
     ]
-    listed = {kernel.metadata.name: instructions(kernel) for kernel in launched if target == "cuda:90"}
+    kernels = named(launched)
+    listed = {name: instructions(kernel) for name, kernel in kernels.items() if target == "cuda:90"}
     assembly = "\n".join(kernel.asm.get("ptx") or kernel.asm.get("amdgcn") for kernel in launched)
     return {
         "name": variant.name,
         "error": error,
-        "kernels": {kernel.metadata.name: spills(kernel) for kernel in launched},
-        "shared": {kernel.metadata.name: kernel.metadata.shared for kernel in launched},
+        "kernels": {name: spills(kernel) for name, kernel in kernels.items()},
+        "shared": {name: kernel.metadata.shared for name, kernel in kernels.items()},
         "unset": {name: unset_registers(each)[:4] for name, each in listed.items()},
         "lost": {name: lost_descriptors(each)[:4] for name, each in listed.items()},
-        "serialized": {kernel.metadata.name: serialized(kernel) for kernel in launched if target == "cuda:90"},
+        "serialized": {name: serialized(kernel) for name, kernel in kernels.items() if target == "cuda:90"},
         "assembly": [(kernel.metadata.name, fingerprint(kernel)) for kernel in launched],
         "missing": [pattern for pattern in expected if not re.search(pattern, assembly)],
         "seconds": round(time.perf_counter() - start, 2),
