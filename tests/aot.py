@@ -157,7 +157,8 @@ GLOBAL_MEMORY = "c[0x0][0x208]"  # where sm_90 has the descriptor of global memo
 
 
 def instructions(kernel: Any) -> list[tuple[str, list[str], str]]:
-    """Of a cubin, in the order in which they stand, without predicates: name, operands, and the whole text."""
+    """Of a cubin, in the order in which they stand: name, operands, and the whole text, with its predicate if it has
+    one. Labels stand among them, by the name LABEL."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     if "cubin" not in kernel.asm or not tool.exists():
         return []
@@ -165,8 +166,12 @@ def instructions(kernel: Any) -> list[tuple[str, list[str], str]]:
         file.write(kernel.asm["cubin"])
         file.flush()
         text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False).stdout
-    found = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?((\S+)\s*(.*?)\s*);", text)
-    return [(name, [each.strip() for each in rest.split(",")], whole) for whole, name, rest in found]
+    line = r"^(\.L_\w+):|/\*[0-9a-f]{4,5}\*/\s+((?:@!?U?P\w+\s+)?([^\s@]\S*)\s*(.*?)\s*);"
+    found = re.findall(line, text, re.MULTILINE)
+    return [
+        ("LABEL", [label], label) if label else (name, [each.strip() for each in rest.split(",")], whole)
+        for label, whole, name, rest in found
+    ]
 
 
 def unset_registers(listed: list[tuple[str, list[str], str]]) -> list[str]:
@@ -193,11 +198,29 @@ def uniform_written(name: str, operands: list[str]) -> range:
 
 def lost_descriptors(listed: list[tuple[str, list[str], str]]) -> list[str]:
     """Instructions that address global memory by uniform registers (``desc[UR4]``) in which its descriptor no longer
-    is, as something else was written there last: what ptxas got wrong. Copies of the descriptor are followed, also to
-    the stack and back."""
+    is, on some way there, as something else was written there last: what ptxas got wrong. Copies of the descriptor are
+    followed, also to the stack and back."""
+    at: dict[str, dict[str, str]] = {}  # label -> what is held there, on all ways
+    while True:
+        before = dict(at)
+        lost = _lost(listed, at)
+        if at == before:
+            return lost
+
+
+def _lost(listed: list[tuple[str, list[str], str]], at: dict[str, dict[str, str]]) -> list[str]:
+    """The same, by what is held at labels, which is narrowed by what the branches bring there."""
     holds: dict[str, str] = {}  # register, or place on the stack -> the half of the descriptor in it
-    lost = []
+    lost, reached = [], True
     for name, operands, instruction in listed:
+        if name == "LABEL":
+            if reached or instruction in at:
+                brought = at.get(instruction, holds)
+                holds, reached = _common(brought, holds if reached else brought), True
+                at[instruction] = dict(holds)
+            continue
+        for label in re.findall(r"\.L_\w+", instruction) if reached and name.startswith(("BR", "CALL")) else ():
+            at[label] = _common(at.get(label, holds), holds)
         used = re.search(r"(?<!g)desc\[UR(\d+)\]", instruction)
         if used and (holds.get(f"UR{used[1]}"), holds.get(f"UR{int(used[1]) + 1}")) != ("low", "high"):
             lost.append(instruction)
@@ -209,8 +232,17 @@ def lost_descriptors(listed: list[tuple[str, list[str], str]]) -> list[str]:
             written, read = (_words(each, name) for each in operands[:2])
             halves = tuple(holds.get(each, "") for each in read)
         for n, register in enumerate(written):
-            holds[register] = halves[n] if n < len(halves) else ""
+            holds.pop(register, None)
+            if n < len(halves) and halves[n]:
+                holds[register] = halves[n]
+        if name in ("BRA", "BRX", "EXIT") and instruction.startswith(name):  # without a predicate
+            holds, reached = {}, False
     return lost
+
+
+def _common(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
+    """What both hold."""
+    return dict(first.items() & second.items())
 
 
 def _words(operand: str, name: str) -> list[str]:

@@ -49,14 +49,22 @@ def test_lost_descriptors_are_found():
         "R2UR UR15, R9",
     )
     kept = (*copied[:3], "STL.64 [R1+0x30], R8", "MOV R8, R4", "MOV R9, R5", "LDL.64 R8, [R1+0x30]", *copied[3:])
+    over, label = "UMOV UR14, 0x4", "LABEL .L_x_0"
+    jump = 'BRX R1 -0x9 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)'
+    apart = load, "@P0 BRA `(.L_x_0)", over, "EXIT", label  # one way leads there, with what was loaded
     for before, lost in [
+        (apart, []), ((load, "BRA.U UP0, `(.L_x_0)", over, label), [use]), ((*apart[:3], label), [use]),
+        ((load, "@P0 BRA `(.L_x_0)", over, "BRA `(.L_x_0)", label), [use]), ((load, "EXIT", label), [use]),
+        ((load, over, jump, load, label), [use]), ((load, jump, over, label), []),
+        ((load, label, use, over, "@P1 BRA `(.L_x_0)", load), [use]),
+        ((load, label, use, "BRA `(.L_x_0)", over), [use]),
         ((load, *kept), []), ((load, *kept[:3], "STL [R1], R8", *kept[4:]), [use]),
         ((), [use]), ((load,), []), ((load, *copied), []), ((load, *copied[:-1]), [use]),
         ((load, "UIADD3 UR14, UR6, 0x80, URZ"), [use]), ((load, "UIADD3.64 UR12, UR6, 0x2, URZ"), []),
         ((load, "UMOV UR15, 0x40000040"), [use]), ((load, "IMAD.MOV.U32 R14, RZ, RZ, R3"), []),
     ]:  # fmt: skip
-        split = [each.partition(" ") for each in (*before, use)]
-        listed = [(name, rest.split(", "), f"{name} {rest}") for name, _, rest in split]
+        split = [(each, *re.sub(r"^@\w+ ", "", each).partition(" ")) for each in (*before, use)]
+        listed = [(name, rest.split(", "), rest if name == "LABEL" else each) for each, name, _, rest in split]
         assert aot.lost_descriptors(listed) == lost, before
 
 
