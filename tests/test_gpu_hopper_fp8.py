@@ -95,9 +95,9 @@ def test_tiles_fit_shared_memory(D, Dv, stages, dtype):
     """Tiles of query rows, tiles that are multiplied, and tiles of bytes."""
     key, value = torch.zeros(N, 16, 2, 1, D).to(E4M3), torch.zeros(N, 16, 2, Dv).to(E4M3)
     shape, of_bytes = hopper_fp8.shapes_of(hopper_fp8.in_pairs(spec_of(key, value, dtype)), 227 << 10)
-    assert shape.N == 128 and (shape.slots, shape.stages, of_bytes.stages) == stages
-    used = 2 * (shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)) + of_bytes.stages * shape.N * (D + Dv)
-    assert used + hopper.OTHERS <= 227 << 10
+    assert shape.N == 128 and (shape.row_slots, shape.stages, of_bytes.stages) == stages
+    rows, tile = shape.row_slots * shape.M * D, shape.N * (D + Dv)
+    assert 2 * (rows + shape.stages * tile) + of_bytes.stages * tile + hopper.OTHERS <= 227 << 10
 
 
 @pytest.mark.parametrize(

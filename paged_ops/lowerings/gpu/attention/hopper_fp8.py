@@ -112,8 +112,9 @@ def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape
     shape = hopper.shape_of(pairs, shared_memory - 2 * stage)
     masks = pairs.masks
     masked = masks.window or masks.chunk or masks.ranges or pairs.logits.soft_cap
-    shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)), warps=1)
-    taken = shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)
+    others = OTHERS_OF_MASKS if masked else OTHERS
+    shape = shape._replace(slots=hopper.MOST_SLOTS, registers=(*CONSUMERS, *others), warps=1)
+    taken = shape.row_slots * shape.M * D + shape.stages * shape.N * (D + Dv)
     stages = min(MOST_STAGES, (shared_memory - hopper.OTHERS - itemsize * taken) // stage)
     return shape, shape._replace(stages=stages, k_parts=(D // 2,), v_parts=(Dv // 2,))
 
@@ -180,7 +181,7 @@ def halve_rows(slot, shared, SHAPE: gl.constexpr):
     K_PARTS: gl.constexpr = SHAPE.k_parts
     ROWS: gl.constexpr = 16  # at once
     EACH: gl.constexpr = WARPGROUP // ROWS
-    rows = as_tiles(shared.q_groups, dtype, SHAPE.slots * TILES, WARPGROUP, K_PARTS)[0]
+    rows = as_tiles(shared.q_groups, dtype, SHAPE.row_slots * TILES, WARPGROUP, K_PARTS)[0]
     for piece in gl.static_range(SHAPE.M // ROWS):
         tile = slot * TILES + piece // EACH
         row = rows.index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).load(layout).to(gl.float32)
@@ -195,14 +196,17 @@ def halve_rows(slot, shared, SHAPE: gl.constexpr):
 
 @gluon.jit
 def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr):
-    """Converts the items' tiles, in the order in which the consumers take them: keys a tile ahead of values."""
+    """Converts the items' tiles, in the order in which the consumers take them: keys a tile ahead of values. With one
+    place for query rows, these come after an item's first keys, and before its first values, for which a consumer
+    without rows waits, too."""
     SLOTS: gl.constexpr = SHAPE.slots
+    ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     mbarrier.wait(shared.item_full.index(0), 0)
     count = get(shared.items, 0, COUNT, 4)
     n = 0
     total = 0
     while count > 0:
-        if shared.row_factors is not None:
+        if ROW_SLOTS == SLOTS and shared.row_factors is not None:
             halve_rows(n % SLOTS, shared, SHAPE)
         mbarrier.arrive(shared.item_empty.index(n % SLOTS), count=1)
         for t in range(count + 1):
@@ -211,6 +215,10 @@ def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: 
                     total + t, of_bytes.k_pages[0], of_bytes.k_full, of_bytes.k_empty, shared.k_tiles[0],
                     shared.k_full, shared.k_empty, E4M3, SHAPE, BYTES,
                 )  # fmt: skip
+            if ROW_SLOTS < SLOTS and shared.row_factors is not None:
+                if t == 0:
+                    mbarrier.wait(of_bytes.rows_full.index(0), n & 1)
+                    halve_rows(0, shared, SHAPE)
             if t > 0:
                 convert(
                     total + t - 1, of_bytes.v_pages[0], of_bytes.v_full, of_bytes.v_empty, shared.v_tiles[0],
@@ -257,18 +265,24 @@ def fp8_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16
     M: gl.constexpr = SHAPE.M
-    SLOTS: gl.constexpr = SHAPE.slots
+    ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     K_PARTS: gl.constexpr = SHAPE.k_parts
     ROWS: gl.constexpr = rows_at_once(size_of(K_PARTS, 0))
     of_all = shared_memory(half, SPEC, SHAPE, 2)
+    arrived = None  # barriers: query rows, as they are given
+    if ROW_SLOTS < SHAPE.slots:
+        arrived = barriers(ROW_SLOTS, 1)
     if dtype == gl.bfloat16:
-        groups = as_tiles(of_all[3], dtype, SLOTS * (M // ROWS), ROWS, K_PARTS)  # what shared.q_tiles are made of
-        factors = gl.allocate_shared_memory(gl.float32, [SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        shared = Shared(*of_all[:3], groups, *of_all[4:], None, barriers(SLOTS, 1), factors)  # type: ignore[call-arg]
+        groups = as_tiles(of_all[3], dtype, ROW_SLOTS * (M // ROWS), ROWS, K_PARTS)  # what shared.q_tiles are made of
+        factors = gl.allocate_shared_memory(gl.float32, [ROW_SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ready = barriers(ROW_SLOTS, 1)
+        shared = Shared(*of_all[:3], groups, *of_all[4:], None, ready, factors)  # type: ignore[call-arg]
+        given = Shared(*of_all[:3], groups, *of_all[4:], None, arrived, None)  # type: ignore[call-arg]
     else:
-        shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
+        shared = Shared(*of_all, None, arrived, None)  # type: ignore[call-arg]
+        given = shared
     items = shared.items, shared.item_full, shared.item_empty
-    of_bytes = Shared(*items, None, None, *bytes_memory(BYTES), None, None, None, None)  # type: ignore[call-arg]
+    of_bytes = Shared(*items, None, None, *bytes_memory(BYTES), None, None, arrived, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(
@@ -276,7 +290,7 @@ def fp8_kernel(
             (converter, (of_bytes, shared, E4M3, SHAPE, BYTES)),
             (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
             (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (scheduler, (tensors, numbers, None, shared, SPEC, DIVISION, SHAPE)),
+            (scheduler, (tensors, numbers, None, given, SPEC, DIVISION, SHAPE)),
             (producer, (descs, tensors.block_tables, numbers.table_stride, of_bytes, SPEC, BYTES)),
         ],
         [4, 4, 1, 1],

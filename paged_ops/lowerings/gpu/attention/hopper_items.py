@@ -230,11 +230,15 @@ def scheduler(
 
     ``taken`` counts items: all, from the front, and from the back. Programs for short sequences start at that end of
     the batch where these are, the others at the other end, until they meet. ``short`` None: there are none.
+
+    With one place for query rows, an item is told before its rows are brought, so that its keys come before them; the
+    barrier ``rows_full`` says when these have arrived.
     """
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
     SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = M // G
+    AHEAD: gl.constexpr = SHAPE.row_slots < SLOTS
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
     tiles = numbers.T // TOKENS + numbers.S
     last = tiles * SPEC.K - 1
@@ -260,10 +264,19 @@ def scheduler(
             mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
             for field in gl.static_range(FIELDS):
                 shared.items.index(slot * FIELDS + field).store(zero + fields[field])
+            place = slot
+            if AHEAD:
+                place = 0
+                mbarrier.arrive(shared.item_full.index(slot), count=1)
+                of_before = n + SLOTS - 1  # whose rows are there until its last product
+                mbarrier.wait(shared.item_empty.index(of_before % SLOTS), ((of_before // SLOTS) & 1) ^ 1)
             bring_rows(
-                tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE, SHAPE.warps
+                tensors.query, row_start, q_len, first_token, kh, shared.q_groups, place, SPEC, SHAPE, SHAPE.warps
             )  # fmt: skip
-            mbarrier.arrive(shared.item_full.index(slot), count=1)
+            if AHEAD:
+                mbarrier.arrive(shared.rows_full.index(0), count=1)
+            else:
+                mbarrier.arrive(shared.item_full.index(slot), count=1)
             n += 1
         if ends:
             of_before = n + SLOTS - 1

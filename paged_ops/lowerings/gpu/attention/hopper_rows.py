@@ -345,8 +345,8 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             factor = of_all
             cap = cap_of_all
             if BY_ROWS:
-                mbarrier.wait(shared.rows_full.index(slot), (n // SLOTS) & 1)
-                of_rows = shared.row_factors.index(slot).slice(which * M, M).load(s_rows)
+                mbarrier.wait(shared.rows_full.index(n % ROW_SLOTS), (n // ROW_SLOTS) & 1)
+                of_rows = shared.row_factors.index(n % ROW_SLOTS).slice(which * M, M).load(s_rows)
                 if SOFT_CAP:
                     cap = (cap_of_all[0], cap_of_all[1] * of_rows)
                 else:
