@@ -80,6 +80,40 @@ def test_long_prompts_need_no_logits_of_all_pairs(monkeypatch, name):
     assert largest.elements <= max(1 << 17, query.numel())  # all pairs: 8 * 1024 * 1024
 
 
+@pytest.mark.parametrize("q", [1024, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_needs_no_logits_of_all_pairs(monkeypatch, dtype, q):
+    """What the flash kernel cannot tell apart is computed again, by few rows at once."""
+    monkeypatch.setattr(fused, "compiled", lambda: None)
+    monkeypatch.setattr(cpu, "TILE_ELEMENTS", 1 << 17)
+    query, kv_cache, tables, lens, _, scale = prompt(1024, dtype)
+    batch = tables, lens, torch.tensor([0, q], dtype=torch.int32), scale
+    before = cpu.paged_attention(query[-q:], kv_cache, *batch)
+    kv_cache[tables[0, 1000 // 16], 1, 1000 % 16, 0, 3] = torch.nan
+    with Largest() as largest:
+        after = cpu.paged_attention(query[-q:], kv_cache, *batch)
+    assert largest.elements <= max(1 << 17, query.numel(), kv_cache.numel())  # all pairs: 8 * 1024 * 1024
+    torch.testing.assert_close(after[:-24], before[:-24], rtol=0.02, atol=0.01)
+    assert after[-24:, :4, 3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("q", [1, 30, 80])
+def test_results_of_an_only_sequence(monkeypatch, dtype, q):
+    """They may be those of the flash kernel: as contiguous as others, and the same as in memory of the caller."""
+    monkeypatch.setattr(fused, "compiled", lambda: None)
+    query, kv_cache, tables, lens, _, scale = prompt(80, dtype)
+    args = query[:q], kv_cache, tables, lens, torch.tensor([0, q], dtype=torch.int32), scale
+    out, lse = paged_ops.paged_attention_with_lse(*args)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    given = torch.empty_like(out), torch.empty_like(lse)
+    torch.ops.paged_ops.paged_attention_with_lse.out(*args, out=given[0], lse=given[1])
+    for name, got, want in zip(("out", "lse"), given, (out, lse), strict=True):
+        testing.assert_same_bytes(name, got, want)
+
+
 @pytest.mark.parametrize("name", ["latent-long-fp16", "latent-sparse-long"])
 def test_latents_are_gathered_once(monkeypatch, name):
     gathered = []

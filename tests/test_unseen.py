@@ -38,6 +38,7 @@ def attention(request, monkeypatch):
         monkeypatch.setattr(fused, "compiled", lambda: None)
     if request.param == "matrix":
         monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+        monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
         monkeypatch.setattr(cpu, "MATRIX_ROWS", 1)
     return OPS.get(request.param, OPS["op"])
 

@@ -9,6 +9,7 @@ of the CPU runs if the features allow it, and plain float32 matrix products over
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,23 +32,23 @@ SCRATCH_BYTES = 1 << 22
 PREFILL_ROWS, PREFILL_BYTES = 64, 1 << 24
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
+# Of partial results, in elements, that merge at once.
+MERGED_ELEMENTS = 1 << 16
 # Rows of a tile. With more, rows compute keys that only their neighbours see; with fewer, products are smaller.
 MASKED_ROWS = 128
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
-    out = fake.paged_attention(query, *args, out=out, **features)
+    output = fake.paged_attention(query, *args, out=out, **features)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-    _attend(Features(**features), out, lse, query, *args)
-    return out
+    return _attend(Features(**features), output, lse, out is not None, query, *args)[0]
 
 
 def paged_attention_with_lse(
     query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **features: Any
 ) -> tuple[Tensor, Tensor]:
     output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
-    _attend(Features(**features), output, lse, query, *args)
-    return output, lse
+    return _attend(Features(**features), output, lse, out is not None, query, *args)
 
 
 def merge_attention_states(
@@ -69,14 +70,18 @@ def _attend(
     f: Features,
     out: Tensor,
     lse: Tensor,
+    given: bool,
     query: Tensor,
     kv_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
-) -> None:
-    """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output."""
+) -> tuple[Tensor, Tensor]:
+    """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output.
+
+    Returns them, or, unless they were given by the caller, the results of an only sequence without a copy.
+    """
     if query.stride(2) != 1:
         query = query.contiguous()  # the flash kernel assumes it
     f = with_value_scale(f, kv_cache)
@@ -125,9 +130,11 @@ def _attend(
             real[start : start - first] = 0
             start, first = start - first, 0
         if start < end:
-            q = query[start:end].unflatten(1, (paged.num_kv_heads, -1))
+            q = query[start:end].view(end - start, paged.num_kv_heads, -1, paged.head_size)
             own = f if f.bidirectional_ranges is None else f._replace(bidirectional_ranges=f.bidirectional_ranges[s])
             part, part_lse = sequence(q, first, n, cache(len(q) >= PREFILL_ROWS), block_tables[s], scale, own)
+            if len(q) == len(query) and not given and f.sinks is None and part.dtype == out.dtype:
+                return part.flatten(1, 2).contiguous(), part_lse.flatten(1).contiguous()
             if f.sinks is not None:
                 sinks = f.sinks.view(part_lse.shape[1:])
                 part, part_lse = part * _share(part_lse, sinks), torch.logaddexp(part_lse, sinks)
@@ -137,6 +144,7 @@ def _attend(
         out.copy_(quantise(real, f.output_scale, out.dtype))
     elif real is not out:
         out.copy_(real)
+    return out, lse
 
 
 def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: int, N: int, most: int) -> bool:
@@ -163,8 +171,8 @@ class _Plane:
         self.cells, self.stored, self.scale = cells, stored, scale
         blocks, (B, K), width = len(scratch), cells.shape[1:3], math.prod(cells.shape[2:])
         rows = scratch.flatten(0, 1)[:, :width]
-        self.scratch = rows.unflatten(1, cells.shape[2:]).unflatten(0, (blocks, B))  # as cells
-        self.tokens = rows.unflatten(1, (K, -1)).transpose(0, 1)  # [K, n, D]
+        self.scratch = rows.view(blocks, B, *cells.shape[2:])  # as cells
+        self.tokens = rows.view(len(rows), K, width // K).transpose(0, 1)  # [K, n, D]
         self.staging = cells.new_empty(0 if stored == rows.dtype else blocks, *cells.shape[1:])
 
     def read(self, blocks: Tensor) -> Tensor:
@@ -267,6 +275,9 @@ def _sequence(
             part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, f)
             if total is None and stop - r == len(q):
                 total = part
+            elif total is not None and stop - r == len(q) and high == n:  # nothing follows: no need for float32
+                _merge_into(part, slice(None), total)
+                total = part
             else:
                 total = (total[0].float(), total[1]) if total else _nothing(q, v)
                 _merge_into(total, slice(r, stop), part)
@@ -314,19 +325,27 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     heads = q.flatten(1, 2).transpose(0, 1)[None], k[None], v[None]  # [1, H, q, D], [1, K, n, D]
     if i == j and _oldest_key(i + rows - 1, f) <= j and not _opened(i, rows, f):
         out, lse = flash(*heads, is_causal=True, scale=scale)
+        unsure = not math.isfinite(out[:, :, -1].sum())  # of the last row, which sees all values
     else:
         kept = _kept(rows, n, i, j, f)
         bias = q.new_zeros(kept.shape, dtype=torch.float32).masked_fill_(~kept, -torch.inf)
         out, lse = flash(*heads, attn_mask=bias, scale=scale)
         lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel gives 0 for a row that sees nothing
-    if _may_have_nan(out) or _may_have_nan(lse):  # perhaps from a key that the row does not see
-        return _softmax(q.float(), k.float(), v.float(), scale, _kept(rows, n, i, j, f), f)
-    return out[0].transpose(0, 1).unflatten(1, (K, G)), lse[0].T.unflatten(1, (K, G))
+        unsure = _may_have_nan(out) or _may_have_nan(lse)
+    if unsure:  # a row may have NaN of a key or a value that it does not see: 0 * NaN is NaN
+        few, k, v = max(1, TILE_ELEMENTS // (K * G * n)), k.float(), v.float()
+        parts = [
+            _softmax(q[r : r + few].float(), k, v, scale, _kept(min(few, rows - r), n, i + r, j, f), f)
+            for r in range(0, rows, few)
+        ]
+        out, lse = (torch.cat(each) for each in zip(*parts, strict=True))
+        return out, lse
+    return out[0].transpose(0, 1).view(q.shape), lse[0].T.view(q.shape[:3])
 
 
 def _may_have_nan(tensor: Tensor) -> bool:
     """Whether there is a NaN, or infinities of both signs: one pass of a sum, a tenth of the time of ``isnan``."""
-    return bool(tensor.sum().isnan())
+    return math.isnan(tensor.sum())
 
 
 def _matmul(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
@@ -400,9 +419,14 @@ def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _merge_into(
     total: tuple[Tensor, Tensor], rows: slice, part: tuple[Tensor, Tensor], heads: slice = slice(None)
 ) -> None:
-    """Merge a partial result into the running one, in place."""
+    """Merge a partial result into the running one, in place.
+
+    By few rows at once: they stay in the processor's cache, and no large buffer has to come from the system.
+    """
     (out, lse), (part_out, part_lse) = (each[rows, heads] for each in total), part
-    out.lerp_(part_out.float(), _share(part_lse, lse))
+    share, step = _share(part_lse, lse), max(1, MERGED_ELEMENTS // max(1, out[0].numel()))
+    for tile, part_tile, share_tile in zip(*(each.split(step) for each in (out, part_out, share)), strict=True):
+        tile.copy_(tile.float().lerp_(part_tile.float(), share_tile))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
@@ -445,14 +469,10 @@ def _share(lse: Tensor, other: Tensor) -> Tensor:
 
 def _take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
     """``cache[blocks]`` into out, in parallel, by 16 bytes if rows are a multiple of that; index_select is serial."""
-    wide = 16 // cache.element_size()
     wide_cache, wide_out = cache, out
-    if cache.stride(-1) == out.stride(-1) == 1 and all(
-        each.shape[-1] % wide == 0
-        and each.storage_offset() % wide == 0
-        and all(stride % wide == 0 for stride in each.stride()[:-1])
-        for each in (cache, out)
-    ):
-        wide_cache, wide_out = cache.view(torch.complex128), out.view(torch.complex128)
+    if cache.stride(-1) == out.stride(-1) == 1:
+        steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (cache, out))
+        if math.gcd(*itertools.chain(*steps)) % (16 // cache.element_size()) == 0:
+            wide_cache, wide_out = cache.view(torch.complex128), out.view(torch.complex128)
     torch.ops.aten.index.Tensor_out(wide_cache, [blocks], out=wide_out)
     return out

@@ -123,7 +123,7 @@ inline Floats expm1(Floats x, Floats& power) {
     return series * f * f + f;
 }
 
-inline Floats exp(Floats x) {  // for numbers that are not positive; NaN stays NaN
+inline Floats exp(Floats x) {  // for numbers below 87; NaN stays NaN
     Floats power;
     const Floats rest = expm1(x, power);
     return x < -87.0f ? Floats{} : power + power * rest;
