@@ -99,8 +99,8 @@ def test_nan_needs_no_logits_of_all_pairs(monkeypatch, dtype, q):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("q", [1, 30, 80])
-def test_results_of_an_only_sequence(monkeypatch, dtype, q):
-    """They may be those of the flash kernel: as contiguous as others, and the same as in memory of the caller."""
+def test_results_of_a_single_sequence(monkeypatch, dtype, q):
+    """They may be the flash kernel's own: contiguous like others, and with the same bytes as in the caller's memory."""
     monkeypatch.setattr(fused, "compiled", lambda: None)
     query, kv_cache, tables, lens, _, scale = prompt(80, dtype)
     args = query[:q], kv_cache, tables, lens, torch.tensor([0, q], dtype=torch.int32), scale

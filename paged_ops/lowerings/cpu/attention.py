@@ -32,7 +32,7 @@ SCRATCH_BYTES = 1 << 22
 PREFILL_ROWS, PREFILL_BYTES = 64, 1 << 24
 # Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
-# Of partial results, in elements, that merge at once.
+# Elements of partial results that are merged at once, so that they stay in the processor's cache.
 MERGED_ELEMENTS = 1 << 16
 # Rows of a tile. With more, rows compute keys that only their neighbours see; with fewer, products are smaller.
 MASKED_ROWS = 128
@@ -80,7 +80,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output.
 
-    Returns them, or, unless they were given by the caller, the results of an only sequence without a copy.
+    Returns both. If one sequence has all rows and the caller gave no memory (``given``), its own results are returned
+    instead, which saves a copy.
     """
     if query.stride(2) != 1:
         query = query.contiguous()  # the flash kernel assumes it

@@ -128,7 +128,7 @@ def light_programs(
         many = q_len * G > DIVISION.rows
         few = (q_len > LEAST) & (seq_len <= short) & (q_len * G <= DIVISION.rows)
         few_cost = gl.where(few, seq_len.to(gl.float32), 0.0)
-        keys = gl.maximum(seq_len - q_len // 2, 0)  # without causality there may be fewer keys than rows
+        keys = gl.maximum(seq_len - q_len // 2, 0)  # there may be fewer keys than rows
         many_cost = gl.where(many, keys.to(gl.float32) * (q_len * G).to(gl.float32) / M, 0.0)
         few_work += gl.sum(few_cost, 0)
         many_work += gl.sum(many_cost, 0)
