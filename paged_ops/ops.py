@@ -253,8 +253,8 @@ def cascade_attention(
     here.
 
     Args:
-        query, kv_cache, query_start_loc, scale, value_cache, soft_cap, k_scale, v_scale, output_scale, kv_cache_dtype,
-            value_head_size: as in :func:`paged_attention`.
+        query, kv_cache, query_start_loc, scale: as in :func:`paged_attention`.
+        value_cache, soft_cap, k_scale, v_scale, output_scale, kv_cache_dtype, value_head_size: likewise.
         prefix_block_table: int32 ``[1, Mp]``, the blocks of the prefix.
         prefix_len: int32 ``[1]``, its tokens; they may end inside its last block.
         suffix_block_tables: int32 ``[S, M]``, each sequence's blocks after the prefix.

@@ -69,7 +69,8 @@ class Ranks:
         collectives: the groups of the model's collectives, if they are others.
 
     Attributes:
-        rank, size: of this process in the group, of the group.
+        rank: of this process in the group.
+        size: of the group.
         lost: why the ranks cannot go on, or None.
         is_quiet: whether all ranks said, with the result of the last step, that the next step is all that they call
             next: then they need not meet before it.

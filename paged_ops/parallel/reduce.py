@@ -10,7 +10,7 @@ stream and its norm::
 With an ``inner_weight`` it is the norm of s, by that weight and ``inner_eps``, that is added, as in Gemma-2.
 With ``rounds_first`` the quotient is rounded to x's dtype before it is multiplied, as Llama's norm does. So each number
 is rounded where a model that does these steps one by one rounds it. On GPUs that address each other's memory one
-kernel does all of it (:mod:`paged_ops.lowerings.gpu.reduce`); elsewhere the backend of the process group sums, in its
+kernel does all of it (``paged_ops/lowerings/gpu/reduce.py``); elsewhere the backend of the process group sums, in its
 own order.
 
 Gathers are for what is split by columns, such as logits: bit by bit what the ranks have, side by side.

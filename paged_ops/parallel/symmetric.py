@@ -28,11 +28,12 @@ _REASONS = (
 class Workspace:
     """Bytes on this rank's GPU that the other ranks of a group write, and theirs.
 
-    All bytes are 0xff at first, which is what :func:`paged_ops.lowerings.gpu.peers.take` takes for "nothing came yet".
+    All bytes are 0xff at first, which the kernels read as "no data has arrived".
     Kernels that use one workspace run one after the other: on one stream, or on streams that wait for each other.
 
     Attributes:
-        rank, size: of this process in the group, of the group.
+        rank: of this process in the group.
+        size: of the group.
         device: of this rank's bytes.
         by_rank: the bytes of each rank, uint8 ``[num_bytes]``, addressed from here.
         aborted: int32 ``[1]`` on the device; not 0 after :meth:`abort`, when kernels no longer wait for other ranks.
