@@ -9,7 +9,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"paged-ops: {error.name} is not installed: it comes with the extra cli, pip install 'paged-ops[cli]'")
+        remedy = "it comes with the extra cli: pip install '.[cli]' in a checkout"
+        sys.exit(f"paged-ops: {error.name} is not installed; {remedy}")
     command()
 
 

@@ -85,25 +85,45 @@ def extra(wheel: Path, name: str) -> list[str]:
     return [each.name for each in alone]
 
 
+def tracked_files() -> list[str]:
+    """The files of the checkout that git knows or would add, relative to it: nothing that an earlier build left."""
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    return sorted(name for name in listed if name and (ROOT / name).is_file())
+
+
+def build(place: Path, *options: str) -> Path:
+    """The wheel, built from the tracked files: through an sdist unless ``--wheel`` is given; in ``place/dist``."""
+    for name in tracked_files():
+        (place / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "source" / name).write_bytes((ROOT / name).read_bytes())
+    run(sys.executable, "-m", "build", *options, "--outdir", place / "dist", place / "source")
+    (wheel,) = (place / "dist").glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, venv: Path, *extras: str) -> Path:
+    """A new environment with the wheel and what these extras require, lent; returns its site-packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    (site,) = venv.glob("lib/python*/site-packages")
+    for name in ("", *extras):
+        lend(extra(wheel, name), site)
+    run(sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "-q", "--no-deps", wheel)
+    return site
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        # From the tracked files alone, not from what lies beside them: build/ and egg-info of earlier builds.
-        tracked = subprocess.run(
-            ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split("\0")
-        present = sorted(name for name in tracked if name and (ROOT / name).is_file())
-        for name in present:
-            (place / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / "source" / name).write_bytes((ROOT / name).read_bytes())
-        run(sys.executable, "-m", "build", "--outdir", place / "dist", place / "source")  # the wheel from the sdist
-        (wheel,), (sdist,) = (place / "dist").glob("*.whl"), (place / "dist").glob("*.tar.gz")
+        wheel = build(place)
+        (sdist,) = (place / "dist").glob("*.tar.gz")
         version = wheel.name.split("-")[1]
 
-        package = {name for name in present if name.startswith("paged_ops/")}
+        package = {name for name in tracked_files() if name.startswith("paged_ops/")}
         with zipfile.ZipFile(wheel) as archive:
             inside = {name for name in archive.namelist() if ".dist-info/" not in name}
         if inside != package:
@@ -113,15 +133,12 @@ def main() -> None:
         if missing := (package | set(BESIDE_THE_PACKAGE)) - inside:
             raise SystemExit(f"the sdist lacks {sorted(missing)}")
 
-        run(sys.executable, "-m", "venv", "--without-pip", place / "venv")
+        site = install(wheel, place / "venv")
         python, command = place / "venv/bin/python", place / "venv/bin/paged-ops"
-        (site,) = (place / "venv").glob("lib/python*/site-packages")
-        lend(extra(wheel, ""), site)
-        run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel)
         run(python, "-c", USE.format(site=str(site), version=version))
         print(f"{wheel.name}: {len(package)} files; imported, written to and attended with torch alone", flush=True)
         said = run(command, expect=1)
-        if "Traceback" in said or "pip install 'paged-ops[cli]'" not in said:
+        if "Traceback" in said or "pip install '.[cli]'" not in said:
             raise SystemExit(f"paged-ops without the extra cli: expected to be told of it, got\n{said}")
 
         lend(extra(wheel, "cli"), site)

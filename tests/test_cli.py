@@ -110,7 +110,16 @@ def test_generate_continues_each_prompt() -> None:
     people = invoke(*options, *prompts, "--dtype", "float32")
     for text in greedy["texts"]:
         assert text.splitlines()[0] in people.stdout
-    assert "bfloat16" in invoke(*options, *prompts).stdout, "the dtype of the weights"
+    assert "bfloat16" in invoke(*options, *prompts).stderr, "the dtype of the weights"
+
+
+@pytest.mark.parametrize("command", [["support"], ["demo", *DEMO, "--eager"]])
+def test_tables_lose_nothing_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = invoke(*command).stdout
+    table = narrow[narrow.rindex("paged-ops demo") :] if command[0] == "demo" else narrow.partition("\n1 ")[0]
+    assert "…" not in table
+    assert max(map(len, table.splitlines())) <= 40
 
 
 def test_support_as_json_is_what_supports_says() -> None:
@@ -247,14 +256,14 @@ def test_without_transformers_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, err = fail(monkeypatch, capsys, "demo", "--device", "cpu")
     assert code == 1
-    assert "pip install 'paged-ops[hf]'" in err
+    assert "pip install '.[hf]'" in err
 
 
 def test_without_typer_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     for name in [each for each in sys.modules if each.startswith("paged_ops.cli")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit, match=r"^paged-ops: typer is not installed.* pip install 'paged-ops\[cli\]'$"):
+    with pytest.raises(SystemExit, match=r"^paged-ops: typer is not installed.* pip install '.\[cli\]' in a checkout$"):
         paged_ops.__main__.main()
 
 

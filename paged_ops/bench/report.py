@@ -239,7 +239,7 @@ def plots(records: Sequence[Record], data: Path, folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        message = "matplotlib is not installed: it comes with the extra bench, pip install 'paged-ops[bench]'"
+        message = "matplotlib is not installed; it comes with the extra bench: pip install '.[bench]' in a checkout"
         raise ImportError(message) from None
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "paged_ops", "svg.fonttype": "none", "font.size": 9}

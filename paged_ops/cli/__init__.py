@@ -1,25 +1,45 @@
 """``paged-ops demo | generate | support | bench | tune``: see it work, run a model, ask what runs where and how fast.
 
-Text for people goes to stdout. With ``--json`` it goes to stderr, and stdout has one line, a JSON object.
+Text for people goes to stdout; the statistics of ``generate`` go to stderr. With ``--json`` all of it goes to stderr,
+and stdout has one line, a JSON object.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+import paged_ops
 from paged_ops.cli import bench, demo, support
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Paged attention and its cache operations as PyTorch operators.",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"paged-ops {paged_ops.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions, and exit.")
+    ] = False,
+) -> None:
+    """Paged attention and its cache operations as PyTorch operators."""
+
+
 app.command()(demo.demo)
 app.command()(demo.generate)
 app.command()(support.support)

@@ -18,6 +18,7 @@ from paged_ops.bench import cases, measure, report, run, tune
 from paged_ops.bench.providers import PROVIDERS
 from paged_ops.checks import expect
 from paged_ops.cli.device import choose_device
+from paged_ops.cli.table import table
 from paged_ops.device import as_current
 
 Lines = list[dict[str, Any]]
@@ -166,7 +167,7 @@ def tune_tiles(
             if not console.is_terminal:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        moves = Table("number", "before", "after", "time saved")
+        moves = table("number", "before", "after", "time saved")
 
         def descend(kind: str, place: str, tree: dict[str, Any], workloads: list[tune.Workload]) -> None:
             """Each improvement is written at once, so that Ctrl-C loses nothing."""
@@ -212,9 +213,9 @@ def _report(console: Console, data: Path, docs: Path) -> None:
 
 def _table(group: str, records: Lines) -> Table:
     """The records of a group as a table for people."""
-    table = Table("case", "provider", "µs", "% of floor", "GB/s", "TFLOP/s", "error", title=group, title_justify="left")
+    made = table("case", "provider", "µs", "% of floor", "GB/s", "TFLOP/s", "error", title=group)
     for record in records:
         words = [record.get("heads", ""), record["case"]]
         numbers = (record.get(name, "") for name in ("us", "percent", "gbps", "tflops", "error"))
-        table.add_row(" ".join(filter(None, words)), record.get("provider", ""), *map(str, numbers))
-    return table
+        made.add_row(" ".join(filter(None, words)), record.get("provider", ""), *map(str, numbers))
+    return made

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 import paged_ops
+from paged_ops import demo_model
 from paged_ops.cli.device import (
     Device,
     choose_device,
@@ -27,13 +27,14 @@ from paged_ops.cli.device import (
     ranks_of_torchrun,
     require_compiler,
 )
+from paged_ops.cli.table import table
 from paged_ops.generation import GenerationLoop, GenerationStats, NewToken, SamplingParams
 from paged_ops.graphs import GraphMode
 
 if TYPE_CHECKING:  # transformers is an extra
     from paged_ops.integrations.transformers import PagedCausalLM
 
-DEMO_MODEL = Path(paged_ops.__file__).parent / "demo_model"
+DEMO_MODEL = Path(demo_model.path())
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 32
 CAPTURING = "Capturing CUDA graphs"
@@ -76,7 +77,16 @@ def demo(
 
     params_of_each = [params] * len(prompts)
     result = serve(
-        console, model, tokenizer, prompts, prompt_ids, params_of_each, num_blocks, compile=compile, graphs=graphs
+        console,
+        console,
+        model,
+        tokenizer,
+        prompts,
+        prompt_ids,
+        params_of_each,
+        num_blocks,
+        compile=compile,
+        graphs=graphs,
     )
     pairs = list(zip(result.outputs, expected, strict=True))
     matches = sum(ours == theirs for ours, theirs in pairs)
@@ -95,8 +105,11 @@ def demo(
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="A local folder, or the id of a model on the Hugging Face hub.")],
     prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
+    model: Annotated[
+        str,
+        typer.Option(help="A local folder, or the id of a model on the Hugging Face hub; demo is the embedded one."),
+    ] = "demo",
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more varies more.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
@@ -114,11 +127,13 @@ def generate(
 ) -> None:
     """Continue prompts with a causal language model of transformers over a paged cache.
 
+    Prompts and continuations go to stdout, progress and statistics to stderr.
+
     Under torchrun the model is spread over the processes (tensor parallelism), and the first of them prints:
     torchrun --nproc-per-node 2 -m paged_ops.cli generate --model ... --prompt ...
     """
     rank, num_ranks = ranks_of_torchrun()
-    console = Console(stderr=json, quiet=rank > 0)
+    console, log = Console(stderr=json, quiet=rank > 0), Console(stderr=True, quiet=rank > 0)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
     params = [
@@ -126,8 +141,9 @@ def generate(
         for i in range(len(prompt))
     ]
     target = choose_device(device) if num_ranks == 1 else choose_device_of_rank(device)
-    with console.status(f"Loading {model}"):
-        loaded, tokenizer = load(model, target, DTYPES[dtype] if dtype else "auto", num_ranks)
+    name = demo_model.path() if model == "demo" else model
+    with log.status(f"Loading {model}"):
+        loaded, tokenizer = load(name, target, DTYPES[dtype] if dtype else "auto", num_ranks)
     prompt_ids = [tokenizer(each).input_ids for each in prompt]
     for number, (text, ids) in enumerate(zip(prompt, prompt_ids, strict=True), 1):
         if not ids:
@@ -136,9 +152,11 @@ def generate(
             )
     if num_blocks is None:
         num_blocks = sum(-(-(len(ids) + max_new_tokens) // BLOCK_SIZE) for ids in prompt_ids[:MAX_NUM_SEQS]) + 1
-    result = serve(console, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile, graphs=graphs)
+    result = serve(
+        console, log, loaded, tokenizer, prompt, prompt_ids, params, num_blocks, compile=compile, graphs=graphs
+    )
     result.numbers["texts"] = [tokenizer.decode(output, skip_special_tokens=True) for output in result.outputs]
-    result.print(console, model)
+    result.print(log, model)
     if json and rank == 0:
         print(json_module.dumps(result.numbers))
     if num_ranks > 1:
@@ -158,7 +176,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str, num_ranks: i
         import transformers
     except ImportError:
         raise ImportError(
-            "transformers is not installed: it comes with the extra hf, pip install 'paged-ops[hf]'"
+            "transformers is not installed; it comes with the extra hf: pip install '.[hf]' in a checkout"
         ) from None
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(f"--model: expected a folder or the id of a model on the hub, got {name}, which is no folder")
@@ -224,14 +242,15 @@ class Result:
             "preemptions": f"{n['swapped_out']} swapped, {n['recomputed']} computed again",
             **(last_rows or {}),
         }
-        table = Table(title=title, show_header=False, title_justify="left")
+        made = table(title=title)
         for name, value in rows.items():
-            table.add_row(name, value)
-        console.print(table)
+            made.add_row(name, value)
+        console.print(made)
 
 
 def serve(
     console: Console,
+    log: Console,
     model: Any,
     tokenizer: Any,
     prompts: Sequence[str],
@@ -242,8 +261,8 @@ def serve(
     compile: bool,
     graphs: bool | None,
 ) -> Result:
-    """Generates for all prompts by continuous batching, showing text as it is generated; the model's end of text ends
-    it."""
+    """Generates for all prompts by continuous batching, to the model's end of text. Text is shown on ``console`` as it
+    is generated, progress on ``log``."""
     from paged_ops.inspection import CompileReport
     from paged_ops.integrations.transformers import PagedCausalLM
 
@@ -263,7 +282,7 @@ def serve(
         if compile:
             require_compiler(model.device)
         if compile or graphs:
-            stack.enter_context(progress := _progress(console))
+            stack.enter_context(progress := _progress(log))
             task = progress.add_task("Compiling the model" if compile else "Running the model once", total=None)
         loop.warm_up(lambda done, total: progress.update(task, description=CAPTURING, completed=done, total=total))
         stack.close()

@@ -13,6 +13,7 @@ from rich.table import Table
 
 import paged_ops
 from paged_ops import features
+from paged_ops.cli.table import table
 from paged_ops.layouts import FP8_DS_MLA
 from paged_ops.registry import DISPATCH_KEYS, OPS
 from paged_ops.support import supports
@@ -56,7 +57,7 @@ def support(
         print(support_page(), end="")
     else:
         console = Console()
-        for title, rows in (("op", support_of_ops()), ("paged_attention with", support_of_features())):
+        for title, rows in (("op", support_of_ops()), ("feature of paged_attention", support_of_features())):
             console.print(_support_table(title, rows))
         for reason, number in _numbered(support_of_ops(), support_of_features()).items():
             console.print(f"{number} {escape(reason)}", highlight=False, soft_wrap=True)
@@ -85,7 +86,7 @@ def support_page() -> str:
     ops, attention = support_of_ops(), support_of_features()
     numbers = _numbered(ops, attention)
 
-    def table(title: str, rows: Rows) -> list[str]:
+    def markdown(title: str, rows: Rows) -> list[str]:
         lines = [f"| {title} | {' | '.join(DISPATCH_KEYS)} |", "|---" * (1 + len(DISPATCH_KEYS)) + "|"]
         for name, answers in rows.items():
             cells = (_cell(answers[device], numbers, "yes") for device in DISPATCH_KEYS)
@@ -112,13 +113,13 @@ def support_page() -> str:
         "",
         "## Ops",
         "",
-        *table("op", {f"`{name}`": answers for name, answers in ops.items()}),
+        *markdown("op", {f"`{name}`": answers for name, answers in ops.items()}),
         "",
         "## Features of paged_attention",
         "",
         "Each feature alone. All combinations work, except the pairs below.",
         "",
-        *table("feature", attention),
+        *markdown("feature", attention),
         "",
         "## Pairs that no device takes",
         "",
@@ -147,7 +148,7 @@ def _without_op(reason: str) -> str:
 
 def _support_table(title: str, rows: Rows) -> Table:
     numbers = _numbered(support_of_ops(), support_of_features())
-    table = Table(title, *DISPATCH_KEYS)
+    made = table(title, *DISPATCH_KEYS)
     for name, answers in rows.items():
-        table.add_row(name, *(_cell(answers[device], numbers, "[green]yes[/]") for device in DISPATCH_KEYS))
-    return table
+        made.add_row(name, *(_cell(answers[device], numbers, "[green]yes[/]") for device in DISPATCH_KEYS))
+    return made
