@@ -7,7 +7,8 @@ schema and defines ``torch.ops.paged_ops.<name>``; then it looks for a function 
 * one module a dispatch key (:data:`LOWERINGS`) - how it runs there, imported at the first call.
 
 A functional op also gets an ``.out`` overload that takes the same arguments and the preallocated results and returns
-nothing: a plain mutating op to every torch version. Its fake and its lowerings take the results as ``out``.
+nothing: a plain mutating op to every torch version. Its fake and its lowerings take the results as ``out``. If it
+returns one tensor, it gets a ``.list`` overload too, which compiled graphs call: see :func:`_stay_in_place`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -62,6 +64,8 @@ def op(
         if "torch_xla" in sys.modules:
             _install_twins(name)
         default = getattr(torch.ops.paged_ops, name).default
+        if schema.endswith("-> Tensor"):
+            _stay_in_place(default, schema)
 
         @functools.wraps(signature)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -95,18 +99,39 @@ def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] =
     # Without a kernel under Autograd a cache written in grad mode could not be written again in place.
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for key in LOWERINGS:
-        kernel = _late(functools.partial(lowering, base, key), out)
+        kernel = _late(functools.partial(lowering, base, key), schema, out)
         if out and key != "XLA":  # whose values have no addresses
             kernel = _apart(kernel, base, out, in_place)
         LIBRARY.impl(name, kernel, key)
     if written:
         for key in ("Negative", "Conjugate"):
             LIBRARY.impl(name, _resolve(base, overload or "default", written), key)
-    torch.library.register_fake(f"paged_ops::{name}", _late(functools.partial(_fake, base), out), lib=LIBRARY)
+    torch.library.register_fake(f"paged_ops::{name}", _late(functools.partial(_fake, base), schema, out), lib=LIBRARY)
 
 
-def _late(find: Callable[[], Callable[..., Any]], out: Sequence[str]) -> Callable[..., Any]:
-    """A kernel that finds its function at the first call; of an .out overload it hands on the results as ``out``."""
+def _stay_in_place(default: torch._ops.OpOverload, schema: str) -> None:
+    """Make compiled graphs call an overload that returns a list of one tensor, ``.list``.
+
+    Inductor moves an op that returns one tensor to its first use. A read of a cache can so end up behind a later write,
+    which then needs a copy of the whole cache. An op that returns several tensors stays where it is. The overload
+    replaces the op where a graph is made functional, before inductor has it; an exported program keeps the op.
+    """
+    name = default._schema.name.partition("::")[2]
+    _define(f"{name}.list", f"{schema}[]", ())
+    LIBRARY.impl(f"{name}.list", lambda *args, **kwargs: [default(*args, **kwargs)], "CompositeExplicitAutograd")
+    listed = getattr(torch.ops.paged_ops, name).list
+
+    @default.py_impl(FunctionalTensorMode)
+    def call(mode: FunctionalTensorMode, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return listed(*args, **kwargs)[0]
+
+
+def _late(find: Callable[[], Callable[..., Any]], schema: str, out: Sequence[str]) -> Callable[..., Any]:
+    """A kernel that finds its function at the first call.
+
+    Of an ``.out`` overload it hands on the results as ``out``; of a ``.list`` overload it returns a list of the result.
+    """
     function: Callable[..., Any] | None = None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +144,10 @@ def _late(find: Callable[[], Callable[..., Any]], out: Sequence[str]) -> Callabl
         results = tuple(kwargs.pop(name) for name in out)
         kernel(*args, **kwargs, out=results[0] if len(out) == 1 else results)
 
-    return kernel_out if out else kernel
+    def kernel_list(*args: Any, **kwargs: Any) -> list[Any]:
+        return [kernel(*args, **kwargs)]
+
+    return kernel_out if out else kernel_list if schema.endswith("[]") else kernel
 
 
 def _apart(kernel: Callable[..., None], name: str, out: Sequence[str], in_place: bool) -> Callable[..., None]:

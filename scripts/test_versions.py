@@ -46,7 +46,7 @@ OFF = "not (gpu or interpreter or aot or xla or tpu or slow)"
 ON_CPU = {
     "ops": (
         "test_ops.py",
-        "schemas or declared or out_overload or refused or lse-mixed or cache-nhd or opcheck-decode",
+        "schemas or declared or _overload or refused or lse-mixed or cache-nhd or opcheck-decode",
     ),
     "compile": ("test_compile.py", "no_cache_copy or lint or export or symbolic or aot or lse-mixed-fp32"),
     "cache": ("test_cache.py", "not random_walk"),

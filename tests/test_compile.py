@@ -265,6 +265,57 @@ def copy_of_all_layers(device):
     return function, ([cache(device=device) for _ in range(3)], mapping)
 
 
+# Results that are first used when their cache was written again: inductor would move the reads behind these writes.
+
+
+def write_before_use(device):
+    def function(kv, qkv, tables, lens, starts, slots):
+        query, key, value = qkv.split([H, K, K], dim=1)
+        out = paged_ops.paged_attention(query, kv, tables, lens, starts, D**-0.5)
+        paged_ops.reshape_and_cache(key, value, kv, slots)
+        return out + 1
+
+    return function, (cache(device=device),)
+
+
+def copy_and_swap_before_use(device):
+    def function(layers, mapping, on_cpu, qkv, tables, lens, starts, slots):
+        outs = [paged_ops.paged_attention(qkv[:, :H], kv, tables, lens, starts, D**-0.5) for kv in layers]
+        paged_ops.copy_blocks(layers, mapping)
+        paged_ops.swap_blocks(layers[:1], layers[1:], on_cpu)
+        return outs[0] + outs[1]
+
+    mapping = torch.tensor([[0, 40], [1, 41]])
+    return function, ([cache(device=device) for _ in range(2)], mapping.to(device), mapping)
+
+
+def cascade_before_write(device):
+    def function(kv, qkv, tables, lens, starts, slots):
+        query, key, value = qkv.split([H, K, K], dim=1)
+        prefix = tables[:1, :1], torch.full_like(lens[:1], B)
+        out = paged_ops.cascade_attention(query, kv, *prefix, tables, lens, starts, D**-0.5)
+        paged_ops.reshape_and_cache(key, value, kv, slots)
+        return out + 1
+
+    return function, (cache(device=device),)
+
+
+def sum_of_two_steps(device):
+    return (lambda kv, qkv, *rest: step(qkv, kv, *rest) + step(qkv * 2, kv, *rest)), (cache(device=device),)
+
+
+def sum_over_an_arena(device):
+    def function(arena, qkv, *rest):
+        return step(qkv, arena[0], *rest) + step(qkv * 2, arena[1], *rest)
+
+    return function, (cache(2, device=device),)
+
+
+def sum_over_unbound_planes(device):
+    layer, caches = unbound_inside(device)
+    return (lambda kv, qkv, *rest: layer(kv, qkv, *rest) + layer(kv, qkv * 2, *rest)), caches
+
+
 WITHOUT_COPY = [
     one_argument,
     hnd_view,
@@ -286,6 +337,12 @@ WITHOUT_COPY = [
     latent_rows,
     out_overload,
     copy_of_all_layers,
+    write_before_use,
+    copy_and_swap_before_use,
+    cascade_before_write,
+    sum_of_two_steps,
+    sum_over_an_arena,
+    sum_over_unbound_planes,
 ]
 
 

@@ -41,7 +41,7 @@ class ImitatedSession:
 
 
 class ImitatedGraph:
-    """Stands in for Graph: a replay calls the function again, with the very tensors of capture, into its result."""
+    """Stands in for Graph: a replay calls the function again, with the very tensors of capture, into its results."""
 
     replays = 0
 
@@ -58,7 +58,10 @@ class ImitatedGraph:
 
     def replay(self):
         ImitatedGraph.replays += 1
-        return self.result.copy_(self.function())
+        leaves = zip(*map(torch.utils._pytree.tree_leaves, (self.result, self.function())), strict=True)
+        for kept, new in leaves:
+            kept.copy_(new)
+        return self.result
 
 
 @pytest.fixture
@@ -66,6 +69,7 @@ def imitated(monkeypatch):
     for module in (graphs.runner, graphs.pieces):
         monkeypatch.setattr(module, "Graph", ImitatedGraph)
     monkeypatch.setattr(graphs.runner, "CaptureSession", ImitatedSession)
+    monkeypatch.setattr(graphs.pieces, "on_gpu", lambda value: isinstance(value, torch.Tensor))
     monkeypatch.setattr(ImitatedGraph, "replays", 0)
 
 
@@ -353,52 +357,39 @@ def test_wrong_ids_on_the_device_leave_the_last_step():
 
 
 def test_pieces(imitated):
-    """A step of three pieces with an op between them whose results move."""
-
-    class Recorded(ImitatedGraph):
-        def replay(self):
-            for kept, new in zip(self.result, self.function(), strict=True):
-                kept.copy_(new)
-            return self.result
-
+    """A step of three pieces with an op between them that returns a list of two, which move."""
     weight, x = torch.randn(4, 4), torch.randn(3, 4)
     moved = []
 
     def piece(args):
-        a, w, number = args
+        (a, b), w, number = args
         args.clear()
-        return a @ w + number, a * 2
+        return a @ w + number, b * 2
 
     def step(call):
-        y, residual = call(piece, [x, weight, 1])
+        y, residual = call(piece, [[x, x.sin()], weight, 1])
         for n in range(2):
-            between = y.sin()
-            moved.append(between)  # never at the same address twice
+            between = [y.sin(), y.cos()]
+            moved.append(between)  # never at the same addresses twice
             y, residual = call(piece, [between, weight, n])[0] + residual, residual
         return y
 
-    graphs.pieces.Graph, before = Recorded, graphs.pieces.Graph
     pieces = Pieces(ImitatedSession("cpu"))
-    try:
-        on_gpu, graphs.pieces.on_gpu = graphs.pieces.on_gpu, lambda value: isinstance(value, torch.Tensor)
-        want = step(lambda function, args: function(args))
-        with pieces.observing():
-            step(pieces)
-        moved.clear()
-        with pieces.capturing():
-            torch.testing.assert_close(step(pieces), want)
-        assert len(pieces) == 3
-        x.normal_()
-        want = step(lambda function, args: function(args))
-        with pieces.replaying():
-            torch.testing.assert_close(step(pieces), want)
-    finally:
-        graphs.pieces.Graph, graphs.pieces.on_gpu = before, on_gpu
+    want = step(lambda function, args: function(args))
+    with pieces.observing():
+        step(pieces)
+    moved.clear()
+    with pieces.capturing():
+        torch.testing.assert_close(step(pieces), want)
+    assert len(pieces) == 3
+    x.normal_()
+    want = step(lambda function, args: function(args))
+    with pieces.replaying():
+        torch.testing.assert_close(step(pieces), want)
 
 
-def test_room_for_inputs_of_pieces_is_by_device(imitated, monkeypatch):
+def test_room_for_inputs_of_pieces_is_by_device(imitated):
     """Two inputs that differ in nothing else, on two GPUs (here the CPU and nowhere)."""
-    monkeypatch.setattr(graphs.pieces, "on_gpu", lambda value: isinstance(value, torch.Tensor))
     pieces, seen = Pieces(ImitatedSession("cpu")), []
 
     def piece(args):
@@ -413,6 +404,50 @@ def test_room_for_inputs_of_pieces_is_by_device(imitated, monkeypatch):
             for where in ("cpu", "meta"):
                 pieces(piece, [torch.empty(3, device=where)])
     assert seen == ["cpu", "cpu", "meta", "meta"]  # captured and replayed
+
+
+@pytest.fixture
+def partitions(monkeypatch):
+    """Inductor partitions a graph for the CPU as it does one for a GPU."""
+    scheduler = torch._inductor.scheduler
+    original = scheduler.Scheduler.should_partition
+
+    def should_partition(self, node, *args, **kwargs):
+        with monkeypatch.context() as inside:
+            inside.setattr(scheduler.BaseSchedulerNode, "is_gpu", lambda node: True)
+            return original(self, node, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler.Scheduler, "should_partition", should_partition)
+
+
+@pytest.mark.parametrize(("mode", "by_layer"), [("PIECEWISE", False), ("FULL_AND_PIECEWISE", True)])
+def test_pieces_replayed_by_the_runner(imitated, partitions, mode, by_layer):
+    torch._dynamo.reset()
+    model, kv_cache = Toy(), poisoned_cache(48, num_host_blocks=24)
+    step = Toy() if by_layer else compile_pieces(model)
+    if by_layer:
+        step.layer = compile_pieces(step.layer)
+    run = runner(step, kv_cache, mode=mode, token_sizes=[4, 16, 40])
+    report = run.capture()
+    pieces = [len(each) for each in run.captured.values() if isinstance(each, Pieces)]
+    # Around each attention: what leads to it and what follows, which for the whole model leads to the next one.
+    assert pieces == [2 * LAYERS if by_layer else LAYERS + 1] * 3
+    full = sum(not key.in_pieces for key in run.captured)
+    assert (full > 0) == (mode == "FULL_AND_PIECEWISE") and report.graphs == sum(pieces) + full
+
+    plain = Plain(model, kv_cache, SEQS, TOKENS, LONGEST)
+    walk = Walk(kv_cache, SEQS, TOKENS, seed=1, longest=LONGEST - 2)
+
+    def both(batch, ids):
+        got = run.replay(batch, ids).clone()
+        torch.testing.assert_close(got, plain(batch, ids), rtol=1e-4, atol=1e-4)
+
+    ImitatedGraph.replays = 0
+    for _ in range(60):
+        walk.step(both)
+    assert walk.events["decode"] > 3 and walk.events["mixed"] > 3 and run.stats.plain == 0
+    graphs_of = {key: len(each) if isinstance(each, Pieces) else 1 for key, each in run.captured.items()}
+    assert ImitatedGraph.replays == sum(graphs_of[key] * times for key, times in run.stats.replays.items())
 
 
 def test_compile_pieces_outside_a_runner():

@@ -28,11 +28,23 @@ def test_matches_reference(name, case, device):
 
 
 FUNCTIONAL = [(name, case) for name, case in COMPILED if not testing.mutated_arguments(name)]
+LISTED = [(name, case) for name, case in FUNCTIONAL if "list" in getattr(torch.ops.paged_ops, name).overloads()]
 
 
 @pytest.mark.parametrize(("name", "case"), FUNCTIONAL, ids=ids(FUNCTIONAL))
 def test_out_overload(name, case, device):
     testing.check_out(name, case, device)
+
+
+@pytest.mark.parametrize(("name", "case"), LISTED, ids=ids(LISTED))
+def test_list_overload(name, case, device):
+    """It returns what the op returns, and a call that names no overload is a call of the op."""
+    inputs, packet = case.inputs(device), getattr(torch.ops.paged_ops, name)
+    want = packet.default(*inputs.args, **inputs.kwargs)
+    (got,) = packet.list(*inputs.args, **inputs.kwargs)
+    testing.assert_same_bytes(name, got, want)
+    testing.assert_same_bytes(name, packet(*inputs.args, **inputs.kwargs), want)
+    torch.library.opcheck(packet.list, inputs.args, inputs.kwargs, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize(("name", "case"), COMPILED, ids=ids(COMPILED))
@@ -135,6 +147,11 @@ Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float sc
 value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor?
 output_scale=None, str kv_cache_dtype="auto", SymInt? value_head_size=None, Tensor(out0!) out) -> ()
 
+paged_ops::cascade_attention.list(Tensor query, Tensor kv_cache, Tensor prefix_block_table, Tensor prefix_len,
+Tensor suffix_block_tables, Tensor suffix_lens, Tensor query_start_loc, float scale, *, Tensor?
+value_cache=None, float soft_cap=0., Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor?
+output_scale=None, str kv_cache_dtype="auto", SymInt? value_head_size=None) -> Tensor[]
+
 paged_ops::copy_blocks(Tensor(a0!)[] kv_caches, Tensor block_mapping) -> ()
 
 paged_ops::gather_kv(Tensor kv_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens, *, Tensor?
@@ -165,6 +182,12 @@ attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=N
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
 kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, Tensor(out0!) out) ->
 ()
+
+paged_ops::paged_attention.list(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor
+query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
+attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
+block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
+kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None) -> Tensor[]
 
 paged_ops::paged_attention_with_lse(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
 Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,

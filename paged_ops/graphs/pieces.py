@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from paged_ops.graphs.capture import CaptureSession, Graph, on_gpu
 
+Place = tuple[int, ...]  # of an input of a piece: its index, and that in a list of results
+
 
 class Pieces:
     """The graphs of one step of one size, in the order in which the step calls its pieces.
@@ -19,13 +23,13 @@ class Pieces:
     The same compiled code may be called many times (once per layer): each call has a graph of its own. An input of a
     piece either lives longer than the step (weights, caches, inputs of the step), or comes from an earlier piece, and
     then lies at the same address at every replay; or it was made by an op between the pieces (attention), and is copied
-    to where it lay at capture.
+    to where it lay at capture. Results of an op that returns several are one input: a list.
     """
 
     def __init__(self, session: CaptureSession) -> None:
         self._session = session
-        self._graphs: list[tuple[Graph, list[tuple[int, Tensor]]]] = []
-        self._inputs: list[list[Any]] = []  # weak references to the storages, by call
+        self._graphs: list[tuple[Graph, list[tuple[Place, Tensor]]]] = []
+        self._inputs: list[dict[Place, Any]] = []  # weak references to the storages, by call
         self._results: set[int] = set()  # addresses of storages that pieces returned
         self._room: dict[Any, Tensor] = {}
         self._call: Callable[[Callable[[list[Any]], Any], list[Any]], Any] = self._observe
@@ -62,20 +66,22 @@ class Pieces:
     def _observe(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self._inputs.append([StorageWeakRef(arg.untyped_storage()) if on_gpu(arg) else None for arg in args])
+        self._inputs.append({at: StorageWeakRef(tensor.untyped_storage()) for at, tensor in _tensors(args)})
         return function(args)
 
     def _capture(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        copies: list[tuple[int, Tensor]] = []
-        for i, (arg, storage) in enumerate(zip(args, self._inputs[self._turn], strict=True)):
-            moves = storage is not None and storage.expired()
+        copies: list[tuple[Place, Tensor]] = []
+        args[:] = [list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]
+        for at, arg in list(_tensors(args)):
+            moves = self._inputs[self._turn][at].expired()
             if moves and arg.untyped_storage().data_ptr() not in self._results:
                 alike = sum(room.shape == arg.shape for _, room in copies)
                 kind = arg.shape, arg.stride(), arg.dtype, arg.device, alike
                 if kind not in self._room:
                     self._room[kind] = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
-                copies.append((i, self._room[kind]))
-                args[i] = self._room[kind].copy_(arg)
+                copies.append((at, self._room[kind]))
+                holder = args if len(at) == 1 else args[at[0]]
+                holder[at[-1]] = self._room[kind].copy_(arg)
         graph = Graph(self._session)
         result = graph.capture(lambda: function(list(args)))  # a list of its own: the function empties it
         graph.replay()
@@ -86,16 +92,29 @@ class Pieces:
 
     def _replay(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         graph, copies = self._graphs[self._turn]
-        for i, room in copies:
-            room.copy_(args[i])
+        for at, room in copies:
+            room.copy_(functools.reduce(operator.getitem, at, args))
         args.clear()
         return graph.replay()
 
 
+def _tensors(args: list[Any]) -> Iterator[tuple[Place, Tensor]]:
+    """The tensors on the GPU among the inputs of a piece, and where they are."""
+    for i, arg in enumerate(args):
+        if isinstance(arg, (list, tuple)):
+            yield from (((i, j), each) for j, each in enumerate(arg) if on_gpu(each))
+        elif on_gpu(arg):
+            yield (i,), arg
+
+
 _pieces: contextvars.ContextVar[Pieces | None] = contextvars.ContextVar("paged_ops.graphs.pieces", default=None)
 
-# The ops that stay outside the pieces.
-ATTENTION_OPS = ["paged_ops::paged_attention", "paged_ops::paged_attention_with_lse", "paged_ops::cascade_attention"]
+# The ops that stay outside the pieces, by the names that they have in compiled graphs.
+ATTENTION_OPS = [
+    "paged_ops::paged_attention.list",
+    "paged_ops::paged_attention_with_lse",
+    "paged_ops::cascade_attention.list",
+]
 
 
 def check_pieces_exist() -> None:
