@@ -61,17 +61,16 @@ def replace_cpu_backend() -> None:
         return
 
     def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kw: Any) -> str:
-        is_ours = selected_backend and selected_backend.is_overridden() and selected_backend.get_path() == _CLASS_PATH
-        selected = None if is_ours else selected_backend
-        path = of_platform(cls, selected, attn_selector_config, *args, **kw)
-        is_decoder = attn_selector_config.attn_type == "decoder"
-        if selected is not None or path != registry.AttentionBackendEnum.CPU_ATTN.get_path() or not is_decoder:
-            return path
+        asked_for = selected_backend and selected_backend.is_overridden() and selected_backend.get_path() == _CLASS_PATH
+        selected = None if asked_for else selected_backend
+        layer = attn_selector_config
+        if selected is not None or layer.attn_type != "decoder" or layer.use_mla or layer.use_sparse:
+            return of_platform(cls, selected, attn_selector_config, *args, **kw)
         from paged_ops.integrations.vllm import PagedOpsBackend
 
-        reasons = PagedOpsBackend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
+        reasons = PagedOpsBackend.validate_configuration(device_capability=None, **layer._asdict())
         if reasons:
-            raise ValueError(f"attention backend: {NAME} does not serve this configuration. Reasons: {reasons}")
+            raise ValueError(f"{name()} is not valid for this configuration. Reasons: {reasons}")
         return _CLASS_PATH
 
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
