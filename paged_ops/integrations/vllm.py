@@ -27,7 +27,6 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from paged_ops import __version__
 from paged_ops.integrations import vllm_plugin
 from paged_ops.integrations.vllm_metadata import PagedOpsMetadata, PagedOpsMetadataBuilder
 from paged_ops.ops import reshape_and_cache
@@ -176,7 +175,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
                 "decode_context_parallel_size: expected 1 for layers with a window or ALiBi, which count distances in"
                 f" the whole context, got {self.dcp_world_size}"
             )
-        vllm_plugin.logger.info_once("Using %s attention backend of paged_ops %s.", vllm_plugin.name(), __version__)
+        vllm_plugin.logger.info_once("Using %s attention backend of paged_ops.", vllm_plugin.name())
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.scale = float(scale)
         self.sliding_window = sliding_window or 0

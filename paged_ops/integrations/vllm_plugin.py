@@ -66,9 +66,8 @@ def replace_cpu_backend() -> None:
         layer = attn_selector_config
         if selected is not None or layer.attn_type != "decoder" or layer.use_mla or layer.use_sparse:
             return of_platform(cls, selected, attn_selector_config, *args, **kw)
-        from paged_ops.integrations.vllm import PagedOpsBackend
-
-        reasons = PagedOpsBackend.validate_configuration(device_capability=None, **layer._asdict())
+        backend = registry.resolve_obj_by_qualname(_CLASS_PATH)
+        reasons = backend.validate_configuration(device_capability=None, **layer._asdict())
         if reasons:
             raise ValueError(f"{name()} is not valid for this configuration. Reasons: {reasons}")
         return _CLASS_PATH

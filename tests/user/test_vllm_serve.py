@@ -1,4 +1,4 @@
-"""``vllm serve`` as users type it, on the CPU, and what clients get from it over HTTP: streams, several at a time, aborts.
+"""``vllm serve`` as docs/vllm.md types it, on the CPU: concurrent streams over HTTP, aborts, and ``LLM`` in Python.
 
 The server spawns its engine, so the choice of backend crosses processes.
 """
@@ -10,6 +10,8 @@ import http.client
 import importlib.metadata
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -25,9 +27,13 @@ import torch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
+TYPED = re.findall(r"^vllm (serve MODEL .*)$", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE)
+ENTRY_POINT = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE | re.DOTALL)[0]
 WORDS = 512
 NEW_TOKENS = 24
-PROMPTS = [[(seed * 131 + 7 * i * i + 3 * i) % WORDS for i in range(n)] for seed, n in enumerate((3, 40, 90, 17, 64, 33))]
+PROMPTS = [
+    [(seed * 131 + 7 * i * i + 3 * i) % WORDS for i in range(n)] for seed, n in enumerate((3, 40, 90, 17, 64, 33))
+]
 SILENT = 600.0  # a server that has not started and says nothing for so long is given up
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -71,32 +77,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0")
     fast.save_pretrained(folder / "model")
-    entry = "paged_ops_on_cpu = paged_ops.integrations.vllm_plugin:replace_cpu_backend"
-    install(folder / "site", "paged-ops-on-cpu", "0", f"[vllm.general_plugins]\n{entry}\n")
+    table = ENTRY_POINT.replace('[project.entry-points."vllm.general_plugins"]', "[vllm.general_plugins]")
+    install(folder / "site", "paged-ops-on-cpu", "0", table.replace('"', ""))
     # The command asks for the version of `vllm`, which the build for CPUs, installed as `vllm-cpu`, does not answer.
     install(folder / "site", "vllm", importlib.metadata.version("vllm-cpu") + "+cpu")
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[tuple[int, Path]]:
+def environment(folder: Path) -> dict[str, str]:
+    """Of the server: the packages of this process and those of the folder."""
+    paths = [str(ROOT), str(folder / "site"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture(scope="module", params=TYPED)
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, Path]]:
     """The port and the log of a server that answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = shutil.which("vllm", path=str(Path(sys.executable).parent))
     assert command
-    typed = "serve model --attention-backend PAGED_OPS"
+    typed = shlex.split(request.param.replace("MODEL", "model").partition("  #")[0])
     small = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64"
     small += " --block-size 32 --kv-cache-memory-bytes 16M --host 127.0.0.1 --port"
-    paths = [str(ROOT), str(folder / "site"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     log = folder / "log"
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [command, *typed.split(), *small.split(), str(port)],
+            [command, *typed, *small.split(), str(port)],
             cwd=folder,
-            env=environment,
+            env=environment(folder),
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
@@ -197,3 +207,25 @@ def test_the_log_says_once_that_it_serves(server: tuple[int, Path]) -> None:
     assert len(lines) == 1
     assert "Using PAGED_OPS attention backend of paged_ops" in lines[0]
     assert "EngineCore" in lines[0] or "Worker" in lines[0]
+
+
+def test_in_python(folder: Path, expected: list[list[str]]) -> None:
+    """By its defaults, which spawn the engine."""
+    (call,) = set(re.findall(r"`(LLM\(MODEL, .*?)\)`", (ROOT / "docs/vllm.md").read_text()))
+    small = "dtype='float32', enforce_eager=True, max_model_len=256, block_size=32, kv_cache_memory_bytes=16 << 20"
+    program = f"""
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = {call.replace("MODEL", "'model'")}, {small})
+    prompts = [{{"prompt_token_ids": ids}} for ids in {PROMPTS}]
+    params = SamplingParams(max_tokens={NEW_TOKENS}, temperature=0, ignore_eos=True)
+    print([output.outputs[0].text.split() for output in llm.generate(prompts, params, use_tqdm=False)])
+"""
+    (folder / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, env=environment(folder), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(expected) in done.stdout.splitlines()
+    assert "Using PAGED_OPS attention backend of paged_ops" in done.stdout + done.stderr
