@@ -59,7 +59,8 @@ test-xla: compiler .venv-xla/.installed
 	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -n 2 tests/xla
 
 # vLLM's build for CPUs has an environment of its own: its torch and transformers are pinned. 4 GB and 5 to 10 minutes,
-# not part of `test`. What came of it is written to benchmarks/data/vllm_engine_cpu.json.
+# not part of `test`. The result is recorded by
+# .venv-vllm/bin/python scripts/test_vllm.py --out benchmarks/data/vllm_engine_cpu.json
 test-vllm: compiler .venv-vllm/.installed
 	$(TEST_ENV) .venv-vllm/bin/python scripts/test_vllm.py
 

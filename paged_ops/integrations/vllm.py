@@ -139,6 +139,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         attn_type: ``"decoder"``.
         kv_sharing_target_layer_name: the layer whose cache is read; the engine then writes no cache for this layer.
         sinks: ``[H]``, a parameter of the model.
+        chunk_lookback: -1. Layers that see the chunk before their own (Rnj-1) need ``TRITON_ATTN``.
 
     Raises:
         NotImplementedError: for another kind of attention.
@@ -160,14 +161,21 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
+        chunk_lookback: int = -1,
     ) -> None:
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attn_type: expected {AttentionType.DECODER.value!r}, got {attn_type!r}")
+        if chunk_lookback != -1:
+            raise NotImplementedError(
+                f"chunk_lookback: expected -1, got {chunk_lookback}: choose TRITON_ATTN for these layers, by"
+                " backend_per_kind={'sliding_window': 'TRITON_ATTN'} of the attention config"
+            )
         if self.dcp_world_size > 1 and (sliding_window or alibi_slopes is not None):
             raise NotImplementedError(
                 "decode_context_parallel_size: expected 1 for layers with a window or ALiBi, which count distances in"
                 f" the whole context, got {self.dcp_world_size}"
             )
+        vllm_plugin.logger.info_once("Using %s attention backend of paged_ops.", vllm_plugin.name())
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.scale = float(scale)
         self.sliding_window = sliding_window or 0

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from paged_ops.integrations import vllm_plugin
 from paged_ops.integrations.shared_prefix import PrefixFinder, SharedPrefix
@@ -73,9 +74,8 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             most = vllm_config.scheduler_config.max_num_seqs
             self._history_lens = torch.zeros(most, dtype=torch.int32, device=device)  # where captured graphs read them
         self._finder: PrefixFinder | None = None
-        has_window = getattr(kv_cache_spec, "sliding_window", None) is not None
         looks = vllm_config is not None and self._group is None and vllm_plugin.wants_cascade(vllm_config)
-        if looks and not has_window:
+        if looks and _is_full_attention(kv_cache_spec):
             self._finder = PrefixFinder(kv_cache_spec.block_size, vllm_config.scheduler_config.max_num_seqs)
             self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
             self._longest = vllm_config.model_config.max_model_len
@@ -155,6 +155,15 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         assert self._group is None, "supports_draft_decode_metadata_update"
         if metadata.prefix is not None:
             PrefixFinder.renew(metadata.prefix, metadata.seq_lens)
+
+
+def _is_full_attention(kv_cache_spec: Any) -> bool:
+    """Whether every row of a request sees the whole context.
+
+    vLLM makes several rows of one request for chunks, and puts blocks before those of the request for static sinks.
+    """
+    windows = (getattr(kv_cache_spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return type(kv_cache_spec) is FullAttentionSpec and all(window is None for window in windows)
 
 
 def _ranges(common: CommonAttentionMetadata) -> Tensor | None:

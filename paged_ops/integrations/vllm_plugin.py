@@ -7,28 +7,72 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.attention.backends import registry
 
 NAME = "PAGED_OPS"
 _CLASS_PATH = "paged_ops.integrations.vllm.PagedOpsBackend"
+logger = init_logger("vllm.paged_ops")  # vLLM shows what loggers below its own say
 
 
 def register() -> None:
-    """Make the backend known to vLLM, as ``CUSTOM`` and by its name: an entry point of ``vllm.general_plugins``.
+    """Make the backend known to vLLM by its name, and as ``CUSTOM``: an entry point of ``vllm.general_plugins``.
 
-    Processes of the engine load plugins more than once; the second call changes nothing.
+    ``CUSTOM`` stays with the package that has it. Processes of the engine load plugins more than once; the second call
+    changes nothing.
+    """
+    custom = registry.AttentionBackendEnum.CUSTOM
+    if hasattr(registry.AttentionBackendEnum, "register"):  # vLLM 0.26 takes no new names
+        member()
+    elif custom.is_overridden() and custom.get_path() != _CLASS_PATH:
+        logger.warning(
+            "paged_ops is not registered: this version of vLLM takes no new names, and CUSTOM is %s. Choose one of the"
+            " two packages by VLLM_PLUGINS.",
+            custom.get_path(),
+        )
+    if not custom.is_overridden():
+        registry.register_backend(custom, _CLASS_PATH)
+
+
+def member() -> Any:
+    """``AttentionBackendEnum.PAGED_OPS``, made if this process does not have it yet.
+
+    Enum members are pickled by value, which only names a member where it exists already. An engine that is spawned
+    unpickles its configuration before it loads plugins, so this member is pickled as a call of this function.
     """
     members = registry.AttentionBackendEnum
-    registry.register_backend(members.CUSTOM, _CLASS_PATH)
-    # vLLM 0.26 does not take new names.
-    if NAME not in members.__members__ and hasattr(members, "register"):
+    if NAME not in members.__members__:
         registry.register_backend(NAME, _CLASS_PATH)
+        members[NAME].__reduce_ex__ = lambda protocol: (member, ())
+    return members[NAME]
 
 
 def replace_cpu_backend() -> None:
-    """Use this backend on vLLM's CPU platform, which offers no choice. Call it in each process of the engine."""
+    """Use this backend on vLLM's CPU platform, which offers no choice. Call it in each process of the engine.
+
+    It serves the layers of decoders. Encoders, cross attention and latent attention (MLA) keep vLLM's own backends, and
+    so does an engine that is told ``CPU_ATTN``.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
     register()
-    registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, _CLASS_PATH)
+    of_platform = CpuPlatform.get_attn_backend_cls.__func__
+    if of_platform.__module__ == __name__:
+        return
+
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kw: Any) -> str:
+        asked_for = selected_backend and selected_backend.is_overridden() and selected_backend.get_path() == _CLASS_PATH
+        selected = None if asked_for else selected_backend
+        layer = attn_selector_config
+        if selected is not None or layer.attn_type != "decoder" or layer.use_mla or layer.use_sparse:
+            return of_platform(cls, selected, attn_selector_config, *args, **kw)
+        backend = registry.resolve_obj_by_qualname(_CLASS_PATH)
+        reasons = backend.validate_configuration(device_capability=None, **layer._asdict())
+        if reasons:
+            raise ValueError(f"{name()} is not valid for this configuration. Reasons: {reasons}")
+        return _CLASS_PATH
+
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
 def name() -> str:

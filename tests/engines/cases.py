@@ -46,6 +46,7 @@ class Case:
     new_tokens: int = 16
     sampling: Callable[[int], list[dict[str, Any]]] = greedy
     only_ours: bool = False
+    keeps_theirs: bool = False  # its layers are not ours to serve
 
 
 CASES = {
@@ -70,6 +71,18 @@ CASES = {
         rounds=(SHARING_LONG[:1], SHARING_LONG),
         only_ours=True,
     ),
+    # Chunks are rows of their own: more than requests, and none has the prefix of the others.
+    "llama4_chunks": Case(
+        "llama4",
+        {"enable_prefix_caching": True, "additional_config": {"paged_ops_cascade": True}},
+        rounds=(RAGGED + RAGGED[::-1],),
+    ),
+    "bert_encoder": Case(
+        "bert",
+        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256},
+        keeps_theirs=True,
+    ),
+    "deepseek_latent": Case("deepseek", {"dtype": "bfloat16"}, keeps_theirs=True),
     "preemption": Case(engine={"num_gpu_blocks_override": 13}, new_tokens=48),
     # Prompts in one piece: the engine cannot take back a random number for a request with a seed on the CPU.
     "samples": Case(engine={"max_num_batched_tokens": 2048}, sampling=seeded),
@@ -122,11 +135,34 @@ def save_models(folder: Path) -> None:
         "gpt_oss": transformers.GptOssConfig(
             **shape | {"num_local_experts": 4, "num_experts_per_tok": 2}, sliding_window=24, layer_types=types
         ),
+        "llama4": transformers.Llama4TextConfig(
+            **shape,
+            intermediate_size_mlp=256,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=32,
+            no_rope_layers=[1, 0],
+        ),
+        "bert": transformers.BertConfig(
+            **{name: value for name, value in shape.items() if name != "num_key_value_heads" and name != "head_dim"}
+        ),
+        # The sizes that vLLM's latent attention on the CPU takes.
+        "deepseek": transformers.DeepseekV3Config(
+            **shape | {"num_key_value_heads": 4, "head_dim": 64},
+            q_lora_rank=64,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            first_k_dense_replace=2,
+        ),
         "bloom": transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=128, n_layer=2, n_head=4),
     }
     for name, config in configs.items():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if name == "bloom" and parameter.dim() == 2:
@@ -134,3 +170,15 @@ def save_models(folder: Path) -> None:
                 if key.endswith("sinks"):
                     parameter.normal_(0.0, 2.0)
         model.eval().save_pretrained(folder / name)
+    tokenizer().save_pretrained(folder / "bert")
+
+
+def tokenizer() -> Any:
+    """A word for each id."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    of_words = tokenizers.Tokenizer(words)
+    of_words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w2")

@@ -20,11 +20,11 @@ import cases
 
 
 def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
-    """Tokens of each prompt and of each of its samples, and what the engine tells of the run."""
+    """Tokens of each prompt and of each of its samples, or its embedding, and what the engine tells of the run."""
     from vllm import LLM, SamplingParams
 
     start = time.monotonic()
-    options = {
+    options: dict[str, Any] = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
         "enforce_eager": True,
@@ -36,13 +36,17 @@ def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
         "disable_log_stats": False,
         "block_size": 32,
         "seed": 0,
+        **case.engine,
     }
-    llm = LLM(model=str(folder / case.model), **(options | case.engine))
+    llm = LLM(model=str(folder / case.model), **options)
     prefixes = llm.collective_rpc(note_prefixes)[0] if case.engine.get("additional_config") else []
     started = time.monotonic()
     tokens, cached = [], []
     for round_of_prompts in case.rounds:
         prompts = [{"prompt_token_ids": ids} for ids in round_of_prompts]
+        if options.get("runner") == "pooling":
+            tokens += [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
+            continue
         params = [
             SamplingParams(**{"max_tokens": case.new_tokens, "temperature": 0.0} | sampling, ignore_eos=True)
             for sampling in case.sampling(len(prompts))

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
+import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor
+from vllm.config import AttentionConfig
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from paged_ops.integrations import vllm, vllm_plugin
 from paged_ops.integrations.vllm import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
@@ -109,6 +123,7 @@ class Step:
         alibi_slopes: list[float] | None = None,
         sinks: Tensor | None = None,
         ranges: dict[int, list[tuple[int, int]]] | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """Dense attention in float64; ranges as vLLM gives them, first and last token."""
         rows, start = [], 0
@@ -125,6 +140,8 @@ class Step:
             seen = (j <= i) if causal else torch.ones(q, n, dtype=torch.bool)
             if sliding_window is not None:
                 seen = seen & (i - j < sliding_window)
+            if chunk is not None:
+                seen = seen & (i // chunk == j // chunk)
             for first, last in (ranges or {}).get(s, ()):
                 seen = seen | ((first <= i) & (i <= last) & (first <= j) & (j <= last))
             logits = logits.masked_fill(~seen, -torch.inf)
@@ -258,16 +275,23 @@ def test_groups_with_other_blocks_share_a_step() -> None:
     assert other.seq_lens is metadata.seq_lens is step.common.seq_lens
 
 
-def builder_with_cascade(switch: bool = True, sliding_window: int | None = None) -> PagedOpsMetadataBuilder:
-    """A builder of an engine of which cascade attention is asked, or not; prefixes of 16 tokens are long enough."""
-    config = SimpleNamespace(
+SPEC: dict[str, Any] = {"block_size": B, "num_kv_heads": K, "head_size": D, "dtype": torch.float32}
+
+
+def engine_with_cascade(switch: bool = True, most: int = 16) -> Any:
+    """The configuration of an engine of which cascade attention is asked, or not."""
+    return SimpleNamespace(
         additional_config={"paged_ops_cascade": switch},
-        scheduler_config=SimpleNamespace(max_num_seqs=16),
+        scheduler_config=SimpleNamespace(max_num_seqs=most),
         model_config=SimpleNamespace(get_num_attention_heads=lambda parallel: H, max_model_len=4096),
         parallel_config=None,
     )
-    spec = SimpleNamespace(block_size=B, num_kv_heads=K, sliding_window=sliding_window)
-    builder = PagedOpsMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+
+
+def builder_with_cascade(switch: bool = True, spec: Any = None) -> PagedOpsMetadataBuilder:
+    """A builder of such an engine; prefixes of 16 tokens are long enough."""
+    config = engine_with_cascade(switch)
+    builder = PagedOpsMetadataBuilder(spec or FullAttentionSpec(**SPEC), ["layer"], config, torch.device("cpu"))
     if builder._finder is not None:
         builder._finder._least_tokens = 16
     return builder
@@ -329,11 +353,40 @@ def test_a_graph_with_a_prefix_serves_steps_that_share_nothing(sharing: Step) ->
 
 def test_prefixes_are_looked_for_only_where_asked(sharing: Step) -> None:
     assert builder_with_cascade(switch=False).build(0, sharing.common).prefix is None
-    assert builder_with_cascade(sliding_window=8).build(0, sharing.common).prefix is None
     assert builder_with_cascade().build(0, Step().common.unpadded(4, 4)).prefix is None  # four requests
     sharing.common.causal = False
     assert builder_with_cascade().build(0, sharing.common).prefix is None
     assert not builder_with_cascade().use_cascade_attention(8192, [1] * 64)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SlidingWindowSpec(**SPEC, sliding_window=8),
+        FullAttentionSpec(**SPEC, sliding_window=8),
+        ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=16),
+        FullAttentionSpec(**SPEC, attention_chunk_size=16),
+        SinkFullAttentionSpec(**SPEC, sink_len=8),
+    ],
+    ids=["window", "window as full", "chunks", "chunks as full", "static sinks"],
+)
+def test_prefixes_are_looked_for_only_in_full_attention(spec: Any, sharing: Step) -> None:
+    assert builder_with_cascade(spec=spec).build(0, sharing.common).prefix is None
+
+
+def test_chunks_have_more_rows_than_requests(sharing: Step) -> None:
+    """vLLM makes a row of each chunk (Llama-4): ten requests are more rows here than a step may have requests."""
+    chunk = 2 * B
+    backend = create_chunked_local_attention_backend(PagedOpsBackend, chunk)
+    spec, config = ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=chunk), engine_with_cascade(most=10)
+    builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+    impl, layer = make()
+    sharing.write(impl, layer)
+    metadata = builder.build(0, sharing.common)
+    assert len(metadata.seq_lens) > 10
+    output = torch.zeros(sum(QUERY_LENS), H, D)
+    impl.forward(layer, sharing.query[: len(output)], None, None, sharing.kv_cache, metadata, output)
+    torch.testing.assert_close(output.double(), sharing.expected(chunk=chunk), atol=1e-5, rtol=1e-5)
 
 
 def test_drafted_steps_renew_what_is_behind_the_prefix(sharing: Step) -> None:
@@ -363,6 +416,44 @@ def test_causality_by_request_is_refused() -> None:
 def test_encoders_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="attn_type"):
         PagedOpsImpl(H, D, 1.0, K, attn_type="encoder_only")
+
+
+def test_chunks_that_look_back_are_refused() -> None:
+    """Rnj-1 passes the argument for each of its layers, -1 for those that have no chunks."""
+    make(chunk_lookback=-1)
+    with pytest.raises(NotImplementedError, match="chunk_lookback: expected -1, got 1: choose TRITON_ATTN"):
+        make(chunk_lookback=1)
+
+
+def test_the_log_says_once_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    engine_log = logging.getLogger("vllm")  # what vLLM shows
+    before = engine_log.level
+    engine_log.addHandler(handler)
+    engine_log.setLevel(logging.INFO)
+    try:
+        monkeypatch.setattr(vllm_plugin, "name", lambda: "NAME")  # messages of other tests were shown once already
+        for _ in range(2):
+            make()
+    finally:
+        engine_log.removeHandler(handler)
+        engine_log.setLevel(before)
+    assert [record.getMessage() for record in records] == ["Using NAME attention backend of paged_ops."]
+    assert records[0].levelno == logging.INFO
+
+
+@pytest.mark.parametrize("size", [1, 4, 13, 20, 100, 256])
+def test_any_head_size_up_to_256(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cuda", "rocm", "cpu"):
+        monkeypatch.setattr(vllm, "_device", lambda device=device: device)
+        assert PagedOpsBackend.supports_head_size(size)
+        assert PagedOpsBackend.supports_head_size(257) == (device == "cpu")
+    monkeypatch.setitem(globals(), "D", size)
+    step, (impl, layer) = Step(value_size=size), make()
+    step.write(impl, layer)
+    torch.testing.assert_close(attend(step, impl, layer).double(), step.expected(), atol=1e-5, rtol=1e-5)
 
 
 def reasons(**changed: Any) -> list[str]:
@@ -438,14 +529,118 @@ def test_the_entry_point_registers_by_both_names_and_again_changes_nothing() -> 
     assert AttentionBackendEnum[PagedOpsBackend.get_name()].get_class() is PagedOpsBackend
 
 
-def test_a_version_without_new_names_knows_it_as_custom(monkeypatch: pytest.MonkeyPatch) -> None:
-    members = SimpleNamespace(CUSTOM=SimpleNamespace(name="CUSTOM"), __members__={"CUSTOM": None})
-    registered = []
-    monkeypatch.setattr(vllm_plugin.registry, "AttentionBackendEnum", members)
-    monkeypatch.setattr(vllm_plugin.registry, "register_backend", lambda *args: registered.append(args[0]))
+@pytest.fixture
+def custom_of_another() -> Iterator[None]:
+    """Another package has taken ``CUSTOM``."""
+    register_backend(AttentionBackendEnum.CUSTOM, "another.Backend")
+    yield
+    AttentionBackendEnum.CUSTOM.clear_override()
     vllm_plugin.register()
-    assert registered == [members.CUSTOM]
+
+
+@pytest.mark.skipif(not hasattr(AttentionBackendEnum, "register"), reason="vLLM 0.26 takes no new names")
+@pytest.mark.usefixtures("custom_of_another")
+def test_custom_stays_with_the_package_that_has_it() -> None:
+    vllm_plugin.register()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "another.Backend"
+    assert AttentionBackendEnum["PAGED_OPS"].get_class() is PagedOpsBackend
+
+
+class Custom:
+    """``CUSTOM`` of a version without new names."""
+
+    name = "CUSTOM"
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+
+    def is_overridden(self) -> bool:
+        return self.path is not None
+
+    def get_path(self) -> str | None:
+        return self.path
+
+
+@pytest.mark.parametrize("another", [None, "another.Backend"])
+def test_a_version_without_new_names_knows_it_as_custom(another: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    custom, said = Custom(another), []
+    members = SimpleNamespace(CUSTOM=custom, __members__={"CUSTOM": custom})
+    monkeypatch.setattr(vllm_plugin.registry, "AttentionBackendEnum", members)
+    monkeypatch.setattr(vllm_plugin.registry, "register_backend", lambda member, path: setattr(member, "path", path))
+    monkeypatch.setattr(vllm_plugin.logger, "warning", lambda message, *args: said.append(message % args))
+    for _ in range(2):
+        vllm_plugin.register()
+    assert custom.path == (another or "paged_ops.integrations.vllm.PagedOpsBackend")
     assert PagedOpsBackend.get_name() == "CUSTOM"
+    assert bool(said) == bool(another)
+    assert all("CUSTOM is another.Backend" in message for message in said)
+
+
+def test_the_configuration_reaches_an_engine_that_is_spawned() -> None:
+    """It is unpickled there before plugins are loaded."""
+    vllm_plugin.register()
+    config = AttentionConfig(backend=AttentionBackendEnum[PagedOpsBackend.get_name()])
+    code = """if True:
+        import pickle, sys
+        backends = [pickle.load(sys.stdin.buffer).backend for _ in range(2)]
+        from paged_ops.integrations import vllm_plugin
+        vllm_plugin.register()
+        for backend in backends:
+            assert pickle.loads(pickle.dumps(backend)) is backend
+            print(backend.name, backend.get_path())
+    """
+    saved = b"".join(dumps(config) for dumps in (pickle.dumps, cloudpickle.dumps))
+    done = subprocess.run([sys.executable, "-c", code], input=saved, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    expected = f"{PagedOpsBackend.get_name()} paged_ops.integrations.vllm.PagedOpsBackend"
+    assert done.stdout.decode().splitlines()[-2:] == [expected] * 2
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This backend is the one of the CPU platform, until the test is over."""
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", CpuPlatform.__dict__["get_attn_backend_cls"])
+    for _ in range(2):
+        vllm_plugin.replace_cpu_backend()
+
+
+def chosen(selected: str | None = None, **changed: Any) -> str:
+    """The class that vLLM's CPU platform chooses for a layer."""
+    usual = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
+    member = None if selected is None else AttentionBackendEnum[selected]
+    return CpuPlatform.get_attn_backend_cls(member, AttentionSelectorConfig(**(usual | changed))).rpartition(".")[2]
+
+
+def vllm_has_mla_on_the_cpu() -> bool:
+    """Not in 0.26."""
+    return "CPU_MLA" in AttentionBackendEnum.__members__
+
+
+@pytest.mark.usefixtures("replaced")
+def test_on_the_cpu_it_serves_decoders() -> None:
+    assert chosen() == "PagedOpsBackend"
+    assert chosen("CUSTOM") == "PagedOpsBackend"
+    assert chosen(PagedOpsBackend.get_name()) == "PagedOpsBackend"
+    assert chosen(has_sink=True, has_sliding_window=True, kv_cache_dtype="fp8") == "PagedOpsBackend"
+    assert chosen("CPU_ATTN") == "CPUAttentionBackend"
+
+
+@pytest.mark.usefixtures("replaced")
+@pytest.mark.parametrize("selected", [None, "CUSTOM"])
+def test_on_the_cpu_other_layers_keep_vllms_own_backends(selected: str | None) -> None:
+    for attn_type in ("encoder", "encoder_only", "encoder_decoder"):
+        assert chosen(selected, attn_type=attn_type) == "CPUAttentionBackend"
+    if vllm_has_mla_on_the_cpu():
+        assert "MLABackend" in chosen(selected, use_mla=True)
+    with pytest.raises(NotImplementedError, match="Sparse"):
+        chosen(selected, use_sparse=True)
+
+
+@pytest.mark.usefixtures("replaced")
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8_per_token_head", "nvfp4"])
+def test_on_the_cpu_cache_types_are_refused_when_the_backend_is_chosen(kv_cache_dtype: str) -> None:
+    with pytest.raises(ValueError, match=r"is not valid for this configuration.*cache"):
+        chosen(kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
