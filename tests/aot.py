@@ -94,14 +94,14 @@ launched: list[Any] = []  # the compiled kernels of a variant
 
 
 def properties(target: str) -> SimpleNamespace:
-    """What torch says of such a GPU: on ROCm nothing of shared memory."""
+    """What torch reports of such a GPU: on ROCm no shared memory."""
     backend, _, arch = target.partition(":")
-    told = {"name": NAMES.get(target, f"{target} (compiled ahead of time)")}
-    told["multi_processor_count"] = NUM_PROCESSORS[target]
+    reported = {"name": NAMES.get(target, f"{target} (compiled ahead of time)")}
+    reported["multi_processor_count"] = NUM_PROCESSORS[target]
     if backend == "hip":
-        return SimpleNamespace(major=9, minor=4, gcnArchName=f"{arch}:sramecc+:xnack-", **told)
+        return SimpleNamespace(major=9, minor=4, gcnArchName=f"{arch}:sramecc+:xnack-", **reported)
     major, minor = divmod(int(arch), 10)
-    return SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=SHARED_MEMORY[target], **told)
+    return SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=SHARED_MEMORY[target], **reported)
 
 
 def install(target: str) -> None:
@@ -111,13 +111,13 @@ def install(target: str) -> None:
     number = int(arch) if is_cuda else arch
     warp = 32 if is_cuda or arch.startswith("gfx1") else 64
     triton.runtime.driver.set_active(Driver(GPUTarget(backend, number, warp)))
-    told = properties(target)
+    reported = properties(target)
     torch.version.hip = None if is_cuda else "6.4"
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device=None: told
-    torch.cuda.get_device_name = lambda device=None: told.name
-    torch.cuda.get_device_capability = lambda device=None: (told.major, told.minor)
+    torch.cuda.get_device_properties = lambda device=None: reported
+    torch.cuda.get_device_name = lambda device=None: reported.name
+    torch.cuda.get_device_capability = lambda device=None: (reported.major, reported.minor)
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
     torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None)

@@ -205,7 +205,7 @@ def test_fp8_bits_of_each_device(machine, monkeypatch, arch, flavour):
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 # dtypes of query and cache, head size (576: a latent cache), query heads, tokens of 4 sequences; rows, keys, warps and
-# stages of each tile but for the merge's: with 64 KiB of local data share, and with 160.
+# stages of each tile but the merge's: with 64 KiB of shared memory, and with 160.
 TILES_OF_AMD = [
     (BF16, BF16, 576, 16, 4, [(16, 16, 4, 2)], [(16, 16, 4, 2)]),
     (BF16, BF16, 576, 128, 4, [(32, 16, 8, 2)], [(32, 16, 8, 2)]),
@@ -222,12 +222,14 @@ TILES_OF_AMD = [
 
 @pytest.mark.parametrize("name", [each for each in aot.TARGETS if each.startswith("hip")])
 def test_tiles_of_amd(machine, monkeypatch, name):
-    """They follow from the architecture: torch tells nothing of the local data share."""
-    told, arch = aot.properties(name), name.partition(":")[2]
+    """They depend on the architecture: torch does not report its shared memory."""
+    reported, arch = aot.properties(name), name.partition(":")[2]
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", [told, told].__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [reported, reported].__getitem__)
     space = 160 << 10 if arch == "gfx950" else 64 << 10
-    assert target.target_of(A100) == target.Target(A100, told.name, "hip", arch, told.multi_processor_count, space)
+    assert target.target_of(A100) == target.Target(
+        A100, reported.name, "hip", arch, reported.multi_processor_count, space
+    )
     for dtype, stored, D, H, T, *tiles in TILES_OF_AMD:
         machine.launches.clear()
         kv_cache = on(A100, 8, 64, D, dtype=stored) if D == 576 else on(A100, 8, 2, 64, 4, D, dtype=stored)

@@ -98,7 +98,7 @@ def support_page() -> str:
 
     pairs = [f"- `{a}` with `{b}`" for a, b in features.EXCLUSIVE]
     (most, variants), *others = _COMPILED_FOR_AMD.items()
-    fewer = ", ".join(f"{number} are compiled for {arch}" for arch, number in others)
+    fewer = ", ".join(f"{number} for {arch}" for arch, number in others)
     lines = [
         "# What runs where",
         "",
@@ -112,9 +112,9 @@ def support_page() -> str:
         "  the tests that `benchmarks/data/gpu_tests_nvidia_h200.json` lists. In CI all kernels are compiled for",
         "  sm_80, sm_90 and sm_100. Those in Triton run in its interpreter; Gluon, in which the Hopper kernels are",
         "  written, has none.",
-        f"- rocm: never run. In CI {variants} variants of the kernels are compiled for {most}: all ops, in all dtypes.",
-        f"  Of these {fewer}: bfloat16, fp8, head size 256, block-sparse, ranges",
-        "  and latents. Some kernels for gfx1100 spill registers.",
+        f"- rocm: never run. In CI {variants} variants of the kernels are compiled for {most}: all ops, in all dtypes;",
+        f"  and fewer for other architectures ({fewer}): bfloat16,",
+        "  fp8, head size 256, block-sparse, ranges and latents. Some kernels for gfx1100 spill registers.",
         "- xla: by torch_xla on the CPU. The TPU kernels run in interpret mode and are compiled for v4 to v6e; they",
         "  never ran on a TPU.",
         "",

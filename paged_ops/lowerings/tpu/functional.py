@@ -61,8 +61,8 @@ def mutates(name: str) -> bool:
 def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel for a device's own key that runs with functionalization on, so that views and writes work as usual.
 
-    Writes into its arguments are lost; it returns results. Tensors on the host beside those of a device (the source of
-    a swap, a block mapping) stay what they are. Autocast is off.
+    Writes into its arguments are lost; it returns results. If there are tensors on a device, those on the host (the
+    source of a swap, a block mapping) are passed as they are. Autocast is off.
     """
 
     @functools.wraps(kernel)
@@ -79,8 +79,8 @@ def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], call: Any) -> Any:
-    """A call's arguments with ``function`` of each tensor, but for tensors on the host beside those of a device. A
-    tensor that is two arguments still is one."""
+    """A call's arguments with ``function`` of each tensor; of tensors on the host only if there are no others. A tensor
+    that is two arguments still is one."""
     tensors = {id(each): each for each in pytree.tree_leaves(call) if isinstance(each, Tensor)}
     on_host = all(each.device.type == "cpu" for each in tensors.values())
     mapped = {n: function(each) if on_host or each.device.type != "cpu" else each for n, each in tensors.items()}
@@ -88,8 +88,8 @@ def _map_tensors(function: Callable[[Tensor], Tensor], call: Any) -> Any:
 
 
 def _of_this_mode(tensor: Tensor) -> Tensor:
-    """A tensor as if it was made in the mode that is on, inference mode or not: else its functional form has no views
-    and cannot be written. A clone is the same value to XLA."""
+    """A tensor of the current mode, inference mode or not. The functional form of any other has no views and cannot be
+    written. A clone is the same value to XLA."""
     return tensor if tensor.is_inference() == torch.is_inference_mode_enabled() else tensor.clone()
 
 
