@@ -36,6 +36,8 @@ def on_device(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
     return dataclasses.replace(metadata, **{name: getattr(metadata, name).to(device) for name in names})
 
 
+@torch.inference_mode(False)  # in which torch_xla has no views of weights that were made outside of it
+@torch.no_grad()
 def generate(model: Callable[..., Tensor], prompts: list[list[int]], steps: int, device: str) -> list[list[int]]:
     """Greedy continuations of up to SEQS prompts: one step for all prompts, then one for each token."""
     block_size = max(16, min_tpu_block_size(MAX_LEN, SEQS))
@@ -66,7 +68,6 @@ def generate(model: Callable[..., Tensor], prompts: list[list[int]], steps: int,
     return tokens
 
 
-@torch.no_grad()
 def main() -> None:
     torch.manual_seed(0)
     model = Llama(CONFIG).eval()

@@ -29,12 +29,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
 from paged_ops.lowerings.gpu import compiling, counters
-from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
+from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON, target_of
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942", "hip:gfx950", "hip:gfx1100")
-NUM_PROCESSORS = {"cuda:80": 108, "cuda:90": 132, "cuda:100": 148}
-SHARED_MEMORY = {"cuda:80": 163 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10, "hip:gfx950": 160 << 10}
+NUM_PROCESSORS = {
+    "cuda:80": 108, "cuda:90": 132, "cuda:100": 148,
+    "hip:gfx90a": 104, "hip:gfx942": 304, "hip:gfx950": 256, "hip:gfx1100": 48,
+}  # fmt: skip
+SHARED_MEMORY = {"cuda:80": 163 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10}
 NAMES = {"cuda:90": "NVIDIA H200"}  # devices with tiles of their own; elsewhere the default's are compiled
+# Of the targets but for these, all variants are compiled. The other GPUs of AMD compile the variants in which they may
+# differ from gfx942: fp8, and the most registers and shared memory.
+SOME = dict.fromkeys(("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), "e4m3|e5m2|bf16|d256|sparse|ranges|latent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +93,17 @@ class Driver(compiling.Driver):
 launched: list[Any] = []  # the compiled kernels of a variant
 
 
+def properties(target: str) -> SimpleNamespace:
+    """What torch reports of such a GPU: on ROCm no shared memory."""
+    backend, _, arch = target.partition(":")
+    reported = {"name": NAMES.get(target, f"{target} (compiled ahead of time)")}
+    reported["multi_processor_count"] = NUM_PROCESSORS[target]
+    if backend == "hip":
+        return SimpleNamespace(major=9, minor=4, gcnArchName=f"{arch}:sramecc+:xnack-", **reported)
+    major, minor = divmod(int(arch), 10)
+    return SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=SHARED_MEMORY[target], **reported)
+
+
 def install(target: str) -> None:
     """Make this process believe in the target."""
     backend, _, arch = target.partition(":")
@@ -94,21 +111,13 @@ def install(target: str) -> None:
     number = int(arch) if is_cuda else arch
     warp = 32 if is_cuda or arch.startswith("gfx1") else 64
     triton.runtime.driver.set_active(Driver(GPUTarget(backend, number, warp)))
-    major, minor = divmod(int(arch), 10) if is_cuda else (9, 4)
-    properties = SimpleNamespace(
-        name=NAMES.get(target, f"{target} (compiled ahead of time)"),
-        major=major,
-        minor=minor,
-        gcnArchName=f"{arch}:sramecc+:xnack-",
-        multi_processor_count=NUM_PROCESSORS.get(target, 104),
-        shared_memory_per_block_optin=SHARED_MEMORY.get(target, 64 << 10),
-    )
+    reported = properties(target)
     torch.version.hip = None if is_cuda else "6.4"
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device=None: properties
-    torch.cuda.get_device_name = lambda device=None: properties.name
-    torch.cuda.get_device_capability = lambda device=None: (major, minor)
+    torch.cuda.get_device_properties = lambda device=None: reported
+    torch.cuda.get_device_name = lambda device=None: reported.name
+    torch.cuda.get_device_capability = lambda device=None: (reported.major, reported.minor)
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
     torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None)
@@ -313,6 +322,7 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
         "error": error,
         "kernels": {name: spills(kernel) for name, kernel in kernels.items()},
         "shared": {name: kernel.metadata.shared for name, kernel in kernels.items()},
+        "space": target_of(torch.device("cuda", 0)).shared_memory,
         "unset": {name: unset_registers(each)[:4] for name, each in listed.items()},
         "lost": {name: lost_descriptors(each)[:4] for name, each in listed.items()},
         "serialized": {name: serialized(kernel) for name, kernel in kernels.items() if target == "cuda:90"},
@@ -323,7 +333,7 @@ def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
 
 
 def variants(target: str | None) -> list[Variant]:
-    """The committed lists; for a target, without what does not ship for it."""
+    """The committed lists; for a target, without what does not ship for it, or is compiled for others."""
     import aot_variants_attention
     import aot_variants_cache
     import aot_variants_hopper
@@ -335,7 +345,10 @@ def variants(target: str | None) -> list[Variant]:
     attention = *aot_variants_attention.VARIANTS, *aot_variants_latent.VARIANTS
     plain = *aot_variants_cache.VARIANTS, *attention, *aot_variants_parallel.VARIANTS
     listed = [*plain, *hopper]
-    return [variant for variant in listed if target is None or target in (variant.targets or (target,))]
+    if target is None:
+        return listed
+    shipped = (variant for variant in listed if target in (variant.targets or (target,)))
+    return [variant for variant in shipped if re.search(SOME.get(target, ""), variant.name)]
 
 
 if __name__ == "__main__":

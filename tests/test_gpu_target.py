@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton")
 
+import aot
 import triton
 
 import paged_ops
@@ -200,6 +201,44 @@ def test_fp8_bits_of_each_device(machine, monkeypatch, arch, flavour):
         key, kv_cache = on(where, 9, 8, 128), on(where, 64, 2, 16, 8, 128, dtype=torch.uint8)
         gpu.reshape_and_cache(key, key, kv_cache, on(where, 9, dtype=torch.int64), kv_cache_dtype="fp8")
         assert machine.launches[-1][2]["FORMAT"] == wanted
+
+
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+# dtypes of query and cache, head size (576: a latent cache), query heads, tokens of 4 sequences; rows, keys, warps and
+# stages of each tile but the merge's: with 64 KiB of shared memory, and with 160.
+TILES_OF_AMD = [
+    (BF16, BF16, 576, 16, 4, [(16, 16, 4, 2)], [(16, 16, 4, 2)]),
+    (BF16, BF16, 576, 128, 4, [(32, 16, 8, 2)], [(32, 16, 8, 2)]),
+    (BF16, E4M3, 576, 128, 2048, [(16, 16, 4, 2)], [(16, 16, 4, 5)]),
+    (FP32, FP32, 576, 128, 4, [(16, 16, 8, 1)], [(16, 16, 8, 1)]),
+    (BF16, BF16, 128, 16, 4, [(16, 64, 4, 3)], [(16, 64, 4, 3)]),
+    (BF16, BF16, 128, 16, 64, [(64, 32, 4, 1)], [(64, 32, 4, 2)]),
+    (BF16, BF16, 256, 128, 8, [(64, 32, 8, 1)], [(64, 32, 8, 2)]),
+    (BF16, BF16, 128, 16, 2048, [(16, 64, 4, 3), (64, 64, 8, 2)], [(16, 64, 4, 3), (64, 64, 8, 2)]),
+    (BF16, E4M3, 64, 16, 2048, [(16, 32, 4, 3), (64, 32, 4, 2)], [(16, 32, 4, 3), (64, 32, 4, 2)]),
+    (FP32, FP32, 256, 16, 2048, [(16, 16, 4, 3), (16, 16, 4, 1)], [(16, 16, 4, 3), (16, 16, 4, 1)]),
+]
+
+
+@pytest.mark.parametrize("name", [each for each in aot.TARGETS if each.startswith("hip")])
+def test_tiles_of_amd(machine, monkeypatch, name):
+    """They depend on the architecture: torch does not report its shared memory."""
+    reported, arch = aot.properties(name), name.partition(":")[2]
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [reported, reported].__getitem__)
+    space = 160 << 10 if arch == "gfx950" else 64 << 10
+    assert target.target_of(A100) == target.Target(
+        A100, reported.name, "hip", arch, reported.multi_processor_count, space
+    )
+    for dtype, stored, D, H, T, *tiles in TILES_OF_AMD:
+        machine.launches.clear()
+        kv_cache = on(A100, 8, 64, D, dtype=stored) if D == 576 else on(A100, 8, 2, 64, 4, D, dtype=stored)
+        latent = {"value_head_size": 512} if D == 576 else {}
+        tables, lens, starts = (on(A100, *shape, dtype=torch.int32) for shape in ((4, 64), (4,), (5,)))
+        gpu.paged_attention(on(A100, T, H, D, dtype=dtype), kv_cache, tables, lens, starts, 0.1, **latent)
+        *attending, _ = (each for _, _, each in machine.launches)
+        launched = [(each["TILE"].M, each["TILE"].N, each["num_warps"], each["num_stages"]) for each in attending]
+        assert launched == tiles[space > 64 << 10], (dtype, stored, D, H, T)
 
 
 @CURRENT

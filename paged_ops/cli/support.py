@@ -45,6 +45,9 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "71 query heads, one key/value head": {"num_heads": 71, "num_kv_heads": 1},
 }
 
+# The kernel variants that tests/aot.py compiles for each architecture of AMD. All are among those of the first.
+_COMPILED_FOR_AMD = {"gfx942": 46, "gfx90a": 21, "gfx950": 21, "gfx1100": 21}
+
 
 def support(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
@@ -94,6 +97,8 @@ def support_page() -> str:
         return lines
 
     pairs = [f"- `{a}` with `{b}`" for a, b in features.EXCLUSIVE]
+    (most, variants), *others = _COMPILED_FOR_AMD.items()
+    fewer = ", ".join(f"{number} for {arch}" for arch, number in others)
     lines = [
         "# What runs where",
         "",
@@ -107,7 +112,9 @@ def support_page() -> str:
         "  the tests that `benchmarks/data/gpu_tests_nvidia_h200.json` lists. In CI all kernels are compiled for",
         "  sm_80, sm_90 and sm_100. Those in Triton run in its interpreter; Gluon, in which the Hopper kernels are",
         "  written, has none.",
-        "- rocm: compiled for gfx90a, gfx942, gfx950 and gfx1100; never run.",
+        f"- rocm: never run. In CI {variants} variants of the kernels are compiled for {most}: all ops, in all dtypes;",
+        f"  and fewer for other architectures ({fewer}): bfloat16,",
+        "  fp8, head size 256, block-sparse, ranges and latents. Some kernels for gfx1100 spill registers.",
         "- xla: by torch_xla on the CPU. The TPU kernels run in interpret mode and are compiled for v4 to v6e; they",
         "  never ran on a TPU.",
         "",

@@ -146,10 +146,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("make", "donated"), FORMS, ids=[make.__name__ for make, _ in FORMS])
-def test_forms_of_a_cache(make, donated, mode):
-    """Whole tensors are donated; of views the base is copied once a step: right, and slower."""
+def attend_three_times(make, donated, mode, guard=torch.no_grad):
     function, caches = make("cpu")
     on_xla, moved = make("xla")
     pairs = list(zip(flat(moved), flat(caches), strict=True))
@@ -160,13 +157,45 @@ def test_forms_of_a_cache(make, donated, mode):
     step = compiled(on_xla, mode)
     for length in (18, 19, 20):
         batch = forms.decode_batch(length=length)
-        expected, got = function(*caches, *batch), step(*moved, *(t.to("xla") for t in batch))
-        torch_xla.sync()
+        expected = function(*caches, *batch)
+        with guard():
+            got = step(*moved, *(t.to("xla") for t in batch))
+            torch_xla.sync()
         torch.testing.assert_close(got.cpu(), expected)
     for target, source in pairs[: len(pairs) - (make is forms.out_overload)]:
         assert torch.equal(target.cpu(), source)
     assert [value for _, value in metrics.metric_data("InputOutputAliasCount")[2]] == [donated]
     assert metrics.executed_fallback_ops() == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("make", "donated"), FORMS, ids=[make.__name__ for make, _ in FORMS])
+def test_forms_of_a_cache(make, donated, mode):
+    """Whole tensors are donated; of views the base is copied once a step: right, and slower."""
+    attend_three_times(make, donated, mode)
+
+
+GUARDS = {"inference_mode": torch.inference_mode, "autocast": lambda: torch.autocast("xla", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("make", "donated"), FORMS[:2], ids=[make.__name__ for make, _ in FORMS[:2]])
+def test_ambient_state_changes_nothing(make, donated, mode, guard):
+    """Nor does it keep a cache that was made outside of it from being donated."""
+    attend_three_times(make, donated, mode, GUARDS[guard])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_example_in_inference_mode(mode):
+    """With weights that were made outside of it."""
+    torch.manual_seed(0)
+    model = compile_decode.Llama(tpu_decode.CONFIG).eval()
+    prompts = [[1, 2, 3], [4]]
+    expected = tpu_decode.generate(model, prompts, 4, "cpu")
+    model.to("xla")
+    with torch.inference_mode():
+        assert tpu_decode.generate(compiled(model, mode), prompts, 4, "xla") == expected
 
 
 def flat(caches):

@@ -1,6 +1,10 @@
 """Every op on XLA's CPU device against the reference: the cases that compiled runs take elsewhere, every feature and
 form at least once. Each shape is one XLA compilation, hence not all cases."""
 
+import contextlib
+import functools
+import re
+
 import pytest
 import torch
 import torch_xla
@@ -38,6 +42,37 @@ def test_nothing_runs_on_the_host(name, case):
     assert metrics.executed_fallback_ops() == []
 
 
+@contextlib.contextmanager
+def other_defaults():
+    torch.set_default_dtype(torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+
+
+AMBIENT = {
+    "inference-mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("xla", torch.bfloat16),
+    "other-defaults": other_defaults,
+}
+
+
+@pytest.mark.parametrize("state", AMBIENT)
+@pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name}-{case.name}" for name, case in CASES])
+def test_ambient_state_changes_nothing(name, case, state):
+    """The arguments are made outside of it."""
+
+    def call(*args, **kwargs):
+        with AMBIENT[state]():
+            return registry.OPS[name](*args, **kwargs)
+
+    testing.check(name, case, "xla", call)
+
+
 OUT = [("paged_attention", "decode-fp32"), ("paged_attention_with_lse", "sinks"), ("gather_kv", "nhd-fp32")]
 
 
@@ -58,19 +93,63 @@ def test_no_elements(case):
     assert out.shape == (T, 4, 16)
     assert not out.cpu().any()
     assert not kv_cache.cpu().any()
+    query = torch.ones(T, 4, 16, device="xla")
+    with other_defaults():
+        _, lse = paged_ops.paged_attention_with_lse(query, kv_cache, tables, lens, starts, 0.25)
+    assert lse.dtype == torch.float32
+    assert (lse.cpu() == -torch.inf).all()
 
 
-def test_swap_with_the_host():
-    """Blocks go to a host cache and come back, exactly, for any number of pairs."""
-    device = [torch.randn(6, 2, 4, device="xla") for _ in range(2)]
-    host = [torch.zeros(3, 2, 4) for _ in range(2)]
-    paged_ops.swap_blocks(device, host, torch.tensor([[5, 0], [1, 2], [3, 1]]))
-    before = [cache.cpu() for cache in device]
-    assert all(torch.equal(h, b[[5, 3, 1]]) for h, b in zip(host, before, strict=True))
-    paged_ops.swap_blocks(host, device, torch.tensor([[0, 4], [2, 0]]))
-    for cache, b in zip(device, before, strict=True):
-        b[[4, 0]] = b[[5, 1]]
-        assert torch.equal(cache.cpu(), b)
+FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+def test_swap_with_the_host(inference, made_inside):
+    """Blocks of every dtype go to a host cache and come back, exactly, for any number of pairs."""
+    dtypes = torch.float32, torch.bfloat16, torch.uint8, *FLOAT8
+    with torch.inference_mode(inference and made_inside):
+        before = [torch.arange(48).view(6, 2, 4).to(dtype) for dtype in dtypes]
+        device = [cache.to("xla") for cache in before]
+        host = [torch.zeros_like(cache[:3]) for cache in before]
+    with torch.inference_mode(inference):
+        paged_ops.swap_blocks(device, host, torch.tensor([[5, 0], [1, 2], [3, 1]]))
+        before = [cache.float() for cache in before]
+        assert all(torch.equal(h.float(), b[[5, 3, 1]]) for h, b in zip(host, before, strict=True))
+        paged_ops.swap_blocks(host, device, torch.tensor([[0, 4], [2, 0]]))
+        paged_ops.copy_blocks(device, torch.tensor([[4, 1]]))
+        for cache, b in zip(device, before, strict=True):
+            b[[4, 0, 1]] = b[[5, 1, 5]]
+            assert torch.equal(cache.cpu().float(), b)
+
+
+BAD_MAPPINGS = {
+    "source": ("[:, 0]: expected source blocks in [0, 6), got -1 at [1]", [[0, 1], [-1, 2]]),
+    "destination": ("[:, 1]: expected destination blocks in [0, 6), got 6 at [0]", [[0, 6], [1, 2]]),
+    "twice": (": expected each destination once, got [2] twice", [[0, 2], [1, 2]]),
+    "chain": (": expected no block as both source and destination, got [1] in both roles", [[0, 1], [1, 2]]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_MAPPINGS)
+def test_bad_mappings_are_refused_before_anything_is_written(kind):
+    def caches(device):
+        return [torch.arange(48).view(6, 2, 4).to(device, dtype) for dtype in (torch.float32, *FLOAT8)]
+
+    message, pairs = BAD_MAPPINGS[kind]
+    device, other, host, mapping = caches("xla"), caches("xla"), caches("cpu"), torch.tensor(pairs)
+    copies = [
+        functools.partial(paged_ops.copy_blocks, device),
+        functools.partial(paged_ops.swap_blocks, device, device),
+    ]
+    if kind != "chain":
+        swaps = (device, other), (device, host), (host, device)
+        copies += [functools.partial(paged_ops.swap_blocks, *call) for call in swaps]
+    for copy in copies:
+        with pytest.raises(ValueError, match=re.escape("block_mapping" + message)):
+            copy(mapping)
+    for cache, before in zip(device + other + host, 3 * caches("cpu"), strict=True):
+        assert torch.equal(cache.cpu().float(), before.float())
 
 
 def test_debug_checks_read_values():
@@ -84,6 +163,8 @@ def test_debug_checks_read_values():
         key = torch.zeros(2, 2, 64, device="xla")
         with pytest.raises(ValueError, match="slot_mapping: expected slots"):
             paged_ops.reshape_and_cache(key, key, kv_cache, slots)
+        with pytest.raises(ValueError, match="block_mapping: expected each destination once"):
+            paged_ops.copy_blocks([kv_cache], torch.tensor([[0, 1], [2, 1]], device="xla"))
     finally:
         paged_ops.set_debug_checks(False)
 

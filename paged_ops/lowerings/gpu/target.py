@@ -26,6 +26,10 @@ DEFAULT = "default"  # the device name whose tables serve devices without tables
 # sm_100, where some of these tiles spill, and those of latents with 128 heads need 344 KB of shared memory (Triton
 # 3.7).
 STAND_INS: dict[tuple[str, int | str], str] = {("cuda", 90): "NVIDIA H200"}
+# Bytes of shared memory (local data share) per program, by ROCm's architecture. torch reports them of NVIDIA's GPUs
+# only.
+LOCAL_DATA_SHARE: dict[int | str, int] = {"gfx950": 160 << 10}
+OTHER_LOCAL_DATA_SHARE = 64 << 10
 # The variable that names another folder for what ``paged-ops tune`` writes; see user_configs.
 FOLDER_VARIABLE = "PAGED_OPS_CONFIGS"
 
@@ -95,14 +99,17 @@ def target_of(device: torch.device) -> Target:
     if device.type == "cpu":
         return Target(device, DEFAULT, "interpreter", 0, 0, 0)
     assert device.index is not None, "a tensor's device has an index"
-    properties = torch.cuda.get_device_properties(device.index)
+    properties: Any = torch.cuda.get_device_properties(device.index)
     backend: str = "cuda"
     arch: int | str = properties.major * 10 + properties.minor
     if triton.knobs.runtime.interpret:
         backend, arch = "interpreter", 0
     elif torch.version.hip is not None:
         backend, arch = "hip", properties.gcnArchName.partition(":")[0]
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+    if torch.version.hip is None:
+        shared_memory = properties.shared_memory_per_block_optin
+    else:
+        shared_memory = LOCAL_DATA_SHARE.get(arch, OTHER_LOCAL_DATA_SHARE)
     return Target(device, properties.name, backend, arch, properties.multi_processor_count, shared_memory)
 
 

@@ -91,7 +91,7 @@ def _attend(
     T, H, _ = query.shape
     paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
     out = query.new_zeros(T, H, paged.value_head_size, dtype=torch.float32)
-    lse = torch.full((T, H), -torch.inf, device=query.device)
+    lse = query.new_full((T, H), -torch.inf, dtype=torch.float32)
     if not (query.numel() and kv_cache.numel() and paged.value.numel() and block_tables.numel()):
         if f.sinks is not None and T and H and len(seq_lens):
             live = torch.arange(T, device=query.device) < query_start_loc[-1]

@@ -82,9 +82,8 @@ def _with_rows(flat: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     takes it."""
     if flat.device.type == "xla":
         return flat.index_copy(0, slots, rows)
-    bits = torch.uint8 if flat.element_size() == 1 else flat.dtype
-    spare = torch.cat([flat, flat[:1]]).view(bits)
-    return spare.index_copy(0, slots, rows.view(bits))[:-1].view(flat.dtype)
+    spare = _indexable(torch.cat([flat, flat[:1]]))
+    return spare.index_copy(0, slots, _indexable(rows))[:-1].view(flat.dtype)
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -110,12 +109,9 @@ def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], bloc
     for src, dst in pairs:
         source, _ = _pairs(block_mapping, src.device)
         _, destination = _pairs(block_mapping, dst.device)
-        blocks = src.index_select(0, source)
-        if dst.device.type == "cpu":
-            dst.index_copy_(0, destination, blocks.cpu())
-        else:
-            functional.donate(dst)
-            dst.index_copy_(0, destination, blocks.to(dst.device))
+        blocks = reinterpreted(_indexable(src).index_select(0, source), src.dtype).to(dst.device)
+        functional.donate(dst)
+        _indexable(dst).index_copy_(0, destination, _indexable(blocks))
 
 
 @functionalized
@@ -162,6 +158,11 @@ def _pairs(block_mapping: Tensor, device: torch.device) -> tuple[Tensor, Tensor]
         block_mapping = torch.cat([block_mapping, block_mapping[-1:].expand(repeats, 2)])
     source, destination = block_mapping.to(device).unbind(1)
     return source, destination
+
+
+def _indexable(tensor: Tensor) -> Tensor:
+    """What XLA indexes in any dtype: elsewhere fp8 as bytes, as torch indexes few float8 types."""
+    return tensor.view(torch.uint8) if tensor.device.type != "xla" and tensor.element_size() == 1 else tensor
 
 
 def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,18 +61,36 @@ def mutates(name: str) -> bool:
 def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel for a device's own key that runs with functionalization on, so that views and writes work as usual.
 
-    Writes into its arguments are lost; it returns results.
+    Writes into its arguments are lost; it returns results. If there are tensors on a device, those on the host (the
+    source of a swap, a block mapping) are passed as they are. Autocast is off.
     """
 
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         key = torch._C.DispatchKey.Functionalize
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        with torch._C._ForceDispatchKeyGuard(included, excluded.remove(key)):
-            args, kwargs = pytree.tree_map_only(Tensor, torch._to_functional_tensor, (args, kwargs))
-            return pytree.tree_map_only(Tensor, _value, kernel(*args, **kwargs))
+        with torch._C._DisableAutocast():
+            args, kwargs = _map_tensors(_of_this_mode, (args, kwargs))
+            included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+            with torch._C._ForceDispatchKeyGuard(included, excluded.remove(key)):
+                args, kwargs = _map_tensors(torch._to_functional_tensor, (args, kwargs))
+                return pytree.tree_map_only(Tensor, _value, kernel(*args, **kwargs))
 
     return run
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], call: Any) -> Any:
+    """A call's arguments with ``function`` of each tensor; of tensors on the host only if there are no others. A tensor
+    that is two arguments still is one."""
+    tensors = {id(each): each for each in pytree.tree_leaves(call) if isinstance(each, Tensor)}
+    on_host = all(each.device.type == "cpu" for each in tensors.values())
+    mapped = {n: function(each) if on_host or each.device.type != "cpu" else each for n, each in tensors.items()}
+    return pytree.tree_map_only(Tensor, lambda each: mapped[id(each)], call)
+
+
+def _of_this_mode(tensor: Tensor) -> Tensor:
+    """A tensor of the current mode, inference mode or not. The functional form of any other has no views and cannot be
+    written. A clone is the same value to XLA."""
+    return tensor if tensor.is_inference() == torch.is_inference_mode_enabled() else tensor.clone()
 
 
 def _value(tensor: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows
     # Block ids are loaded first, which on CUDA takes every second stage.
     tiles = (stages - 1) // 2 if target.backend == "cuda" else stages - 1
     if (M + N * max(tiles, 1)) * spec.k_side.size * spec.dtype.itemsize > target.shared_memory:
-        N, stages = 16, 2
+        N, stages = 16, min(stages, 2)
     return Tile(M, N, warps, stages), per_sm * target.processors
 
 
