@@ -99,9 +99,12 @@ def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] =
         if out and key != "XLA":  # whose values have no addresses
             kernel = _apart(kernel, base, out, in_place)
         LIBRARY.impl(name, kernel, key)
+    overload = overload or "default"
+    for key in (*LOWERINGS, "PrivateUse1"):
+        LIBRARY.impl(name, _without_autocast(base, overload), f"Autocast{key}")
     if written:
         for key in ("Negative", "Conjugate"):
-            LIBRARY.impl(name, _resolve(base, overload or "default", written), key)
+            LIBRARY.impl(name, _resolve(base, overload, written), key)
     torch.library.register_fake(f"paged_ops::{name}", _late(functools.partial(_fake, base), out), lib=LIBRARY)
 
 
@@ -150,6 +153,19 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+def _without_autocast(name: str, overload: str) -> Callable[..., Any]:
+    """The kernel under autocast: the op with autocast off on all devices, for all that it and its twins and fakes call.
+
+    The dispatcher calls it only where autocast is on, so it costs other calls nothing.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return getattr(getattr(torch.ops.paged_ops, name), overload)(*args, **kwargs)
+
+    return kernel
 
 
 def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., Any]:
