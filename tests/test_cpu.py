@@ -143,7 +143,9 @@ def test_a_negative_scale_hides_no_less(dtype):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("case", [each for each in testing.CASES[OP] if "scale" in each.name], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [each for each in testing.CASES[OP] if "scale" in each.name], ids=lambda case: case.name
+)
 def test_a_scale_of_any_sign_and_size(case):
     testing.check(OP, case)
 
