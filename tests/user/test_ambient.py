@@ -12,7 +12,8 @@ from fuzz import ambient, runner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paged_ops
-from paged_ops import metadata, reference, registry, testing
+from paged_ops import layouts, metadata, reference, registry, states, testing
+from paged_ops.integrations import projections, sums
 
 CASES = [(op, case) for op, cases in testing.CASES.items() for case in cases][::16]
 OF_PATHS = [(op, path) for op in sorted(testing.CASES) for path in ambient.PATHS[: 1 + ("attention" in op)]]
@@ -122,21 +123,47 @@ def test_autocast_of_fakes_references_and_graphs(op, name, monkeypatch):
             testing.assert_same_bytes(op, a, b)
 
 
-@pytest.mark.parametrize("state", ["default device meta", "default dtype bfloat16", "deterministic algorithms"])
+class LlamaRMSNorm(torch.nn.Module):
+    def __init__(self, columns):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.randn(columns)), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+STATES = "default device meta", "default dtype bfloat16", "deterministic algorithms", "inference mode"
+
+
+@pytest.mark.parametrize("state", STATES)
 def test_caches_and_batches_are_made_alike(state):
+    norm = LlamaRMSNorm(8)
+    fused = projections.FusedLinear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 6)])
+
     def made():
-        cache = paged_ops.KVCache(1, 8, 4, 2, 8, dtype=torch.float32, num_host_blocks=2)
-        cache.admit("a", [1, 2, 3, 4, 5])
+        caches = [
+            layouts.allocate_kv_cache(layout, 8, 4, 1 if layout == "LATENT" else 2, 8, torch.float32)
+            for layout in layouts.Layout
+        ]
+        caches += paged_ops.KVCache(1, 8, 4, 2, 8, dtype=torch.float32, num_host_blocks=2).layers
+        caches += states.StateCache([states.StateSpec((3, 4), torch.float32)], 2).tensors
         builder = metadata.AttentionMetadataBuilder(
             block_size=4, max_num_seqs=4, max_num_tokens=16, max_blocks_per_seq=3, num_blocks=8
         )
         built = builder.build(0, metadata.Batch([1, 2], [3, 4], [[0], [1, 2]]))
-        tensors = [*cache.layers, *(each for each in vars(built).values() if isinstance(each, torch.Tensor))]
-        return [each.clone() for each in tensors]
+        builder._fill_own_tables(2, 3)
+        batch = [each for each in vars(built).values() if isinstance(each, torch.Tensor)]
+        parts = [(part.start, part.stop) for part in fused.parts()]
+        return caches, [*batch, *builder._own_tables], parts, sums.norm_kind(norm, torch.float32, torch.device("cpu"))
 
-    want = made()
+    wanted = made()
+    assert wanted[3]
     with ambient.STATES[state]():
-        got = made()
-    assert len(got) > 5
-    for a, b in zip(got, want, strict=True):
-        testing.assert_same_bytes("a tensor", a, b)
+        made_there = made()
+    assert made_there[2:] == wanted[2:]
+    assert len(made_there[0]) > 5
+    assert len(made_there[1]) > 5
+    for got, want in zip([*made_there[0], *made_there[1]], [*wanted[0], *wanted[1]], strict=True):
+        testing.assert_same_bytes("a tensor", got, want)
+    for cache in made_there[0]:
+        cache.zero_()  # outside of the state, and in grad mode
