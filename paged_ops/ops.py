@@ -278,7 +278,7 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     """
 
 
-@op(mutates=("dst_caches",))
+@op(mutates=("dst_caches",), in_place=True)
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     """Copy whole blocks from one list of caches to another: between devices, or between a device and the host.
 
