@@ -95,21 +95,35 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     if not has_form(spec, shapes):
         return None
     shape = shape_of(spec, target.shared_memory, consumers_of(spec, target, shapes.T))
+
+    def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
+        return HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
+
+    return plan_of_items(prefill_kernel, {"SHAPE": shape}, launch_of, spec, target, shapes, short)
+
+
+def plan_of_items(
+    kernel: Any, constants: dict[str, Any], launch_of: Any, spec: Spec, target: Target, shapes: Shapes, short: int,
+    at_once: int = 1024,
+) -> Plan:  # fmt: skip
+    """Launches that serve every sequence of a batch, of which one is of a kernel that takes items: ``launch_of`` makes
+    it of a launcher, the grid, and whether query rows are copied. ``short``: see :func:`short_keys`. ``at_once``: the
+    most sequences that the kernel counts in one vector."""
     copied = are_copied(spec)
-    division = tuning.division(tile_plan.split.block_m, shapes.S, short)
+    division = tuning.division(tuning.plan_of(spec, target, shapes.T, shapes.S).split.block_m, shapes.S, short)
     constants = {
         "SPEC": side_by_side(spec) if copied else spec,
-        "DIVISION": division._replace(short=0, times=0),  # these two are not constants here
-        "SHAPE": shape,
+        # These two are not constants here.
+        "DIVISION": division._replace(short=0, times=0, at_once=min(division.at_once, at_once)),
+        **constants,
         "num_warps": 4,
     }
-    tokens, K, most = shape.M // spec.G, spec.K, target.processors
+    tokens, K, most = constants["SHAPE"].M // spec.G, spec.K, target.processors
 
     def grid(numbers: Numbers) -> Grid:
         return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
 
-    launcher = launcher_of(prefill_kernel, constants, target.device)
-    launch = HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
+    launch = launch_of(launcher_of(kernel, constants, target.device), grid, copied)
     return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
 
 
@@ -357,7 +371,8 @@ class Shared(NamedTuple):
     v_empty: Any
     v_clean: Any  # barriers: values that no row may see are zeroed
     places: Any  # None, or, of items that are parts of units: see hopper_shares.py
-    rows_full: Any  # and barriers: their query rows have arrived
+    rows_full: Any  # None, or barriers: the items' query rows have arrived apart from their fields
+    row_factors: Any  # None, or factors of the rows' scores: see hopper_fp8.py
 
 
 @gluon.jit
@@ -385,8 +400,9 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return."""
+def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, READERS: gl.constexpr = 1):
+    """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return. READERS: of
+    items, beside the consumers."""
     M: gl.constexpr = SHAPE.M
     CONSUMERS: gl.constexpr = M // WARPGROUP
     N: gl.constexpr = SHAPE.N
@@ -407,7 +423,7 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     RETURNS: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see give_back
     CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
     return (
-        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + 1), q_groups, q_tiles,
+        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + READERS), q_groups, q_tiles,
         k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS),
         v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS), barriers(CLEAN, 1),
     )  # fmt: skip
@@ -426,7 +442,7 @@ def prefill_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
-    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if SHAPE.M > 2 * WARPGROUP:

@@ -258,7 +258,7 @@ def beside_kernel(
     TIMES: gl.constexpr = DIVISION.times
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows_full = barriers(1, 1)
-    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, rows_full)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, rows_full, None)  # type: ignore[call-arg]
     ring = ring_of(dtype, TILE.M, TILE.N, page_of(SHAPE))
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()

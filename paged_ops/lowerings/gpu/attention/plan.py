@@ -14,6 +14,7 @@ read once for all of them) and N keys of a tile.
   a unit's programs of ``split_kernel`` does so (parts.py), and there is no second launch.
 * ``prefill_kernel`` (prefill.py, or hopper.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
+* ``fp8_kernel`` (hopper_fp8.py) does the same over fp8 caches on Hopper, with heads of 64 and 128.
 * ``beside_kernel`` (hopper_beside.py) replaces both on Hopper where prompts and decodes were measured side by side: it
   computes decodes by shares, and at the same time longer sequences by tiles of query rows.
 * ``shares_kernel`` (hopper_shares.py) replaces ``split_kernel`` on Hopper where all sequences have 9 to 128 rows, and
@@ -342,10 +343,11 @@ def _hopper() -> tuple[ModuleType, ...]:
     from paged_ops.lowerings.gpu.attention import (
         hopper,
         hopper_beside,
+        hopper_fp8,
         hopper_shares,
         latent_hopper,
         latent_hopper_columns,
         latent_hopper_fp8,
     )
 
-    return hopper_shares, hopper_beside, hopper, latent_hopper_columns, latent_hopper, latent_hopper_fp8
+    return hopper_shares, hopper_beside, hopper, hopper_fp8, latent_hopper_columns, latent_hopper, latent_hopper_fp8
