@@ -188,9 +188,9 @@ def test_each_tile_has_one_program(heads, tokens, lens, masks, monkeypatch):
 
 def test_leaves_to_others():
     of_call, _ = planned(71, 1, 4, 4, bidirectional_ranges=torch.zeros(4, 1, 2, dtype=torch.int32))
-    assert hopper_shares.serves(of_call, H200) == ["bidirectional_ranges"]
+    assert hopper_shares.serves(of_call, H200) == ["ranges"]
     of_call, _ = planned(71, 1, 4, 4, alibi_slopes=torch.zeros(71))
-    assert hopper_shares.serves(of_call, H200) == ["alibi_slopes"]
+    assert "alibi" in hopper_shares.serves(of_call, H200)
     of_call, _ = planned(32, 8, 64, 64, sliding_window=100)
     assert not hopper_shares.tile_rows(of_call, 64, 64)
     of_call, _ = planned(71, 1, 4, 4, D=96)

@@ -41,7 +41,7 @@ from paged_ops.lowerings.gpu.attention.hopper_parts import (
 )
 from paged_ops.lowerings.gpu.attention.hopper_rows import consumer
 from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec
+from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
@@ -59,16 +59,14 @@ MANY_ROWS = 64  # from so many packed query rows on, split_kernel would take twi
 SHORT_OF_MANY_ROWS = 8192  # keys, with so many rows
 
 
+# What its roles apply, by the names of spec.needs.
+APPLIES = frozenset({"causal", "window", "chunk", "ranges", "soft_cap", "sinks", "float16", "bfloat16"})
+
+
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     key, value = spec.k_side, spec.v_side
     against = {
-        "kv_cache: latent": spec.rotated is not None,
-        "alibi_slopes": spec.logits.alibi,
-        "block_sparse": spec.masks.sparse,
-        "k_scale": key.scale is not None,
-        "v_scale": value.scale is not None,
-        "output_scale": spec.out != spec.dtype,
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
         f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
         f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
@@ -78,7 +76,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "kv_cache: expected keys that TMA can address": key.x != key.size or _matrix(key, spec) is None,
         "kv_cache: expected values that TMA can address": _matrix(value, spec) is None,
     }
-    return [reason for reason, holds in against.items() if holds]
+    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
 
 
 def served_sizes() -> list[int]:

@@ -48,11 +48,18 @@ from paged_ops.lowerings.gpu.attention.hopper_parts import (
 from paged_ops.lowerings.gpu.fp8 import widen_words
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, Storage
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, Storage, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = 64, 128  # of heads
+# What it applies, by the names of spec.needs.
+APPLIES = frozenset(
+    {
+        *("causal", "window", "chunk", "ranges", "soft_cap", "sinks"),
+        *("float8_e4m3fn", "float8_e5m2", "k_scale", "v_scale"),
+    }
+)
 MOST_STAGES = 4  # tiles of bytes in shared memory
 AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector
 # Registers of a thread of the consumers, and of the scheduler and the producer; the converter has the rest.
@@ -74,7 +81,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "v_scale: expected one for all heads": bool(value.scale),
         "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
     }
-    return [reason for reason, holds in against.items() if holds] or hopper.serves(in_pairs(spec), target)
+    against = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
+    return against or hopper.serves(in_pairs(spec), target)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
