@@ -1,5 +1,5 @@
-"""Every kernel and every lowering refuses a mask, a change of logits or a format that does not exist yet, until it names
-it. The kernels are those of the kernels' list, the ops and lowerings those of the registry."""
+"""Every kernel and every lowering refuses a mask, a change of logits or a format that does not exist yet, until it
+names it. The test finds the kernels in the kernels' list, and the ops and their lowerings in the registry."""
 
 import importlib
 import inspect

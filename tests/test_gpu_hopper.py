@@ -115,7 +115,8 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("D", "H", "T", "consumers"), [(64, 32, 8192, 3), (64, 32, 4096, 2), (64, 8, 8192, 2), (80, 32, 8192, 2)]
+    ("D", "H", "T", "consumers"),
+    [(64, 32, 8192, 3), (64, 32, 4096, 2), (64, 32, 3000, 3), (64, 32, 700, 3), (64, 32, 512, 2), (64, 8, 8192, 2), (80, 32, 8192, 2)],
 )
 def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers):
     key, value = (torch.zeros(N, 16, 4, D, dtype=torch.bfloat16) for _ in range(2))

@@ -46,8 +46,9 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
 SIZES = range(64, 257, 16)  # of heads
-# With three: the columns of heads, items per program, and registers of a thread (all 65536 are taken).
-SIZE_OF_THREE, ITEMS_OF_THREE = 64, 8
+# With three: the columns of heads, the time of an item, in items of two consumers, and registers of a thread (all 65536
+# are taken).
+SIZE_OF_THREE, ITEM_OF_THREE = 64, 1.35
 REGISTERS_OF_THREE = 160, 160, 32, 32
 MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
 MOST_SLOTS = 2
@@ -170,13 +171,14 @@ def short_keys(rows: int, units: int, items: int, processors: int) -> int:
 
 
 def consumers_of(spec: Spec, target: Target, T: int) -> int:
-    """Three for heads that leave each enough registers, if there are items for all programs: three hide each other's
-    softmax, but take longer for a tile of keys. Not in forms that were not run on a GPU with three, and not with
-    Triton 3.9, whose ptxas spills 248 bytes of them."""
-    few = T * spec.G // (3 * WARPGROUP.value) * spec.K < ITEMS_OF_THREE * target.processors
+    """Three for heads that leave each enough registers: they hide each other's softmax, but their items are longer, so
+    the last ones may leave more programs without work. Not in forms that were not timed on a GPU with three, and not
+    with Triton 3.9, whose ptxas spills 248 bytes of them."""
+    two, three = (-(-(T * spec.G // (n * WARPGROUP.value) * spec.K) // target.processors) for n in (2, 3))
+    longer = ITEM_OF_THREE * three >= two
     wide = max(spec.k_side.size, spec.v_side.size) > SIZE_OF_THREE
-    not_run = spec.dtype != torch.bfloat16 or spec.logits.sinks or spec.masks.ranges or TRITON >= (3, 9)
-    return 2 if few or wide or not_run else 3
+    not_timed = spec.dtype != torch.bfloat16 or spec.logits.sinks or spec.masks.ranges or TRITON >= (3, 9)
+    return 2 if longer or wide or not_timed else 3
 
 
 class Matrix(NamedTuple):
