@@ -104,7 +104,10 @@ VARIANTS = [
     ),
     Variant(
         "hopper-prefill-nhd-d64-g4-three-consumers-endless-chunk",
-        prefill("NHD", 64, 32, 8, attention_chunk=1 << 33, T=8192),
+        both(
+            prefill("NHD", 64, 32, 8, attention_chunk=1 << 33, T=8192),
+            prefill("NHD", 64, 64, 8, torch.float16, True, T=8192),
+        ),
         EXPECT,
         may_spill=SM_90,
     ),

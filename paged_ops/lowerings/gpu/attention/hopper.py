@@ -46,9 +46,9 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
 SIZES = range(64, 257, 16)  # of heads
-# With three: the columns of heads, the time of an item, in items of two consumers, and registers of a thread (all 65536
-# are taken).
-SIZE_OF_THREE, ITEM_OF_THREE = 64, 1.35
+# With three: the columns of heads, the time of an item as a multiple of that with two, the fewest keys of a window or
+# chunk, and registers of a thread (all 65536 are used).
+SIZE_OF_THREE, TIME_OF_THREE, SPAN_OF_THREE = 64, 1.35, 1024
 REGISTERS_OF_THREE = 160, 160, 32, 32
 MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
 MOST_SLOTS = 2
@@ -93,7 +93,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         return None
     if not has_form(spec, shapes):
         return None
-    shape = shape_of(spec, target.shared_memory, consumers_of(spec, target, shapes.T))
+    consumers = 2 if has_short_spans(spec, shapes.numbers) else consumers_of(spec, target, shapes.T)
+    shape = shape_of(spec, target.shared_memory, consumers)
 
     def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
         return HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
@@ -171,14 +172,18 @@ def short_keys(rows: int, units: int, items: int, processors: int) -> int:
 
 
 def consumers_of(spec: Spec, target: Target, T: int) -> int:
-    """Three for heads that leave each enough registers: they hide each other's softmax, but their items are longer, so
-    the last ones may leave more programs without work. Not in forms that were not timed on a GPU with three, and not
-    with Triton 3.9, whose ptxas spills 248 bytes of them."""
+    """Three for narrow heads, which leave each consumer enough registers. Three hide each other's softmax, but items of
+    192 rows are fewer and longer than items of 128: the last ones may leave more programs without work. So the number
+    of items per program decides. Not with Triton 3.9, whose ptxas spills 248 bytes."""
     two, three = (-(-(T * spec.G // (n * WARPGROUP.value) * spec.K) // target.processors) for n in (2, 3))
-    longer = ITEM_OF_THREE * three >= two
     wide = max(spec.k_side.size, spec.v_side.size) > SIZE_OF_THREE
-    not_timed = spec.dtype != torch.bfloat16 or spec.logits.sinks or spec.masks.ranges or TRITON >= (3, 9)
-    return 2 if longer or wide or not_timed else 3
+    return 2 if wide or TRITON >= (3, 9) or TIME_OF_THREE * three >= two else 3
+
+
+def has_short_spans(spec: Spec, numbers: Numbers) -> bool:
+    """Whether a window or chunk leaves an item so few keys that three consumers are slower than two."""
+    window, chunk = (spec.masks.window, numbers.window), (spec.masks.chunk, numbers.chunk)
+    return any(given and span < SPAN_OF_THREE for given, span in (window, chunk))
 
 
 class Matrix(NamedTuple):

@@ -81,8 +81,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "v_scale: expected one for all heads": bool(value.scale),
         "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
     }
-    against = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
-    return against or hopper.serves(in_pairs(spec), target)
+    reasons = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
+    return reasons or hopper.serves(in_pairs(spec), target)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:

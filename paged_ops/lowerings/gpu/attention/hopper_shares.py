@@ -75,8 +75,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
     against = {
         f"head sizes: expected one of {SIZES}, got {sizes}": sizes not in SIZES,
     }
-    against = [reason for reason, holds in against.items() if holds]
-    return not_applied(spec, APPLIES) + against + hopper.serves(spec, target)
+    reasons = [reason for reason, holds in against.items() if holds]
+    return not_applied(spec, APPLIES) + reasons + hopper.serves(spec, target)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
