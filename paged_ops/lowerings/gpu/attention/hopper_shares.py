@@ -72,11 +72,8 @@ APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16"
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     sizes = spec.k_side.size, spec.v_side.size
-    against = {
-        f"head sizes: expected one of {SIZES}, got {sizes}": sizes not in SIZES,
-    }
-    reasons = [reason for reason, holds in against.items() if holds]
-    return not_applied(spec, APPLIES) + reasons + hopper.serves(spec, target)
+    against = [] if sizes in SIZES else [f"head sizes: expected one of {SIZES}, got {sizes}"]
+    return not_applied(spec, APPLIES) + against + hopper.serves(spec, target)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
