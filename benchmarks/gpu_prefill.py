@@ -1,10 +1,13 @@
 """Prefill on Hopper by head size: is it right, and how fast is it beside the Triton kernel and other head sizes.
 
     python benchmarks/gpu_prefill.py --out benchmarks/data/gpu_prefill.jsonl          # all, three minutes
+    python benchmarks/gpu_prefill.py --only fp8 --part cases,bits,times               # over fp8 caches, two minutes
 
 First, in several processes, cases of ``paged_ops.testing`` with many sizes, forms and features against the float64
-reference, with NaN in all that must not be read; these processes also compile what is timed. Then the times, one record
-for each kernel, in TFLOP/s; ``shape`` says what was changed of the kernel's choice. Needs torch, triton and numpy.
+reference, with NaN in all that must not be read; these processes also compile what is timed (``--part compile``: no
+more than that). ``bits``: many runs of the same call, which are to have the same bits, and how far these are from the
+Triton kernel's. Then the times, one record for each kernel, in TFLOP/s; ``shape`` says what was changed of the kernel's
+choice. Needs torch, triton and numpy.
 """
 
 from __future__ import annotations
@@ -39,9 +42,13 @@ PREFILL = {
     "8x2048": ((2048, 2048),) * 8,
     "2048@16384": ((2048, 18432),),
 }
+FP8_PREFILL = {name: cases.PREFILL[name] for name in ("1x8192", "8x1024@4096")}
+FP8_SIZES = (128, 64)
+STORED = {"e4m3": testing.F8_E4M3, "e5m2": testing.F8_E5M2, "bf16": torch.bfloat16}
+RUNS = 25  # of one call, of which all bits are compared
 
 
-def checked() -> list[testing.AttentionCase]:
+def checked(only: str = "") -> list[testing.AttentionCase]:
     """Of each size several forms, block sizes, groups and features."""
     found = []
 
@@ -60,7 +67,16 @@ def checked() -> list[testing.AttentionCase]:
             add(D, Dv, "ranges", 12, "plane_first", block_size=48, dtype=torch.float16, features=("ranges",))
             add(D, Dv, "noncausal", 5, "interleaved", num_kv_heads=1, block_size=64, features=("noncausal",))
             add(D, Dv, "chunk", 6, "separate", num_kv_heads=3, block_size=128, features=("chunk",))
-    return found
+    for D in FP8_SIZES:
+        e4m3, e5m2 = ({"cache_dtype": STORED[name], "scales": "tensor"} for name in ("e4m3", "e5m2"))
+        half = {"dtype": torch.float16}
+        add(D, D, "fp8-sinks", 8, strided_query=True, features=("sinks",), **e4m3)
+        add(D, D, "fp8-float16", 8, block_size=64, **half, **e4m3)
+        add(D, D, "fp8-alone-window-cap", 4, "hnd", num_kv_heads=4, block_size=8, features=("window", "cap"), **e4m3)
+        add(D, D, "fp8-ranges", 12, "plane_first", block_size=48, features=("ranges",), **half, **e5m2)
+        add(D, D, "fp8-noncausal", 5, "interleaved", num_kv_heads=1, block_size=64, features=("noncausal",), **e5m2)
+        add(D, D, "fp8-chunk", 6, "separate", num_kv_heads=3, block_size=128, features=("chunk",), **half, **e4m3)
+    return [case for case in found if only in case.name]
 
 
 def check(case: testing.AttentionCase) -> dict[str, Any]:
@@ -70,8 +86,7 @@ def check(case: testing.AttentionCase) -> dict[str, Any]:
     hopper.HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
     record: dict[str, Any] = {"part": "cases", "case": case.name}
     try:
-        # fp8 with lse takes the Triton kernel.
-        testing.check("paged_attention" if case.cache.cache_dtype else "paged_attention_with_lse", case, DEVICE)
+        testing.check("paged_attention_with_lse", case, DEVICE)
         return {**record, "right": True, "served": len(launches)}
     except Exception as error:
         traceback.print_exc(limit=-2)
@@ -138,6 +153,11 @@ def all_jobs(only: str = "") -> list[Job]:
         sizes = {"head_size": D, "value_head_size": None if D == Dv else Dv}
         return cases.Case("prefill", f"{name} D {D} and {Dv}", PREFILL[name], H, K, **sizes)
 
+    def fp8(name: str, D: int, stored: str, dtype: torch.dtype = torch.bfloat16) -> cases.Case:
+        """Also bf16: what is timed beside fp8."""
+        words = f"{name} D {D} {stored}{'' if dtype == torch.bfloat16 else ', float16 queries'}"
+        return cases.Case("fp8", words, FP8_PREFILL[name], head_size=D, dtype=dtype, cache_dtype=STORED[stored])
+
     groups = [
         (D, Dv, 32, 8) for D, Dv in ((128, 128), (192, 192), (96, 96), (80, 80), (112, 112), (64, 64), (256, 256))
     ]
@@ -151,6 +171,11 @@ def all_jobs(only: str = "") -> list[Job]:
     jobs += [Job(case(name, *each), "") for name in list(PREFILL)[1:] for each in (*groups[:5], latent[0])]
     jobs += [Job(case("1x8192", *many[0]), "triton")]
     jobs += [Job(case(name, *each), "triton") for name in list(PREFILL)[1:] for each in (*groups[1:5], latent[0])]
+    both = [(name, D) for name in FP8_PREFILL for D in FP8_SIZES]
+    jobs += [Job(fp8(*each, stored), "") for each in both for stored in ("e4m3", "bf16")]
+    jobs += [Job(fp8(*each, "e4m3"), "triton") for each in both]
+    jobs += [Job(fp8(*each, "e4m3", torch.float16), change) for each in both for change in ("", "triton")]
+    jobs += [Job(fp8(*each, "e5m2"), "") for each in both]
     return [job for job in jobs if only in f"{job.case.key} {job.change}"]
 
 
@@ -163,8 +188,7 @@ def choose(change: str) -> None:
 def warm(job: Job) -> None:
     """Compile what a job launches, for Triton's cache on disk."""
     choose(job.change)
-    case = dataclasses.replace(job.case, seqs=((700, 700),) * len(job.case.seqs))
-    (inputs, *_) = cases.make_inputs(case, torch.device(DEVICE), 0, most=2)
+    (inputs, *_) = cases.make_inputs(job.case, torch.device(DEVICE), 0, most=2)
     paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
     torch.cuda.synchronize()
     choose("")
@@ -173,12 +197,15 @@ def warm(job: Job) -> None:
 def work(part: int, parts: int, what: str, only: str) -> Iterator[dict[str, Any]]:
     """A share of what is done in parallel."""
     tasks: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-    if "times" in what:
-        jobs = all_jobs(only)
-        kinds = {(job.case.head_size, job.case.value_size, job.case.num_heads, job.change): job for job in jobs}
+    if any(each in what for each in ("compile", "bits", "times")):
+        # Tokens and sequences choose among kernels, too.
+        kinds = {
+            (dataclasses.replace(job.case, name="", seqs=()), job.case.num_tokens, len(job.case.seqs), job.change): job
+            for job in all_jobs(only)
+        }
         tasks += [(warm, (job,)) for job in kinds.values()]
     if "cases" in what:
-        tasks += [(views, ()), *((check, (case,)) for case in checked())]
+        tasks += [(views, ())] * (not only) + [(check, (case,)) for case in checked(only)]
     for function, arguments in tasks[part::parts]:
         try:
             record = function(*arguments)
@@ -203,6 +230,29 @@ def in_parallel(processes: int, seconds: float, *options: str) -> Iterator[dict[
         yield from (json.loads(line) for line in out.splitlines() if line.startswith("{"))
 
 
+def bits(case: cases.Case) -> dict[str, Any]:
+    """Many runs of one call: rows that are not those of the first, and the least and the largest distance from what the
+    Triton kernel gives."""
+    record: dict[str, Any] = {"part": "bits", "case": case.key, "runs": RUNS}
+    try:
+        (inputs, *_) = cases.make_inputs(case, torch.device(DEVICE, torch.cuda.current_device()), 0, most=2)
+        choose("triton")
+        wanted = paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
+        choose("")
+        results = (paged_ops.paged_attention(*inputs.args, **inputs.kwargs) for _ in range(RUNS))
+        first = next(results)
+        differ, distances = 0, [measure.relative_error(first, wanted)]
+        for result in results:
+            differ += int((result.view(torch.int16) != first.view(torch.int16)).any(-1).sum())
+            distances.append(measure.relative_error(result, wanted))
+        return {**record, "rows_that_differ": differ, "from_triton": [min(distances), max(distances)]}
+    except Exception as error:
+        traceback.print_exc(limit=-3)
+        return {**record, "error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
+        choose("")
+
+
 def times(job: Job, ceilings: measure.Ceilings, repeats: int) -> dict[str, Any]:
     record = {"part": "times", "case": job.case.key, "shape": job.change}
     try:
@@ -220,11 +270,11 @@ def times(job: Job, ceilings: measure.Ceilings, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="-")
-    parser.add_argument("--part", default="cases,times")
+    parser.add_argument("--part", default="cases,times", help="of cases, compile, bits, times")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=180, help="of everything: what has not begun by then is left")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--only", default="", help="part of the name or the shape of what is timed")
+    parser.add_argument("--only", default="", help="part of the name of a case, or the shape of what is timed")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
@@ -244,6 +294,9 @@ def main() -> None:
     for record in in_parallel(given.processes, 0.6 * given.seconds, "--part", given.part, "--only", given.only):
         write(record)
     write({"part": "parallel", "seconds": round(time.monotonic() - begin, 1)})
+    for job in all_jobs(given.only) if "bits" in given.part else ():
+        if job.change == "triton" and time.monotonic() - begin < given.seconds:
+            write(bits(job.case))
     ceilings = measure.Ceilings(4.5e12, 4.2e12, 7e14)
     for job in all_jobs(given.only) if "times" in given.part else ():
         if time.monotonic() - begin < given.seconds:

@@ -17,6 +17,7 @@ from paged_ops.layouts import (
     ROW_LATENT,
     ROW_ROTATED,
     Layout,
+    element_dtype,
     has_row_scales,
     is_latent,
 )
@@ -81,6 +82,57 @@ class CacheOptions(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     kv_cache_dtype: str = "auto"
+
+
+# Arguments of attention that hide no key and open none. Every other one counts as a mask, also one that is added later.
+NO_MASKS = frozenset(
+    {
+        "value_cache",
+        "soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "k_scale",
+        "v_scale",
+        "output_scale",
+        "kv_cache_dtype",
+        "value_head_size",
+    }
+)
+
+
+def in_use(options: Any) -> frozenset[str]:
+    """The names of those fields of a NamedTuple that differ from their default, which is neutral."""
+
+    def differs(value: Any, neutral: Any) -> bool:
+        return value is not None if neutral is None else value != neutral
+
+    return frozenset(
+        name for name, neutral in options._field_defaults.items() if differs(getattr(options, name), neutral)
+    )
+
+
+def masks_in_use(f: Features) -> frozenset[str]:
+    """The arguments of a call that change which keys a row sees."""
+    return in_use(f) - NO_MASKS
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def refuse_others(options: Features | CacheOptions, kv_cache: Tensor, applied: frozenset[str], where: str) -> None:
+    """Raise ValueError if a call needs what a lowering does not apply, so that nothing is ignored there.
+
+    Args:
+        options: the call's keyword arguments.
+        applied: the names of the arguments that the lowering applies, and of formats of the cache: values of
+            ``kv_cache_dtype``, and dtypes of elements.
+        where: the lowering, for the message.
+    """
+    stored = options.kv_cache_dtype, dtype_name(element_dtype(kv_cache, options.kv_cache_dtype))
+    others = sorted({*in_use(options), *stored} - {"kv_cache_dtype"} - applied)
+    if others:
+        raise ValueError(f"{', '.join(others)}: expected what {where} applies, one of {sorted(applied)}")
 
 
 # Pairs that have no meaning together: block-sparse kernels skip keys by the pattern alone; window and chunk need the

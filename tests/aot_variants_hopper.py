@@ -28,9 +28,10 @@ def both(*calls):
     return call
 
 
-def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, **features):
+def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, stored=None, **features):
     def call():
-        kv_cache = layouts.kv_cache_view(layout, gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=dtype))
+        kv_cache = gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=stored or dtype)
+        kv_cache = layouts.kv_cache_view(layout, kv_cache)
         tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
         given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
         if ranges:
@@ -85,9 +86,14 @@ VARIANTS = [
         spills={(3, 8): 8, (3, 9): 184},
     ),
     Variant(
-        "hopper-prefill-hnd-d64-g8-sinks-fp16",
-        prefill("HND", 64, 64, 8, torch.float16, True, causal=False),
-        EXPECT,
+        "hopper-prefill-hnd-d64-g8-sinks-fp16-and-over-fp8",
+        both(
+            prefill("HND", 64, 64, 8, torch.float16, True, causal=False),
+            prefill("HND", 64, 64, 8, torch.float16, True, stored=torch.float8_e5m2, sliding_window=100),
+            prefill("NHD", 96, 32, 8, stored=torch.float8_e4m3fn),  # the Triton kernel
+        ),
+        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry fp8_kernel")},
+        spills={(3, 8): 8, (3, 9): 72},  # split_kernel, over e5m2
     ),
     Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 9): 144}),
     Variant(
@@ -98,7 +104,10 @@ VARIANTS = [
     ),
     Variant(
         "hopper-prefill-nhd-d64-g4-three-consumers-endless-chunk",
-        prefill("NHD", 64, 32, 8, attention_chunk=1 << 33, T=8192),
+        both(
+            prefill("NHD", 64, 32, 8, attention_chunk=1 << 33, T=8192),
+            prefill("NHD", 64, 64, 8, torch.float16, True, T=8192),
+        ),
         EXPECT,
         may_spill=SM_90,
     ),

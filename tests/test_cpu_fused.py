@@ -213,7 +213,7 @@ def test_which_calls_it_serves(monkeypatch):
 
 
 def test_a_feature_that_it_does_not_know_turns_it_off(monkeypatch):
-    monkeypatch.setattr(fused, "LACKS", ("soft_cap", "sinks"))
+    monkeypatch.setattr(fused, "APPLIES", fused.APPLIES - {"soft_cap", "sinks"})
     assert fused.serves(torch.float32, Features(soft_cap=float("0"), sinks=None))
     assert not fused.serves(torch.float32, Features(soft_cap=2.0))
     assert not fused.serves(torch.float32, Features(sinks=torch.zeros(2)))

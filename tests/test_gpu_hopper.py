@@ -115,9 +115,18 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("D", "H", "T", "consumers"), [(64, 32, 8192, 3), (64, 32, 4096, 2), (64, 8, 8192, 2), (80, 32, 8192, 2)]
+    ("D", "H", "T", "consumers"),
+    [
+        (64, 32, 8192, 3),
+        (64, 32, 4096, 2),
+        (64, 32, 3000, 3),
+        (64, 32, 700, 3),
+        (64, 32, 512, 2),
+        (64, 8, 8192, 2),
+        (80, 32, 8192, 2),
+    ],
 )
-def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers):
+def test_three_consumers_multiply_narrow_heads_where_items_fill_the_programs(D, H, T, consumers):
     key, value = (torch.zeros(N, 16, 4, D, dtype=torch.bfloat16) for _ in range(2))
     call = spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.bfloat16))
     chosen = consumers if target.TRITON < (3, 9) else 2
@@ -127,6 +136,24 @@ def test_three_consumers_multiply_narrow_heads_of_many_items(D, H, T, consumers)
     assert 2 * (shape.slots * shape.M * D + shape.stages * shape.N * 2 * D) + hopper.OTHERS <= 227 << 10
     # Of all threads: those of the first role have what the others leave of the 65536 registers.
     assert len(shape.registers) == (4 if consumers == 3 else 3)
+
+
+@pytest.mark.parametrize(
+    ("features", "short"),
+    [
+        ({}, False),
+        ({"sliding_window": 128}, True),
+        ({"sliding_window": 4096}, False),
+        ({"attention_chunk": 512}, True),
+        ({"attention_chunk": 8192, "sliding_window": 128}, True),
+    ],
+    ids=str,
+)
+def test_short_windows_take_two_consumers(features, short):
+    key, value = (torch.zeros(N, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    call = spec_of(key.unsqueeze(3), value, torch.zeros(1, 32, 64, dtype=torch.bfloat16), **features)
+    numbers = spec.numbers_of(Features(**features), None, 32, 4, 0.1, 2, 1, 8192)
+    assert hopper.has_short_spans(call, numbers) == short
 
 
 @pytest.mark.parametrize(
@@ -435,6 +462,12 @@ on_hopper = pytest.mark.skipif(
 )
 
 
+def take_three_consumers(monkeypatch):
+    """Also where two would be chosen."""
+    monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
+    monkeypatch.setattr(hopper, "SPAN_OF_THREE", 0)
+
+
 def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **options):
     """Pairs (q_len, seq_len): the Hopper kernel has those of at most ``short`` keys; and what Triton's kernels say.
 
@@ -506,7 +539,7 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeypatch):
     """Blocks that a sequence gave back, say, which others fill with what they like."""
     if D == 64:
-        monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
+        take_three_consumers(monkeypatch)
     attention.forget()
     sequences, B = [(200, 200), (64, 500), (130, 131), (1, 300), (3, 9), (90, 180)] * 9, 16
     tables, starts, free = torch.zeros(len(sequences), 32, dtype=torch.int32), [0], 0
@@ -558,10 +591,9 @@ def test_head_sizes(sizes, options, monkeypatch):
 )
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8), (71, 1), (10, 2)], ids=str)
 def test_three_consumers(heads, options, monkeypatch):
-    """Also where two would be chosen."""
     if "sinks" in options:
         options = {"sinks": options["sinks"] * torch.randn(heads[0], device=GPU)}
-    monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
+    take_three_consumers(monkeypatch)
     short = hopper.short_keys(16, 26, sum(q for q, _ in LONG + SHORT) * heads[0] // heads[1] // 128 * heads[1], 132)
     check_against_triton(LONG + SHORT, *heads, short, monkeypatch, 64, **options)
 
@@ -591,7 +623,7 @@ def test_about_one_item_a_program(lens, monkeypatch):
 def test_ranges(D, heads, short, window, monkeypatch):
     """Images in long prompts, padding that would open more, sequences without any."""
     if D == 64:
-        monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
+        take_three_consumers(monkeypatch)
     sequences = [(900, 2500), (700, 700), (1, 900), (300, 300), (64, 3000)]
     ranges = torch.zeros(len(sequences), 3, 2, dtype=torch.int32)
     ranges[0] = torch.tensor([(1700, 1956), (2200, 2456), (0, 1602)])

@@ -8,8 +8,21 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake
+from paged_ops.features import Features, refuse_others
 from paged_ops.fp8 import saturated
 from paged_ops.layouts import paged_kv
+
+# The arguments that hold for both parts of the keys alike, or that are applied once, to the merged result; and formats
+# of the cache. A mask is not among them: positions in a part are not those in the sequence.
+APPLIES = frozenset(
+    {
+        *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
+        *("soft_cap", "sinks"),
+        *("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        *("float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    }
+)
 
 
 def cascade_attention(
@@ -42,6 +55,8 @@ def cascade_attention(
         scale,
     )
     out = fake.cascade_attention(*arguments, sinks=sinks, output_scale=output_scale, out=out, **features)
+    f = Features(sinks=sinks, output_scale=output_scale, **features)
+    refuse_others(f, kv_cache, APPLIES, "cascade_attention")
     attention = torch.ops.paged_ops.paged_attention_with_lse.default
     merge = torch.ops.paged_ops.merge_attention_states
     rows = query_start_loc[-1:]

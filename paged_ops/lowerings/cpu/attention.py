@@ -18,12 +18,27 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import SMALLEST, Features, with_value_scale
+from paged_ops.features import SMALLEST, Features, in_use, masks_in_use, refuse_others, with_value_scale
 from paged_ops.fp8 import dequantise_rows, quantise
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import fused
-from paged_ops.lowerings.cpu.cache import bytes_of_fp8, real_of
+from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of
 
+# What attention applies here: the arguments of the op by their names, and formats of the cache.
+APPLIES = FORMATS | {
+    *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
+    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    *("soft_cap", "alibi_slopes", "sinks"),
+}
+# The arguments that PyTorch's flash kernel is called with, or that need nothing of it.
+FLASH = frozenset(
+    {
+        *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
+        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "sinks"),
+    }
+)
+# The masks whose keys _oldest_key and _opened know. With another no tile counts as wholly seen, or as plainly causal.
+BOUNDED = frozenset({"causal", "sliding_window", "attention_chunk", "bidirectional_ranges"})
 # Where only the flash kernel uses the processor's matrix unit for bfloat16, it takes sequences of more rows.
 MATRIX_ROWS = 32
 # Keys (and values) that decode gathers at once: few enough to stay in a processor cache that others use, too.
@@ -83,6 +98,7 @@ def _attend(
     Returns both. If one sequence has all rows and the caller gave no memory (``given``), its own results are returned
     instead, which saves a copy.
     """
+    refuse_others(f, kv_cache, APPLIES, "attention on the CPU")
     if query.stride(2) != 1:
         query = query.contiguous()  # the flash kernel assumes it
     f = with_value_scale(f, kv_cache)
@@ -99,7 +115,7 @@ def _attend(
         checks.query_ranges(ranges, len(query))
         checks.needed_blocks(block_tables, lens, N, B)
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
-    flash = not f.soft_cap and f.alibi_slopes is None and paged.head_size == paged.value_head_size
+    flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []
     if flash and query.dtype == torch.bfloat16 and not fused.has_matrix_unit() and _has_matrix_unit():
         served = [s for s in served if starts[s + 1] - starts[s] <= MATRIX_ROWS]
@@ -115,7 +131,7 @@ def _attend(
     max_len = max((ns[s] for s in rest), default=0)
     sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)
     if f.block_sparse is not None:
-        flash, sequence = False, _sparse_sequence
+        sequence = _sparse_sequence
 
     @functools.cache
     def cache(prefill: bool) -> _Cache:
@@ -332,7 +348,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
         out, lse = flash(folded, k[None], v[None], scale=scale)
         return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1).float()
     heads = q.flatten(1, 2).transpose(0, 1)[None], k[None], v[None]  # [1, H, q, D], [1, K, n, D]
-    if i == j and _oldest_key(i + rows - 1, f) <= j and not _opened(i, rows, f):
+    bounded = masks_in_use(f) <= BOUNDED
+    if bounded and i == j and _oldest_key(i + rows - 1, f) <= j and not _opened(i, rows, f):
         out, lse = flash(*heads, is_causal=True, scale=scale)
         unsure = not math.isfinite(out[:, :, -1].sum())  # of the last row, which sees all values
     else:
@@ -458,6 +475,8 @@ def _oldest_key(i: int, f: Features) -> int:
 
 def _all_seen(rows: int, n: int, i: int, j: int, f: Features) -> bool:
     """Whether each of the rows from position i sees each of the n keys from position j."""
+    if not masks_in_use(f) <= BOUNDED:
+        return False
     return not f.causal or (j + n - 1 <= i and _oldest_key(i + rows - 1, f) <= j)
 
 

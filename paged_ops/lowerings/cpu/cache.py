@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake
-from paged_ops.features import CacheOptions
+from paged_ops.features import CacheOptions, refuse_others
 from paged_ops.fp8 import dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
 
+# Formats of the cache that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
+FORMATS = frozenset(
+    {
+        *("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        *("float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    }
+)
+APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the arguments that ops of the cache apply, and formats
 # Copies between blocks go through a buffer of this many bytes.
 COPY_BYTES = 1 << 24
 
@@ -20,6 +29,7 @@ COPY_BYTES = 1 << 24
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
     fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
+    refuse_others(given, kv_cache, APPLIES, "the CPU")
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
     if kv_cache.numel():
@@ -30,6 +40,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
 def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
+    refuse_others(given, kv_cache, APPLIES, "the CPU")
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     if not kv_cache.numel():
         return
@@ -92,6 +103,7 @@ def gather_kv(
 ) -> tuple[Tensor, Tensor]:
     key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, out=out, **options)
     given = CacheOptions(**options)
+    refuse_others(given, kv_cache, APPLIES, "the CPU")
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     row_scales = has_row_scales(given.kv_cache_dtype)
     paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache, None, given.kv_cache_dtype))

@@ -19,15 +19,22 @@ import torch
 from torch import Tensor
 
 from paged_ops import native
-from paged_ops.features import Features
-from paged_ops.layouts import PagedKV, has_row_scales
+from paged_ops.features import Features, in_use
+from paged_ops.layouts import PagedKV
 from paged_ops.native import own_folder as own_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
 PLAIN = CELLS[:3]  # dtypes of query and out
-# Features that it does not compute: a call with one of them goes to the torch ops.
-LACKS = ("block_sparse",)
+# What it computes: arguments of attention, and values of kv_cache_dtype. Other calls go to the torch ops.
+APPLIES = frozenset(
+    {
+        *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
+        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges"),
+        *("soft_cap", "alibi_slopes", "sinks"),
+    }
+)
+NAMES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 # The instructions that the source may always use: no more than torch itself uses, so that machines can share a folder.
 FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
@@ -116,11 +123,7 @@ def attend(
 
 def serves(stored: torch.dtype, f: Features) -> bool:
     """Whether :func:`attend` can run with these features here."""
-    for name in LACKS:
-        value, off = getattr(f, name), Features._field_defaults[name]
-        if value is not None if off is None else value != off:
-            return False
-    return stored in CELLS and not has_row_scales(f.kv_cache_dtype) and compiled() is not None
+    return in_use(f) <= APPLIES and stored in CELLS and f.kv_cache_dtype in NAMES and compiled() is not None
 
 
 @functools.cache

@@ -18,11 +18,22 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
+from paged_ops.features import CacheOptions, refuse_others
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.gpu import scaled_rows
 from paged_ops.lowerings.gpu.fp8 import divide, encode_fp8, stored_format
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launcher
 from paged_ops.lowerings.gpu.target import Target, target_of
+
+# Formats of the cache that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
+FORMATS = frozenset(
+    {
+        *("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        *("float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    }
+)
+APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the arguments that ops of the cache apply, and formats
 
 
 def reshape_and_cache(
@@ -169,6 +180,7 @@ def _plan_write(
     fake.reshape_and_cache(
         key, value, kv_cache, slot_mapping, value_cache=value_cache, kv_cache_dtype=kv_cache_dtype, **scales
     )
+    refuse_others(CacheOptions(value_cache, k_scale, v_scale, kv_cache_dtype), kv_cache, APPLIES, "a GPU")
     paged = paged_kv(kv_cache, value_cache)
     return _write_of(paged, key, value, kv_cache, slot_mapping, value_cache, k_scale, v_scale, kv_cache_dtype)
 
@@ -182,6 +194,7 @@ def _plan_latent_write(
     kv_cache_dtype: str,
 ) -> Write:
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, k_scale=k_scale, kv_cache_dtype=kv_cache_dtype)
+    refuse_others(CacheOptions(k_scale=k_scale, kv_cache_dtype=kv_cache_dtype), kv_cache, APPLIES, "a GPU")
     if has_row_scales(kv_cache_dtype):
         return _plan_scaled_rows(latent, rotated, kv_cache, slot_mapping)
     R, rows = latent.shape[1], kv_cache[:, :, None]  # [N, B, 1, R + P]

@@ -122,6 +122,16 @@ def widen_halves(pairs, E4M3: tl.constexpr):
 
 
 @triton.jit
+def widen_words(words, E4M3: tl.constexpr):
+    """int32s that hold four fp8 numbers each, as int32s that hold two float16 numbers each, by instruction: the first
+    two, and the last two."""
+    if E4M3:
+        return _cvt_words_of_e4m3(words)
+    else:
+        return _cvt_words_of_e5m2(words)
+
+
+@triton.jit
 def _round_bits(real, FORMAT: tl.constexpr):
     MANTISSA: tl.constexpr = 3 if FORMAT == 1 or FORMAT == 3 else 2
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 15 if FORMAT == 2 else 8 if FORMAT == 3 else 16
@@ -244,4 +254,29 @@ def _cvt_halves_of_e5m2(pairs):
         dtype=(tl.float16, tl.float16),
         is_pure=True,
         pack=2,
+    )
+
+
+@triton.jit
+def _cvt_words_of_e4m3(words):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 first, last; mov.b32 {first, last}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, last; }",
+        "=r,=r,r",
+        [words],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _cvt_words_of_e5m2(words):
+    return tl.inline_asm_elementwise(  # e5m2 is the upper byte of a float16
+        "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+        "=&r,=r,r",
+        [words],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
     )

@@ -10,8 +10,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
+from paged_ops.features import CacheOptions, refuse_others
 from paged_ops.layouts import element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.gpu.cache import (
+    APPLIES,
     by_head,
     constants,
     dense_address,
@@ -58,6 +60,7 @@ def gather_kv(
         dtype=dtype,
         out=out,
     )
+    refuse_others(CacheOptions(value_cache, k_scale, v_scale, kv_cache_dtype), kv_cache, APPLIES, "a GPU")
     S = seq_lens.shape[0]
     if not (S and block_tables.shape[1] and kv_cache.numel()):
         return key.zero_(), value.zero_()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from paged_ops import masks
-from paged_ops.features import Features
+from paged_ops.features import Features, dtype_name, in_use
 from paged_ops.layouts import PagedKV, has_row_scales
-from paged_ops.lowerings.gpu.fp8 import stored_format
+from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, stored_format
 from paged_ops.lowerings.gpu.target import Target
 
 # Keys of a slice: as many as a matrix instruction takes rows.
@@ -73,22 +73,22 @@ class Numbers(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which keys a row sees."""
+    """Which keys a row sees. Defaults are neutral."""
 
-    causal: bool
-    window: bool
-    chunk: bool
-    ranges: int  # R, the ranges per sequence; 0: none
-    sparse: bool
-    heads_an_offset: int
+    causal: bool = True
+    window: bool = False
+    chunk: bool = False
+    ranges: int = 0  # R, the ranges per sequence; 0: none
+    sparse: bool = False
+    heads_an_offset: int = 1
 
 
 class Logits(NamedTuple):
-    """What is done with the products of queries and keys."""
+    """What is done with the products of queries and keys. Defaults are neutral."""
 
-    soft_cap: bool
-    alibi: bool
-    sinks: bool
+    soft_cap: bool = False
+    alibi: bool = False
+    sinks: bool = False
 
 
 class Storage(NamedTuple):
@@ -137,7 +137,7 @@ class Spec(NamedTuple):
     def of_merge(self) -> Spec:
         """The part that merge_kernel needs, so that calls which differ in nothing else share a merge_kernel."""
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
-        logits, storage = Logits(False, False, False), Storage(torch.float32, 0, False)
+        logits, storage = Logits(), Storage(torch.float32, 0, False)
         return self._replace(
             logits=logits,
             storage=storage,
@@ -149,6 +149,28 @@ class Spec(NamedTuple):
             table=1,
             rotated=None,
         )
+
+
+def needs(spec: Spec) -> frozenset[str]:
+    """What a kernel must apply to compute a spec, by name: masks, changes of logits, the format of the cache, scales.
+    That is every field that is not neutral, also one that is added later."""
+    dtype, bits = spec.storage.dtype, spec.storage.format
+    formats = {number: dtype_name(each) for each, number in FP8_FORMATS.items()}
+    others = {
+        "k_scale": spec.k_side.scale is not None,
+        "v_scale": spec.v_side.scale is not None,
+        "output_scale": spec.out != spec.dtype,
+        "latent": spec.rotated is not None,
+        dtype_name(dtype): not bits,
+        f"bits of {formats.get(bits, bits)}": bits,
+    }
+    parts = spec, spec.masks, spec.logits, spec.storage, spec.k_side, spec.v_side
+    return frozenset(name for name, needed in others.items() if needed).union(*map(in_use, parts))
+
+
+def not_applied(spec: Spec, applied: frozenset[str]) -> list[str]:
+    """What a spec needs and a kernel does not apply."""
+    return sorted(needs(spec) - applied)
 
 
 class Shapes(NamedTuple):

@@ -17,15 +17,21 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import Features, with_value_scale
+from paged_ops.features import Features, refuse_others, with_value_scale
 from paged_ops.fp8 import dequantise, quantise
 from paged_ops.layouts import element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as _cascade
 from paged_ops.lowerings.tpu import ragged, runtime
 from paged_ops.lowerings.tpu.cache import reinterpreted
 from paged_ops.lowerings.tpu.functional import functionalized
-from paged_ops.lowerings.tpu.ragged import refuse_row_scales, rows_of
+from paged_ops.lowerings.tpu.ragged import FORMATS, refuse_row_scales, rows_of
 
+# What attention applies here: the arguments of the op by their names, and formats of the cache.
+APPLIES = FORMATS | {
+    *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
+    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    *("soft_cap", "alibi_slopes", "sinks"),
+}
 # Bytes of float32 keys and values that a tile of rows gathers on XLA's CPU device.
 TILE_BYTES = 1 << 26
 
@@ -35,6 +41,7 @@ def paged_attention(query: Tensor, *args: Any, **features: Any) -> Tensor:
     f = Features(**features)
     refuse_row_scales(f.kv_cache_dtype)
     out = fake.paged_attention(query, *args, **features)
+    refuse_others(f, args[0], APPLIES, "attention through XLA")
     if runtime.on_tpu():
         return _as_output(ragged.attend(f, query, *args), out, f)
     real, _ = _attend(f, query, *args)
@@ -46,6 +53,7 @@ def paged_attention_with_lse(query: Tensor, *args: Any, **features: Any) -> tupl
     f = Features(**features)
     refuse_row_scales(f.kv_cache_dtype)
     out, _ = fake.paged_attention_with_lse(query, *args, **features)
+    refuse_others(f, args[0], APPLIES, "attention through XLA")
     if runtime.on_tpu():
         raise ValueError(f"paged_ops.paged_attention_with_lse on a TPU: {ragged.NO_LSE}")
     real, lse = _attend(f, query, *args)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake
-from paged_ops.features import CacheOptions
+from paged_ops.features import CacheOptions, refuse_others
 from paged_ops.fp8 import dequantise, quantise
 from paged_ops.layouts import element_dtype, paged_kv
 from paged_ops.lowerings.tpu import functional, runtime, write
 from paged_ops.lowerings.tpu.functional import functionalized
-from paged_ops.lowerings.tpu.ragged import refuse_row_scales
+from paged_ops.lowerings.tpu.ragged import FORMATS, refuse_row_scales
 
+APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the arguments that ops of the cache apply, and formats
 # XLA's names of the dtypes that uint8 storage may hold.
 XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2"}
 
@@ -27,6 +28,7 @@ XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
     fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
+    refuse_others(given, kv_cache, APPLIES, "XLA")
     T, stored = slot_mapping.shape[0], element_dtype(kv_cache, given.kv_cache_dtype)
     if not kv_cache.numel() or not T:
         return
@@ -59,6 +61,7 @@ def latent_cache_write(
     refuse_row_scales(kv_cache_dtype)
     options: dict[str, Any] = {"k_scale": k_scale, "kv_cache_dtype": kv_cache_dtype}
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
+    refuse_others(CacheOptions(**options), kv_cache, APPLIES, "XLA")
     T, stored = slot_mapping.shape[0], element_dtype(kv_cache, kv_cache_dtype)
     if not kv_cache.numel() or not T:
         return
@@ -127,6 +130,7 @@ def gather_kv(
     given = CacheOptions(**options)
     refuse_row_scales(given.kv_cache_dtype)
     key, value = fake.gather_kv(kv_cache, block_tables, seq_lens, num_tokens, dtype=dtype, **options)
+    refuse_others(given, kv_cache, APPLIES, "XLA")
     if not (kv_cache.numel() and num_tokens and block_tables.numel()):
         return torch.zeros_like(key), torch.zeros_like(value)
     paged, stored = paged_kv(kv_cache, given.value_cache), element_dtype(kv_cache, given.kv_cache_dtype)

@@ -17,6 +17,14 @@ from paged_ops.features import Features
 from paged_ops.layouts import FP8_DS_MLA, FP8_DTYPES, Layout, has_row_scales, is_latent
 from paged_ops.lowerings.tpu import runtime, write
 
+# Formats of the cache that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
+FORMATS = frozenset(
+    {
+        *("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        *("float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    }
+)
 # What the ragged kernel takes (torch_xla 2.9).
 KERNEL_HEAD_SIZE = 128
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)

@@ -16,6 +16,7 @@ from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.parts import INTEGERS, Divided, merge_if_last, note, noted
 from paged_ops.lowerings.gpu.attention.slices import join_slices, nothing_summed, of_own_head, see_slices
 from paged_ops.lowerings.gpu.attention.tile import (
+    APPLIES,
     Batch,
     Keys,
     Rows,
@@ -33,7 +34,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
 )
 from paged_ops.lowerings.gpu.attention.units import fit_whole, locate, next_unit, program_of, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, in_units
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, in_units, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 
@@ -52,8 +53,7 @@ class Cut(NamedTuple):
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
-    latent = ["kv_cache: latent, which latent.py reads"] if spec.rotated is not None else []
-    return latent + tuning.too_large(spec.k_side.size, spec.v_side.size)
+    return not_applied(spec, APPLIES) + tuning.too_large(spec.k_side.size, spec.v_side.size)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:

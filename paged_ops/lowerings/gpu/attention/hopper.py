@@ -41,13 +41,14 @@ from paged_ops.lowerings.gpu.attention.hopper_parts import (
 )
 from paged_ops.lowerings.gpu.attention.hopper_rows import consumer
 from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec
+from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
 SIZES = range(64, 257, 16)  # of heads
-# With three: the columns of heads, items per program, and registers of a thread (all 65536 are taken).
-SIZE_OF_THREE, ITEMS_OF_THREE = 64, 8
+# With three: the columns of heads, the time of an item as a multiple of that with two, the fewest keys of a window or
+# chunk, and registers of a thread (all 65536 are used).
+SIZE_OF_THREE, TIME_OF_THREE, SPAN_OF_THREE = 64, 1.35, 1024
 REGISTERS_OF_THREE = 160, 160, 32, 32
 MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
 MOST_SLOTS = 2
@@ -59,16 +60,14 @@ MANY_ROWS = 64  # from so many packed query rows on, split_kernel would take twi
 SHORT_OF_MANY_ROWS = 8192  # keys, with so many rows
 
 
+# What its roles apply, by the names of spec.needs.
+APPLIES = frozenset({"causal", "window", "chunk", "ranges", "soft_cap", "sinks", "float16", "bfloat16"})
+
+
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     key, value = spec.k_side, spec.v_side
     against = {
-        "kv_cache: latent": spec.rotated is not None,
-        "alibi_slopes": spec.logits.alibi,
-        "block_sparse": spec.masks.sparse,
-        "k_scale": key.scale is not None,
-        "v_scale": value.scale is not None,
-        "output_scale": spec.out != spec.dtype,
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
         f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
         f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
@@ -78,7 +77,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
         "kv_cache: expected keys that TMA can address": key.x != key.size or _matrix(key, spec) is None,
         "kv_cache: expected values that TMA can address": _matrix(value, spec) is None,
     }
-    return [reason for reason, holds in against.items() if holds]
+    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
 
 
 def served_sizes() -> list[int]:
@@ -94,22 +93,37 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         return None
     if not has_form(spec, shapes):
         return None
-    shape = shape_of(spec, target.shared_memory, consumers_of(spec, target, shapes.T))
+    consumers = 2 if has_short_spans(spec, shapes.numbers) else consumers_of(spec, target, shapes.T)
+    shape = shape_of(spec, target.shared_memory, consumers)
+
+    def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
+        return HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
+
+    return plan_of_items(prefill_kernel, {"SHAPE": shape}, launch_of, spec, target, shapes, short)
+
+
+def plan_of_items(
+    kernel: Any, constants: dict[str, Any], launch_of: Any, spec: Spec, target: Target, shapes: Shapes, short: int,
+    at_once: int = 1024,
+) -> Plan:  # fmt: skip
+    """Launches that serve every sequence of a batch, of which one is of a kernel that takes items: ``launch_of`` makes
+    it of a launcher, the grid, and whether query rows are copied. ``short``: see :func:`short_keys`. ``at_once``: the
+    most sequences that the kernel counts in one vector."""
     copied = are_copied(spec)
-    division = tuning.division(tile_plan.split.block_m, shapes.S, short)
+    division = tuning.division(tuning.plan_of(spec, target, shapes.T, shapes.S).split.block_m, shapes.S, short)
     constants = {
         "SPEC": side_by_side(spec) if copied else spec,
-        "DIVISION": division._replace(short=0, times=0),  # these two are not constants here
-        "SHAPE": shape,
+        # These two are not constants here.
+        "DIVISION": division._replace(short=0, times=0, at_once=min(division.at_once, at_once)),
+        **constants,
         "num_warps": 4,
     }
-    tokens, K, most = shape.M // spec.G, spec.K, target.processors
+    tokens, K, most = constants["SHAPE"].M // spec.G, spec.K, target.processors
 
     def grid(numbers: Numbers) -> Grid:
         return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
 
-    launcher = launcher_of(prefill_kernel, constants, target.device)
-    launch = HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
+    launch = launch_of(launcher_of(kernel, constants, target.device), grid, copied)
     return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
 
 
@@ -158,13 +172,18 @@ def short_keys(rows: int, units: int, items: int, processors: int) -> int:
 
 
 def consumers_of(spec: Spec, target: Target, T: int) -> int:
-    """Three for heads that leave each enough registers, if there are items for all programs: three hide each other's
-    softmax, but take longer for a tile of keys. Not in forms that were not run on a GPU with three, and not with
-    Triton 3.9, whose ptxas spills 248 bytes of them."""
-    few = T * spec.G // (3 * WARPGROUP.value) * spec.K < ITEMS_OF_THREE * target.processors
+    """Three for narrow heads, which leave each consumer enough registers. Three hide each other's softmax, but items of
+    192 rows are fewer and longer than items of 128: the last ones may leave more programs without work. So the number
+    of items per program decides. Not with Triton 3.9, whose ptxas spills 248 bytes."""
+    two, three = (-(-(T * spec.G // (n * WARPGROUP.value) * spec.K) // target.processors) for n in (2, 3))
     wide = max(spec.k_side.size, spec.v_side.size) > SIZE_OF_THREE
-    not_run = spec.dtype != torch.bfloat16 or spec.logits.sinks or spec.masks.ranges or TRITON >= (3, 9)
-    return 2 if few or wide or not_run else 3
+    return 2 if wide or TRITON >= (3, 9) or TIME_OF_THREE * three >= two else 3
+
+
+def has_short_spans(spec: Spec, numbers: Numbers) -> bool:
+    """Whether a window or chunk leaves an item so few keys that three consumers are slower than two."""
+    window, chunk = (spec.masks.window, numbers.window), (spec.masks.chunk, numbers.chunk)
+    return any(given and span < SPAN_OF_THREE for given, span in (window, chunk))
 
 
 class Matrix(NamedTuple):
@@ -357,7 +376,8 @@ class Shared(NamedTuple):
     v_empty: Any
     v_clean: Any  # barriers: values that no row may see are zeroed
     places: Any  # None, or, of items that are parts of units: see hopper_shares.py
-    rows_full: Any  # and barriers: their query rows have arrived
+    rows_full: Any  # None, or barriers: the items' query rows have arrived apart from their fields
+    row_factors: Any  # None, or factors of the rows' scores: see hopper_fp8.py
 
 
 @gluon.jit
@@ -385,8 +405,9 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return."""
+def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, READERS: gl.constexpr = 1):
+    """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return. READERS: of
+    items, beside the consumers."""
     M: gl.constexpr = SHAPE.M
     CONSUMERS: gl.constexpr = M // WARPGROUP
     N: gl.constexpr = SHAPE.N
@@ -407,7 +428,7 @@ def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     RETURNS: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see give_back
     CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
     return (
-        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + 1), q_groups, q_tiles,
+        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + READERS), q_groups, q_tiles,
         k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS),
         v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS), barriers(CLEAN, 1),
     )  # fmt: skip
@@ -426,7 +447,7 @@ def prefill_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
-    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if SHAPE.M > 2 * WARPGROUP:

@@ -59,7 +59,7 @@ from paged_ops.lowerings.gpu.attention.hopper_parts import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper_units import add, share_of
 from paged_ops.lowerings.gpu.attention.tile import Batch
 from paged_ops.lowerings.gpu.launch import Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Masks, Numbers, Shapes, Side, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SLOTS = 2  # items that are told ahead
@@ -79,18 +79,14 @@ TRIED = (
     (8, 4, 64, (128, 128), torch.bfloat16),
     (8, 4, 128, (128, 128), torch.bfloat16),
 )
-PLAIN = Masks(True, False, False, 0, False, 1)
+APPLIES = frozenset({"float16", "bfloat16"})  # of the names of spec.needs: causal attention and no other
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     call = spec.K, spec.G, spec.B, (spec.k_side.size, spec.v_side.size), spec.dtype
-    against = {
-        f"expected one of {TRIED}, got {call}": call not in TRIED,
-        "masks: expected causal attention and no other": spec.masks != PLAIN,
-        "logits: expected no changes": any(spec.logits),
-    }
-    return [reason for reason, holds in against.items() if holds] + hopper.serves(spec, target)
+    against = [] if call in TRIED else [f"expected one of {TRIED}, got {call}"]
+    return not_applied(spec, APPLIES) + against + hopper.serves(spec, target)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
@@ -258,7 +254,7 @@ def beside_kernel(
     TIMES: gl.constexpr = DIVISION.times
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows_full = barriers(1, 1)
-    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, rows_full)  # type: ignore[call-arg]
+    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, rows_full, None)  # type: ignore[call-arg]
     ring = ring_of(dtype, TILE.M, TILE.N, page_of(SHAPE))
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()

@@ -64,7 +64,10 @@ def work_item(
     count, end_tile, full_start, full_end, oldest = key_tiles(
         s, q_len, seq_len, first_token, tensors, numbers, SPEC, SHAPE
     )
-    mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
+    if short is None:
+        mine = (first_token < q_len) & (q_len * G > DIVISION.rows)
+    else:
+        mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
     count = gl.where(mine, count, 0)
     return kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
 
@@ -226,7 +229,7 @@ def scheduler(
     """Takes items, longest first, and brings their query rows, packed (token, head of the group).
 
     ``taken`` counts items: all, from the front, and from the back. Programs for short sequences start at that end of
-    the batch where these are, the others at the other end, until they meet.
+    the batch where these are, the others at the other end, until they meet. ``short`` None: there are none.
     """
     G: gl.constexpr = SPEC.G
     M: gl.constexpr = SHAPE.M
@@ -236,7 +239,10 @@ def scheduler(
     tiles = numbers.T // TOKENS + numbers.S
     last = tiles * SPEC.K - 1
     programs = gl.num_programs(0)
-    few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, SHAPE.warps)
+    if short is None:
+        few = 0 * programs
+    else:
+        few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, SHAPE.warps)
     reverse, start, item = first_item(few, programs)
     ticket = gl.program_id(0)
     n = 0

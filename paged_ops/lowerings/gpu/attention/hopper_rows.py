@@ -49,10 +49,14 @@ LN2 = gl.constexpr(0.6931471805599453)
 def softmax_tile(
     qk, m, factor, cap, i, low, j, seq_len,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BOUNDED: gl.constexpr, SOFT_CAP: gl.constexpr,
+    BY_ROWS: gl.constexpr = False,
 ):  # fmt: skip
     """p (unnormalised), m, each thread's sum of p, and the decay of earlier sums; to base 2, with the scale folded into
-    one multiply-add."""
-    if SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
+    one multiply-add. BY_ROWS: each row has a factor, or cap[1], of its own."""
+    of_row = factor
+    if SOFT_CAP and BY_ROWS:
+        qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * cap[1][:, None]) + 1.0)
+    elif SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
         qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * cap[1]) + 1.0)
     if MASKED:
         kept = j[None, :] < seq_len
@@ -63,7 +67,9 @@ def softmax_tile(
         qk = gl.where(kept, qk, float("-inf"))
     m_new = gl.maximum(m, gl.max(qk, 1))
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
-    p = gl.exp2(qk * factor - shift[:, None])
+    if BY_ROWS and not SOFT_CAP:
+        of_row = factor[:, None]
+    p = gl.exp2(qk * of_row - shift[:, None])
     decay = gl.exp2(m * factor - shift)
     # over the columns of a thread; the threads of a row are summed at the end
     sums = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
@@ -179,13 +185,18 @@ def step(
     if BOUNDED:
         masked = masked | (tile < full_start)
     j = tile * SHAPE.N + j0
+    BY_ROWS: gl.constexpr = shared.row_factors is not None
     if masked:
         if SHAPE.M > 2 * WARPGROUP and not MASKS.ranges:  # again for each such tile, as registers are few
             rows: gl.constexpr = m.type.layout
             low, i = keys_of_rows(positions(first_i, which, SPEC.G, rows), 0, tensors, numbers, MASKS)
-        p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
+        p, m, l_tile, decay = softmax_tile(
+            s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP, BY_ROWS
+        )
     else:
-        p, m, l_tile, decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP)
+        p, m, l_tile, decay = softmax_tile(
+            s, m, factor, cap, i, low, j, seq_len, False, CAUSAL, BOUNDED, SOFT_CAP, BY_ROWS
+        )
     sums = finish(sums, V_PARTS)
     give_back(shared.v_empty.index(v_stage), SHAPE)
     l_layout: gl.constexpr = gl.SliceLayout(1, l_tile.type.layout)
@@ -291,11 +302,12 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    factor = numbers.scale * LOG2E
-    cap = (0.0, 0.0)
+    of_all = numbers.scale * LOG2E
+    cap_of_all = (0.0, 0.0)
     if SOFT_CAP:
-        factor = 1.0
-        cap = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
+        of_all = 1.0
+        cap_of_all = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
+    BY_ROWS: gl.constexpr = shared.row_factors is not None
     j0 = gl.arange(0, N, gl.SliceLayout(0, s_layout))
     zero = gl.full([M, N], 0.0, gl.float32, s_layout)
     mbarrier.wait(shared.item_full.index(0), 0)
@@ -330,6 +342,15 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
             if MASKS.ranges:
                 s_of = get(shared.items, slot, SEQUENCE, 4)
             low, i = keys_of_rows(i, s_of, tensors, numbers, MASKS)
+            factor = of_all
+            cap = cap_of_all
+            if BY_ROWS:
+                mbarrier.wait(shared.rows_full.index(slot), (n // SLOTS) & 1)
+                of_rows = shared.row_factors.index(slot).slice(which * M, M).load(s_rows)
+                if SOFT_CAP:
+                    cap = (cap_of_all[0], cap_of_all[1] * of_rows)
+                else:
+                    factor = of_all * of_rows
             m = gl.full([M], float("-inf"), gl.float32, s_rows)
             sink = m
             if SPEC.logits.sinks:
@@ -341,14 +362,16 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
 
             # the last tile first: it needs the mask
             stage = total % STAGES
-            if shared.rows_full is not None:
+            if shared.rows_full is not None and not BY_ROWS:
                 mbarrier.wait(shared.rows_full.index(n % ROW_SLOTS), (n // ROW_SLOTS) & 1)
             mbarrier.wait(shared.k_full.index(stage), (total // STAGES) & 1)
             s = multiply(shared.q_tiles, q_at, shared.k_tiles, stage, zero, K_PARTS)
             s = warpgroup_mma_wait(0, deps=[s])
             give_back(shared.k_empty.index(stage), SHAPE)
             j = (end_tile - 1) * N + j0
-            p, m, l, _decay = softmax_tile(s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP)
+            p, m, l, _decay = softmax_tile(
+                s, m, factor, cap, i, low, j, seq_len, True, CAUSAL, BOUNDED, SOFT_CAP, BY_ROWS
+            )
             p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
             # values past the sequence may be NaN: the first warpgroup zeroes them once
             if end_tile * N > seq_len:
@@ -392,6 +415,8 @@ def consumer(which: gl.constexpr, tensors, numbers, shared, SPEC: gl.constexpr, 
                 l += gl.where(sink > float("-inf"), gl.exp2(sink - m * factor), 0.0)
             seen = l != 0.0
             share = gl.where(seen, 1.0 / gl.where(seen, l, 1.0), 0.0)
+            if tensors.v_scale is not None:
+                share *= gl.load(tensors.v_scale)
             sums = scaled(sums, share, V_PARTS)
             if shared.places is None:
                 store_item(

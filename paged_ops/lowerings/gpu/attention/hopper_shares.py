@@ -55,7 +55,7 @@ from paged_ops.lowerings.gpu.attention.hopper_units import part_after, part_of, 
 from paged_ops.lowerings.gpu.attention.tile import Batch, oldest_key
 from paged_ops.lowerings.gpu.attention.units import share_index
 from paged_ops.lowerings.gpu.launch import Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 LEAST_ROWS = 9  # packed query rows; split_kernel has slices for fewer, which start and end faster
@@ -66,16 +66,14 @@ START = 128  # keys: what the beginning of a unit costs
 FEW_STAGES = 3  # tiles of 128 keys that are worth having: with two, four or five of 64 are faster
 # Heads of keys and values that were run on a GPU; it compiles for all that hopper.py serves.
 SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (256, 256)
+APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})  # names of spec.needs
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     sizes = spec.k_side.size, spec.v_side.size
-    against = {
-        "bidirectional_ranges": bool(spec.masks.ranges),
-        f"head sizes: expected one of {SIZES}, got {sizes}": sizes not in SIZES,
-    }
-    return [reason for reason, holds in against.items() if holds] + hopper.serves(spec, target)
+    against = [] if sizes in SIZES else [f"head sizes: expected one of {SIZES}, got {sizes}"]
+    return not_applied(spec, APPLIES) + against + hopper.serves(spec, target)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
@@ -293,7 +291,7 @@ def shares_kernel(
     places = gl.allocate_shared_memory(gl.int32, [SHAPE.slots, 1], mbarrier.MBarrierLayout())
     rows_full = barriers(SHAPE.slots, 1)
     of_all = shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE)
-    shared = Shared(*of_all, places, rows_full)  # type: ignore[call-arg]
+    shared = Shared(*of_all, places, rows_full, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if PDL:

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import decode, tuning
 from paged_ops.lowerings.gpu.attention.tile import (
+    APPLIES,
     Batch,
     Keys,
     Rows,
@@ -42,7 +43,7 @@ from paged_ops.lowerings.gpu.attention.tile import (
 from paged_ops.lowerings.gpu.attention.units import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
 from paged_ops.lowerings.gpu.scaled_rows import load_scales, rotated_columns, times_scales
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 LARGEST_LATENT, LARGEST_ROTATED = 512, 128
@@ -58,7 +59,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     if spec.rotated is None:
         return ["kv_cache: not latent"]
-    return too_large(spec.v_side.size, spec.rotated.size)
+    return not_applied(spec, APPLIES | {"latent", "row_scales"}) + too_large(spec.v_side.size, spec.rotated.size)
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:

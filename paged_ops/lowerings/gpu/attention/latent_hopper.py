@@ -44,7 +44,7 @@ from paged_ops.lowerings.gpu.attention.tile import Batch
 from paged_ops.lowerings.gpu.attention.units import share_index
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 ROWS = 64  # packed query rows of a unit
@@ -55,6 +55,9 @@ STAGES = 2  # tiles: as many as shared memory holds beside the query rows
 # instruction after another (C7512): the whole kernel took up to 1.35 times as long with 168. Triton 3.9's wants more.
 REGISTERS = (192, 192, 24) if TRITON >= (3, 9) else (176, 176, 24)
 
+# What its roles, and those of latent_hopper_columns.py, apply, by the names of spec.needs.
+APPLIES = frozenset({"latent", "causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})
+
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
@@ -62,18 +65,13 @@ def serves(spec: Spec, target: Target) -> list[str]:
         return ["kv_cache: not latent"]
     side, sizes = spec.v_side, (spec.v_side.size, spec.rotated.size)
     against = {
-        "alibi_slopes": spec.logits.alibi,
-        "block_sparse": spec.masks.sparse,
-        "bidirectional_ranges": bool(spec.masks.ranges),
-        "k_scale": spec.k_side.scale is not None,
-        "output_scale": spec.out != spec.dtype,
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
         f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
         f"head sizes: expected {LATENT} and {ROTATED}, got {sizes}": sizes != (LATENT, ROTATED),
         "kv_cache: expected rows that TMA can address": side.d != 1
         or bool(spec.B % 8 or side.b % 8 or side.n % (8 * side.b)),
     }
-    return [reason for reason, holds in against.items() if holds]
+    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
 
 
 def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:

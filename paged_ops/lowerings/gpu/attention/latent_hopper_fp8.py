@@ -48,7 +48,7 @@ from paged_ops.lowerings.gpu.attention.units import share_index
 from paged_ops.lowerings.gpu.fp8 import widen_halves, widen_pairs
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Launcher, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 GROUPS = gl.constexpr(4)  # of 128 latent columns
@@ -58,6 +58,13 @@ MANY = 32
 # By rows: tiles in shared memory, units whose query rows are there, registers of the warpgroups after the first.
 SIZES = {16: (4, 2, (112, 112, 32)), 32: (4, 1, (136, 136, 24))}
 OUTSTANDING = {16: 4, 32: 2}  # products that a warpgroup does not await
+# What its roles apply, by the names of spec.needs.
+APPLIES = frozenset(
+    {
+        *("latent", "causal", "window", "chunk", "soft_cap", "sinks"),
+        *("float8_e4m3fn", "float8_e5m2", "row_scales", "k_scale"),
+    }
+)
 
 depends_on = latent_hopper.depends_on
 
@@ -68,17 +75,13 @@ def serves(spec: Spec, target: Target) -> list[str]:
         return ["kv_cache: not latent"]
     side, sizes, stored = spec.v_side, (spec.v_side.size, spec.rotated.size), spec.storage.dtype
     against = {
-        "alibi_slopes": spec.logits.alibi,
-        "block_sparse": spec.masks.sparse,
-        "bidirectional_ranges": bool(spec.masks.ranges),
-        "output_scale": spec.out != spec.dtype,
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
         f"cache_dtype: expected float8, got {stored}": stored not in (torch.float8_e4m3fn, torch.float8_e5m2),
         f"head sizes: expected {LATENT} and {ROTATED}, got {sizes}": sizes != (LATENT, ROTATED),
         "kv_cache: expected rows that TMA can address": side.d != 1
         or bool(spec.B % 8 or side.b % 16 or side.n % side.b),
     }
-    return [reason for reason, holds in against.items() if holds]
+    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:

@@ -14,6 +14,7 @@ read once for all of them) and N keys of a tile.
   a unit's programs of ``split_kernel`` does so (parts.py), and there is no second launch.
 * ``prefill_kernel`` (prefill.py, or hopper.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. hopper.py also takes short sequences of fewer rows if that is faster: see its short_keys.
+* ``fp8_kernel`` (hopper_fp8.py) does the same over fp8 caches on Hopper, with heads of 64 and 128.
 * ``beside_kernel`` (hopper_beside.py) replaces both on Hopper where prompts and decodes were measured side by side: it
   computes decodes by shares, and at the same time longer sequences by tiles of query rows.
 * ``shares_kernel`` (hopper_shares.py) replaces ``split_kernel`` on Hopper where all sequences have 9 to 128 rows, and
@@ -39,10 +40,11 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import Features
+from paged_ops.features import Features, refuse_others
 from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
 from paged_ops.lowerings.gpu import ahead
 from paged_ops.lowerings.gpu.attention import decode, latent, prefill, tuning
+from paged_ops.lowerings.gpu.cache import FORMATS
 from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
 from paged_ops.lowerings.gpu.spec import (
@@ -57,6 +59,12 @@ from paged_ops.lowerings.gpu.spec import (
 )
 from paged_ops.lowerings.gpu.target import Target, target_of
 
+# What attention applies here: the arguments of the op by their names, and formats of the cache.
+APPLIES = FORMATS | {
+    *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
+    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    *("soft_cap", "alibi_slopes", "sinks"),
+}
 RANGES = "bidirectional_ranges"  # the one feature with a row for each sequence
 
 
@@ -286,6 +294,7 @@ def _describe(
         out, _ = fake.paged_attention_with_lse(*arguments, out=given, **f._asdict())
     else:
         out = fake.paged_attention(*arguments, out=out, **f._asdict())
+    refuse_others(f, kv_cache, APPLIES, "attention on a GPU")
     paged = paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype)
     N, B, K, D, Dv = *paged.key.shape[:3], paged.head_size, paged.value_head_size
     (T, H, _), S, device = query.shape, seq_lens.shape[0], query.device
@@ -342,10 +351,11 @@ def _hopper() -> tuple[ModuleType, ...]:
     from paged_ops.lowerings.gpu.attention import (
         hopper,
         hopper_beside,
+        hopper_fp8,
         hopper_shares,
         latent_hopper,
         latent_hopper_columns,
         latent_hopper_fp8,
     )
 
-    return hopper_shares, hopper_beside, hopper, latent_hopper_columns, latent_hopper, latent_hopper_fp8
+    return hopper_shares, hopper_beside, hopper, hopper_fp8, latent_hopper_columns, latent_hopper, latent_hopper_fp8

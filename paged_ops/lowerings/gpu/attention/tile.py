@@ -17,6 +17,17 @@ from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# What the helpers here apply, by the names of spec.needs.
+APPLIES = frozenset(
+    {
+        *("causal", "window", "chunk", "ranges", "sparse", "heads_an_offset"),
+        *("soft_cap", "alibi", "sinks"),
+        *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("bits of float8_e4m3fn", "bits of float8_e5m2", "bits of float8_e4m3fnuz", "bits of float8_e5m2fnuz"),
+        *("k_scale", "v_scale", "output_scale"),
+    }
+)
+
 
 class Batch(NamedTuple):
     """What a kernel is called with."""
