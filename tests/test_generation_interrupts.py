@@ -13,12 +13,13 @@ import pytest
 import torch
 from test_generation import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
-from paged_ops import allocator, block_pool, cache, generation, outcome, request, sampling, scheduling
+from paged_ops import allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 
 FILES = {
-    module.__file__ for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling)
+    module.__file__
+    for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns)
 }
 
 
@@ -59,7 +60,7 @@ class Alarm:
     def _is_delivery(self, frame: FrameType) -> bool:
         """Whether the next bytecode hands the tokens over: there CPython looks for no signal."""
         code = frame.f_code
-        if code.co_name != "step":
+        if code.co_name not in ("step", "__next__"):
             return False
         if code not in self._returns:
             self._returns[code] = {each.offset for each in dis.get_instructions(code) if each.opname == "RETURN_VALUE"}
