@@ -440,21 +440,18 @@ class GenerationLoop:
 
     def _queue(self, requests: list[Request]) -> None:
         """Queues all of them, or none, for the next step."""
-        named = {each.request_id: each for first in requests for each in (first, *first.others)}
-        try:
-            self._requests.update(named)
-            self._arrivals.append(requests)
-        except BaseException:
-            if not (self._arrivals and self._arrivals[-1] is requests):
-                for request_id in named:
-                    self._requests.pop(request_id, None)
-            raise
+        self._arrivals.append(requests)
+        self._register(requests)
+
+    def _register(self, requests: list[Request]) -> None:
+        self._requests.update({each.request_id: each for first in requests for each in (first, *first.others)})
 
     def take_in(self) -> None:
         """Gives the requests that arrived to the scheduler, and to the team."""
         within, self._is_open = self._is_open, True
         while self._arrivals:
             requests = self._arrivals[0]
+            self._register(requests)  # unless an interrupt came between
             if self._team is not None:
                 self._team.submitted += [each for each in requests if each not in self._team.submitted]
             self._scheduler.queue(requests)
@@ -602,12 +599,7 @@ class GenerationLoop:
         if not self._aborting:
             return
         aborting, outcome = self._aborting.copy(), Outcome()
-        for request in sorted(aborting, key=lambda request: request.request_id):
-            if request.finish_reason is None:
-                outcome.end(request, "abort")
-                others = [other for other in request.others if other.finish_reason is None and other not in aborting]
-                if others:  # the first of them now computes the prompt
-                    outcome.starts.append((others[0], tuple(others[1:])))
+        outcome.abort(aborting)
         self._outcome = outcome
         self._apply(outcome)
         self._aborting -= aborting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,15 @@ class Outcome:
         """Ends a request without a token."""
         self.ends.append((request, reason, error))
         self.say(request, NewToken(request.request_id, None, reason, error))
+
+    def abort(self, requests: Set[Request]) -> None:
+        """Ends those of the requests that go on."""
+        for request in sorted(requests, key=lambda request: request.request_id):
+            if request.finish_reason is None:
+                self.end(request, "abort")
+                others = [other for other in request.others if other.finish_reason is None and other not in requests]
+                if others:  # the first of them now computes the prompt
+                    self.starts.append((others[0], tuple(others[1:])))
 
     def say(self, request: Request, new: NewToken) -> None:
         """Delivers an event."""

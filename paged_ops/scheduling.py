@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.block_pool import OutOfBlocks
+from paged_ops.block_pool import OutOfBlocks, most_blocks_kept
 from paged_ops.cache import KVCache
 from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import Batch
@@ -160,6 +160,11 @@ class Scheduler:
     def settled(self) -> None:
         """Records that the planned step is done: what it admitted stays."""
         self._admitted = []
+        cache = self._kv_cache
+        if cache.reserves_in_parts:
+            for request in self.running:
+                if request.gave_way_at == len(request.tokens):  # before others take the blocks that it gave back
+                    cache.reserve(request, min(cache.block_size, cache.num_reservable(request)))
 
     def give_up(self) -> None:
         """Gives back what the planned step has reserved; what it admitted waits again."""
@@ -266,27 +271,34 @@ class Scheduler:
             if any(self._shares_unfinished_prefix(request, other, start) for other, start, _ in prefills):
                 index += 1  # in the next step its prefix will be in the cache
                 continue
-            tokens, key, chunk = request.tokens, request.extra_key, budget
-            in_parts = cache.reserves_in_parts and not self._needs_all(request)
-            first_chunk = chunk if in_parts else None  # None: slots for all tokens
-            while not cache.can_admit(tokens, key, first_chunk=first_chunk, spare_blocks=len(self.running)):
-                first_chunk = chunk = chunk // 2 if in_parts else 0
-                if not chunk:
+            tokens, key = request.tokens, request.extra_key
+            least = self._least_slots(request)
+            slots = budget if least == 1 else len(tokens)
+            while not cache.can_admit(tokens, key, first_chunk=slots, spare_blocks=len(self.running)):
+                if slots <= least or not cache.reserves_in_parts:
                     return num_cached
+                slots = max(slots // 2, least)
             self._admitted.append(request)
-            start = cache.admit(request, tokens, key, first_chunk=first_chunk)
+            start = cache.admit(request, tokens, key, first_chunk=slots)
             del self.waiting[index]
             self._start(request)
-            prefills.append((request, start, min(chunk, len(tokens) - start)))
+            prefills.append((request, start, min(budget, slots, len(tokens) - start)))
             budget -= prefills[-1][2]
             num_cached += start
         return num_cached
 
-    def _needs_all(self, request: Request) -> bool:
-        """Whether it must find slots for all its tokens at once: it gave way to others in the cache, and in parts it
-        would do so again and again."""
-        most = min(pool.num_blocks * pool.block_size for pool in self._kv_cache.pools)
-        return request.gave_way_at == len(request.tokens) <= most
+    def _least_slots(self, request: Request) -> int:
+        """The fewest slots with which it is admitted: one, but if it gave way to others in the cache, as many as get it
+        through its prompt whatever they do. As each part gives blocks back, :meth:`settled` reserves others."""
+        cache, size = self._kv_cache, self._kv_cache.block_size
+        if request.gave_way_at != len(request.tokens) or not cache.num_used_blocks:
+            return 1
+        enough = [
+            min(most_blocks_kept(size, pool.sliding_window, pool.attention_chunk) + 1, pool.num_blocks)
+            for pool in cache.pools
+            if pool.reserves_in_parts
+        ]
+        return min(max(enough, default=1) * size, len(request.tokens))
 
     def _shares_unfinished_prefix(self, request: Request, other: Request, num_computed: int) -> bool:
         """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""

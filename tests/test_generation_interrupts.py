@@ -271,3 +271,41 @@ def test_garbage_after_an_interrupt_gives_its_blocks_back() -> None:
     del loop
     gc.collect()
     assert kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("call", ["swap_out", "swap_in", "commit"])
+def test_an_interrupted_call_of_the_cache_keeps_what_a_sequence_holds(call: str) -> None:
+    """Which blocks a sequence has, where they are and where they begin changes as one."""
+
+    def prepare() -> KVCache:
+        kv_cache = KVCache(1, 6, B, K, D, num_host_blocks=4, sliding_window=6 if call == "commit" else 0)
+        kv_cache.admit("other", [0] * B)  # so that blocks of host and device have different numbers
+        kv_cache.admit("a", range(13))
+        for token, slot in enumerate(kv_cache.slots("a")):
+            kv_cache.layers[0][slot // B, slot % B] = float(token)
+        kv_cache.commit("a", 0 if call == "commit" else 13)
+        if call == "swap_in":
+            kv_cache.swap_out("a")
+        return kv_cache
+
+    def act(kv_cache: KVCache) -> None:
+        if call == "commit":
+            kv_cache.commit("a", 13)
+        else:
+            getattr(kv_cache, call)("a")
+
+    alarm, kv_cache = Alarm(), prepare()
+    with alarm.armed():
+        act(kv_cache)
+    for at in range(1, alarm.count + 1):
+        kv_cache, alarm = prepare(), Alarm(at)
+        with pytest.raises(KeyboardInterrupt), alarm.armed():
+            act(kv_cache)
+        kv_cache.recover()
+        if kv_cache.is_swapped_out("a"):
+            kv_cache.swap_in("a")
+        start = kv_cache.num_given_back("a") * B
+        held = [float(kv_cache.layers[0][slot // B, slot % B].max()) for slot in kv_cache.slots("a", start, 13)]
+        assert held == list(range(start, 13)), alarm.where
+        kv_cache.free("a")
+        assert kv_cache.stats().used_blocks == 1, alarm.where
