@@ -269,7 +269,7 @@ def _form(kv_cache: KVCache) -> dict[str, Any]:
     }
 
 
-def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+def _backends(group: dist.ProcessGroup | None) -> dict[str, dist.Backend]:
     """The group's backend for each type of device."""
     return dist.BackendConfig(dist.Backend(get_backend_config(group))).get_device_backend_map()
 
