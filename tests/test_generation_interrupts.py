@@ -2,6 +2,7 @@
 
 import dis
 import gc
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -59,12 +60,16 @@ class Alarm:
         return self._trace
 
     def _is_delivery(self, frame: FrameType) -> bool:
-        """Whether the next bytecode hands the tokens over: there CPython looks for no signal."""
+        """Whether the next bytecode returns the tokens: CPython looks for signals behind a call, and not there."""
         code = frame.f_code
         if code.co_name not in ("step", "__next__"):
             return False
         if code not in self._returns:
-            self._returns[code] = {each.offset for each in dis.get_instructions(code) if each.opname == "RETURN_VALUE"}
+            self._returns[code] = {
+                each.offset
+                for before, each in itertools.pairwise(dis.get_instructions(code))
+                if each.opname == "RETURN_VALUE" and "CALL" not in before.opname
+            }
         return frame.f_lasti in self._returns[code]
 
 
