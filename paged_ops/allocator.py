@@ -19,6 +19,7 @@ from paged_ops.block_pool import BlockPool, CacheStats, Prefix, most_blocks_kept
 from paged_ops.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.checks import at_least
 from paged_ops.masks import oldest_key
+from paged_ops.turns import Turns
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class BlockAllocator:
         # A key holds the parent of its value, so an ancestor's identity survives the eviction of the ancestor's block.
         self._prefixes: weakref.WeakValueDictionary[tuple[Prefix | None, tuple[Hashable, ...]], Prefix]
         self._prefixes = weakref.WeakValueDictionary()
+        self.turns = Turns()
         self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
 
     def admit(
@@ -182,7 +184,7 @@ class BlockAllocator:
             seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
             self.pool.remember(seq.blocks[index - seq.first_block], seq.prefixes[-1])
         if self._forgets:
-            self._give_back(seq)
+            self._give_back(seq_id, seq)
 
     def check_commit(self, seq_id: Hashable, num_written: int) -> _Sequence:
         """Raises what ``commit`` would."""
@@ -276,13 +278,13 @@ class BlockAllocator:
         seq = self._live(seq_id)
         if self._copies:
             raise ValueError(f"seq_id: {seq_id!r} cannot be swapped out while copies are pending; flush copies first")
-        pairs = self._move(seq)
+        pairs = self._move(seq_id, seq)
         self._num_swapped_out += len(pairs)
         return pairs
 
     def swap_in(self, seq_id: Hashable) -> list[tuple[int, int]]:
         """Brings a sequence back to the device; pairs (host block, device block) as in ``swap_out``."""
-        pairs = self._move(self._swapped(seq_id))
+        pairs = self._move(seq_id, self._swapped(seq_id))
         self._num_swapped_in += len(pairs)
         return pairs
 
@@ -431,12 +433,13 @@ class BlockAllocator:
         oldest = oldest_key(num_computed, self.sliding_window, self.attention_chunk)
         return max(0, min(oldest, num_computed - 1)) // self.block_size
 
-    def _give_back(self, seq: _Sequence) -> None:
+    def _give_back(self, seq_id: Hashable, seq: _Sequence) -> None:
         first_block = self._first_block(seq.num_computed)
         count = first_block - seq.first_block
         if count:
             unseen = seq.blocks[:count]
-            seq.blocks, seq.first_block = seq.blocks[count:], first_block
+            # one assignment, so that an interrupt leaves both as they were or both changed
+            self._sequences[seq_id] = replace(seq, blocks=seq.blocks[count:], first_block=first_block)
             for block in unseen:
                 self._release(block)
 
@@ -507,7 +510,7 @@ class BlockAllocator:
         found = [target.find(prefix) for prefix in seq.prefixes[1 + seq.first_block :]]
         return found + [None] * (self._num_blocks(num_tokens) - seq.first_block - len(found))
 
-    def _move(self, seq: _Sequence) -> list[tuple[int, int]]:
+    def _move(self, seq_id: Hashable, seq: _Sequence) -> list[tuple[int, int]]:
         source, target = (self.host_pool, self.pool) if seq.swapped else (self.pool, self.host_pool)
         plan = self._swap_plan(seq)
         blocks = target.take(plan)
@@ -523,7 +526,7 @@ class BlockAllocator:
             target.remember(block, prefix)
         for block in reversed(seq.blocks):
             source.release(block)
-        seq.blocks, seq.swapped = blocks, not seq.swapped
+        self._sequences[seq_id] = replace(seq, blocks=blocks, swapped=not seq.swapped)  # both in one assignment
         return pairs
 
     def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:

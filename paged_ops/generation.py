@@ -8,6 +8,9 @@ A step happens whole or not at all. All that can fail comes first: slots are res
 chosen. The changes that follow from it are recorded as one ``Outcome``, and then made. An exception before that gives
 the reserved slots back. An exception after it, which can only be an interrupt, leaves the rest to the next call.
 
+Cache and scheduler change only within a turn (``Turns``), so in one thread at a time. What other threads, signal
+handlers and finalizers ask for meanwhile is noted in ``_arrivals`` and ``_aborting``.
+
 Sources of the ideas: iteration-level scheduling of Orca (Yu et al., OSDI 2022), preemption of PagedAttention (Kwon et
 al. 2023, arXiv:2309.06180), chunked prefill of Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310), the redo log of
 ARIES (Mohan et al., TODS 1992).
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 import weakref
 from collections import deque
@@ -75,12 +79,15 @@ class GenerationLoop:
     """Continuous batching: ``submit`` requests, then ``step`` (or ``run``) until none is left; or ``generate``.
 
     A step happens whole or not at all, whatever is raised in it, Ctrl-C included: the next step then gives the same
-    tokens. Call it from one thread at a time. As a context manager it is closed at the end.
+    tokens. Any thread may call any method. The steps of all loops on one cache run one after the other. The model, a
+    processor or a signal handler may call ``submit``, ``abort``, ``output`` and ``close`` within a step. As a context
+    manager the loop is closed at the end.
 
     Args:
         step: the model.
-        kv_cache: the cache that the step writes. It may also hold sequences of others. The loop's sequences are freed
-            when they finish, when the loop is closed, and when it is garbage collected.
+        kv_cache: the cache that the step writes. It may also hold sequences of others, who must not change it while a
+            step runs. The loop's sequences are freed when they finish, when the loop is closed, and when it is garbage
+            collected.
         max_num_seqs: most sequences of a step.
         max_num_tokens: the token budget of a step, at least max_num_seqs.
         max_model_len: longest sequence, prompt and output; by default the step's ``max_model_len``, at most what the
@@ -158,16 +165,18 @@ class GenerationLoop:
         )
         self._is_warm = not compile and self._runner.mode is GraphMode.NONE
         self._scheduler = Scheduler(kv_cache, max_num_seqs, max_num_tokens, max_model_len, self.stats)
+        self._turns = kv_cache.turns
         self._events: deque[NewToken] = deque()  # events of submitted requests that are not yet delivered
+        self._arrivals: deque[list[Request]] = deque()  # which the scheduler does not know yet
         self._requests: dict[int, Request] = {}  # the unfinished ones, and the last that finished
         self._finished: deque[int] = deque()
         self._closed = False
         self._aborting: set[Request] = set()
-        self._is_open = False  # whether changes are being made
-        self._outcome: Outcome | None = None  # the changes that are decided
-        self._num_begun = 0
+        self._is_open = False  # whether a step has begun whose changes are not decided
+        self._outcome: Outcome | None = None  # the changes that are decided, and not yet all made
         self._team = Team.of(self, step, group, rank_time_limit)
-        weakref.finalize(self, give_back, kv_cache, self._scheduler.unfinished).atexit = False
+        clean_up = functools.partial(give_back, kv_cache, self._scheduler.unfinished)
+        weakref.finalize(self, kv_cache.turns.change, clean_up, waits=False).atexit = False
 
     # Requests
 
@@ -190,18 +199,19 @@ class GenerationLoop:
         return requests[0].request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request, waiting, running or swapped out, at any time; its blocks are free at once, or after the step
-        that is running, or, among several ranks, with the next step. Its last :class:`NewToken` says "abort". False if
-        it had ended already.
+        """End a request, waiting, running or swapped out, at any time; its blocks are free at once, or, within a step,
+        after it, or, among several ranks, with the next step. Its last :class:`NewToken` says "abort". False if it had
+        ended already.
+
+        Waits for the step that another thread runs.
 
         Raises:
             ValueError: no request ever had this id.
         """
         request = self._request(request_id)
-        if request is None or request.finish_reason is not None:
-            return False
-        self._drop([request])
-        return True
+        goes_on = request is not None and request.finish_reason is None
+        self._drop([request] if request is not None else [])
+        return goes_on
 
     def output(self, request_id: int) -> Output:
         """The tokens of a request so far, with its finish_reason, error and logprobs. The outputs of the last 1024
@@ -218,7 +228,7 @@ class GenerationLoop:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished, or has tokens that ``step`` has not yet returned."""
-        return bool(self._scheduler.unfinished or self._events)
+        return bool(self._scheduler.unfinished or self._arrivals or self._events)
 
     def step(self) -> list[NewToken]:
         """Schedules and runs one step. Returns the tokens that it produced: none for prompts that are not yet computed.
@@ -229,15 +239,19 @@ class GenerationLoop:
             OutOfBlocks: no request can run, because others hold the cache's blocks. Free some, or abort a request.
             Exception: whatever the model, a processor or a criterion raises. The step has not happened then.
         """
-        self._fill(self._events)
-        events = self._events
-        new = list(events)
-        try:
+        events, new = self._events, list[NewToken]()
+
+        def take() -> None:
+            self._next([*self._scheduler.unfinished, *itertools.chain(*self._arrivals)], events)
+            new.extend(events)
             events.clear()
+
+        try:
+            self._turns.run(take)
             return new
         except BaseException:  # an interrupt: the caller did not get them
-            events.clear()
-            events.extend(new)
+            if new and not (events and events[0] is new[0]):
+                events.extendleft(reversed(new))
             raise
 
     def run(self, on_token: Callable[[NewToken], None] | None = None) -> dict[int, Output]:
@@ -245,13 +259,16 @@ class GenerationLoop:
         token."""
         outputs: dict[int, Output] = {}
         while self.has_work:
-            self._fill(self._events)
-            while self._events:
-                new = self._events.popleft()
-                outputs.setdefault(new.request_id, Output()).take(new)
-                if on_token is not None:
-                    with self._shared_errors():
-                        on_token(new)
+            events = deque(self.step())
+            try:
+                while events:
+                    new = events.popleft()
+                    outputs.setdefault(new.request_id, Output()).take(new)
+                    if on_token is not None:
+                        with self._shared_errors():
+                            on_token(new)
+            finally:
+                self._events.extendleft(reversed(events))  # those that on_token has not seen
         return outputs
 
     def generate(
@@ -291,8 +308,7 @@ class GenerationLoop:
         try:
             self._queue(requests)
             with contextlib.nullcontext() if on_token or not self._team else self._team.calling_only_steps():
-                while events or any(request.finish_reason is None for request in every):
-                    self._fill(events)
+                while self._fill(every, events):
                     while events:
                         new = events.popleft()
                         if on_token is not None:
@@ -323,25 +339,25 @@ class GenerationLoop:
         assert self._team is not None
         while not self._closed:
             try:
-                self._advance(FOLLOW)
+                self._turns.run(functools.partial(self._advance, FOLLOW))
             except Exception:  # rank 0 has it too, and decides what to do
                 if self._team.lost:
                     raise
             self._events.clear()
 
     def close(self) -> None:
-        """Aborts all requests and gives their blocks back; the loop then takes no more requests. Of several ranks, all
-        close."""
+        """Aborts all requests and gives their blocks back; the loop then takes no more requests. Within a step, it does
+        so after the step. If it is interrupted, call it again. Of several ranks, all close."""
+        self._turns.change(self._leave)
+
+    def _leave(self) -> None:
         if self._team is not None and not self._closed:
             self._team.leave()
         self._close()
 
     def _close(self) -> None:
         self._closed = True
-        every = *self._scheduler.unfinished, *self._requests.values()
-        self._aborting.update(request for request in every if request.finish_reason is None)
-        if not self._is_open:
-            self._settle()
+        self._settle()
 
     def __enter__(self) -> GenerationLoop:
         return self
@@ -358,9 +374,13 @@ class GenerationLoop:
             ValueError: requests are unfinished, or others have sequences in the cache. Finish or abort them first, as
                 they would go on with keys and values of the old weights.
         """
+        self._turns.run(functools.partial(self._all, "reset", self._reset))
+
+    def _all(self, name: str, call: Callable[[], None]) -> None:
+        """What all ranks call."""
         if self._team is not None:
-            self._team.meet("reset")
-        self._reset()
+            self._team.meet(name)
+        call()
 
     def _reset(self) -> None:
         self._settle()
@@ -383,9 +403,7 @@ class GenerationLoop:
 
         The cache is not touched. ``on_capture`` is called with (sizes captured, sizes in all).
         """
-        if self._team is not None:
-            self._team.meet("warm_up")
-        self._warm_up(on_capture)
+        self._turns.run(functools.partial(self._all, "warm_up", functools.partial(self._warm_up, on_capture)))
 
     def _warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
         run = functools.partial(self._run_first, on_capture)
@@ -421,26 +439,35 @@ class GenerationLoop:
         return self._maker.make(prompts, params, extra_key, events)
 
     def _queue(self, requests: list[Request]) -> None:
-        """Queues all of them, or none."""
+        """Queues all of them, or none, for the next step."""
+        self._arrivals.append(requests)
+        self._register(requests)
+
+    def _register(self, requests: list[Request]) -> None:
+        self._requests.update({each.request_id: each for first in requests for each in (first, *first.others)})
+
+    def take_in(self) -> None:
+        """Gives the requests that arrived to the scheduler, and to the team."""
         within, self._is_open = self._is_open, True
-        try:
-            self._requests.update({each.request_id: each for first in requests for each in (first, *first.others)})
-            self._scheduler.queue(requests)
+        while self._arrivals:
+            requests = self._arrivals[0]
+            self._register(requests)  # unless an interrupt came between
             if self._team is not None:
-                self._team.submitted += requests
-            self._is_open = within
-        except BaseException:
-            for request in requests:
-                self._scheduler.unfinished.pop(request, None)
-            if not within:
-                self._settle()
-            raise
+                self._team.submitted += [each for each in requests if each not in self._team.submitted]
+            self._scheduler.queue(requests)
+            self._arrivals.popleft()
+        self._is_open = within
+
+    @property
+    def has_arrivals(self) -> bool:
+        return bool(self._arrivals)
 
     def adopt(self, submissions: Sequence[Submission]) -> None:
         """Queues what rank 0 submitted."""
         for each in submissions:
             tokens, params = list(each.tokens), params_of(each)
             self._queue([self._maker.add(tokens, params, each.extra_key, 0, each.stop, self._events)])
+        self.take_in()
 
     def abort_together(self, request_ids: Iterable[int]) -> None:
         """Aborts what any rank aborted, as all ranks know now."""
@@ -450,15 +477,16 @@ class GenerationLoop:
         """The request with that id, or None if it is no longer kept."""
         request = self._requests.get(request_id)
         num_given = self._maker.next_id
-        expect(0 <= request_id < num_given, "request_id", f"one of {num_given} that were given", request_id)
+        known = request is not None or 0 <= request_id < num_given
+        expect(known, "request_id", f"one of {num_given} that were given", request_id)
         return request
 
-    def _drop(self, requests: Iterable[Request]) -> None:
+    def _drop(self, requests: Iterable[Request], waits: bool = True) -> None:
         """Aborts the unfinished ones: now, after the step that is running, or when all ranks know."""
         where = self._aborting if self._team is None else self._team.aborted
         where.update(request for request in requests if request.finish_reason is None)
-        if not self._is_open and self._team is None:
-            self._settle()
+        if self._team is None:
+            self._turns.change(self._settle, waits=waits)
 
     def _shared_errors(self) -> contextlib.AbstractContextManager[None]:
         """An exception inside it, between steps, is raised on all ranks."""
@@ -466,16 +494,20 @@ class GenerationLoop:
 
     # A step
 
-    def _fill(self, events: deque[NewToken]) -> None:
-        """Runs a step if nothing is left to deliver."""
-        if self._outcome is not None:  # an interrupted call may have delivered a part of its events
+    def _fill(self, requests: Iterable[Request], events: deque[NewToken]) -> bool:
+        """Runs a step if nothing is left to deliver and one of the requests goes on. False if all is delivered."""
+        return bool(events) or self._turns.run(functools.partial(self._next, requests, events))
+
+    def _next(self, requests: Iterable[Request], events: deque[NewToken]) -> bool:
+        if self._outcome is not None:  # of an interrupted call
             self._settle()
-        if not events:
+        if not events and any(request.finish_reason is None for request in requests):
             self._advance()
+        return bool(events) or any(request.finish_reason is None for request in requests)
 
     def _advance(self, call: str = "step") -> None:
         """Runs one step, if there is work. Its tokens are added to the events of their requests."""
-        if self._team is not None and (self._scheduler.unfinished or call == FOLLOW):
+        if self._team is not None and (self._scheduler.unfinished or self._arrivals or call == FOLLOW):
             call = self._team.meet(call)
             if call != "step":
                 {"warm_up": self._warm_up, "reset": self._reset, "close": self._close}[call]()
@@ -485,15 +517,11 @@ class GenerationLoop:
         self._settle()
         if not self._scheduler.unfinished:
             return
-        started = time.perf_counter()
-        self._num_begun += 1
-        number, grad_mode = self._num_begun, torch.is_grad_enabled()
+        started, grad_mode = time.perf_counter(), torch.is_grad_enabled()
         try:
             with torch.no_grad():
                 self._is_open = True
                 plan, outcome = self._compute()
-                if self._num_begun != number:
-                    raise RuntimeError("step: another step was run within this one, which was given up")
                 self._outcome = outcome  # from here on the step has happened
                 self._apply(outcome)
                 if plan.has_admitted or outcome.forks:  # only then can there be more shared blocks than before
@@ -553,8 +581,8 @@ class GenerationLoop:
                 self._requests.pop(self._finished.popleft(), None)
         vars(self.stats).update(outcome.stats)
         self._scheduler.settled()
-        self._outcome = None
         self._is_open = False
+        self._outcome = None
 
     def _settle(self) -> None:
         """Finishes what an earlier call left: makes the changes that were decided, drops the others. Then aborts."""
@@ -563,15 +591,15 @@ class GenerationLoop:
         elif self._is_open:
             self._scheduler.give_up()
             self._is_open = False
+        if self._team is None or self._closed:
+            self.take_in()
+        if self._closed:
+            every = *self._scheduler.unfinished, *self._requests.values()
+            self._aborting.update(request for request in every if request.finish_reason is None)
         if not self._aborting:
             return
         aborting, outcome = self._aborting.copy(), Outcome()
-        for request in sorted(aborting, key=lambda request: request.request_id):
-            if request.finish_reason is None:
-                outcome.end(request, "abort")
-                others = [other for other in request.others if other.finish_reason is None and other not in aborting]
-                if others:  # the first of them now computes the prompt
-                    outcome.starts.append((others[0], tuple(others[1:])))
-        self._is_open, self._outcome = True, outcome
+        outcome.abort(aborting)
+        self._outcome = outcome
         self._apply(outcome)
         self._aborting -= aborting

@@ -26,6 +26,7 @@ from paged_ops.checks import expect
 from paged_ops.layouts import Layout
 from paged_ops.parallel.spread import WHOLE, Spread
 from paged_ops.states import StateCache
+from paged_ops.turns import Turns
 
 _LONGEST = 2**24  # tokens of a sequence whose layers all keep state: it is one block of that size
 
@@ -45,6 +46,7 @@ class HybridCache:
     Attributes:
         layers: the tensors of the L layers in the model's order, then those of ``states``: what a step is given.
         block_size, device: of all pools.
+        turns: of the calls of generation loops that change the cache.
 
     Raises:
         ValueError: the pools do not fit each other, or ``pool_of_layer``.
@@ -61,6 +63,7 @@ class HybridCache:
             self.pools = (_NoKeys(states),)
         self.block_size = self.pools[0].block_size
         self.device = self.pools[0].device
+        self.turns = Turns()
         self._committing: tuple[Hashable, int, int | None] | None = None  # a commit in progress, for recover
         self.layers: list[Tensor] = []
         remaining = [list(pool.layers) for pool in self.pools]

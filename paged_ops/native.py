@@ -78,16 +78,43 @@ def _warn(source: Source, why: Exception) -> None:
 
 
 def own_folder(shared: Path) -> Path:
-    """A folder in it that only this user can write, so that no library of others is ever loaded.
+    """A folder in it that only this user can write, and that no other user can replace, so that no library of others is
+    ever loaded.
 
     Raises OSError if there can be none.
     """
-    folder = shared / f"user-{os.geteuid()}"
+    folder = shared.resolve() / f"user-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(f"expected a folder that only this user can write, got {folder}")
+    for parent in folder.parents:
+        if _others_can_rename_in(parent.lstat()):
+            raise PermissionError(f"expected a folder in which no other user can rename {folder}, got {parent}")
     return folder
+
+
+def _others_can_rename_in(folder: os.stat_result) -> bool:
+    """Whether a user other than root and this one can rename what this one has in a folder."""
+    if folder.st_uid not in (0, os.geteuid()):
+        return True
+    if folder.st_mode & stat.S_ISVTX:  # there only owners can
+        return False
+    shared_by_group = folder.st_mode & stat.S_IWGRP and not _is_private(folder.st_gid)
+    return bool(folder.st_mode & stat.S_IWOTH or shared_by_group)
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is this user's own: of the same name, and without other members. Where users have such groups,
+    the folders that they make are writable for the group."""
+    import grp
+    import pwd
+
+    try:
+        name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name == name and set(found.gr_mem) <= {name}
 
 
 def load(source: Source, compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], Any]:

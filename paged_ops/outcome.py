@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,28 @@ class Outcome:
     tokens: list[tuple[Request, int, int, TokenLogprobs | None]] = field(default_factory=list)
     starts: list[tuple[Request, tuple[Request, ...]]] = field(default_factory=list)  # samples that wait from now on
     ends: list[tuple[Request, str, str | None]] = field(default_factory=list)  # finish_reason, and of an error why
-    events: list[tuple[deque[NewToken], NewToken]] = field(default_factory=list)
+    # Each is an iterator of one event, as extend() takes that from it and adds it in one go. So it is added once, also
+    # where another thread has delivered it before an interrupted outcome is made again.
+    events: list[tuple[deque[NewToken], Iterator[NewToken]]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends a request without a token."""
         self.ends.append((request, reason, error))
-        self.events.append((request.events, NewToken(request.request_id, None, reason, error)))
+        self.say(request, NewToken(request.request_id, None, reason, error))
+
+    def abort(self, requests: Set[Request]) -> None:
+        """Ends those of the requests that go on."""
+        for request in sorted(requests, key=lambda request: request.request_id):
+            if request.finish_reason is None:
+                self.end(request, "abort")
+                others = [other for other in request.others if other.finish_reason is None and other not in requests]
+                if others:  # the first of them now computes the prompt
+                    self.starts.append((others[0], tuple(others[1:])))
+
+    def say(self, request: Request, new: NewToken) -> None:
+        """Delivers an event."""
+        self.events.append((request.events, iter((new,))))
 
     def add_samples(self, rows: list[int], requests: list[Request], num_free: int) -> None:
         """Further samples of prompts that are computed. As many as can run choose from the same rows; the others wait,
@@ -53,7 +68,7 @@ class Outcome:
             reason = request.finish_reason_with(token, i in choices.stops)
             logprobs = choices.logprobs.get(i)
             self.tokens.append((request, len(request.tokens), token, logprobs))
-            self.events.append((request.events, NewToken(request.request_id, token, reason, None, logprobs)))
+            self.say(request, NewToken(request.request_id, token, reason, None, logprobs))
             if reason is not None:
                 self.ends.append((request, reason, None))
         if self.forks:
@@ -73,11 +88,9 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
     for parent, child in outcome.forks:
         scheduler.fork(parent, child)
     for request, position, token, logprobs in outcome.tokens:
-        if again:
-            del request.tokens[position:], request.logprobs[position - request.num_prompt :]
-        request.tokens.append(token)
+        request.tokens[position:] = [token]
         if logprobs is not None:
-            request.logprobs.append(logprobs)
+            request.logprobs[position - request.num_prompt :] = [logprobs]
         request.others = ()
     for request, others in [*outcome.starts, *((child, ()) for _, child in outcome.forks)]:
         request.others = others
@@ -86,7 +99,8 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
         else:
             scheduler.join(request)
     for request, reason, error in outcome.ends:
-        request.finish_reason, request.error = reason, error
+        request.error = error
+        request.finish_reason = reason  # last, as other threads read it
         if request in cache:
             cache.free(request)
         scheduler.unfinished.pop(request, None)
@@ -95,8 +109,7 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
     if again:
         scheduler.relist()
     for events, new in outcome.events:
-        if not (again and any(each is new for each in events)):
-            events.append(new)
+        events.extend(new)
 
 
 def rows_of(requests: Sequence[Scheduled]) -> tuple[list[int], list[Request]]:

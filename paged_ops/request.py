@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +101,7 @@ class Request:
     row: int = -1  # of the block table; -1 when not running
     num_blocks: int = 0  # written to that row
     num_given_back: int = 0  # blocks that the sequence had given back when the row was written
+    gave_way_at: int = -1  # its length when it last gave all its blocks to others in the cache
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
@@ -134,9 +137,12 @@ class Request:
         return "length" if len(self.tokens) + 1 - self.num_prompt >= self.params.max_new_tokens else None
 
     def output(self) -> Output:
-        """The output so far."""
-        logprobs = None if self.params.logprobs is None else list(self.logprobs)
-        return Output(self.tokens[self.num_prompt :], self.finish_reason, self.error, logprobs)
+        """The output so far; whole, if there is a reason why it ended."""
+        reason, error = self.finish_reason, self.error  # first, as another thread may add a token and its end meanwhile
+        if self.params.logprobs is None:
+            return Output(self.tokens[self.num_prompt :], reason, error)
+        logprobs = self.logprobs.copy()
+        return Output(self.tokens[self.num_prompt :][: len(logprobs)], reason, error, logprobs)
 
 
 class RequestMaker:
@@ -159,6 +165,7 @@ class RequestMaker:
         seed: int | None,
     ) -> None:
         self.next_id = 0
+        self._ids = itertools.count()
         self._limit, self._vocab_size, self._stop_token_ids = limit, vocab_size, stop_token_ids
         self._processors, self._criteria = processors, criteria
         self._seeds = random.Random(seed)
@@ -201,9 +208,10 @@ class RequestMaker:
         events: deque[NewToken],
     ) -> Request:
         """The requests of one prompt, unchecked: the first sample, which has the others."""
+        ids = tuple(itertools.islice(self._ids, params.n))  # consecutive, as no other thread or handler comes between
         first, *others = [
             Request(
-                request_id=self.next_id + sample,
+                request_id=ids[sample],
                 sample=sample,
                 tokens=tokens.copy(),
                 num_prompt=len(tokens),
@@ -217,7 +225,7 @@ class RequestMaker:
             )
             for sample in range(params.n)
         ]
-        self.next_id += params.n
+        self.next_id = max(self.next_id, ids[-1] + 1)
         first.others = tuple(others)
         return first
 
@@ -236,20 +244,29 @@ class TokenStream(Iterator[NewToken]):
         self,
         requests: tuple[Request, ...],
         events: deque[NewToken],
-        fill: Callable[[deque[NewToken]], None],
-        drop: Callable[[Iterable[Request]], None],
+        fill: Callable[[Iterable[Request], deque[NewToken]], bool],
+        drop: Callable[..., None],
     ) -> None:
         self.request_ids = tuple(request.request_id for request in requests)
         self._requests = requests
         self._events = events
         self._fill = fill
         self._drop = drop
+        self._lock = threading.RLock()  # of the events, for threads that share the stream
 
     def __next__(self) -> NewToken:
-        while self._events or any(request.finish_reason is None for request in self._requests):
-            self._fill(self._events)
-            if self._events:
-                return self._events.popleft()
+        new: NewToken | None = None
+        try:
+            while self._fill(self._requests, self._events):
+                with self._lock:
+                    if self._events:
+                        new = self._events[0]
+                        self._events.popleft()
+                        return new
+        except BaseException:  # an interrupt: the caller did not get it
+            if new is not None and not (self._events and self._events[0] is new):
+                self._events.appendleft(new)
+            raise
         raise StopIteration
 
     @property
@@ -271,7 +288,7 @@ class TokenStream(Iterator[NewToken]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._drop(self._requests, waits=False)
 
 
 def read_prompts(prompts: Any) -> list[Any]:

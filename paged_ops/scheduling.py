@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.block_pool import OutOfBlocks
+from paged_ops.block_pool import OutOfBlocks, most_blocks_kept
 from paged_ops.cache import KVCache
 from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import Batch
@@ -73,9 +73,11 @@ class Scheduler:
         self._rows: tuple[list[int], torch.Tensor] = ([], torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def queue(self, requests: list[Request]) -> None:
-        """New requests, whose ids are larger than all others'."""
-        self.unfinished.update(dict.fromkeys(requests))
-        self.waiting += requests
+        """New requests; those that are known, or have ended, are left out."""
+        new = [each for each in requests if each not in self.unfinished and each.finish_reason is None]
+        self.unfinished.update(dict.fromkeys(new))
+        self.waiting += new
+        self.waiting.sort(key=_id_of)  # several threads may have queued them in another order
 
     def join(self, request: Request) -> None:
         """Adds a further sample: it runs if it has blocks, else it waits."""
@@ -122,12 +124,7 @@ class Scheduler:
             if self.waiting and not self.swapped:
                 cached_tokens = self._admit(budget, prefills)
             if not (decodes or prefills):
-                first, cache = (self.swapped or self.waiting)[0], self._kv_cache
-                raise OutOfBlocks(
-                    f"{first!r}: expected free blocks for its {len(first.tokens)} tokens, but {cache.num_used_blocks}"
-                    f" of {cache.num_blocks} are held by others than this loop; free some, or"
-                    f" abort({first.request_id})"
-                )
+                raise self._out_of_blocks((self.swapped or self.waiting)[0])
         prompt_tokens = sum(num_tokens for _, _, num_tokens in prefills)
         return Plan(decodes + prefills, prompt_tokens, cached_tokens, bool(self._admitted))
 
@@ -163,6 +160,11 @@ class Scheduler:
     def settled(self) -> None:
         """Records that the planned step is done: what it admitted stays."""
         self._admitted = []
+        cache = self._kv_cache
+        if cache.reserves_in_parts:
+            for request in self.running:
+                if request.gave_way_at == len(request.tokens):  # before others take the blocks that it gave back
+                    cache.reserve(request, min(cache.block_size, cache.num_reservable(request)))
 
     def give_up(self) -> None:
         """Gives back what the planned step has reserved; what it admitted waits again."""
@@ -269,19 +271,34 @@ class Scheduler:
             if any(self._shares_unfinished_prefix(request, other, start) for other, start, _ in prefills):
                 index += 1  # in the next step its prefix will be in the cache
                 continue
-            tokens, key, chunk = request.tokens, request.extra_key, budget
-            while not cache.can_admit(tokens, key, first_chunk=chunk, spare_blocks=len(self.running)):
-                chunk = chunk // 2 if cache.reserves_in_parts else 0
-                if not chunk:
+            tokens, key = request.tokens, request.extra_key
+            least = self._least_slots(request)
+            slots = budget if least == 1 else len(tokens)
+            while not cache.can_admit(tokens, key, first_chunk=slots, spare_blocks=len(self.running)):
+                if slots <= least or not cache.reserves_in_parts:
                     return num_cached
+                slots = max(slots // 2, least)
             self._admitted.append(request)
-            start = cache.admit(request, tokens, key, first_chunk=chunk)
+            start = cache.admit(request, tokens, key, first_chunk=slots)
             del self.waiting[index]
             self._start(request)
-            prefills.append((request, start, min(chunk, len(tokens) - start)))
+            prefills.append((request, start, min(budget, slots, len(tokens) - start)))
             budget -= prefills[-1][2]
             num_cached += start
         return num_cached
+
+    def _least_slots(self, request: Request) -> int:
+        """The fewest slots with which it is admitted: one, but if it gave way to others in the cache, as many as get it
+        through its prompt whatever they do. As each part gives blocks back, :meth:`settled` reserves others."""
+        cache, size = self._kv_cache, self._kv_cache.block_size
+        if request.gave_way_at != len(request.tokens) or not cache.num_used_blocks:
+            return 1
+        enough = [
+            min(most_blocks_kept(size, pool.sliding_window, pool.attention_chunk) + 1, pool.num_blocks)
+            for pool in cache.pools
+            if pool.reserves_in_parts
+        ]
+        return min(max(enough, default=1) * size, len(request.tokens))
 
     def _shares_unfinished_prefix(self, request: Request, other: Request, num_computed: int) -> bool:
         """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""
@@ -299,7 +316,13 @@ class Scheduler:
         bisect.insort(self.running, request, key=_id_of)
 
     def _preempt(self, request: Request) -> None:
-        """Takes a running sequence's blocks: it is swapped out, or, if the host has no room, computed again later."""
+        """Takes a running sequence's blocks: it is swapped out, or, if the host has no room, computed again later.
+
+        Raises:
+            OutOfBlocks: the loop runs nothing else, so that it gives way to others in the cache; and it has done so
+                before, without a token since. It has given way then.
+        """
+        is_alone = self.running == [request]
         if self._kv_cache.can_swap_out(request):
             self._kv_cache.swap_out(request)
             self.leave(request)
@@ -310,6 +333,17 @@ class Scheduler:
             self.leave(request)
             bisect.insort(self.waiting, request, key=_id_of)
             self._stats.recomputed += 1
+            if is_alone:
+                if request.gave_way_at == len(request.tokens):
+                    raise self._out_of_blocks(request)
+                request.gave_way_at = len(request.tokens)
+
+    def _out_of_blocks(self, request: Request) -> OutOfBlocks:
+        cache = self._kv_cache
+        return OutOfBlocks(
+            f"{request!r}: expected free blocks for its {len(request.tokens)} tokens, but {cache.num_used_blocks} of"
+            f" {cache.num_blocks} are held by others than this loop; free some, or abort({request.request_id})"
+        )
 
 
 def give_back(kv_cache: KVCache | HybridCache, requests: Iterable[Request]) -> None:

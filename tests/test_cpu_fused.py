@@ -2,7 +2,9 @@
 unit; how it is compiled, and what happens where it cannot be."""
 
 import ctypes
+import grp
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
@@ -363,6 +365,47 @@ def test_only_this_user_can_write_what_is_loaded(tmp_path):
     folder.write_text("a file")
     with pytest.raises(FileExistsError):
         fused.own_folder(tmp_path)
+
+
+def test_no_other_user_can_replace_the_folder(tmp_path, monkeypatch):
+    """Whoever can rename a folder above can put a library of theirs in the place of ours."""
+    above = tmp_path / "above"
+    shared = above / "shared"
+    shared.mkdir(parents=True)
+    folder = fused.own_folder(shared)
+    for mode, safe in ((0o777, False), (0o1777, True), (0o757, False), (0o755, True)):
+        above.chmod(mode)
+        if safe:
+            assert fused.own_folder(shared) == folder
+        else:
+            with pytest.raises(PermissionError, match=f"no other user can rename .*, got {above}$"):
+                fused.own_folder(shared)
+    link = tmp_path / "link"
+    link.symlink_to(above)
+    assert fused.own_folder(link / "shared") == folder, "without the link, which may change"
+    above.chmod(0o775)
+    for own, safe in ((True, True), (False, False)):
+        monkeypatch.setattr(native, "_is_private", lambda group, own=own: own)
+        if safe:
+            assert fused.own_folder(shared) == folder
+        else:
+            with pytest.raises(PermissionError, match="no other user can rename"):
+                fused.own_folder(shared)
+
+
+def test_a_group_of_one_user(monkeypatch):
+    user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(os.getegid())
+    for name, members, private in (
+        (user.pw_name, [], True),
+        (user.pw_name, [user.pw_name], True),
+        (user.pw_name, ["other"], False),
+        ("staff", [], False),
+    ):
+        found = type(group)((name, "x", group.gr_gid, members))
+        monkeypatch.setattr(grp, "getgrgid", lambda gid, found=found: found)
+        assert native._is_private(group.gr_gid) == private
+    monkeypatch.undo()
+    assert not native._is_private(2**31 - 2), "no such group"
 
 
 def test_what_another_user_made(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import allocator, graphs, loop, metadata, ops, programs, runner, threads
+from fuzz import allocator, graphs, lifecycle, loop, metadata, ops, programs, runner, threads
 
 import paged_ops
 
@@ -23,6 +23,7 @@ CAMPAIGNS = {
     "allocator": (allocator, range(40)),
     "metadata": (metadata, range(20)),
     "loop": (loop, range(12)),
+    "lifecycle": (lifecycle, range(10)),
     "graphs": (graphs, range(5)),
     "programs": (programs, range(2)),
     "threads": (threads, range(8)),

@@ -2,6 +2,7 @@
 
 import dis
 import gc
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz.allocator import Contents
 from test_generation import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
-from paged_ops import allocator, block_pool, cache, generation, outcome, request, sampling, scheduling
+from paged_ops import allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 
 FILES = {
-    module.__file__ for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling)
+    module.__file__
+    for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns)
 }
 
 
@@ -57,12 +60,16 @@ class Alarm:
         return self._trace
 
     def _is_delivery(self, frame: FrameType) -> bool:
-        """Whether the next bytecode hands the tokens over: there CPython looks for no signal."""
+        """Whether the next bytecode returns the tokens: CPython looks for signals behind a call, and not there."""
         code = frame.f_code
-        if code.co_name != "step":
+        if code.co_name not in ("step", "__next__"):
             return False
         if code not in self._returns:
-            self._returns[code] = {each.offset for each in dis.get_instructions(code) if each.opname == "RETURN_VALUE"}
+            self._returns[code] = {
+                each.offset
+                for before, each in itertools.pairwise(dis.get_instructions(code))
+                if each.opname == "RETURN_VALUE" and "CALL" not in before.opname
+            }
         return frame.f_lasti in self._returns[code]
 
 
@@ -131,7 +138,7 @@ def test_interrupts_everywhere_in_one_run() -> None:
         loop, turns = make_loop(), 0
         steps: list[list[NewToken]] = []
         while loop.has_work:
-            alarm = Alarm(generator.randint(1, 6000))  # two of three steps are interrupted
+            alarm = Alarm(generator.randint(1, 9000))  # two of three steps are interrupted
             try:
                 with alarm.armed():
                     new = loop.step()
@@ -270,3 +277,41 @@ def test_garbage_after_an_interrupt_gives_its_blocks_back() -> None:
     del loop
     gc.collect()
     assert kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("call", ["swap_out", "swap_in", "commit"])
+def test_an_interrupted_call_of_the_cache_keeps_what_a_sequence_holds(call: str) -> None:
+    """Which blocks a sequence has, where they are and where they begin changes as one."""
+
+    def prepare() -> Contents:
+        kv_cache = Contents(6, B, 4, sliding_window=6 if call == "commit" else 0)
+        kv_cache.admit("other", [0] * B)  # so that blocks of host and device have different numbers
+        kv_cache.admit("a", range(13))
+        for token, slot in enumerate(kv_cache.slots("a")):
+            kv_cache.device[slot // B][slot % B] = token
+        kv_cache.commit("a", 0 if call == "commit" else 13)
+        if call == "swap_in":
+            kv_cache.swap_out("a")
+        return kv_cache
+
+    def act(kv_cache: Contents) -> None:
+        if call == "commit":
+            kv_cache.commit("a", 13)
+        else:
+            getattr(kv_cache, call)("a")
+
+    alarm, kv_cache = Alarm(), prepare()
+    with alarm.armed():
+        act(kv_cache)
+    for at in range(1, alarm.count + 1):
+        kv_cache, alarm = prepare(), Alarm(at)
+        with pytest.raises(KeyboardInterrupt), alarm.armed():
+            act(kv_cache)
+        kv_cache.recover()
+        if kv_cache.is_swapped_out("a"):
+            kv_cache.swap_in("a")
+        start = kv_cache.num_given_back("a") * B
+        held = [kv_cache.device[slot // B][slot % B] for slot in kv_cache.slots("a", start, 13)]
+        assert held == list(range(start, 13)), alarm.where
+        kv_cache.free("a")
+        assert kv_cache.stats().used_blocks == 1, alarm.where

@@ -103,23 +103,26 @@ class Team:
             self._ranks.is_quiet = False
             return name
         loop = self._loop
+        loop.take_in()
         state = loop.stats.steps, loop.kv_cache.num_used_blocks
-        submitted = tuple(map(Submission.of, self.submitted))
-        aborted = tuple(request.request_id for request in self.aborted)
+        submitted, aborting = tuple(map(Submission.of, self.submitted)), self.aborted.copy()
+        aborted = tuple(request.request_id for request in aborting)
         if name == FOLLOW:
             limit = float(2**24)  # seconds: rank 0 may have nothing to do
         agreed = self._ranks.meet(Call(name, state, submitted, aborted, error), agree_on, limit=limit)
         if agreed.submitted != submitted:
             loop.adopt(agreed.submitted)
-        self.submitted, self.aborted = [], set()
+        self.submitted.clear()
+        self.aborted -= aborting  # others may have come meanwhile
         loop.abort_together(agreed.aborted)
         return agreed.name
 
     def agree(self, run: Callable[[], Result], limit: float | None = None) -> Result:
         """Runs a function on all ranks. On all, returns rank 0's result or raises the first error of any rank."""
+        loop = self._loop
 
         def is_quiet() -> bool:
-            return self.only_steps and not self.submitted and not self.aborted
+            return self.only_steps and not loop.has_arrivals and not self.submitted and not self.aborted
 
         return self._ranks.agree(run, limit=limit, is_quiet=is_quiet)
 

@@ -79,8 +79,8 @@ def send_blocks(
         group: the process group that both are in; the default group when None.
 
     Raises:
-        ValueError: ``block_ids`` are wrong on one rank, or the caches differ in layers, layout, block size, heads
-            or dtype: on both ranks. Another argument is wrong: on this one, before anything is sent.
+        ValueError: ``kv_cache`` or ``block_ids`` are wrong on one rank, or the caches differ in layers, layout, block
+            size, heads or dtype: on both ranks. ``dst`` or ``group`` is wrong: on this one, before anything is sent.
     """
     regions, peer = _agree("send", kv_cache, block_ids, dst, group)
     kv_cache.flush_copies()
@@ -217,16 +217,21 @@ def _agree(
 ) -> tuple[list[MemoryRegion], _Peer]:
     """Check the call here and there, by one exchange that both ranks make whatever they find."""
     name = {"send": "dst", "recv": "src"}[does]
-    regions, mine = memory_regions(kv_cache), _form(kv_cache)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     others = f"another rank of the group {ranks} than {dist.get_rank()}, this one"
     expect(rank in ranks and rank != dist.get_rank(), name, others, rank)
-    peer = _Peer(rank, _between(kv_cache.device, group), group)
-    wrong = _wrong_ids(kv_cache, block_ids, once=does == "recv")
-    form = {"error": wrong} if wrong else {"does": does, "block_ids": len(block_ids), **mine}
+    # What ranks say goes over the host if it can, as a rank that was called without a cache has no device.
+    device = torch.device("cpu") if "cpu" in _backends(group) else getattr(kv_cache, "device", torch.device("cuda"))
+    peer = _Peer(rank, device, group)
+    try:
+        regions, mine = memory_regions(kv_cache), _form(kv_cache)
+        between = _between(kv_cache.device, group)
+        _check_ids(kv_cache, block_ids, once=does == "recv")
+    except Exception as error:
+        peer.exchange(json.dumps({"error": str(error)}).encode())  # the other rank waits for it
+        raise
+    form = {"does": does, "block_ids": len(block_ids), **mine}
     theirs = json.loads(peer.exchange(json.dumps(form).encode()))
-    if wrong:
-        raise ValueError(wrong)
     if "error" in theirs:
         raise ValueError(f"on rank {rank}: {theirs['error']}")
     other = {"send": "receives", "recv": "sends"}[does]
@@ -235,19 +240,18 @@ def _agree(
     expect(same, "block_ids", f"{theirs['block_ids']} blocks as on rank {rank}", len(block_ids))
     for what, value in mine.items():
         expect(theirs[what] == value, f"kv_cache.{what}", f"{theirs[what]} as on rank {rank}", value)
-    return regions, peer
+    return regions, peer._replace(device=between)
 
 
-def _wrong_ids(kv_cache: KVCache, block_ids: Sequence[int], once: bool) -> str:
-    """What is wrong with the blocks that a call names, or nothing."""
+def _check_ids(kv_cache: KVCache, block_ids: Sequence[int], once: bool) -> None:
+    """Raises a ValueError if a call cannot use the blocks that it names."""
     N = kv_cache.num_blocks
+    expect(isinstance(block_ids, Sequence), "block_ids", "blocks in an order, such as a list", repr(block_ids))
     for block in block_ids:
-        if type(block) is not int or not 0 <= block < N:
-            return f"block_ids: expected blocks from 0 to {N - 1}, got {block!r}"
+        expect(type(block) is int and 0 <= block < N, "block_ids", f"blocks from 0 to {N - 1}", repr(block))
     if once and len(set(block_ids)) < len(block_ids):
         twice = next(block for block in block_ids if list(block_ids).count(block) > 1)
-        return f"block_ids: expected each block to receive once, got {twice} twice"
-    return ""
+        expect(False, "block_ids", "each block to receive once", f"{twice} twice")
 
 
 def _form(kv_cache: KVCache) -> dict[str, Any]:
@@ -265,9 +269,14 @@ def _form(kv_cache: KVCache) -> dict[str, Any]:
     }
 
 
+def _backends(group: dist.ProcessGroup | None) -> dict[str, dist.Backend]:
+    """The group's backend for each type of device."""
+    return dist.BackendConfig(dist.Backend(get_backend_config(group))).get_device_backend_map()
+
+
 def _between(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
     """The device of messages: the cache's, or the host where the group has none but gloo, which sends from there."""
-    backends = dist.BackendConfig(dist.Backend(get_backend_config(group))).get_device_backend_map()
+    backends = _backends(group)
     backend = backends.get(device.type)
     if backend is None and "cpu" not in backends:
         raise ValueError(f"group: expected one with a backend for {device.type} or cpu, got {backends}")

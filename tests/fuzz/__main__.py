@@ -14,6 +14,7 @@ CAMPAIGNS = {
     "allocator": "BlockAllocator against a slow model of contents",
     "metadata": "the builder and the batch helpers against plain Python",
     "loop": "GenerationLoop under aborts, exceptions and preemption against a dense model",
+    "lifecycle": "loops that share a cache, and threads that share a loop",
     "programs": "random programs of ops, compiled against eager",
     "threads": "ops from several threads, and on random streams, against the same ops alone",
     "ambient": "every case of the registry under autocast, default devices and other states, against the same without",

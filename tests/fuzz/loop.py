@@ -1,13 +1,15 @@
 """Campaign: ``GenerationLoop`` under everything that may happen to it, tokens against a dense model in float64.
 
 One case is one loop over a small cache: requests of many kinds come and go, some are aborted, the model raises, Ctrl-C
-strikes between any two lines, sequences are preempted, prefixes shared. Every token must be what the dense model gives
-for all tokens before it, each must be delivered once, and at the end every block must be free.
+strikes between any two lines, once or again while the first is handled, or a signal handler submits, aborts and closes
+there. Sequences are preempted, prefixes shared. Every token must be what the dense model gives for all tokens before
+it, each must be delivered once, and at the end every block must be free.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -19,6 +21,7 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops import generation, sampling
+from paged_ops.block_pool import OutOfBlocks
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 from paged_ops.hybrid import HybridCache
@@ -66,7 +69,6 @@ class Sent:
     got: list[int] = dataclasses.field(default_factory=list)
     ended: str | None = None
     aborted: bool = False
-    is_lossy: bool = False  # Ctrl-C may have taken a token on its way to us
 
 
 def run(case: Case) -> None:
@@ -75,9 +77,19 @@ def run(case: Case) -> None:
 
 
 class Session:
-    def __init__(self, case: Case) -> None:
-        rng = case.random
-        self.case, self.rng = case, rng
+    """A loop and its requests; ``beside`` is one whose cache it shares."""
+
+    def __init__(self, case: Case, beside: Session | None = None) -> None:
+        self.case, self.rng = case, case.random
+        if beside is None:
+            self.make_cache()
+        else:
+            names = ("V", "toy", "step_", "B", "cache", "what")
+            self.__dict__.update({name: getattr(beside, name) for name in names})
+        self.make_loop()
+
+    def make_cache(self) -> None:
+        case, rng = self.case, self.rng
         features = rng.choice(FEATURES)
         self.V = rng.choice((7, 30, 64))
         sizes: dict[str, Any] = {"layers": rng.choice((1, 2)), "V": self.V, "H": 4, "K": 2, "D": 16}
@@ -106,21 +118,26 @@ class Session:
             self.cache = KVCache(*shape, **kinds)
         for layer in self.cache.layers:
             layer.fill_(torch.nan)
+        self.what = f"{sizes} {features} B={self.B} N={N} {kinds}"
+
+    def make_loop(self) -> None:
+        case, rng = self.case, self.rng
         seqs = rng.choice((1, 2, 4, 8, 12))
         limits: dict[str, Any] = {"max_num_seqs": seqs, "max_num_tokens": seqs + rng.choice((0, 3, 20, 100))}
         if rng.random() < 0.3:
-            limits["max_model_len"] = min(N * self.B, rng.randint(10, 100))
+            limits["max_model_len"] = min(self.cache.pools[0].num_blocks * self.B, rng.randint(10, 100))
         if case.device.type == "cuda" and rng.random() < 0.5:
             limits["graph_mode"] = "FULL_DECODE_ONLY"
         self.loop = GenerationLoop(self.step_, self.cache, seed=rng.getrandbits(30), **limits)
         if "graph_mode" in limits:
             self.loop.warm_up()
         self.longest = min(self.loop.max_model_len, self.cache.max_seq_len, 100)
-        self.what = f"{sizes} {features} B={self.B} N={N} {kinds} {limits}"
+        self.what += f" {limits}"
         self.sent: dict[int, Sent] = {}
         self.roots = [[rng.randrange(self.V) for _ in range(rng.randint(1, 30))] for _ in range(3)]
         self.fails = rng.choice((0.0, 0.0, 0.03, 0.2))
         self.interrupts = rng.choice((0.0, 0.0, 0.05, 0.2))
+        self.handlers = rng.choice((0.0, 0.0, 0.05, 0.2))
         self.streams: list[Any] = []
 
     def run(self) -> None:
@@ -130,6 +147,9 @@ class Session:
             self.finish()
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.what}") from error
+        self.count()
+
+    def count(self) -> None:
         stats = self.loop.stats
         for name in ("steps", "cached_tokens", "swapped_out", "recomputed"):
             self.case.counts[name] += getattr(stats, name)
@@ -184,19 +204,32 @@ class Session:
         prompt = self.prompt()
         params, key = self.params(prompt), self.rng.choice((None, None, None, "a", 7))
         given: Any = self.rng.choice((prompt, torch.tensor(prompt), tuple(prompt)))
-        self.note(self.loop.submit(given, params, extra_key=key), prompt, params, key)
+        submit = functools.partial(self.loop.submit, given, params, extra_key=key)
+        self.note(self.interruptible(submit, interrupts=0.0), prompt, params, key)
         self.case.counts["requests"] += params.n
 
     def abort(self, request_id: int) -> None:
         sent = self.sent[request_id]
+        request, sent.aborted = self.loop._requests.get(request_id), True
         try:
             ended = self.interruptible(lambda: self.loop.abort(request_id))
         except KeyboardInterrupt:
-            self.loop.abort(request_id)
             ended = None
-        assert ended is not False or self.loop.output(request_id).finish_reason, "abort of a request that goes on"
-        sent.aborted = True
+            self.loop.abort(request_id)
+            self.case.counts["interrupted aborts"] += 1
+        if not self.loop._turns.is_within:
+            assert ended is not False or self.loop.output(request_id).finish_reason, "abort of a request that goes on"
+            assert request not in self.cache, "an aborted request holds blocks"
         self.case.counts["aborts"] += 1
+
+    def call_back(self) -> None:
+        """What a signal handler does."""
+        unfinished = [i for i, sent in self.sent.items() if sent.ended is None]
+        if self.rng.random() < 0.4 or not unfinished:
+            self.submit()
+        else:
+            self.abort(self.rng.choice(unfinished))
+        self.case.counts["calls of handlers"] += 1
 
     def refused(self) -> None:
         """Requests without meaning queue nothing."""
@@ -218,11 +251,18 @@ class Session:
             return  # one that stays queued would give tokens that nobody sent for
         raise AssertionError("a request without meaning was not refused")
 
-    def interruptible(self, function: Callable[[], Any]) -> Any:
-        self.step_.fails = self.fails
+    def interruptible(
+        self, function: Callable[[], Any], interrupts: float | None = None, handler: Callable[[], Any] | None = None
+    ) -> Any:
+        if self.loop._turns.is_within:  # a handler's
+            return function()
+        rng, self.step_.fails = self.rng, self.fails
         try:
-            if self.rng.random() < self.interrupts:
-                return interrupted(function, self.rng.choice((20, 200, 1500)), self.rng)
+            most = rng.choice((20, 200, 1500))
+            if rng.random() < (self.interrupts if interrupts is None else interrupts):
+                return struck(function, most, rng, interrupt, times=rng.choice((1, 1, 2, 3)))
+            if handler or rng.random() < self.handlers:
+                return struck(function, most, rng, handler or self.call_back)
             return function()
         finally:
             self.step_.fails = 0.0
@@ -232,6 +272,8 @@ class Session:
             new = self.interruptible(self.loop.step)
         except ModelError:
             self.case.counts["failed steps"] += 1
+        except OutOfBlocks:
+            self.case.counts["steps out of blocks"] += 1
         except KeyboardInterrupt:
             self.case.counts["interrupted steps"] += 1
         else:
@@ -248,7 +290,7 @@ class Session:
         prompts = [prompt for prompt in prompts if len(prompt) + 3 <= self.longest]
         try:
             outputs = self.interruptible(lambda: self.loop.generate(prompts, params))
-        except (ModelError, KeyboardInterrupt):
+        except (ModelError, OutOfBlocks, KeyboardInterrupt):
             self.case.counts["failed generate()"] += 1
             return
         number = 0
@@ -285,27 +327,16 @@ class Session:
                 self.streams.remove(stream)
                 for request_id in stream.request_ids:
                     assert self.sent[request_id].ended, f"the stream of {request_id} ended without it"
-            except (ModelError, KeyboardInterrupt):
-                self.lost_by_interrupt(stream)
+            except (ModelError, OutOfBlocks, KeyboardInterrupt):
+                self.case.counts["failed next()"] += 1
             else:
                 self.deliver(new)
-
-    def lost_by_interrupt(self, stream: Any) -> None:
-        """A token may have left the stream's queue when Ctrl-C struck: what the stream says of itself is the truth."""
-        for request_id, output in zip(stream.request_ids, stream.outputs, strict=True):
-            sent = self.sent[request_id]
-            sent.is_lossy = True
-            if output.finish_reason and sent.ended is None:
-                sent.ended = output.finish_reason
-                self.check(request_id, sent, output)
 
     # What must hold --------------------------------------------------------------------------------------------------
 
     def deliver(self, new: NewToken) -> None:
         assert new.request_id in self.sent, f"a token of request {new.request_id}, which nobody sent"
         sent = self.sent[new.request_id]
-        if sent.ended is not None and sent.is_lossy:
-            return
         assert sent.ended is None, f"request {new.request_id} goes on after {sent.ended}"
         if new.token is not None:
             sent.got.append(new.token)
@@ -317,10 +348,6 @@ class Session:
         """A finished request: the right tokens, each of them once, and the right end."""
         params, got, prompt = sent.params, sent.got, sent.prompt
         name = f"request {request_id} ({len(prompt)} tokens, {params})"
-        if sent.is_lossy:
-            left = iter(output)
-            assert all(token in left for token in got), f"{name}: delivered {got}, kept {list(output)}"
-            got = sent.got = list(output)
         assert list(output) == got, f"{name}: delivered {got}, kept {list(output)}"
         assert output.finish_reason == sent.ended, f"{name}: {output.finish_reason}, delivered {sent.ended}"
         self.case.counts["tokens"] += len(got)
@@ -391,53 +418,81 @@ class Session:
 
     def finish(self) -> None:
         """To the end, or closed before it; then nothing is left."""
-        rng, loop = self.rng, self.loop
-        if rng.random() < 0.25:
-            for stream in self.streams:
-                stream.close()
-            for sent in self.sent.values():
-                sent.aborted = True
-            try:
-                self.interruptible(loop.close)
-            except KeyboardInterrupt:
-                loop.close()
-            for _ in range(3):
-                for new in loop.step() if loop.has_work else []:
-                    if self.sent[new.request_id].ended is None:
-                        self.deliver(new)
-            try:
-                loop.submit([0], SamplingParams(max_new_tokens=1))
-            except ValueError:
-                pass
-            else:
-                raise AssertionError("a closed loop takes a request")
+        if self.rng.random() < 0.25:
+            self.finish_closed()
         else:
-            for stream in self.streams:
-                for new in stream:
-                    self.deliver(new)
             left = 20_000
-            while loop.has_work:
+            while self.loop.has_work:
                 self.step()
                 left -= 1
                 assert left, f"no end: {[i for i, sent in self.sent.items() if sent.ended is None]}"
-            for request_id, sent in self.sent.items():
-                assert sent.ended is not None, f"request {request_id} never ended"
+            self.read_streams()
+        self.assert_empty()
+
+    def finish_closed(self) -> None:
+        loop, self.handlers = self.loop, 0.0
+        requests = [request for request in loop._requests.values() if request.finish_reason is None]
+        for stream in self.streams:
+            stream.close()
+        for sent in self.sent.values():
+            sent.aborted = True
+        try:
+            if self.rng.random() < 0.5:
+                self.interruptible(self.step, handler=loop.close)
+            self.interruptible(loop.close)
+        except KeyboardInterrupt:
+            self.case.counts["interrupted close()"] += 1
+            loop.close()
+        assert not any(request in self.cache for request in requests), "a closed loop holds blocks"
+        while loop.has_work:
+            for new in loop.step():
+                if self.sent[new.request_id].ended is None:
+                    self.deliver(new)
+        try:
+            loop.submit([0], SamplingParams(max_new_tokens=1))
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("a closed loop takes a request")
+
+    def read_streams(self) -> None:
+        """When no request is left."""
+        for stream in self.streams:
+            for new in stream:
+                self.deliver(new)
+        for request_id, sent in self.sent.items():
+            assert sent.ended is not None, f"request {request_id} never ended"
+
+    def assert_empty(self) -> None:
         assert self.cache.num_used_blocks == 0, f"{self.cache.num_used_blocks} blocks are not given back"
         assert self.cache.stats().host_used_blocks == 0, "host blocks are not given back"
 
 
-def interrupted(function: Callable[[], Any], most: int, rng: Any) -> Any:
-    """The call, with Ctrl-C after so many lines of the package, if it has as many."""
-    left = rng.randint(1, most)
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def struck(function: Callable[[], Any], most: int, rng: Any, strike: Callable[[], Any], times: int = 1) -> Any:
+    """The call, and ``strike`` after so many lines of the package, if it has as many; again soon after, so many times.
+
+    The functions that deliver tokens put back what they took when they are interrupted: they are interrupted once."""
+    left, most_times = rng.randint(1, most), times
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
+        nonlocal left, times
         if not frame.f_code.co_filename.startswith(FOLDER):
             return None
         if event == "line" and left > 0:
             left -= 1
             if left == 0:
-                raise KeyboardInterrupt
+                struck_before, times = times < most_times, times - 1
+                if times:
+                    left = rng.randint(1, 60)
+                elif strike is not interrupt:
+                    sys.settrace(None)
+                    frame.f_trace = None
+                if not (struck_before and frame.f_code.co_name in ("step", "__next__")):
+                    strike()
         return trace
 
     before = sys.gettrace()

@@ -39,9 +39,20 @@ def test_in_several_messages(run_on, staging):
             ["block_ids: expected blocks from 0 to 7, got 8", "on rank 0: block_ids: expected"],
         ),
         ({}, {"block_ids": [3, 3]}, ["on rank 1: block_ids: expected", "each block to receive once, got 3 twice"]),
+        (
+            {"block_ids": {1, 2}},
+            {},
+            ["block_ids: expected blocks in an order, such as a list, got {1, 2}"],
+        ),
+        ({}, {"block_ids": None}, ["on rank 1: block_ids: expected blocks in an order", "got None"]),
+        ({"no_cache": True}, {}, ["on rank 0: kv_cache: expected a KVCache", "got None"]),
+        ({}, {"no_cache": True}, ["on rank 1: kv_cache: expected a KVCache", "got None"]),
         ({}, {"call": "send"}, ["dst: expected a rank that receives blocks, got 1, which called send_blocks too"]),
     ],
-    ids=["block size", "layout", "dtype", "heads", "count", "no such block", "twice", "both send"],
+    ids=[
+        *("block size", "layout", "dtype", "heads", "count", "no such block", "twice"),
+        *("a set", "no blocks", "no cache here", "no cache there", "both send"),
+    ],
 )
 def test_what_differs_is_an_error_on_both_ranks(run_on, here, there, told):
     results = run_on("transfer_cases.refused", 2, 30, here=here, there=there)

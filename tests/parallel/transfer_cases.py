@@ -70,7 +70,8 @@ def refused(rank, size, here, there):
     call = {"send": send_blocks, "recv": recv_blocks}[changes.get("call", "recv" if rank else "send")]
     mine = cache(rank, **changes.get("cache", {}))
     before = contents(mine)
-    message = message_of(call, mine, changes.get("block_ids", [1, 2]), 1 - rank)
+    given = None if changes.get("no_cache") else mine
+    message = message_of(call, given, changes.get("block_ids", [1, 2]), 1 - rank)
     unchanged = all(map(torch.equal, contents(mine), before))
     return message, unchanged, moves(rank, size, "nhd")
 
