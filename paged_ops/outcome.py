@@ -70,6 +70,8 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
             cache.commit(request, num_tokens)
         elif request in cache:
             cache.commit(request, start + num_tokens - cache.num_computed_tokens(request))
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = min(start, request.num_prompt)
     for parent, child in outcome.forks:
         scheduler.fork(parent, child)
     for request, position, token, logprobs in outcome.tokens:
@@ -79,6 +81,8 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
         if logprobs is not None:
             request.logprobs.append(logprobs)
         request.others = ()
+        if request.num_cached_tokens < 0:  # it begins where another sample has computed the prompt
+            request.num_cached_tokens = request.num_prompt
     for request, others in [*outcome.starts, *((child, ()) for _, child in outcome.forks)]:
         request.others = others
         if again:
@@ -86,7 +90,7 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
         else:
             scheduler.join(request)
     for request, reason, error in outcome.ends:
-        request.finish_reason, request.error = reason, error
+        request.end(reason, error)
         if request in cache:
             cache.free(request)
         scheduler.unfinished.pop(request, None)
