@@ -33,7 +33,7 @@ from paged_ops.checks import expect
 from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
 from paged_ops.hybrid import HybridCache
 from paged_ops.model_step import ModelStep, compile_step, expect_step
-from paged_ops.outcome import Outcome, apply, rows_of
+from paged_ops.outcome import Outcome, apply, prompt_rows, rows_of
 from paged_ops.parallel.team import FOLLOW, Submission, Team
 from paged_ops.request import (
     GenerationStats,
@@ -54,6 +54,7 @@ from paged_ops.sampling import (
     TokenLogprobs,
     choose,
     functions,
+    logprobs_of,
 )
 from paged_ops.scheduling import Plan, Scheduler, give_back
 from paged_ops.settings import Defaults
@@ -126,8 +127,12 @@ class GenerationLoop:
         rank_time_limit: float = 60.0,
     ) -> None:
         expect_step(step)
-        fits = isinstance(kv_cache, (KVCache, HybridCache))
-        expect(fits, "kv_cache", "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes", kv_cache)
+        expect(
+            hasattr(kv_cache, "layers"),
+            "kv_cache",
+            "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes",
+            kv_cache,
+        )
         check_kv_cache = getattr(step, "check_kv_cache", None)
         if check_kv_cache is not None:
             check_kv_cache(kv_cache)
@@ -537,12 +542,19 @@ class GenerationLoop:
                 outcome.add_samples(rows, requests, len(self._scheduler.free_rows))
             batch, input_ids = self._scheduler.batch(plan.requests)
             self.kv_cache.flush_copies()
-            logits = self._runner.replay(batch, input_ids)
+            of_prompts, next_tokens, counts = prompt_rows(plan.requests)
+            if of_prompts:
+                logits = self._runner.run_with_rows(self._eager_step, batch, input_ids, of_prompts)
+            else:
+                logits = self._runner.replay(batch, input_ids)
             if self._team is not None:
                 self._team.has_run(batch, input_ids)
                 if not self._team.leads:
                     return Choices([], set(), {})
-            return choose(logits, rows, requests)
+            choices = choose(logits[: batch.num_reqs], rows, requests)
+            if of_prompts:
+                choices = choices._replace(of_prompts=logprobs_of(logits[batch.num_reqs :], next_tokens, counts))
+            return choices
 
         choices = run() if self._team is None else self._team.agree(run)
         if not plan.requests:

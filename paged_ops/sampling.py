@@ -128,6 +128,7 @@ class Choices(NamedTuple):
     tokens: list[int]  # -1 where the logits hold NaN, or no finite value
     stops: set[int]  # indices of the requests that a stopping criterion ends
     logprobs: dict[int, TokenLogprobs]  # of those that asked for them
+    of_prompts: Sequence[TokenLogprobs] = ()  # of the tokens of prompts for which they were asked
 
 
 def functions(argument: str, given: Any) -> tuple[Callable[..., Any], ...]:
@@ -142,10 +143,10 @@ def functions(argument: str, given: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def token_ids(argument: str, given: Any) -> tuple[int, ...]:
-    """Token ids, one or several, as a tuple of Python's integers."""
-    several = (given,) if _is_int(given) else tuple(given) if isinstance(given, Iterable) else (None,)
+    """Several token ids as a tuple of Python's integers."""
+    several = tuple(given) if isinstance(given, Iterable) else (None,)
     are_ids = all(_is_int(each, 0) and operator.index(each) < MOST_ID for each in several)
-    expect(are_ids, argument, "token ids, from 0 to below 2^63", given if None in several else several)
+    expect(are_ids, argument, "token ids, from 0 to below 2^63", given if several == (None,) else several)
     return tuple(map(operator.index, several))
 
 
@@ -287,18 +288,31 @@ def _of_request(request: Request, argument: str, function: Callable[..., Any], *
 def _logprobs(
     logits: Tensor, rows: Sequence[int], tokens: Sequence[int], requests: Sequence[Request]
 ) -> dict[int, TokenLogprobs]:
-    asked = [i for i, request in enumerate(requests) if request.settings.logprobs is not None and tokens[i] >= 0]
+    asked = {
+        i: request.settings.logprobs
+        for i, request in enumerate(requests)
+        if request.settings.logprobs is not None and tokens[i] >= 0
+    }
     if not asked:
         return {}
-    logprobs = torch.log_softmax(logits[on_device([rows[i] for i in asked], torch.int64, logits.device)].float(), -1)
-    chosen = on_device([tokens[i] for i in asked], torch.int64, logits.device)
-    most = min(max(requests[i].settings.logprobs or 0 for i in asked), logits.shape[-1])
-    values, ids = logprobs.topk(most, -1)
-    of_chosen = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
-    result = {}
-    for i, logprob, likely, likely_ids in zip(asked, of_chosen, values.tolist(), ids.tolist(), strict=True):
-        count = requests[i].settings.logprobs
-        result[i] = TokenLogprobs(logprob, tuple(zip(likely_ids[:count], likely[:count], strict=True)))
+    of_rows = logits[on_device([rows[i] for i in asked], torch.int64, logits.device)]
+    found = logprobs_of(of_rows, [tokens[i] for i in asked], list(asked.values()))
+    return dict(zip(asked, found, strict=True))
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """The log-probability of one token in each row of logits ``[R, V]``, and those of so many likeliest ones."""
+    result: list[TokenLogprobs] = []
+    most = max(1, 2**24 // logits.shape[-1])  # bounds the memory of the log-probabilities
+    for start in range(0, len(tokens), most):
+        part = slice(start, start + most)
+        logprobs = torch.log_softmax(logits[part].float(), -1)
+        chosen = on_device(tokens[part], torch.int64, logits.device)
+        values, ids = logprobs.topk(min(max(counts[part]), logits.shape[-1]), -1)
+        of_chosen = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+        for count, *found in zip(counts[part], of_chosen, values.tolist(), ids.tolist(), strict=True):
+            logprob, likely, likely_ids = found
+            result.append(TokenLogprobs(logprob, tuple(zip(likely_ids[:count], likely[:count], strict=True))))
     return result
 
 

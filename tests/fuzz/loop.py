@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import paged_ops
-from paged_ops import generation
+from paged_ops import distribution, generation
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 from paged_ops.hybrid import HybridCache
@@ -254,7 +254,7 @@ class Session:
             return
         number = 0
         for prompt, each in zip(prompts, params, strict=True):
-            for sample in range(each.n):
+            for sample in range(each.n or 1):
                 sent = Sent(prompt, each, None, sample, list(outputs[number]), outputs[number].finish_reason)
                 self.check(-1 - number, sent, outputs[number])
                 number += 1
@@ -352,7 +352,7 @@ class Session:
             scores = self.draws(logits, params, sent.sample, len(prompt))
         best = scores.amax(-1)
         gap = best - scores.gather(1, chosen[:, None])[:, 0]
-        wrong = (gap > (CLOSE if not params.temperature else CLOSE * 10)).nonzero().flatten().tolist()
+        wrong = (gap > (CLOSE if not params.temperature else CLOSE * 2)).nonzero().flatten().tolist()
         kind = "sampled" if params.temperature else "greedy"
         self.case.counts[f"{kind} tokens"] += len(got)
         self.case.worst[kind] = max(self.case.worst.get(kind, 0.0), float(gap.clamp(max=1e9).amax()) / CLOSE)
