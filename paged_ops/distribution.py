@@ -20,6 +20,7 @@ from torch import Tensor
 
 _UNIT = 2.0**51  # the weight of probability 1; sums of weights stay below 2^53, where float64 holds all integers
 _LEAST_BUCKET = 127 - 51 << 7  # the upper 16 bits of 1 / _UNIT: smaller probabilities have weight 0
+_NUM_BUCKETS = (127 << 7) + 2  # up to that of probability 1, and one for NaN
 _COLDEST, _HOTTEST = 1e-30, 3e38  # float32 holds both, and the quotients of scores by them
 
 
@@ -89,7 +90,8 @@ def draw(
     probabilities = torch.softmax(scaled, -1)
     weights = torch.mul(probabilities, _UNIT, out=scaled.new_empty(scaled.shape, dtype=torch.float64)).floor_()
     if top_p is not None:
-        cut = _outside_by_buckets if scores.device.type == "cpu" else _outside_by_sorting
+        sorts = scores.device.type != "cpu" or scores.shape[-1] <= _NUM_BUCKETS
+        cut = _outside_by_sorting if sorts else _outside_by_buckets
         weights.masked_fill_(cut(probabilities, weights, top_p), 0)
     if min_p is not None:
         weights.masked_fill_(probabilities < min_p[:, None] * probabilities.amax(-1, keepdim=True), 0)
@@ -138,10 +140,11 @@ def _outside_by_buckets(probabilities: Tensor, weights: Tensor, top_p: Tensor) -
     bucket where the limit is reached are they sorted."""
     R = len(probabilities)
     limit = _limit(top_p)
-    per_row = 0x3F80 + 2  # one more than up to the bucket of probability 1, for NaN
-    bucket = (probabilities.view(torch.int32) >> 16).clamp_(0, per_row - 1)
+    bucket = (probabilities.view(torch.int32) >> 16).clamp_(0, _NUM_BUCKETS - 1)
     rows = torch.arange(R, dtype=torch.int32, device="cpu")[:, None]
-    sums = torch.bincount((bucket + rows * per_row).view(-1), weights.view(-1), R * per_row).view(R, per_row)
+    sums = torch.bincount((bucket + rows * _NUM_BUCKETS).view(-1), weights.view(-1), R * _NUM_BUCKETS).view(
+        R, _NUM_BUCKETS
+    )
     above = sums.flip(-1).cumsum(-1).flip(-1) - sums  # the weight of the buckets above each
     beyond = (above >= limit[:, None]) & (above > 0)
     last = beyond.sum(-1, keepdim=True, dtype=torch.int32).clamp_(min=_LEAST_BUCKET)  # where the limit is reached

@@ -198,8 +198,12 @@ class Defaults:
             check_field("n", fields["num_return_sequences"], "generation_config.num_return_sequences")
         self._end_of_text()
         self._make_criteria(fields)
-        settings = self._settings(SamplingParams(), 1, 2)
-        self._make_processors(settings, [0], ())  # the library's own checks
+        try:  # the library's own checks
+            self._make_processors(self._settings(SamplingParams(), 1, 2), [0], ())
+        except Exception as error:
+            raise ValueError(
+                f"generation_config: expected fields of which processors can be made, got {fields}: {error}"
+            ) from error
 
     def _end_of_text(self) -> tuple[int, ...]:
         ids = self._fields.get("eos_token_id")
@@ -277,7 +281,10 @@ class Defaults:
         before = any(is_on(self._fields, name, off) for name, off in BEFORE.items())
         # The library lets a request's processor replace one of the same type.
         before |= bool(own) and (settings.repetition_penalty != 1 or settings.min_new_tokens > 0)
-        beside = settings.temperature > 0 and any(is_on(self._fields, name, off) for name, off in BESIDE.items())
+        samples = settings.temperature > 0
+        beside = is_on(self._fields, "watermarking_config", None) or (
+            samples and any(is_on(self._fields, name, off) for name, off in BESIDE.items())
+        )
         if not before and not beside:
             return settings, own
         fields = {name: self._fields.get(name) for name in BEFORE}
@@ -287,6 +294,7 @@ class Defaults:
             left = dataclasses.replace(left, repetition_penalty=1.0, min_new_tokens=0)
         if beside:
             fields |= {name: self._fields.get(name) for name in BESIDE}
+        if beside and samples:
             names = ("temperature", "top_k", "top_p", "min_p")
             fields |= {"do_sample": True, **{name: getattr(settings, name) or None for name in names}}
             left = dataclasses.replace(left, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

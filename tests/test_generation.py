@@ -621,6 +621,30 @@ def test_samples_end_one_by_one() -> None:
     assert_empty(loop)
 
 
+def test_the_next_sample_computes_the_prompt_if_the_first_is_aborted() -> None:
+    loop = make_loop(max_num_tokens=8, max_num_seqs=8)
+    first = loop.submit(PROMPTS[8], SamplingParams(max_new_tokens=12, n=4))
+    loop.step()
+    assert loop.abort(first), "it has computed a part of the prompt"
+    outputs = loop.run()
+    assert outputs == {first: [], **{first + i: EXPECTED[8] for i in (1, 2, 3)}}
+    assert loop.stats.prompt_tokens == len(PROMPTS[8]), "what was computed is found"
+    assert_empty(loop)
+
+
+def test_none_is_admitted_while_one_is_swapped_out() -> None:
+    loop = make_loop(num_blocks=10, num_host_blocks=10, max_num_seqs=4)
+    old, young = (loop.submit(prompt, SamplingParams(max_new_tokens=12)) for prompt in (PROMPTS[5], PROMPTS[6]))
+    while not loop.stats.swapped_out:
+        loop.step()
+    small = loop.submit(PROMPTS[1], SamplingParams(max_new_tokens=1))
+    began = []
+    while loop.has_work:
+        began += [new.request_id for new in loop.step()]
+    assert began.index(small) > began.index(young), "it was first, and needs all blocks that become free"
+    assert [loop.output(each) for each in (old, young, small)] == [EXPECTED[5], EXPECTED[6], EXPECTED[1][:1]]
+
+
 def test_logprobs_are_those_of_the_model() -> None:
     seen: list[Tensor] = []
 

@@ -1,5 +1,6 @@
 """Ctrl-C between any two bytecodes of a step: the next call gives exactly the tokens that would have come."""
 
+import contextlib
 import dis
 import gc
 import random
@@ -270,3 +271,32 @@ def test_garbage_after_an_interrupt_gives_its_blocks_back() -> None:
     del loop
     gc.collect()
     assert kv_cache.num_used_blocks == 0
+
+
+def test_changes_that_are_made_a_second_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> GenerationLoop:
+        loop = make_loop()
+        loop.submit(PROMPTS[6], SamplingParams(max_new_tokens=3, logprobs=2, prompt_logprobs=1, n=2))
+        return loop
+
+    whole = made()
+    outputs = whole.run()
+
+    def apply_and_stop(*arguments: Any) -> None:
+        apply(*arguments)
+        if not arguments[-1]:
+            raise KeyboardInterrupt  # so the next call makes them again
+
+    apply = generation.apply
+    monkeypatch.setattr(generation, "apply", apply_and_stop)
+    loop, turns = made(), 0
+    while loop.has_work:
+        with contextlib.suppress(KeyboardInterrupt):
+            loop.step()
+        turns += 1
+    assert turns >= whole.stats.steps
+    for each, tokens in outputs.items():
+        expected, output = whole.output(each), loop.output(each)
+        assert output == expected == tokens
+        assert vars(output) == vars(expected)
+        assert output.logprobs is None or len(output.logprobs) == len(tokens)
