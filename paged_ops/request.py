@@ -215,8 +215,9 @@ class RequestMaker:
         events: deque[NewToken],
         samples: Sequence[tuple[Settings, tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]],
     ) -> Request:
-        prefix_key, of_prompt = extra_key, None
-        if samples[0][0].prompt_logprobs is not None:
+        prefix_key, of_prompt = extra_key, list[TokenLogprobs | None]()
+        asks = samples[0][0].prompt_logprobs is not None
+        if asks:
             prefix_key, of_prompt = (self._alone, self.next_id, extra_key), [None] * len(tokens)
         first, *others = [
             Request(
@@ -231,7 +232,7 @@ class RequestMaker:
                 events=events,
                 processors=processors,
                 criteria=criteria,
-                prompt_logprobs=of_prompt,
+                prompt_logprobs=of_prompt if asks else None,
             )
             for sample, (settings, processors, criteria) in enumerate(samples)
         ]

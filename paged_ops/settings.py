@@ -217,12 +217,13 @@ class Defaults:
             ValueError: the prompt leaves no room for a token, or for the tokens that the request asks for.
         """
         n, limit, fields = len(prompt), self.limit, self._fields
-        longest, most = fields.get("max_length"), params.max_new_tokens
-        by_length = most is None and fields.get("max_new_tokens") is None and longest is not None
-        expect(not by_length or n < longest, name, f"fewer tokens than max_length = {longest}", n)
+        most = params.max_new_tokens
         if most is None:
-            most = fields.get("max_new_tokens") or (longest - n if by_length else NEW_TOKENS)
-            most = min(most, max(limit - n, 1))
+            most, longest = fields.get("max_new_tokens"), fields.get("max_length")
+            if most is None and longest is not None:
+                expect(n < longest, name, f"fewer tokens than max_length = {longest}", n)
+                most = longest - n
+            most = min(most or NEW_TOKENS, max(limit - n, 1))
         room = f"at most {limit} tokens with max_new_tokens (max_model_len, the cache)"
         expect(n + most <= limit, name, room, n + most)
         return self._settings(params, n, operator.index(most))

@@ -165,7 +165,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED)
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])
 def test_fields_that_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected"):
         SamplingParams(**{name: value})
