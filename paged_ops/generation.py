@@ -127,12 +127,9 @@ class GenerationLoop:
         rank_time_limit: float = 60.0,
     ) -> None:
         expect_step(step)
-        expect(
-            hasattr(kv_cache, "layers"),
-            "kv_cache",
-            "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes",
-            kv_cache,
-        )
+        needed = "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes"
+        expect(hasattr(kv_cache, "layers"), "kv_cache", needed, kv_cache)
+        expect(kv_cache.num_blocks >= 1, "num_blocks", "at least 1 in the cache", kv_cache.num_blocks)
         check_kv_cache = getattr(step, "check_kv_cache", None)
         if check_kv_cache is not None:
             check_kv_cache(kv_cache)

@@ -152,9 +152,10 @@ class Request:
 
     def end(self, reason: str, error: str | None) -> None:
         """Ends it, and lets go of what only its next tokens needed: memory of the device, and the user's functions."""
-        self.finish_reason, self.error = reason, error
+        self.error = error
         self.processors = self.criteria = ()
         self._ids = None
+        self.finish_reason = reason
 
     def output(self) -> Output:
         """The output so far."""
