@@ -36,9 +36,9 @@ from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
 from paged_ops.hybrid import HybridCache
-from paged_ops.model_step import ModelStep, compile_step
-from paged_ops.outcome import Outcome, apply, rows_of
-from paged_ops.parallel.team import FOLLOW, Submission, Team, params_of
+from paged_ops.model_step import ModelStep, compile_step, expect_step
+from paged_ops.outcome import Outcome, apply, prompt_rows, rows_of
+from paged_ops.parallel.team import FOLLOW, Submission, Team
 from paged_ops.request import (
     GenerationStats,
     NewToken,
@@ -46,6 +46,7 @@ from paged_ops.request import (
     Request,
     RequestMaker,
     TokenStream,
+    expect_params,
     read_prompts,
     refuse_padding,
 )
@@ -57,8 +58,10 @@ from paged_ops.sampling import (
     TokenLogprobs,
     choose,
     functions,
+    logprobs_of,
 )
 from paged_ops.scheduling import Plan, Scheduler, give_back
+from paged_ops.settings import Defaults
 
 __all__ = [
     "GenerationLoop",
@@ -97,6 +100,10 @@ class GenerationLoop:
             only decodes are compiled, and steps with parts of prompts run eagerly.
         graph_mode: which batches are captured in CUDA graphs, also by :meth:`warm_up`.
         logits_processor, stopping_criteria: as in :class:`SamplingParams`, for all requests, before their own.
+        generation_config: what holds for requests that do not say otherwise, in place of the model's own generation
+            config: a mapping of its fields, or transformers' ``GenerationConfig``. Fields that it leaves out are the
+            model's. Both are read when the loop is made.
+        tokenizer: the model's, for ``stop_strings``.
         seed: makes the seeds of requests that have none; with None these differ from loop to loop.
         group: the ``torch.distributed`` group of ranks that run the step together, each with a loop of its own; by
             default the step's ``process_group``. See :mod:`paged_ops.parallel` for what they must call.
@@ -104,7 +111,7 @@ class GenerationLoop:
 
     Raises:
         ValueError: a size is not positive, the budget is smaller than max_num_seqs, max_model_len is larger than the
-            step's.
+            step's, the model is not wrapped, or the generation config has a field that cannot be served.
         RankError: the loops of the ranks differ, or a rank is gone or late.
     """
 
@@ -120,10 +127,16 @@ class GenerationLoop:
         graph_mode: GraphMode | str = GraphMode.NONE,
         logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
         stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None = None,
+        generation_config: Any = None,
+        tokenizer: Any = None,
         seed: int | None = None,
         group: Any = None,
         rank_time_limit: float = 60.0,
     ) -> None:
+        expect_step(step)
+        needed = "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes"
+        expect(hasattr(kv_cache, "layers"), "kv_cache", needed, kv_cache)
+        expect(kv_cache.num_blocks >= 1, "num_blocks", "at least 1 in the cache", kv_cache.num_blocks)
         check_kv_cache = getattr(step, "check_kv_cache", None)
         if check_kv_cache is not None:
             check_kv_cache(kv_cache)
@@ -141,17 +154,19 @@ class GenerationLoop:
         self.max_num_tokens = max_num_tokens
         self.max_model_len = max_model_len
         self.vocab_size: int | None = getattr(step, "vocab_size", None)
-        self.stop_token_ids: tuple[int, ...] = tuple(getattr(step, "stop_token_ids", None) or ())
         self.stats = GenerationStats()
         self._pad_token_id: int | None = getattr(step, "pad_token_id", None)
-        self._maker = RequestMaker(
-            min(max_model_len, kv_cache.max_seq_len),
-            self.vocab_size,
-            self.stop_token_ids,
+        defaults = Defaults(
+            getattr(step, "generation_fields", None),
+            generation_config,
+            tuple(getattr(step, "stop_token_ids", None) or ()),
+            tokenizer,
             functions("logits_processor", logits_processor),
             functions("stopping_criteria", stopping_criteria),
-            seed,
+            min(max_model_len, kv_cache.max_seq_len),
         )
+        self.stop_token_ids: tuple[int, ...] = defaults.stop_token_ids
+        self._maker = RequestMaker(defaults, self.vocab_size, seed)
         self._eager_step = step
         self._runner = DecodeGraphs(
             compile_step(step, kv_cache.states is not None) if compile else step,
@@ -185,8 +200,8 @@ class GenerationLoop:
 
         Args:
             prompt: token ids: a list, a tensor ``[n]`` or ``[1, n]``, or what a tokenizer returns for one text.
-            params: how to continue it; greedy by default. Samples of ``n`` above 1 have consecutive ids, of which the
-                first is returned.
+            params: how to continue it; by default as ``model.generate(prompt)`` does. Samples of ``n`` above 1 have
+                consecutive ids, of which the first is returned.
             extra_key: requests with different keys never share computed prefixes (an adapter's name, a digest of an
                 image).
 
@@ -297,7 +312,9 @@ class GenerationLoop:
         """
         has_mask = isinstance(prompts, Mapping) and prompts.get("attention_mask") is not None
         prompts = read_prompts(prompts)
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if params is not None and not isinstance(params, Sequence):
+            expect_params(params)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         expect(len(each) == len(prompts), "params", f"one for each of the {len(prompts)} prompts", len(each))
         events: deque[NewToken] = deque()
         named = [(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
@@ -465,8 +482,7 @@ class GenerationLoop:
     def adopt(self, submissions: Sequence[Submission]) -> None:
         """Queues what rank 0 submitted."""
         for each in submissions:
-            tokens, params = list(each.tokens), params_of(each)
-            self._queue([self._maker.add(tokens, params, each.extra_key, 0, each.stop, self._events)])
+            self._queue([self._maker.add(list(each.tokens), each.settings, each.extra_key, self._events)])
         self.take_in()
 
     def abort_together(self, request_ids: Iterable[int]) -> None:
@@ -551,12 +567,19 @@ class GenerationLoop:
                 outcome.add_samples(rows, requests, len(self._scheduler.free_rows))
             batch, input_ids = self._scheduler.batch(plan.requests)
             self.kv_cache.flush_copies()
-            logits = self._runner.replay(batch, input_ids)
+            of_prompts, next_tokens, counts = prompt_rows(plan.requests)
+            if of_prompts:
+                logits = self._runner.run_with_rows(self._eager_step, batch, input_ids, of_prompts)
+            else:
+                logits = self._runner.replay(batch, input_ids)
             if self._team is not None:
                 self._team.has_run(batch, input_ids)
                 if not self._team.leads:
                     return Choices([], set(), {})
-            return choose(logits, rows, requests)
+            choices = choose(logits[: batch.num_reqs], rows, requests)
+            if of_prompts:
+                choices = choices._replace(of_prompts=logprobs_of(logits[batch.num_reqs :], next_tokens, counts))
+            return choices
 
         choices = run() if self._team is None else self._team.agree(run)
         if not plan.requests:

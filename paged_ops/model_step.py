@@ -6,11 +6,12 @@ Letters: T tokens of a step (padded), S sequences (padded), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from paged_ops.checks import expect
 from paged_ops.metadata import AttentionMetadata
 
 
@@ -18,8 +19,10 @@ class ModelStep(Protocol):
     """One step of a model: writes keys and values of the new tokens into the caches and returns logits.
 
     A step may have these attributes, which a loop then uses: ``max_model_len``, ``vocab_size`` (ids from there on are
-    refused), ``stop_token_ids`` (the tokens that end a text by default), ``pad_token_id`` (to refuse padded prompts)
-    and ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model).
+    refused), ``stop_token_ids`` (the tokens that end a text by default), ``pad_token_id`` (to refuse padded prompts),
+    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model) and
+    ``generation_fields`` (a :class:`paged_ops.settings.Library`: the model's generation config, and what makes
+    processors of it).
     """
 
     def __call__(
@@ -30,6 +33,16 @@ class ModelStep(Protocol):
         Tensors have the padded sizes T and S. Steps of equal sizes get the same tensors, so that a step can be compiled
         or captured. It must read no value on the host.
         """
+
+
+def expect_step(step: Any) -> None:
+    """Refuses what is no step, with a hint if it is a model of transformers that is not wrapped."""
+    if hasattr(step, "prepare_inputs_for_generation"):
+        raise ValueError(
+            f"step: expected a model whose attention is paged, got {type(step).__name__}; wrap it:"
+            " PagedCausalLM(model), of paged_ops.integrations.transformers"
+        )
+    expect(callable(step), "step", "a function (input_ids, metadata, last_rows, kv_caches) -> logits", step)
 
 
 def compile_step(step: ModelStep, keeps_state: bool) -> ModelStep:

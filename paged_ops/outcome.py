@@ -22,6 +22,8 @@ class Outcome:
     forks: list[tuple[Request, Request]] = field(default_factory=list)
     # with the position and the log-probabilities
     tokens: list[tuple[Request, int, int, TokenLogprobs | None]] = field(default_factory=list)
+    # for a part of a prompt: its first position with a log-probability, and those
+    prompts: list[tuple[Request, int, Sequence[TokenLogprobs]]] = field(default_factory=list)
     starts: list[tuple[Request, tuple[Request, ...]]] = field(default_factory=list)  # samples that wait from now on
     ends: list[tuple[Request, str, str | None]] = field(default_factory=list)  # finish_reason, and of an error why
     # Each is an iterator of one event, as extend() takes that from it and adds it in one go. So it is added once, also
@@ -71,6 +73,10 @@ class Outcome:
             self.say(request, NewToken(request.request_id, token, reason, None, logprobs))
             if reason is not None:
                 self.ends.append((request, reason, None))
+        at = 0
+        for request, start, count in parts_of_prompts(self.commits):
+            self.prompts.append((request, start + 1, choices.of_prompts[at : at + count]))
+            at += count
         if self.forks:
             ended = {request for request, _, _ in self.ends}
             self.forks = [(parent, child) for parent, child in self.forks if child not in ended]
@@ -85,13 +91,20 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
             cache.commit(request, num_tokens)
         elif request in cache:
             cache.commit(request, start + num_tokens - cache.num_computed_tokens(request))
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = min(start, request.num_prompt)
     for parent, child in outcome.forks:
         scheduler.fork(parent, child)
+    for request, position, found in outcome.prompts:
+        assert request.prompt_logprobs is not None
+        request.prompt_logprobs[position : position + len(found)] = found
     for request, position, token, logprobs in outcome.tokens:
         request.tokens[position:] = [token]
         if logprobs is not None:
             request.logprobs[position - request.num_prompt :] = [logprobs]
         request.others = ()
+        if request.num_cached_tokens < 0:  # it begins where another sample has computed the prompt
+            request.num_cached_tokens = request.num_prompt
     for request, others in [*outcome.starts, *((child, ()) for _, child in outcome.forks)]:
         request.others = others
         if again:
@@ -99,8 +112,7 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
         else:
             scheduler.join(request)
     for request, reason, error in outcome.ends:
-        request.error = error
-        request.finish_reason = reason  # last, as other threads read it
+        request.end(reason, error)
         if request in cache:
             cache.free(request)
         scheduler.unfinished.pop(request, None)
@@ -121,3 +133,32 @@ def rows_of(requests: Sequence[Scheduled]) -> tuple[list[int], list[Request]]:
             rows.append(row)
             through.append(request)
     return rows, through
+
+
+def parts_of_prompts(requests: Sequence[Scheduled]) -> list[tuple[Request, int, int]]:
+    """The parts of prompts in a step whose next tokens' log-probabilities are asked for: the request, the first
+    position, and how many. The last token of a prompt has no next one in it."""
+    parts = []
+    for request, start, num_tokens in requests:
+        stop = min(start + num_tokens, request.num_prompt - 1)
+        if request.settings.prompt_logprobs is not None and start < stop:
+            parts.append((request, start, stop - start))
+    return parts
+
+
+def prompt_rows(requests: Sequence[Scheduled]) -> tuple[list[int], list[int], list[int]]:
+    """For each position of these parts: its row in the step's tokens, the next token, and the count of likeliest
+    tokens."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    row_of = {}
+    num_rows = 0
+    for request, start, num_tokens in requests:
+        row_of[request] = num_rows - start
+        num_rows += num_tokens
+    for request, start, count in parts_of_prompts(requests):
+        rows += range(row_of[request] + start, row_of[request] + start + count)
+        tokens += request.tokens[start + 1 : start + 1 + count]
+        counts += [request.settings.prompt_logprobs or 0] * count
+    return rows, tokens, counts

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import describe, expect
-from paged_ops.sampling import SamplingParams, TokenLogprobs, functions, random_key
+from paged_ops.distribution import random_key
+from paged_ops.sampling import MOST_ID, SamplingParams, TokenLogprobs
+from paged_ops.settings import Defaults, Settings
 
 
 class NewToken(NamedTuple):
@@ -34,8 +36,17 @@ class NewToken(NamedTuple):
 
 
 class Output(list[int]):
-    """The new tokens of one request, a list, with ``finish_reason`` (None while it runs), ``error`` (the reason, if it
-    failed) and ``logprobs`` (one for each token, or None if they were not asked for)."""
+    """The new tokens of one request, a list.
+
+    Attributes:
+        finish_reason: None while it runs.
+        error: the reason, if it failed.
+        logprobs: one for each token, or None if they were not asked for.
+        prompt_logprobs: one for each token of the prompt, or None if they were not asked for. That of the first token
+            is None, and so are those that are not yet computed.
+        num_cached_tokens: how many tokens of the prompt were found in the cache, or were computed for another sample,
+            when the request was first run.
+    """
 
     def __init__(
         self,
@@ -43,11 +54,15 @@ class Output(list[int]):
         finish_reason: str | None = None,
         error: str | None = None,
         logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs | None] | None = None,
+        num_cached_tokens: int = 0,
     ) -> None:
         super().__init__(tokens)
         self.finish_reason = finish_reason
         self.error = error
         self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
+        self.num_cached_tokens = num_cached_tokens
 
     def take(self, new: NewToken) -> None:
         """Appends a token, or notes an end without one."""
@@ -90,27 +105,29 @@ class Request:
     sample: int  # which of the prompt's n samples
     tokens: list[int]  # prompt and output
     num_prompt: int
-    params: SamplingParams
+    settings: Settings
     extra_key: Hashable
+    prefix_key: Hashable  # of the cache: requests share computed prefixes if it is equal
     seed: int
-    stop: frozenset[int]
-    processors: tuple[Callable[..., Any], ...]
-    criteria: tuple[Callable[..., Any], ...]
     events: deque[NewToken]  # where its new tokens go
+    processors: tuple[Callable[..., Any], ...] = ()
+    criteria: tuple[Callable[..., Any], ...] = ()
     others: tuple[Request, ...] = ()  # further samples of the prompt, which start when the prompt is computed
     row: int = -1  # of the block table; -1 when not running
     num_blocks: int = 0  # written to that row
     num_given_back: int = 0  # blocks that the sequence had given back when the row was written
     gave_way_at: int = -1  # its length when it last gave all its blocks to others in the cache
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one list for all samples of a prompt
+    num_cached_tokens: int = -1  # before it first runs
     finish_reason: str | None = None
     error: str | None = None
     _ids: Tensor | None = None  # the tokens on the device, for processors and criteria
     _num_ids: int = 0
 
     def __post_init__(self) -> None:
-        asks = self.params.logprobs is not None or self.params.temperature or self.processors or self.criteria
-        self.is_special = bool(asks)  # needs more than the likeliest token
+        # needs more than the likeliest token
+        self.is_special = bool(self.settings.chooses or self.processors or self.criteria)
 
     def __repr__(self) -> str:
         return f"request {self.request_id}"
@@ -121,7 +138,7 @@ class Request:
 
     def input_ids(self, device: torch.device, newest: int | None = None) -> Tensor:
         """The tokens as int64 ``[1, n]``, and a newest one that is not yet the request's."""
-        count, size = len(self.tokens), self.num_prompt + self.params.max_new_tokens
+        count, size = len(self.tokens), self.num_prompt + self.settings.max_new_tokens
         if self._ids is None:
             self._ids, self._num_ids = torch.zeros(1, size, dtype=torch.int64, device=device), 0
         for start, tokens in ((self._num_ids, self.tokens[self._num_ids :]), (count, [newest])):
@@ -132,43 +149,43 @@ class Request:
 
     def finish_reason_with(self, token: int, stops: bool) -> str | None:
         """Why the request ends with this token, if it does."""
-        if stops or token in self.stop:
+        if stops or token in self.settings.stop:
             return "stop"
-        return "length" if len(self.tokens) + 1 - self.num_prompt >= self.params.max_new_tokens else None
+        return "length" if len(self.tokens) + 1 - self.num_prompt >= self.settings.max_new_tokens else None
+
+    def end(self, reason: str, error: str | None) -> None:
+        """Ends it, and lets go of what only its next tokens needed: memory of the device, and the user's functions."""
+        self.error = error
+        self.processors = self.criteria = ()
+        self._ids = None
+        self.finish_reason = reason
 
     def output(self) -> Output:
         """The output so far; whole, if there is a reason why it ended."""
         reason, error = self.finish_reason, self.error  # first, as another thread may add a token and its end meanwhile
-        if self.params.logprobs is None:
-            return Output(self.tokens[self.num_prompt :], reason, error)
-        logprobs = self.logprobs.copy()
-        return Output(self.tokens[self.num_prompt :][: len(logprobs)], reason, error, logprobs)
+        logprobs = None if self.settings.logprobs is None else self.logprobs.copy()
+        of_prompt = None if self.prompt_logprobs is None else self.prompt_logprobs.copy()
+        new = self.tokens[self.num_prompt :]
+        if logprobs is not None:
+            new = new[: len(logprobs)]
+        return Output(new, reason, error, logprobs, of_prompt, max(self.num_cached_tokens, 0))
 
 
 class RequestMaker:
     """Makes the requests of a loop, and counts them.
 
     Args:
-        limit: most tokens of prompt and output.
-        vocab_size, stop_token_ids: of the model.
-        processors, criteria: for all requests, before their own.
+        defaults: of the parameters that a request does not give.
+        vocab_size: of the model.
         seed: of the seeds of requests that have none.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        vocab_size: int | None,
-        stop_token_ids: tuple[int, ...],
-        processors: tuple[Callable[..., Any], ...],
-        criteria: tuple[Callable[..., Any], ...],
-        seed: int | None,
-    ) -> None:
+    def __init__(self, defaults: Defaults, vocab_size: int | None, seed: int | None) -> None:
         self.next_id = 0
         self._ids = itertools.count()
-        self._limit, self._vocab_size, self._stop_token_ids = limit, vocab_size, stop_token_ids
-        self._processors, self._criteria = processors, criteria
+        self._defaults, self._vocab_size = defaults, vocab_size
         self._seeds = random.Random(seed)
+        self._alone = object()  # in the keys of prefixes that are not shared
 
     def make(
         self,
@@ -178,52 +195,55 @@ class RequestMaker:
         events: deque[NewToken],
     ) -> list[Request]:
         """Requests for named prompts, all of them checked; of several samples the first has the others."""
-        try:
-            hash(extra_key)
-        except TypeError:
-            raise ValueError(f"extra_key: expected something hashable, got {extra_key!r}") from None
+        expect_key(extra_key)
         checked = []
         for (name, prompt), given in zip(prompts, params, strict=True):
             param = SamplingParams() if given is None else given
-            expect(isinstance(param, SamplingParams), "params", "SamplingParams", param)
+            expect_params(param)
             tokens = read_prompt(name, prompt, self._vocab_size)
-            longest = len(tokens) + param.max_new_tokens
-            most = f"at most {self._limit} tokens with max_new_tokens (max_model_len, the cache)"
-            expect(longest <= self._limit, name, most, longest)
-            checked.append((tokens, param))
+            settings = self._defaults.settings(param, name, tokens)
+            criteria = self._defaults.criteria(param)
+            each = [(*self._defaults.processors(param, settings, tokens), criteria) for _ in range(settings.n)]
+            checked.append((tokens, param.seed, each))
         requests = []
-        for tokens, param in checked:
-            seed = self._seeds.getrandbits(64) if param.seed is None else operator.index(param.seed)
-            stop = self._stop_token_ids if param.stop_token_ids is None else param.stop_token_ids
-            requests.append(self.add(tokens, param, extra_key, seed, frozenset(map(operator.index, stop)), events))
+        for tokens, given_seed, each in checked:
+            seed = self._seeds.getrandbits(64) if given_seed is None else operator.index(given_seed)
+            requests.append(self._add(tokens, extra_key, seed, events, each))
         return requests
 
-    def add(
+    def add(self, tokens: list[int], settings: Settings, extra_key: Hashable, events: deque[NewToken]) -> Request:
+        """The requests of one prompt, for which another rank chooses tokens."""
+        return self._add(tokens, extra_key, 0, events, [(settings, (), ())] * settings.n)
+
+    def _add(
         self,
         tokens: list[int],
-        params: SamplingParams,
         extra_key: Hashable,
         seed: int,
-        stop: frozenset[int],
         events: deque[NewToken],
+        samples: Sequence[tuple[Settings, tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]],
     ) -> Request:
-        """The requests of one prompt, unchecked: the first sample, which has the others."""
-        ids = tuple(itertools.islice(self._ids, params.n))  # consecutive, as no other thread or handler comes between
+        ids = tuple(itertools.islice(self._ids, len(samples)))  # consecutive: no other thread or handler comes between
+        prefix_key, of_prompt = extra_key, list[TokenLogprobs | None]()
+        asks = samples[0][0].prompt_logprobs is not None
+        if asks:
+            prefix_key, of_prompt = (self._alone, ids[0], extra_key), [None] * len(tokens)
         first, *others = [
             Request(
                 request_id=ids[sample],
                 sample=sample,
                 tokens=tokens.copy(),
                 num_prompt=len(tokens),
-                params=params,
+                settings=settings,
                 extra_key=extra_key,
+                prefix_key=prefix_key,
                 seed=seed,
-                stop=stop,
-                processors=self._processors + functions("logits_processor", params.logits_processor),
-                criteria=self._criteria + functions("stopping_criteria", params.stopping_criteria),
                 events=events,
+                processors=processors,
+                criteria=criteria,
+                prompt_logprobs=of_prompt if asks else None,
             )
-            for sample in range(params.n)
+            for sample, (settings, processors, criteria) in enumerate(samples)
         ]
         self.next_id = max(self.next_id, ids[-1] + 1)
         first.others = tuple(others)
@@ -291,6 +311,32 @@ class TokenStream(Iterator[NewToken]):
         self._drop(self._requests, waits=False)
 
 
+def expect_params(given: Any) -> None:
+    """Refuses parameters of a request that are of another type."""
+    if callable(getattr(given, "to_dict", None)):
+        raise ValueError(
+            f"params: expected SamplingParams, got {type(given).__name__}; give it to the loop, for all requests:"
+            " GenerationLoop(generation_config=...)"
+        )
+    expect(isinstance(given, SamplingParams), "params", "SamplingParams", given)
+
+
+def expect_key(extra_key: Any) -> None:
+    """Refuses a key that a dictionary would not find again: one that has no hash, or is not equal to itself."""
+    try:
+        hash(extra_key)
+    except TypeError:
+        raise ValueError(f"extra_key: expected something hashable, got {extra_key!r}") from None
+    for part in extra_key if isinstance(extra_key, (tuple, frozenset)) else ():
+        expect_key(part)
+    try:
+        is_equal = bool(extra_key == extra_key) and not isinstance(extra_key, Tensor)
+    except Exception:
+        is_equal = False
+    needed = "something that compares by value, as a string or a number (of a tensor, a digest)"
+    expect(is_equal, "extra_key", needed, extra_key)
+
+
 def read_prompts(prompts: Any) -> list[Any]:
     """The prompts of a batch as a list: from a list, a tensor ``[S, n]``, or what a tokenizer returns.
 
@@ -335,13 +381,12 @@ def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]
             raise ValueError(f"{argument}: expected token ids, integers, got {describe(token)} at {i}")
         tokens.append(operator.index(token))
     expect(bool(tokens), argument, "at least one token", "none")
-    if min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size):
-        among = "0 or more" if vocab_size is None else f"in 0..{vocab_size - 1}, the vocabulary"
-        i, wrong = next(
-            (i, token)
-            for i, token in enumerate(tokens)
-            if token < 0 or (vocab_size is not None and token >= vocab_size)
-        )
+    most = MOST_ID if vocab_size is None else vocab_size
+    if min(tokens) < 0 or max(tokens) >= most:
+        i, wrong = next((i, token) for i, token in enumerate(tokens) if not 0 <= token < most)
+        among = "0 or more" if wrong < 0 else "below 2^63"
+        if vocab_size is not None:
+            among = f"in 0..{vocab_size - 1}, the vocabulary"
         raise ValueError(f"{argument}: expected token ids {among}, got {wrong} at {i}")
     return tokens
 
@@ -364,6 +409,9 @@ def refuse_padding(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -
 
 def _without_padding(encoding: Mapping[str, Any]) -> list[Any]:
     expect("input_ids" in encoding, "prompts", "a mapping with input_ids", sorted(map(str, encoding)))
+    for name, value in encoding.items():
+        if name not in ("input_ids", "attention_mask") and value is not None:
+            raise ValueError(f"{name}: expected input_ids and attention_mask alone, got {name} too; {_remedy(name)}")
     rows, mask = _rows(encoding["input_ids"]), encoding.get("attention_mask")
     if mask is None:
         return rows
@@ -373,6 +421,12 @@ def _without_padding(encoding: Mapping[str, Any]) -> list[Any]:
     return [
         [token for token, keep in zip(row, kept, strict=True) if keep] for row, kept in zip(rows, masks, strict=True)
     ]
+
+
+def _remedy(name: str) -> str:
+    if name == "token_type_ids":
+        return "a loop reads one text per prompt; tokenize with return_token_type_ids=False"
+    return "a loop reads tokens; leave it out if the prompt is text, or call the model itself (docs/models.md)"
 
 
 def _rows(values: Any) -> list[list[Any]]:

@@ -271,7 +271,7 @@ class Scheduler:
             if any(self._shares_unfinished_prefix(request, other, start) for other, start, _ in prefills):
                 index += 1  # in the next step its prefix will be in the cache
                 continue
-            tokens, key = request.tokens, request.extra_key
+            tokens, key = request.tokens, request.prefix_key
             least = self._least_slots(request)
             slots = budget if least == 1 else len(tokens)
             while not cache.can_admit(tokens, key, first_chunk=slots, spare_blocks=len(self.running)):
@@ -302,7 +302,7 @@ class Scheduler:
 
     def _shares_unfinished_prefix(self, request: Request, other: Request, num_computed: int) -> bool:
         """Whether ``other`` computes blocks in this step, or later ones, that the request could share afterwards."""
-        if request.extra_key != other.extra_key or self._kv_cache.states is not None:  # states are not shared
+        if request.prefix_key != other.prefix_key or self._kv_cache.states is not None:  # states are not shared
             return False
         common = 0
         for a, b in zip(request.tokens[:-1], other.tokens, strict=False):

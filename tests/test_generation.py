@@ -10,9 +10,9 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops.cache import KVCache
+from paged_ops.distribution import draw, random_key, uniforms
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 from paged_ops.metadata import AttentionMetadata
-from paged_ops.sampling import draw, exponentials, random_key
 
 V, H, K, D, B = 61, 4, 2, 8, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -145,10 +145,11 @@ def test_samples_follow_the_distribution() -> None:
 
     def frequencies(temperature: float, top_p: float = 1.0) -> Tensor:
         keys = torch.tensor([random_key(3, 0, position) for position in range(draws)])
-        limits = None if top_p == 1 else torch.full((draws,), top_p)
-        tokens = draw(logits.expand(draws, 5), torch.full((draws,), temperature), limits, keys)
+        limits = None if top_p == 1 else torch.full((draws,), top_p, dtype=torch.float64)
+        tokens = draw(logits.expand(draws, 5), torch.full((draws,), temperature), keys, top_p=limits)
         if limits is None:
-            same = draw(logits.expand(draws, 5), torch.full((draws,), temperature), torch.ones(draws), keys)
+            off = {"top_p": torch.ones(draws).double(), "top_k": torch.zeros(draws).long(), "min_p": torch.zeros(draws)}
+            same = draw(logits.expand(draws, 5), torch.full((draws,), temperature), keys, **off, largest_k=3)
             assert torch.equal(tokens, same)
         return tokens.bincount(minlength=5) / draws
 
@@ -583,8 +584,10 @@ def test_default_seeds_differ_and_given_ones_repeat() -> None:
         return [*GenerationLoop(toy_step, KVCache(1, 128, B, K, D), seed=seed).generate([PROMPTS[5]] * 2, hot)]
 
     assert seeded(1) == seeded(1) != seeded(2)
-    huge = SamplingParams(max_new_tokens=12, temperature=2.0, seed=-(2**70))
-    assert make_loop().generate([PROMPTS[5]], huge) == make_loop().generate([PROMPTS[5]], huge)
+    ends = [SamplingParams(max_new_tokens=12, temperature=2.0, seed=seed) for seed in (-(2**63), 2**63, 2**64 - 1, 0)]
+    outputs = make_loop().generate([PROMPTS[5]] * 4, ends)
+    assert outputs == make_loop().generate([PROMPTS[5]] * 4, ends)
+    assert len(set(map(tuple, outputs))) == 3, "-2^63 and 2^63 are the same 64 bits"
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 16])
@@ -616,6 +619,30 @@ def test_samples_end_one_by_one() -> None:
     assert outputs == {first: [], first + 1: EXPECTED[8], first + 2: []}
     assert [outputs[first + i].finish_reason for i in range(3)] == ["abort", "length", "abort"]
     assert_empty(loop)
+
+
+def test_the_next_sample_computes_the_prompt_if_the_first_is_aborted() -> None:
+    loop = make_loop(max_num_tokens=8, max_num_seqs=8)
+    first = loop.submit(PROMPTS[8], SamplingParams(max_new_tokens=12, n=4))
+    loop.step()
+    assert loop.abort(first), "it has computed a part of the prompt"
+    outputs = loop.run()
+    assert outputs == {first: [], **{first + i: EXPECTED[8] for i in (1, 2, 3)}}
+    assert loop.stats.prompt_tokens == len(PROMPTS[8]), "what was computed is found"
+    assert_empty(loop)
+
+
+def test_none_is_admitted_while_one_is_swapped_out() -> None:
+    loop = make_loop(num_blocks=10, num_host_blocks=10, max_num_seqs=4)
+    old, young = (loop.submit(prompt, SamplingParams(max_new_tokens=12)) for prompt in (PROMPTS[5], PROMPTS[6]))
+    while not loop.stats.swapped_out:
+        loop.step()
+    small = loop.submit(PROMPTS[1], SamplingParams(max_new_tokens=1))
+    began = []
+    while loop.has_work:
+        began += [new.request_id for new in loop.step()]
+    assert began.index(small) > began.index(young), "it was first, and needs all blocks that become free"
+    assert [loop.output(each) for each in (old, young, small)] == [EXPECTED[5], EXPECTED[6], EXPECTED[1][:1]]
 
 
 def test_logprobs_are_those_of_the_model() -> None:
@@ -719,17 +746,19 @@ def test_extreme_temperatures() -> None:
     assert [output.finish_reason for output in outputs] == ["length", "length"]
 
 
-def test_random_numbers_are_exponential_and_independent() -> None:
-    keys = torch.tensor([random_key(seed, sample, 5) for seed in range(20) for sample in range(10)])
-    assert len(keys.unique()) == 200
-    noise = exponentials(keys, 1000)
-    assert noise.min() > 0
-    for power, mean in ((1, 1.0), (2, 2.0)):  # moments of the exponential distribution
-        assert abs(float((noise**power).mean()) - mean) < 0.02
-    centred = noise - 1
-    assert float((centred[:, 1:] * centred[:, :-1]).mean().abs()) < 0.01
-    assert float((centred[1:] * centred[:-1]).mean().abs()) < 0.01
-    assert torch.equal(exponentials(keys[:1], 10), noise[:1, :10])
+def test_random_numbers_are_uniform_and_independent() -> None:
+    keys = torch.tensor([random_key(seed, sample, at) for seed in range(20) for sample in range(10) for at in range(9)])
+    assert len(keys.unique()) == 1800
+    numbers = uniforms(keys)
+    assert bool(((numbers > 0) & (numbers < 1)).all())
+    for power in (1, 2, 3):  # moments of the uniform distribution
+        assert abs(float((numbers**power).mean()) - 1 / (power + 1)) < 0.02
+    centred = numbers.view(20, 10, 9) - 0.5
+    for dim in range(3):
+        neighbours = centred * centred.roll(1, dim)
+        assert float(neighbours.mean().abs()) < 0.01
+    ends = torch.tensor([-1, 0, 1, 2**63 - 1, -(2**63)])
+    assert bool(((uniforms(ends) > 0) & (uniforms(ends) < 1)).all())
 
 
 def test_streams_run_beside_others_and_abort_when_left() -> None:
@@ -915,10 +944,10 @@ def test_a_prompt_preempts_a_younger_request_that_decodes(num_host_blocks: int) 
 def test_sampling_on_a_gpu() -> None:
     scores = torch.randn(16, 3000, generator=torch.Generator().manual_seed(2))
     keys = torch.tensor([random_key(seed, 0, 3) for seed in range(16)])
-    temperature, top_p = torch.full((16,), 1.3), torch.full((16,), 0.9)
-    assert torch.allclose(exponentials(keys.to(GPU), 3000).cpu(), exponentials(keys, 3000), rtol=1e-12)
-    on_cpu = draw(scores, temperature, top_p, keys)
-    assert torch.equal(draw(scores.to(GPU), temperature.to(GPU), top_p.to(GPU), keys.to(GPU)).cpu(), on_cpu)
+    temperature, top_p = torch.full((16,), 1.3), torch.full((16,), 0.9, dtype=torch.float64)
+    assert torch.equal(uniforms(keys.to(GPU)).cpu(), uniforms(keys))
+    given = scores, temperature, keys, torch.full((16,), 2000), top_p, torch.full((16,), 1e-4)
+    assert torch.equal(draw(*(each.to(GPU) for each in given), largest_k=2000).cpu(), draw(*given, largest_k=2000))
 
     logits = scores.to(GPU)
 

@@ -1,5 +1,6 @@
 """Ctrl-C between any two bytecodes of a step: the next call gives exactly the tokens that would have come."""
 
+import contextlib
 import dis
 import gc
 import itertools
@@ -315,3 +316,32 @@ def test_an_interrupted_call_of_the_cache_keeps_what_a_sequence_holds(call: str)
         assert held == list(range(start, 13)), alarm.where
         kv_cache.free("a")
         assert kv_cache.stats().used_blocks == 1, alarm.where
+
+
+def test_changes_that_are_made_a_second_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> GenerationLoop:
+        loop = make_loop()
+        loop.submit(PROMPTS[6], SamplingParams(max_new_tokens=3, logprobs=2, prompt_logprobs=1, n=2))
+        return loop
+
+    whole = made()
+    outputs = whole.run()
+
+    def apply_and_stop(*arguments: Any) -> None:
+        apply(*arguments)
+        if not arguments[-1]:
+            raise KeyboardInterrupt  # so the next call makes them again
+
+    apply = generation.apply
+    monkeypatch.setattr(generation, "apply", apply_and_stop)
+    loop, turns = made(), 0
+    while loop.has_work:
+        with contextlib.suppress(KeyboardInterrupt):
+            loop.step()
+        turns += 1
+    assert turns >= whole.stats.steps
+    for each, tokens in outputs.items():
+        expected, output = whole.output(each), loop.output(each)
+        assert output == expected == tokens
+        assert vars(output) == vars(expected)
+        assert output.logprobs is None or len(output.logprobs) == len(tokens)

@@ -287,7 +287,7 @@ def serve(
         loop.warm_up(lambda done, total: progress.update(task, description=CAPTURING, completed=done, total=total))
         stack.close()
         compile_seconds = time.perf_counter() - start
-        with StreamView(console, tokenizer, prompts, sum(each.max_new_tokens for each in params)) as view:
+        with StreamView(console, tokenizer, prompts, sum(each.max_new_tokens or 0 for each in params)) as view:
             outputs = loop.generate(prompt_ids, params, view.add)
     for number, output in enumerate(outputs, 1):
         if output.error is not None:

@@ -242,6 +242,25 @@ class DecodeGraphs:
         return self._run(key, inputs, n, t)
 
     @torch.no_grad()
+    def run_with_rows(self, step: Step, batch: Batch, input_ids: Sequence[int] | Tensor, rows: Sequence[int]) -> Tensor:
+        """Run ``step`` without a graph, for the logits of more rows than the last of each sequence.
+
+        Args:
+            batch, input_ids: as in :meth:`replay`.
+            rows: of ``input_ids``.
+
+        Returns:
+            Logits ``[num_reqs + len(rows), V]``: first those of the last rows.
+        """
+        n, t = batch.num_reqs, batch.num_tokens
+        inputs = self._inputs.fill(batch, input_ids, max(n, self._inputs.LEAST), max(t, self._inputs.LEAST))
+        self._last, self._left = None, 0
+        self.stats.plain += 1
+        more = torch.tensor(rows, dtype=torch.int64, device="cpu").to(inputs.last_rows.device)
+        last_rows = torch.cat((inputs.last_rows[:n], more))
+        return step(inputs.input_ids, inputs.metadata, last_rows, self.kv_cache.layers)
+
+    @torch.no_grad()
     def replay_next(self) -> Tensor:
         """Run the next step, with the tokens that the last one sampled: one launch, and no other work on the host.
 

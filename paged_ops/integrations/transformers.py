@@ -31,6 +31,7 @@ from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.attention_function import PROBE, attention, no_mask
+from paged_ops.integrations.generation_config import GenerationFields
 from paged_ops.integrations.latent import as_they_are, expanded, latent_modules
 from paged_ops.integrations.probe import (
     CacheSpec,
@@ -225,6 +226,11 @@ class PagedCausalLM:
         """The end-of-text tokens of the model's generation config."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+    @property
+    def generation_fields(self) -> GenerationFields:
+        """The model's generation config, as a loop reads it when it is made."""
+        return GenerationFields(self.model)
 
     @property
     def vocab_size(self) -> int:

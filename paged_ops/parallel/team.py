@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paged_ops.metadata import Batch
 from paged_ops.request import Request
-from paged_ops.sampling import SamplingParams
+from paged_ops.settings import Settings
 
 if TYPE_CHECKING:
     from paged_ops.generation import GenerationLoop
@@ -30,17 +30,13 @@ class Submission(NamedTuple):
 
     request_id: int  # of the first sample
     tokens: tuple[int, ...]
-    samples: int
-    max_new_tokens: int
-    logprobs: int | None
-    stop: frozenset[int]
+    settings: Settings
     extra_key: Hashable
 
     @classmethod
     def of(cls, request: Request) -> Submission:
-        params, prompt = request.params, tuple(request.tokens[: request.num_prompt])
-        counts = params.n, params.max_new_tokens, params.logprobs
-        return cls(request.request_id, prompt, *counts, request.stop, request.extra_key)
+        prompt = tuple(request.tokens[: request.num_prompt])
+        return cls(request.request_id, prompt, request.settings.without_sampling(), request.extra_key)
 
 
 class Call(NamedTuple):
@@ -196,9 +192,3 @@ def agree_on(calls: Sequence[Call]) -> Call:
                 " or those of rank 0 alone"
             )
     return first._replace(aborted=tuple(sorted({each for call in calls for each in call.aborted})))
-
-
-def params_of(submission: Submission) -> SamplingParams:
-    """The parameters of a request that a rank needs if it chooses no tokens."""
-    counts = submission.max_new_tokens, submission.samples, submission.logprobs
-    return SamplingParams(max_new_tokens=counts[0], n=counts[1], logprobs=counts[2])

@@ -161,7 +161,7 @@ class Threads(Session):
         seen: list[NewToken] = []
         outputs = self.loop.generate(*map(list, zip(*asked, strict=True)), seen.append if rng.random() < 0.5 else None)
         for prompt, params in asked:
-            for sample in range(params.n):
+            for sample in range(params.n or 1):
                 output = outputs.pop(0)
                 aborted = output.finish_reason == "abort"  # by close
                 self.check(-1, Sent(prompt, params, None, sample, list(output), output.finish_reason, aborted), output)
@@ -190,7 +190,7 @@ class Threads(Session):
     def submits(self, rng: random.Random, steps: bool = True) -> None:
         prompt, params = self.ask(rng)
         first = self.loop.submit(prompt, params)
-        self.sent.update({first + sample: Sent(prompt, params, None, sample) for sample in range(params.n)})
+        self.sent.update({first + sample: Sent(prompt, params, None, sample) for sample in range(params.n or 1)})
         if rng.random() < 0.3:
             self.aborted.add(first)
             self.loop.abort(first)

@@ -1,0 +1,196 @@
+"""Penalties, and draws from a distribution: rows of scores to tokens, for all rows at once.
+
+Random numbers are a hash of (seed, sample, position): a draw does not depend on the rest of the batch, has no state
+that a failed step would have to restore, and is the same on every device. Probabilities are rounded to integers before
+they are added up, so sums do not depend on the order of additions.
+
+Sources of the ideas: nucleus sampling of Holtzman et al. (2019, arXiv:1904.09751), min-p of Nguyen et al. (2024,
+arXiv:2407.01082), the repetition penalty of Keskar et al. (2019, arXiv:1909.05858); counter-based random numbers of
+Salmon et al. (SC 2011), here with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+
+Letters: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_UNIT = 2.0**51  # the weight of probability 1; sums of weights stay below 2^53, where float64 holds all integers
+_LEAST_BUCKET = 127 - 51 << 7  # the upper 16 bits of 1 / _UNIT: smaller probabilities have weight 0
+_NUM_BUCKETS = (127 << 7) + 2  # up to that of probability 1, and one for NaN
+_COLDEST, _HOTTEST = 1e-30, 3e38  # float32 holds both, and the quotients of scores by them
+
+
+def penalize(
+    scores: Tensor,
+    tokens: Sequence[Tensor],
+    num_prompt: Sequence[int],
+    repetition: Sequence[float],
+    presence: Sequence[float],
+    frequency: Sequence[float],
+) -> None:
+    """Lowers the scores of tokens that a sequence already has, in place.
+
+    Args:
+        scores: float32 ``[R, V]``, contiguous.
+        tokens: of each row, prompt and output, int64 ``[n]`` on the device of the scores.
+        num_prompt: of each row, how many of them are the prompt.
+        repetition: of each row; positive scores of tokens of the prompt and the output are divided by it, others are
+            multiplied by it.
+        presence: of each row, taken from the scores of tokens of the output.
+        frequency: of each row, taken once for each time that a token is in the output.
+    """
+    flat = scores.view(-1)
+    if any(each != 1 for each in repetition):
+        own, at = _places(scores, tokens)
+        seen, factor = flat[at], on_device(repetition, torch.float32, scores.device)[own]
+        flat[at] = torch.where(seen < 0, seen * factor, seen / factor)
+    if any(presence) or any(frequency):
+        own, at = _places(scores, [each[start:] for each, start in zip(tokens, num_prompt, strict=True)])
+        per_token, per_time = on_device([*presence, *frequency], torch.float32, scores.device).view(2, -1)[:, own]
+        counts = torch.zeros_like(flat).index_put_((at,), flat.new_ones(()), accumulate=True)[at]
+        flat[at] = flat[at] - per_token - per_time * counts
+
+
+def draw(
+    scores: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    largest_k: int = 0,
+) -> Tensor:
+    """One token per row, int64 ``[R]``, from scores ``[R, V]``.
+
+    Scores are divided by the temperature. Then top-k, top-p and min-p each leave some of the tokens that the one before
+    has left, with probabilities relative to those.
+
+    Args:
+        scores: float32; -inf is never drawn.
+        temperature: float32 ``[R]``, above 0.
+        keys: int64 ``[R]``: a row's random number is a function of its key only; see :func:`random_key`.
+        top_k: int64 ``[R]``, the number of likeliest tokens that stay, and those as likely as the last of them; 0 is
+            all. None is 0 in all rows.
+        top_p: float64 ``[R]``: the fewest likeliest tokens whose probabilities reach this sum stay. None is 1 in all
+            rows.
+        min_p: float32 ``[R]``: tokens stay whose probability is at least this part of the likeliest one's. None is 0 in
+            all rows.
+        largest_k: the largest of ``top_k``.
+    """
+    # The largest is 0 before the division, so even the smallest temperature gives 0 and -inf, not inf.
+    scaled = (scores - scores.amax(-1, keepdim=True)).div_(temperature.clamp(_COLDEST, _HOTTEST)[:, None])
+    if top_k is not None and largest_k:
+        likeliest = scaled.topk(min(largest_k, scores.shape[-1]), -1).values
+        last = likeliest.gather(-1, (top_k - 1).clamp(0, likeliest.shape[-1] - 1)[:, None])
+        scaled.masked_fill_(scaled < last.masked_fill_((top_k == 0)[:, None], -torch.inf), -torch.inf)
+    probabilities = torch.softmax(scaled, -1)
+    weights = torch.mul(probabilities, _UNIT, out=scaled.new_empty(scaled.shape, dtype=torch.float64)).floor_()
+    if top_p is not None:
+        sorts = scores.device.type != "cpu" or scores.shape[-1] <= _NUM_BUCKETS
+        cut = _outside_by_sorting if sorts else _outside_by_buckets
+        weights.masked_fill_(cut(probabilities, weights, top_p), 0)
+    if min_p is not None:
+        weights.masked_fill_(probabilities < min_p[:, None] * probabilities.amax(-1, keepdim=True), 0)
+    reached = torch.cumsum(weights, -1, out=weights)
+    total = reached[:, -1:]
+    # A token is drawn if the target lies within its weight, so one of weight 0 never is.
+    target = torch.minimum((uniforms(keys)[:, None] * total).floor_(), total - 1)
+    return torch.searchsorted(reached, target, right=True)[:, 0].clamp_(max=scores.shape[-1] - 1)
+
+
+def random_key(seed: int, sample: int, position: int) -> int:
+    """A key for :func:`draw`, as a signed 64-bit number: equal arguments, equal random numbers."""
+    key = 0
+    for number in (seed, sample, position):
+        key = _mixed((key ^ number) + _STRIDE & _ALL)
+    return key - (key >> 63 << 64)
+
+
+def uniforms(keys: Tensor) -> Tensor:
+    """Random numbers in (0, 1), float64 ``[R]``: the upper 52 bits of the first output of SplitMix64 that starts at
+    each key (int64 ``[R]``), and a half."""
+    bits = keys + _signed(_STRIDE)
+    for shift, factor in _ROUNDS:
+        bits = (bits ^ _shifted(bits, shift)) * _signed(factor)
+    bits = bits ^ _shifted(bits, _LAST_SHIFT)
+    return (_shifted(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor on a device, without waiting for the device."""
+    on_gpu = device.type == "cuda"
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu).to(device, non_blocking=True)
+
+
+def _outside_by_sorting(probabilities: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens top-p leaves out, bool ``[R, V]``. Of tokens that are equally likely, the first stay."""
+    order = probabilities.sort(dim=-1, descending=True, stable=True).indices
+    ordered = weights.gather(-1, order)
+    before = ordered.cumsum(-1) - ordered
+    outside = (before >= _limit(top_p)[:, None]) & (before > 0)
+    return torch.zeros_like(outside).scatter_(-1, order, outside)
+
+
+def _outside_by_buckets(probabilities: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
+    """The same for the CPU, where sorting is slow: by their upper 16 bits, probabilities fall into buckets. Only in the
+    bucket where the limit is reached are they sorted."""
+    R = len(probabilities)
+    limit = _limit(top_p)
+    bucket = (probabilities.view(torch.int32) >> 16).clamp_(0, _NUM_BUCKETS - 1)
+    rows = torch.arange(R, dtype=torch.int32, device="cpu")[:, None]
+    sums = torch.bincount((bucket + rows * _NUM_BUCKETS).view(-1), weights.view(-1), R * _NUM_BUCKETS).view(
+        R, _NUM_BUCKETS
+    )
+    above = sums.flip(-1).cumsum(-1).flip(-1) - sums  # the weight of the buckets above each
+    beyond = (above >= limit[:, None]) & (above > 0)
+    last = beyond.sum(-1, keepdim=True, dtype=torch.int32).clamp_(min=_LEAST_BUCKET)  # where the limit is reached
+    outside = bucket < last
+    row, token = (bucket == last).nonzero(as_tuple=True)
+    order = probabilities[row, token].sort(descending=True, stable=True).indices
+    order = order[row[order].sort(stable=True).indices]
+    row, token = row[order], token[order]
+    ordered = weights[row, token]
+    before = ordered.cumsum(0) - ordered
+    starts = torch.searchsorted(row, torch.arange(R, device="cpu")).clamp_(max=max(len(row) - 1, 0))
+    if len(row):
+        before += (above.gather(-1, last.long())[:, 0] - before[starts])[row]
+    outside[row, token] = (before >= limit[row]) & (before > 0)
+    return outside
+
+
+def _places(scores: Tensor, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The row of each of the tokens, and where its score lies in all scores, flattened."""
+    sizes = [len(each) for each in tokens]
+    counts = on_device(sizes, torch.int64, scores.device)
+    own = torch.arange(len(sizes), device=scores.device).repeat_interleave(counts, output_size=sum(sizes))
+    return own, torch.cat(list(tokens)) + own * scores.shape[-1]
+
+
+def _limit(top_p: Tensor) -> Tensor:
+    """The weight that the tokens before one must not reach; rows of top_p = 1 keep all tokens."""
+    return torch.where(top_p < 1, top_p * _UNIT, torch.inf)
+
+
+_ALL = 2**64 - 1
+_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
+
+
+def _mixed(bits: int) -> int:
+    for shift, factor in _ROUNDS:
+        bits = (bits ^ bits >> shift) * factor & _ALL
+    return bits ^ bits >> _LAST_SHIFT
+
+
+def _signed(bits: int) -> int:
+    return bits - (bits >> 63 << 64)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """A shift to the right that fills with zeros; int64's own fills with the sign."""
+    return (bits >> by) & (2 ** (64 - by) - 1)
