@@ -115,20 +115,21 @@ def written(argument: str, value: Tensor) -> None:
         )
 
 
-def apart(
+def disjoint(
     arguments: Iterable[tuple[str, Any]], written: Collection[str], *, in_place: bool = False, traced: bool = False
 ) -> None:
     """Check that the tensors that an op writes share memory neither with each other nor with what it reads.
 
-    Tensors of one storage may lie between each other, as long as they share no byte. Tensors of different storages are
-    told apart by addresses, at little cost. The answer for tensors of one storage is remembered.
+    Tensors of one storage may be interleaved, if they share no byte: keys and values in the rows of one tensor, for
+    example. Storages are compared by their addresses. If they overlap, all elements are compared, and the answer is
+    cached by addresses, sizes and strides.
 
     Args:
         arguments: names and values of a call's arguments: tensors, lists of tensors, and others, which are ignored.
         written: the names of those that the op writes.
         in_place: what is read may be the very tensor that is written; of two lists, the one at the same index.
-        traced: the tensors are fake and have no addresses. They are compared if they share a storage object, and if
-            their sizes are known.
+        traced: the tensors are fake and have no addresses. Those of one storage object are compared, if their sizes
+            are known.
     """
     spans: list[_Span] = []
     for name, value in arguments:
@@ -141,7 +142,7 @@ def apart(
     end = end_written = 0
     for start, stop, writes, *_ in spans:
         if start < (end if writes else end_written):
-            return _check_views(spans, in_place, traced)
+            return _check_storages(spans, in_place, traced)
         end = max(end, stop)
         if writes:
             end_written = max(end_written, stop)
@@ -161,8 +162,8 @@ def _storage_span(value: Tensor, writes: bool, name: str, index: int | None, tra
     return start, start + storage.nbytes() if start else 0, writes, name, index, value
 
 
-def _check_views(spans: Sequence[_Span], in_place: bool, traced: bool) -> None:
-    """:func:`apart` where some of the storages, sorted by their addresses, share memory."""
+def _check_storages(spans: Sequence[_Span], in_place: bool, traced: bool) -> None:
+    """:func:`disjoint` where some of the storages, sorted by their addresses, share memory."""
     groups: list[list[_Span]] = []
     end = 0
     for span in spans:
@@ -176,8 +177,8 @@ def _check_views(spans: Sequence[_Span], in_place: bool, traced: bool) -> None:
 
 
 def _check_group(group: Sequence[_Span], in_place: bool, traced: bool) -> None:
-    """:func:`apart` for tensors whose storages share memory."""
-    places = []
+    """:func:`disjoint` for tensors whose storages share memory."""
+    places: list[tuple[Any, ...]] = []
     for n, (_, _, writes, _, index, each) in enumerate(group):
         size = each.element_size()
         address = each.storage_offset() * size if traced else each.data_ptr()

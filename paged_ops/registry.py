@@ -51,8 +51,8 @@ def op(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an op: ``mutates`` names the tensors it writes, ``out`` the results of a functional one.
 
-    What is written lies apart from all other arguments. ``in_place``: or is an argument itself, as each element is read
-    before it is written.
+    What is written shares no memory with any other argument. ``in_place``: unless it is that argument itself, as each
+    element is read before it is written.
     """
 
     def declare(signature: Callable[P, R]) -> Callable[P, R]:
@@ -114,7 +114,7 @@ def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] =
     for key in LOWERINGS:
         kernel = _late(functools.partial(lowering, base, key), schema, out)
         if (written or out) and key != "XLA":  # whose values have no addresses
-            kernel = _apart(kernel, run, in_place)
+            kernel = _disjoint(kernel, run, in_place)
         LIBRARY.impl(name, kernel, key)
     for key in (*LOWERINGS, "PrivateUse1"):  # the dispatcher calls these only under autocast: they cost others nothing
         LIBRARY.impl(name, without_autocast(run), f"Autocast{key}")
@@ -123,7 +123,7 @@ def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] =
             LIBRARY.impl(name, _resolve(base, overload, written), key)
     fake = _late(functools.partial(_fake, base), schema, out)
     if written or out:
-        fake = _apart(fake, run, in_place, traced=True)
+        fake = _disjoint(fake, run, in_place, traced=True)
     torch.library.register_fake(f"paged_ops::{name}", fake, lib=LIBRARY)
 
 
@@ -168,17 +168,17 @@ def _late(find: Callable[[], Callable[..., Any]], schema: str, out: Sequence[str
     return kernel_out if out else kernel_list if schema.endswith("[]") else kernel
 
 
-def _apart(kernel: Callable[..., Any], run: Any, in_place: bool, traced: bool = False) -> Callable[..., Any]:
-    """The kernel of an op that writes, for tensors whose memory lies apart: :func:`paged_ops.checks.apart`."""
+def _disjoint(kernel: Callable[..., Any], run: Any, in_place: bool, traced: bool = False) -> Callable[..., Any]:
+    """The kernel of an op that writes, behind :func:`paged_ops.checks.disjoint`."""
     names = [each.name for each in run._schema.arguments]
     written = {each.name for each in run._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
 
-    def kernel_apart(*args: Any, **kwargs: Any) -> Any:
+    def kernel_disjoint(*args: Any, **kwargs: Any) -> Any:
         arguments = itertools.chain(zip(names, args, strict=False), kwargs.items())
-        checks.apart(arguments, written, in_place=in_place, traced=traced)
+        checks.disjoint(arguments, written, in_place=in_place, traced=traced)
         return kernel(*args, **kwargs)
 
-    return kernel_apart
+    return kernel_disjoint
 
 
 def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import allocator, graphs, lifecycle, loop, metadata, ops, programs, runner, threads
+from fuzz import allocator, ambient, graphs, lifecycle, loop, metadata, ops, programs, runner, threads
 
 import paged_ops
 
@@ -25,6 +25,7 @@ CAMPAIGNS = {
     "loop": (loop, range(12)),
     "lifecycle": (lifecycle, range(10)),
     "graphs": (graphs, range(5)),
+    "ambient": (ambient, range(0, 1500, 150)),
     "programs": (programs, range(2)),
     "threads": (threads, range(8)),
 }

@@ -180,7 +180,8 @@ def _has_matrix_unit() -> bool:
 def _products() -> torch.dtype:
     """The dtype of matrix products that keep float32's precision: ``torch.set_float32_matmul_precision`` may let torch
     round float32 operands to bfloat16."""
-    return torch.float32 if torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee") else torch.float64
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return torch.float32 if precision in ("none", "ieee") else torch.float64
 
 
 class _Plane:
