@@ -17,7 +17,7 @@ AOT_TESTS := $(wildcard tests/test_gpu_*aot.py)
 OLDER_TRITON := 3.6.0
 
 # What `make fuzz` runs, each for so many seconds: on a machine with a GPU, make fuzz DEVICE=cuda SECONDS=480 PROCESSES=8
-CAMPAIGNS ?= ops allocator metadata loop graphs programs threads
+CAMPAIGNS ?= ops allocator metadata loop graphs programs threads ambient
 SECONDS ?= 60
 DEVICE ?= cpu
 SEED ?= 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import itertools
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,9 +94,15 @@ def written(argument: str, value: Tensor) -> None:
     the start of ``arena`` (pytorch#198068, torch 2.11 to 2.13 at least). The offset of a graph's input is a symbol of
     its own, and is treated correctly.
     """
-    for size, stride in zip(value.shape, value.stride(), strict=True):
-        expanded = type(stride) is int and stride == 0 and not (type(size) is int and size <= 1)
-        expect(not expanded, argument, "a tensor whose elements lie apart (clone() it)", f"strides {value.stride()}")
+    shape, strides = value.shape, value.stride()
+    try:
+        overlaps = _overlaps_itself(shape, strides)
+    except TypeError:  # symbolic sizes, which have no hash
+        known = [(n, s) for n, s in zip(shape, strides, strict=True) if type(s) is int]
+        overlaps = any(s == 0 and not (type(n) is int and n <= 1) for n, s in known)
+    if overlaps:
+        got = f"strides {strides} of sizes {list(shape)}"
+        expect(False, argument, "a tensor whose elements lie apart (clone() it)", got)
     offset = value.storage_offset()
     if isinstance(offset, torch.SymInt):
         expression = offset.node.expr
@@ -104,6 +113,150 @@ def written(argument: str, value: Tensor) -> None:
             " it is cut from; compile with its sizes fixed (dynamic=False, mark_static), or give a tensor per layer",
             f"a slice at element {expression}",
         )
+
+
+def disjoint(
+    arguments: Iterable[tuple[str, Any]], written: Collection[str], *, in_place: bool = False, traced: bool = False
+) -> None:
+    """Check that the tensors that an op writes share memory neither with each other nor with what it reads.
+
+    Tensors of one storage may be interleaved, if they share no byte: keys and values in the rows of one tensor, for
+    example. Storages are compared by their addresses. If they overlap, all elements are compared, and the answer is
+    cached by addresses, sizes and strides.
+
+    Args:
+        arguments: names and values of a call's arguments: tensors, lists of tensors, and others, which are ignored.
+        written: the names of those that the op writes.
+        in_place: what is read may be the very tensor that is written; of two lists, the one at the same index.
+        traced: the tensors are fake and have no addresses. Those of one storage object are compared, if their sizes
+            are known.
+    """
+    spans: list[_Span] = []
+    for name, value in arguments:
+        if isinstance(value, Tensor):
+            spans.append(_storage_span(value, name in written, name, None, traced))
+        elif isinstance(value, (list, tuple)):
+            tensors = ((n, each) for n, each in enumerate(value) if isinstance(each, Tensor))
+            spans += [_storage_span(each, name in written, name, n, traced) for n, each in tensors]
+    spans.sort(key=_start)
+    end = end_written = 0
+    for start, stop, writes, *_ in spans:
+        if start < (end if writes else end_written):
+            return _check_storages(spans, in_place, traced)
+        end = max(end, stop)
+        if writes:
+            end_written = max(end_written, stop)
+
+
+# A storage from its first byte to past its last, and a tensor in it: whether the op writes it, its argument, its index
+# in a list.
+_Span = tuple[int, int, bool, str, int | None, Tensor]
+_start = operator.itemgetter(0)
+
+
+def _storage_span(value: Tensor, writes: bool, name: str, index: int | None, traced: bool) -> _Span:
+    storage = value.untyped_storage()
+    if traced:  # the object is the memory
+        return storage._cdata, storage._cdata + 1, writes, name, index, value
+    start = storage.data_ptr()
+    return start, start + storage.nbytes() if start else 0, writes, name, index, value
+
+
+def _check_storages(spans: Sequence[_Span], in_place: bool, traced: bool) -> None:
+    """:func:`disjoint` where some of the storages, sorted by their addresses, share memory."""
+    groups: list[list[_Span]] = []
+    end = 0
+    for span in spans:
+        if span[0] >= end:
+            groups.append([])
+        groups[-1].append(span)
+        end = max(end, span[1])
+    for group in groups:
+        if len(group) > 1 and any(span[2] for span in group):
+            _check_group(group, in_place, traced)
+
+
+def _check_group(group: Sequence[_Span], in_place: bool, traced: bool) -> None:
+    """:func:`disjoint` for tensors whose storages share memory."""
+    places: list[tuple[Any, ...]] = []
+    for n, (_, _, writes, _, index, each) in enumerate(group):
+        size = each.element_size()
+        address = each.storage_offset() * size if traced else each.data_ptr()
+        places.append((address, each.shape, each.stride(), size, writes, index if in_place else n))
+    try:
+        found = _overlapping(tuple(places))
+    except TypeError:  # symbolic sizes, which have no hash: a tensor that comes twice shares its memory all the same
+        twice = [(i, j) for i, j in itertools.combinations(range(len(group)), 2) if group[i][5] is group[j][5]]
+        found = next((pair for pair in twice if _clash(*(_Place(*places[n]) for n in pair))), None)
+    if found is not None:
+        one, other = sorted((group[n] for n in found), key=lambda span: span[2], reverse=True)
+        if one[2] and other[2]:
+            one, other = other, one
+        names = [name if index is None else f"{name}[{index}]" for _, _, _, name, index, _ in (one, other)]
+        expect(False, names[0], "memory of its own", f"memory that {names[1]} shares")
+
+
+class _Place(NamedTuple):
+    """Where the elements of a tensor lie: the first byte, sizes and strides. Whether the op writes them. Of two tensors
+    with one number one may be written over the other."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    writes: bool
+    number: int | None
+
+
+def _clash(a: _Place, b: _Place) -> bool:
+    """Whether two tensors that share memory must not: one is written, and not element by element over the other."""
+    in_place = a.number == b.number and a.writes != b.writes and a[:4] == b[:4]
+    return (a.writes or b.writes) and not in_place
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlapping(places: tuple[tuple[Any, ...], ...]) -> tuple[int, int] | None:
+    """Two of the places that share a byte and must not."""
+    for (i, a), (j, b) in itertools.combinations(enumerate(itertools.starmap(_Place, places)), 2):
+        if _clash(a, b) and _share(a, b):
+            return i, j
+    return None
+
+
+def _share(a: _Place, b: _Place) -> bool:
+    """Whether an element of one has a byte of an element of the other."""
+    if 0 in a.shape or 0 in b.shape:
+        return False
+    reach = {1: [1 - b.itemsize, a.itemsize - 1]}  # by stride: what indices of a minus indices of b may be
+    for place, end in ((a, 1), (b, 0)):
+        for size, stride in zip(place.shape, place.strides, strict=True):
+            bounds = reach.setdefault(stride * place.itemsize, [0, 0])
+            bounds[end] += (size - 1) if end else (1 - size)
+    terms = [(stride, low, high) for stride, (low, high) in sorted(reach.items(), reverse=True) if stride]
+    return _is_sum(b.address - a.address, terms)
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether two elements of a tensor are one."""
+    dims = sorted(((stride, size - 1) for size, stride in zip(shape, strides, strict=True) if size > 1), reverse=True)
+    if 0 in shape or not dims:
+        return False
+    if len({stride for stride, _ in dims}) < len(dims) or dims[-1][0] == 0:
+        return True
+    terms = [(stride, -most, most) for stride, most in dims]
+    # The indices of two elements differ first, and say upwards, in some dimension.
+    return any(_is_sum(0, [(stride, 1, most), *terms[n + 1 :]]) for n, (stride, most) in enumerate(dims))
+
+
+def _is_sum(total: int, terms: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether ``total`` is a sum of multiples of strides; terms are (stride, least multiple, largest), strides fall."""
+    if not terms:
+        return total == 0
+    (stride, low, high), *rest = terms
+    least, most = (sum(each[0] * each[n] for each in rest) for n in (1, 2))
+    first, last = max(low, -((most - total) // stride)), min(high, (total - least) // stride)
+    return any(_is_sum(total - n * stride, rest) for n in range(first, last + 1))
 
 
 def in_range(argument: str, values: Tensor, low: int, high: int, unit: str) -> None:

@@ -263,7 +263,8 @@ def allocate_kv_cache(
     sizes = (num_blocks, block_size, num_kv_heads, head_size)
     shape = kv_cache_shape(layout, *sizes, value_head_size=value_head_size, kv_cache_dtype=kv_cache_dtype)
     check_storage(dtype, kv_cache_dtype)
-    return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+    with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
+        return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
 
 
 def split_kv_cache(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,11 @@ What all ops share:
 * **Errors.** A wrong rank, shape, dtype, device or combination raises ValueError with the argument, what was expected
   and what came, before anything is written, in eager and at compile time alike. Values (block ids, slots, lengths) are
   checked on the CPU, on other devices under :func:`paged_ops.set_debug_checks`.
-* **Memory.** Any strides, but what an op writes has elements that lie apart (no expanded cache). The preallocated
-  results of an ``.out`` overload share memory with nothing; those of :func:`merge_attention_states` may be arguments.
+* **Memory.** Any strides. What an op writes (caches, and the preallocated results of an ``.out`` overload) shares no
+  byte with itself (no expanded cache) or with another argument; else it raises before anything is written. Keys and
+  values may be interleaved views of one tensor. Results of :func:`merge_attention_states` may be arguments.
+* **Ambient state.** Results depend on the arguments alone: not on autocast, default device or dtype, grad or inference
+  mode, deterministic mode, the precision of float32 matmuls, or function modes.
 * **Autograd.** No op has derivatives; an argument that requires grad raises in grad mode, one with a tangent
   (``torch.func.jvp``, dual numbers) always. ``torch.vmap`` takes the ops that write nothing, row by row.
 """
@@ -278,7 +281,7 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     """
 
 
-@op(mutates=("dst_caches",))
+@op(mutates=("dst_caches",), in_place=True)
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     """Copy whole blocks from one list of caches to another: between devices, or between a device and the host.
 
@@ -288,7 +291,8 @@ def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], bloc
     Args:
         src_caches, dst_caches: lists of the same length; each pair has one block shape and dtype; dst is mutated.
         block_mapping: int64 ``[P, 2]`` of (source, destination) on the CPU. A destination named twice is an error, and
-            so is a block in both roles when a cache is swapped with itself.
+            so is a block in both roles when a cache is swapped with itself (as the same entry of both lists). Else no
+            cache in dst_caches shares memory with another.
     """
 
 

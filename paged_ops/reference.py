@@ -17,6 +17,7 @@ from paged_ops import masks
 from paged_ops.features import Features, with_value_scale
 from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
+from paged_ops.registry import without_autocast
 
 
 def reshape_and_cache(
@@ -63,6 +64,7 @@ def paged_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return paged_attention_with_lse(query, *args, **kwargs)[0]
 
 
+@without_autocast
 def paged_attention_with_lse(
     query: Tensor,
     kv_cache: Tensor,

@@ -51,14 +51,14 @@ def op(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an op: ``mutates`` names the tensors it writes, ``out`` the results of a functional one.
 
-    Preallocated results lie apart from all arguments. ``in_place``: or a result is an argument itself, as each element
-    is read before it is written.
+    What is written shares no memory with any other argument. ``in_place``: unless it is that argument itself, as each
+    element is read before it is written.
     """
 
     def declare(signature: Callable[P, R]) -> Callable[P, R]:
         name = signature.__name__
         schema = torch.library.infer_schema(signature, mutates_args=mutates)
-        _define(name, schema, mutates)
+        _define(name, schema, mutates, in_place=in_place)
         if out:
             _define(f"{name}.out", _out_schema(schema, out), out, out, in_place)
         if "torch_xla" in sys.modules:
@@ -92,21 +92,39 @@ def lowering(name: str, key: str) -> Callable[..., Any]:
     return found
 
 
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with autocast off on all devices, also for all that it calls."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] = (), in_place: bool = False) -> None:
     base, _, overload = name.partition(".")
     # Not tagged torch.Tag.out: inductor 2.13 passes keyword-only scalars twice to an .out overload it picks by tag.
     LIBRARY.define(name + schema)
     # Without a kernel under Autograd a cache written in grad mode could not be written again in place.
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    overload = overload or "default"
+    run = getattr(getattr(torch.ops.paged_ops, base), overload)
     for key in LOWERINGS:
         kernel = _late(functools.partial(lowering, base, key), schema, out)
-        if out and key != "XLA":  # whose values have no addresses
-            kernel = _apart(kernel, base, out, in_place)
+        if (written or out) and key != "XLA":  # whose values have no addresses
+            kernel = _disjoint(kernel, run, in_place)
         LIBRARY.impl(name, kernel, key)
+    for key in (*LOWERINGS, "PrivateUse1"):  # the dispatcher calls these only under autocast: they cost others nothing
+        LIBRARY.impl(name, without_autocast(run), f"Autocast{key}")
     if written:
         for key in ("Negative", "Conjugate"):
-            LIBRARY.impl(name, _resolve(base, overload or "default", written), key)
-    torch.library.register_fake(f"paged_ops::{name}", _late(functools.partial(_fake, base), schema, out), lib=LIBRARY)
+            LIBRARY.impl(name, _resolve(base, overload, written), key)
+    fake = _late(functools.partial(_fake, base), schema, out)
+    if written or out:
+        fake = _disjoint(fake, run, in_place, traced=True)
+    torch.library.register_fake(f"paged_ops::{name}", fake, lib=LIBRARY)
 
 
 def _stay_in_place(default: torch._ops.OpOverload, schema: str) -> None:
@@ -150,34 +168,17 @@ def _late(find: Callable[[], Callable[..., Any]], schema: str, out: Sequence[str
     return kernel_out if out else kernel_list if schema.endswith("[]") else kernel
 
 
-def _apart(kernel: Callable[..., None], name: str, out: Sequence[str], in_place: bool) -> Callable[..., None]:
-    """The kernel of an .out overload, for results that lie apart in memory from each other and from the arguments."""
+def _disjoint(kernel: Callable[..., Any], run: Any, in_place: bool, traced: bool = False) -> Callable[..., Any]:
+    """The kernel of an op that writes, behind :func:`paged_ops.checks.disjoint`."""
+    names = [each.name for each in run._schema.arguments]
+    written = {each.name for each in run._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
 
-    def kernel_apart(*args: Any, **kwargs: Any) -> None:
-        spans = {result: _span(kwargs[result]) for result in out}
-        for other, value in itertools.chain(enumerate(args), kwargs.items()):
-            if not isinstance(value, Tensor):
-                continue
-            start, end = _span(value)
-            for result, (first, last) in spans.items():
-                shared = start < last and first < end and other != result
-                if shared and not (in_place and other not in out and _same(value, kwargs[result])):
-                    arguments = getattr(torch.ops.paged_ops, name).out._schema.arguments
-                    of = arguments[other].name if isinstance(other, int) else other
-                    checks.expect(False, result, "memory of its own", f"memory that {of} shares")
-        kernel(*args, **kwargs)
+    def kernel_disjoint(*args: Any, **kwargs: Any) -> Any:
+        arguments = itertools.chain(zip(names, args, strict=False), kwargs.items())
+        checks.disjoint(arguments, written, in_place=in_place, traced=traced)
+        return kernel(*args, **kwargs)
 
-    return kernel_apart
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of a tensor to past its last."""
-    start, last = tensor.data_ptr(), sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+    return kernel_disjoint
 
 
 def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., Any]:

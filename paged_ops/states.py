@@ -82,13 +82,13 @@ class StateCache:
         self.device = with_index(device)
         on_cuda = self.device.type == "cuda"
         rows = 2 * (num_slots + 1)
-        self.tensors = [torch.zeros(rows, *s.shape, dtype=s.dtype, device=self.device) for s in self.specs]
-        self.host_tensors = [
-            torch.zeros(
-                num_host_slots, *s.shape, dtype=s.dtype, device="cpu", pin_memory=on_cuda and num_host_slots > 0
-            )
-            for s in self.specs
-        ]
+        pinned = on_cuda and num_host_slots > 0
+        with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
+            self.tensors = [torch.zeros(rows, *s.shape, dtype=s.dtype, device=self.device) for s in self.specs]
+            self.host_tensors = [
+                torch.zeros(num_host_slots, *s.shape, dtype=s.dtype, device="cpu", pin_memory=pinned)
+                for s in self.specs
+            ]
         for tensor in self.tensors:
             # The model's own sizes. Left open, one that equals the number of tokens of a step would be taken for it,
             # and the next step compiled again.

@@ -13,7 +13,7 @@ import paged_ops.cache
 from paged_ops import graphs
 from paged_ops.allocator import BlockAllocator, BlockPool, OutOfBlocks
 from paged_ops.cache import KVCache
-from paged_ops.layouts import Layout, split_joined_cache
+from paged_ops.layouts import Layout, min_tpu_block_size, preferred_tpu_block_size, split_joined_cache
 from paged_ops.metadata import Batch
 
 
@@ -218,6 +218,27 @@ def test_random_walk_on_gpu(layout: Layout) -> None:
     assert all(layer.is_pinned() for layer in cache.host_layers)
     Walk(cache, seed=3).run(500)
     assert min(cache.stats().copied_blocks, cache.stats().swapped_out_blocks, cache.stats().swapped_in_blocks) > 0
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_num_seqs", "least", "preferred"),
+    [
+        (1, 1, 1, 16),
+        (256, 128, 1, 16),
+        (257, 128, 1, 32),
+        (1024, 128, 1, 64),
+        (1025, 128, 2, 128),
+        (3000, 128, 4, 256),
+        (131072, 64, 64, 256),
+        (131073, 64, 128, 256),  # 65 tokens are the least, of which 128 is the power of two
+        (2048, 1 << 17, 2048, 128),  # one block for each sequence
+        (100, 1 << 20, 128, 16),
+    ],
+)
+def test_block_sizes_of_tpus(max_model_len: int, max_num_seqs: int, least: int, preferred: int) -> None:
+    assert min_tpu_block_size(max_model_len, max_num_seqs) == least
+    assert preferred_tpu_block_size(max_model_len) == preferred
+    assert least >= 128 or max_num_seqs * -(-max_model_len // least) * 4 <= 1 << 19  # of scalar memory
 
 
 def test_full_prefix_blocks_are_shared_once_committed() -> None:

@@ -143,6 +143,14 @@ def test_a_negative_scale_hides_no_less(dtype):
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    "case", [each for each in testing.CASES[OP] if "scale" in each.name], ids=lambda case: case.name
+)
+def test_a_scale_of_any_sign_and_size(case):
+    testing.check(OP, case)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rows", [1, 80])
 def test_query_of_any_strides(rows):
     query, *rest = prompt(80)

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paged_ops
 from paged_ops import features, masks, metadata, testing
+from paged_ops.generation import GenerationLoop
+from paged_ops.graphs import DecodeGraphs
 from paged_ops.registry import OPS
 
 WRITE = ("reshape_and_cache", "nhd-fp32")
@@ -104,6 +106,8 @@ STATIC = [
     (ROWS_WRITE, "kv_cache", ones(4, 16, 664, dtype=torch.uint8)[..., :656], r"kv_cache: expected strides and an offset that are multiples of 16 bytes, got"),
     (ROWS_WRITE, "kv_cache", ones(4, 16, 672, dtype=torch.uint8)[..., 8:664], r"kv_cache: expected strides and an offset that are .*, got .* offset 8"),
     (ROWS_WRITE, "kv_cache", ones(4, 16, 1312, dtype=torch.uint8)[..., ::2], r"kv_cache: expected the bytes of a token side by side, got strides"),
+    (ROWS_WRITE, "kv_cache", ones(43000, dtype=torch.uint8).as_strided((4, 16, 656), (10504, 656, 1)), r"kv_cache: expected strides and an offset that are .*, got .*\(10504, 656, 1\)"),
+    (ROWS, "kv_cache", lambda t: t[0], r"kv_cache: expected uint8 \[N, B, 656\] \(kv_cache_dtype='fp8_ds_mla'\), got .*\[16, 656\]"),
     (ROWS_WRITE, "kv_cache_dtype", "auto", r"kv_cache: expected float32, .*\(uint8 needs .*, got a uint8 tensor"),
     (ROWS_WRITE, "kv_cache_dtype", "fp8", r"kv_cache: expected R \+ P = 512 \+ 64 columns in \[N, B, R \+ P\], got .*656\]"),
     (ROWS_WRITE, "latent", lambda t: t[:, :256], r"latent: expected 512 columns with kv_cache_dtype='fp8_ds_mla', got .*256\]"),
@@ -155,10 +159,13 @@ STATIC = [
     (ATTEND, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
     (ATTEND, "block_sparse", [16, 1], r"block_sparse: expected 7 numbers .*, got 2"),
     (ATTEND, "block_sparse", paged_ops.BlockSparse(24, 1, 1), r"block_sparse.block_size: expected a positive multiple .* 16, got 24"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(0, 1, 1), r"block_sparse.block_size: expected a positive multiple .* 16, got 0"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(-16, 1, 1), r"block_sparse.block_size: expected a positive multiple .* 16, got -16"),
     (ATTEND, "block_sparse", paged_ops.BlockSparse(16, -1, 1), r"block_sparse.local_blocks: expected 0 or more, got -1"),
     (ATTEND, "block_sparse", paged_ops.BlockSparse(16, 1, 0), r"block_sparse.vert_stride: expected 1 or more, got 0"),
     (ATTEND, "block_sparse", paged_ops.BlockSparse(16, 1, 1, True, True), r"block_sparse: expected one of homo_head, .* got both"),
     (ATTEND, "block_sparse", paged_ops.BlockSparse(16, 1, 1, rank=2), r"block_sparse.rank: expected 0 <= rank < .* 1, got 2"),
+    (ATTEND, "block_sparse", paged_ops.BlockSparse(16, 1, 1, rank=-1), r"block_sparse.rank: expected 0 <= rank < .* 1, got -1"),
     (LSE, "query", lambda t: t[:, :, None], r"query: expected 3 dimensions \[T, H, D\], got .*\[61, 8, 1, 64\]"),
     (SEPARATE, "value_cache", lambda t: t[:, :8], r"value_cache: expected the B, K of kv_cache, \[16, 2\]"),
     (SEPARATE, "value_cache", lambda t: t[:2], r"value_cache: expected the \d+ blocks of kv_cache, got .*\[2, 16, 2, 64\]"),
@@ -189,6 +196,7 @@ STATIC = [
     (WRITE, "kv_cache", lambda t: t[:1].expand(4, -1, -1, -1, -1), r"kv_cache: expected a tensor whose elements lie apart .*, got strides \(0,"),
     (COPY, "kv_caches", lambda ts: [ts[0], ts[1][:1].expand_as(ts[0])], r"kv_caches\[1\]: expected a tensor whose elements lie apart"),
     (SWAP, "dst_caches", lambda ts: [ts[0][:1].expand_as(ts[1]), *ts[1:]], r"dst_caches\[0\]: expected a tensor whose elements lie apart"),
+    (COPY, "kv_caches", lambda ts: [ts[0], ones(dtype=torch.uint8)], r"kv_caches\[1\]: expected blocks in dimension 0, got a uint8 tensor of shape \[\]"),
     (COPY, "kv_caches", lambda ts: [ts[0], meta(ts[1])], r"kv_caches\[1\]: expected a tensor on cpu, got .* on meta"),
     (SWAP, "dst_caches", lambda ts: ts[:2], r"dst_caches: expected 3 caches, as src_caches, got 2"),
     (SWAP, "dst_caches", lambda ts: [ts[0], ts[1][:, :1], ts[2]], r"dst_caches\[1\]: expected blocks of shape \[2, 16, 2, 32\]"),
@@ -306,6 +314,8 @@ VALUES = [
     (CASCADE, "query_start_loc", lambda t: t * 2, r"^query_start_loc: expected rows of query in"),
     (COPY, "block_mapping", torch.tensor([[0, 9]]), r"block_mapping\[:, 1\]: expected destination blocks in \[0, 9\), got 9 at \[0\]"),
     (COPY, "block_mapping", torch.tensor([[-1, 0]]), r"block_mapping\[:, 0\]: expected source blocks in \[0, 9\), got -1"),
+    (COPY, "block_mapping", torch.tensor([[9, 0]]), r"block_mapping\[:, 0\]: expected source blocks in \[0, 9\), got 9 at \[0\]"),
+    (COPY, "block_mapping", torch.tensor([[0, -1]]), r"block_mapping\[:, 1\]: expected destination blocks in \[0, 9\), got -1 at \[0\]"),
     (COPY, "block_mapping", torch.tensor([[0, 4], [1, 4]]), r"block_mapping: expected each destination once, got \[4\] twice"),
     (COPY, "block_mapping", torch.tensor([[0, 4], [4, 5]]), r"block_mapping: expected no block as both .*, got \[4\] in both"),
     (COPY, "block_mapping", torch.tensor([[3, 3]]), r"block_mapping: expected no block as both source and destination, got \[3\]"),
@@ -322,6 +332,36 @@ VALUES = [
 def test_values_are_checked_before_anything_is_written(where, argument, change, message):
     op, case = where
     unchanged(op, replaced(testing.case_named(op, case).inputs(), op, argument, change), message)
+
+
+# One wrong number each, in a batch that is right in all else: every entry of its tables is a block.
+ONE_WRONG = [
+    ("query_start_loc", [0, 3, 2, 5], r"query_start_loc: expected values that do not fall, got \[0, 3, 2, 5\]"),
+    ("query_start_loc", [1, 2, 3, 5], r"query_start_loc: expected 0 first, got 1"),
+    ("query_start_loc", [0, 2, 3, 6], r"query_start_loc: expected rows of query in \[0, 6\), got 6 at \[3\]"),
+    ("query_start_loc", [0, -1, 3, 5], r"query_start_loc: expected rows of query in \[0, 6\), got -1 at \[1\]"),
+    ("seq_lens", [4, -3, 6], r"seq_lens: expected lengths that 2 blocks of 4 tokens can hold, in \[0, 9\), got -3 at \[1\]"),
+    ("seq_lens", [4, 9, 6], r"seq_lens: expected lengths that 2 blocks of 4 tokens can hold, in \[0, 9\), got 9 at \[1\]"),
+    ("block_tables", [[0, 1], [2, 3], [4, 8]], r"block_tables: expected ids of the 8 blocks of the cache in \[0, 8\), got 8 at \[2, 1\]"),
+    ("block_tables", [[0, 1], [-1, 3], [4, 5]], r"block_tables: expected ids of the 8 blocks of the cache in \[0, 8\), got -1 at \[1, 0\]"),
+    ("block_tables", [[0, 99], [2, -7], [4, 5]], None),  # entries that no length needs
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "values", "message"), ONE_WRONG)
+def test_one_wrong_number(argument, values, message):
+    named = {"block_tables": [[0, 1], [2, 3], [4, 5]], "seq_lens": [4, 3, 6], "query_start_loc": [0, 2, 3, 5]}
+
+    def call(chosen):
+        query, kv_cache = (torch.linspace(-1, 1, n) for n in (5 * 2 * 8, 8 * 2 * 4 * 1 * 8))
+        integers = [torch.tensor(each, dtype=i32) for each in chosen.values()]
+        return testing.Inputs((query.view(5, 2, 8), kv_cache.view(8, 2, 4, 1, 8), *integers, 1.0), {}, None)
+
+    right, changed = call(named), call(named | {argument: values})
+    if message is None:
+        assert torch.equal(paged_ops.paged_attention(*changed.args), paged_ops.paged_attention(*right.args))
+    else:
+        unchanged("paged_attention", changed, message)
 
 
 LATENTS = {"layout": "LATENT", "head_size": 576, "value_head_size": 512, "num_kv_heads": 1}
@@ -427,6 +467,22 @@ HOST = {
     "a flat cache of another shape": (
         lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 100), 2, 8),
         r"kv_cache: expected a multiple of K\*D = 16",
+    ),
+    "a flat cache of another rank": (
+        lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 8, 16), 2, 8),
+        r"kv_cache: expected the flat cache \[2, N, B\*K\*D\], got .*\[2, 4, 8, 16\]",
+    ),
+    "a flat cache of another number of planes": (
+        lambda: paged_ops.split_kv_cache(torch.zeros(3, 4, 128), 2, 8),
+        r"kv_cache: expected the flat cache \[2, N, B\*K\*D\], got .*\[3, 4, 128\]",
+    ),
+    "no longest sequence": (
+        lambda: GenerationLoop(lambda *step: None, cache(), max_model_len=0),
+        "max_model_len: expected at least 1, got 0",
+    ),
+    "no longest sequence of graphs": (
+        lambda: DecodeGraphs(lambda *step: None, cache(), max_num_seqs=1, max_model_len=0),
+        "max_model_len: expected at least 1, got 0",
     ),
     "an unknown op": (lambda: paged_ops.supports("attend", "cpu"), "op: expected one of .*, got 'attend'"),
     "an unknown device": (lambda: paged_ops.supports("copy_blocks", "abacus"), "device: expected one of .*, got 'abacus'"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import allocator, graphs, loop, metadata, ops, programs, runner, threads
+from fuzz import allocator, ambient, graphs, loop, metadata, ops, programs, runner, threads
 
 import paged_ops
 
@@ -24,6 +24,7 @@ CAMPAIGNS = {
     "metadata": (metadata, range(20)),
     "loop": (loop, range(12)),
     "graphs": (graphs, range(5)),
+    "ambient": (ambient, range(0, 1500, 150)),
     "programs": (programs, range(2)),
     "threads": (threads, range(8)),
 }

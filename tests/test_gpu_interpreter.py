@@ -38,6 +38,7 @@ REPEATED = {
         r"|sparse-(rank|local_blocks|homo_head_group)-(long|decode)|sparse-homo_head-long|sinks-sparse-long"
         r"|long-d128-b16-nhd-sinks-fp16|long-(d64-b128-separate|d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
         rf"|latent-(?!({LATENT})$).*"
+        r"|scale1e-.*"  # which the interpreter takes as float64
     ),
 }
 

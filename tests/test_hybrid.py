@@ -12,7 +12,7 @@ import torch
 from cache_walk import EVENTS, Expected, Walk, admit_computed, check_invariants, state
 
 import paged_ops.cache
-from paged_ops import KVCache
+from paged_ops import KVCache, masks
 from paged_ops.allocator import BlockAllocator, OutOfBlocks
 from paged_ops.hybrid import HybridCache, blocks_within_reach
 from paged_ops.states import StateCache, StateSpec
@@ -337,6 +337,14 @@ def test_a_copy_is_independent(how: Callable[[HybridCache], HybridCache]) -> Non
 def test_pools_that_do_not_fit(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17])
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk"])
+def test_blocks_within_reach_are_no_more_than_positions_touch(name: str, size: int) -> None:
+    window, chunk = (size, 0) if name == "sliding_window" else (0, size)
+    touched = max(i // 4 - masks.oldest_key(i, window, chunk) // 4 + 1 for i in range(400))
+    assert blocks_within_reach(5, 12, 4, **{name: size}) == 5 * (max(touched, 2) + 1) + 12 // 4
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,18 @@ def test_frequencies_of_a_stretched_text() -> None:
     assert run_step(PagedCausalLM(with_rope(**dynamic), max_model_len=256)) == longer
     with pytest.raises(ValueError, match="max_model_len: expected 1 to 256"):
         PagedCausalLM(with_rope(**dynamic), max_model_len=257)
+    with pytest.raises(ValueError, match="max_model_len: expected 1 to 256, the model's positions, got 0"):
+        PagedCausalLM(with_rope(**dynamic), max_model_len=0)
+
+
+def test_masks_of_later_tokens_are_refused() -> None:
+    from transformers import masking_utils
+
+    config = transformers.LlamaConfig(**COMMON, attn_implementation="paged_ops")
+    rows = dict(config=config, inputs_embeds=torch.zeros(1, 5, 64), attention_mask=None)
+    assert masking_utils.create_causal_mask(**rows, past_key_values=None) is None
+    with pytest.raises(ValueError, match=r"attention_mask: expected causal, .* attends to later tokens"):
+        masking_utils.create_bidirectional_mask(**rows)
 
 
 def test_queries_are_scaled_by_their_positions() -> None:

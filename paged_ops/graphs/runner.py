@@ -126,7 +126,9 @@ class DecodeGraphs:
         self.cascade = cascade
         self.stats = GraphStats()
         capacity = min(kv_cache.max_seq_len, kv_cache.num_blocks * kv_cache.block_size)
-        self._inputs = InputBuffers(kv_cache, max_num_seqs, most, max_model_len or capacity, graph_support)
+        longest = capacity if max_model_len is None else max_model_len
+        expect(longest >= 1 or max_model_len is None, "max_model_len", "at least 1", max_model_len)
+        self._inputs = InputBuffers(kv_cache, max_num_seqs, most, longest, graph_support)
         self.builder = self._inputs.builder
         self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
         self._max_num_seqs = max_num_seqs

@@ -147,13 +147,12 @@ def attention(
     if group.window:
         out = _attend_gathered(group, cache, rows_of_query, key, value, scale, kwargs, features)
         return out[None], None
-    assert group.keys is not None
-    assert group.values is not None
+    assert group.pages is not None
     step = _step(group, kwargs, rows_of_query.shape[0])
-    reshape_and_cache(rows_of_key, rows_of_value, group.keys, step.slot_mapping, value_cache=group.values)
+    reshape_and_cache(rows_of_key, rows_of_value, group.pages, step.slot_mapping, value_cache=group.values)
     out = paged_attention(
         rows_of_query,
-        group.keys,
+        group.pages,
         step.block_tables,
         step.seq_lens,
         step.query_start_loc,
@@ -173,7 +172,7 @@ class _Group(NamedTuple):
     first: bool  # whether it is the first layer of the group, which makes what the others use
     layer_type: str
     window: int
-    keys: Tensor | None  # [N, B, K, D]
+    pages: Tensor | None  # [N, 2, B, K, D], or those of keys [N, B, K, D]
     values: Tensor | None
 
 
@@ -182,9 +181,9 @@ def _group(cache: Any, module: Any, sliding_window: int | None) -> _Group:
     if hasattr(cache, "layer_to_allocator"):  # from 5.19
         owner = cache.layer_to_allocator[layer]
         window = int(getattr(owner, "sliding_window", 0) or 0)
-        pages = (None, None) if window else owner.get_cache_for_block_table(layer)
+        pages = None if window else _pairs(*owner.get_cache_for_block_table(layer))
         first = layer == owner.layer_indices[0]
-        return _Group(owner, owner.index, layer, first, owner.layer_type, window, *pages)
+        return _Group(owner, owner.index, layer, first, owner.layer_type, window, pages, None)
     place, of_group = cache.layer_index_to_group_indices[layer]
     window = int(sliding_window or getattr(module, "sliding_window", 0) or 0)
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
@@ -193,17 +192,26 @@ def _group(cache: Any, module: Any, sliding_window: int | None) -> _Group:
     return _Group(cache.group_cache_managers[place], place, layer, of_group == 0, layer_type, window, *pages)
 
 
+def _pairs(keys: Tensor, values: Tensor) -> Tensor:
+    """Pages ``[N, 2, B, K, D]`` out of ``[2N - 1, B, K, D]`` of keys and of values, which overlap: page n + 1 of the
+    keys is page n of the values. Only even ones hold keys (or values) of the layer."""
+    page = keys.stride(0)
+    assert values.storage_offset() - keys.storage_offset() == page, "values that do not follow their keys"
+    return keys.as_strided(((len(keys) + 1) // 2, 2, *keys.shape[1:]), (2 * page, page, *keys.stride()[1:]))
+
+
 def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
     """The batch for a group of layers of full attention: made by the first of them, without waiting for the device."""
     if not group.first:
         return getattr(group.owner, _STEP)
-    assert group.keys is not None
-    B = group.keys.shape[1]
+    assert group.pages is not None
+    B = group.pages.shape[-3]
+    per_block = 1 if group.pages.dim() == 4 else 2  # pages, by which transformers counts
     starts = kwargs["cu_seq_lens_q"].to(torch.int32)  # [S + 1]
     key_starts, longest = _of_type(kwargs["cu_seq_lens_k"], group), _of_type(_longest(kwargs), group)
     seq_lens = key_starts.diff().to(torch.int32)  # [S], the new token among them
     if kwargs.get("block_table") is not None:
-        block_tables = kwargs["block_table"][group.place]  # [S, M], -1 past its end
+        block_tables = kwargs["block_table"][group.place] // per_block  # [S, M], -1 past its end
         last = (seq_lens - 1).clamp(min=0).long()
         page = block_tables.gather(1, (last // B)[:, None])[:, 0].long()
         slots = torch.where(seq_lens > 0, page * B + last % B, -1)
@@ -215,6 +223,8 @@ def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
         slots = kwargs["write_index"][group.place]
         if rows.numel() == 0:
             rows, begins = slots, starts
+        if per_block > 1:  # no row lies in the second page, which is that of the values
+            rows, slots = (each // (per_block * B) * B + each % (per_block * B) for each in (rows, slots))
         firsts = begins[:-1, None] + torch.arange(0, max(int(longest), 1), B, device=rows.device)
         block_tables = (rows[firsts.clamp(max=rows.shape[0] - 1).long()] // B).to(torch.int32)
         step = _Step(starts, seq_lens, block_tables, slots[:num_tokens])

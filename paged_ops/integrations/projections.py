@@ -7,6 +7,7 @@ whose modules name their projections as Llama does, compiled or not; the idea is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,7 @@ class FusedLinear(nn.Module):
         """Loads nothing: its parts load their rows."""
 
     def parts(self) -> list[FusedPart]:
-        ends = torch.tensor(self.sizes).cumsum(0).tolist()
-        each = zip(self.sizes, ends, self._sharded, strict=True)
+        each = zip(self.sizes, itertools.accumulate(self.sizes), self._sharded, strict=True)
         return [FusedPart(self, end - size, end, sharded) for size, end, sharded in each]
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:

@@ -389,8 +389,9 @@ def norm_kind(norm: Any, dtype: torch.dtype, device: torch.device) -> dict[str, 
     eps = next((e for e in (getattr(norm, n, None) for n in ("variance_epsilon", "eps")) if isinstance(e, float)), None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or is_sharded(norm):
         return None
-    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    x = (rows * torch.tensor([3.0, 1.0, 0.1, 1e-3])[:, None]).to(device, dtype)
+    on_host: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    rows = torch.randn(4, len(weight), generator=torch.Generator("cpu").manual_seed(0), **on_host)
+    x = (rows * torch.tensor([3.0, 1.0, 0.1, 1e-3], **on_host)[:, None]).to(device, dtype)
     got = norm(x[None])[0]
     if not isinstance(got, Tensor) or got.dtype != dtype:
         return None

@@ -513,8 +513,9 @@ class AttentionMetadataBuilder:
         if self._own_tables is None:
             most = self.max_num_tokens
             with torch.inference_mode(False):
-                zeros = self._buffers.seq_lens.new_zeros
-                self._own_tables = zeros(self.max_num_seqs, most), torch.arange(most, out=zeros(most))
+                lens = self._buffers.seq_lens
+                rows = torch.arange(most, dtype=lens.dtype, device=lens.device)
+                self._own_tables = lens.new_zeros(self.max_num_seqs, most), rows
         tables, rows = self._own_tables
         starts = self._views_of(S, T).query_start_loc
         torch.add(starts[:-1, None], rows[:T], out=tables[:S, :T])

@@ -121,6 +121,11 @@ def _attention_cases() -> Iterator[AttentionCase]:
         yield case(f"uneven-{name}", "uneven", padding=(0, 0), features=(feature,))
     yield case("uneven-sparse-bf16", "uneven", padding=(0, 0), features=(FEATURES["sparse"],), dtype=torch.bfloat16)
     yield AttentionCase("one-token", ((1, 1),), padding=(0, 0))
+    for scale in (0.0, -0.125, 1e-40, 1e-50):  # of any sign and size; the last is 0 in float32
+        for batch, dtype in (("mixed", torch.float32), ("prefill", torch.float16), ("decode", torch.bfloat16)):
+            yield case(f"scale{scale:g}-{batch}", batch, dtype=dtype, scale=scale)
+    for name in ("window", "cap", "sparse", "ranges"):
+        yield case(f"scale0-{name}", features=(FEATURES[name],), scale=0.0)
     yield from _latent_cases()
     yield from _random_cases(100)
     yield from _random_cases(20, first=100, latent=True)
@@ -165,6 +170,7 @@ def _latent_cases() -> Iterator[AttentionCase]:
         yield case(f"{short(stored)}-576-decode", "decode", scales="tensor", num_heads=16, **fp8, **real)
     yield case("fp8-output", dtype=torch.float16, cache_dtype=F8_E4M3, scales="tensor", fp8_output=True)
     rows: dict[str, Any] = {"cache_dtype": torch.uint8, "kv_cache_dtype": layouts.FP8_DS_MLA, **real}
+    yield case("scale0", scale=0.0)
     for number, batch in enumerate(("decode", "speculative", "mixed", "holes", "query_past_keys", "long")):
         dtype = layouts.MODEL_DTYPES[(number + 2) % 3]
         yield case(f"rows-{batch}-{short(dtype)}", batch, dtype=dtype, **rows)

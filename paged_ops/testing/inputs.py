@@ -143,6 +143,7 @@ class AttentionCase:
     strided_vectors: bool = False  # vectors with one number per head or per sequence
     padding: tuple[int, int] = (2, 3)  # sequences, tokens
     seed: int = 0
+    scale: float | None = None  # None: D ** -0.5
 
     def batch(self, memory: Memory, generator: torch.Generator) -> tuple[int, int, Tensor, Tensor, Tensor]:
         """T, N, block_tables, seq_lens, query_start_loc; unneeded entries of the tables are out of range."""
@@ -211,7 +212,7 @@ class AttentionCase:
         if self.fp8_output:
             named["output_scale"] = memory.put(torch.tensor([0.01]))
             largest = min(largest / 0.01, 448.0)
-        scale = self.cache.head_size**-0.5
+        scale = self.cache.head_size**-0.5 if self.scale is None else self.scale
         return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
 
     def _ranges(self, memory: Memory, generator: torch.Generator) -> Tensor:

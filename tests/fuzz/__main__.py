@@ -16,6 +16,7 @@ CAMPAIGNS = {
     "loop": "GenerationLoop under aborts, exceptions and preemption against a dense model",
     "programs": "random programs of ops, compiled against eager",
     "threads": "ops from several threads, and on random streams, against the same ops alone",
+    "ambient": "every case of the registry under autocast, default devices and other states, against the same without",
     "graphs": "captured steps against plain ones (imitated graphs on the CPU)",
 }
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import Features, with_value_scale
+from paged_ops.features import SMALLEST, Features, with_value_scale
 from paged_ops.fp8 import dequantise_rows, quantise
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import fused
@@ -119,7 +119,7 @@ def _attend(
 
     @functools.cache
     def cache(prefill: bool) -> _Cache:
-        dtype = query.dtype if flash and query.dtype == torch.bfloat16 else torch.float32
+        dtype = query.dtype if flash and query.dtype == torch.bfloat16 else _products()
         row_bytes = 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
         blocks = (PREFILL_BYTES if prefill else SCRATCH_BYTES) // (row_bytes * paged.block_size)
         return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)), scaled_rows)
@@ -159,6 +159,13 @@ def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: in
 
 def _has_matrix_unit() -> bool:
     return torch.cpu._is_amx_tile_supported()
+
+
+def _products() -> torch.dtype:
+    """The dtype of matrix products that keep float32's precision: ``torch.set_float32_matmul_precision`` may let torch
+    round float32 operands to bfloat16."""
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return torch.float32 if precision in ("none", "ieee") else torch.float64
 
 
 class _Plane:
@@ -316,32 +323,34 @@ def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> I
 def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
     """A tile through PyTorch's flash kernel (D = Dv, no cap, no bias): rows from position i, keys from position j."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    (rows, K, G, _), n = q.shape, k.shape[1]
+    (rows, K, G, _), n, wide = q.shape, k.shape[1], torch.promote_types(q.dtype, torch.float32)
     if scale < 0:  # the kernel masks before it scales: a hidden key would get the logit +inf
         q, scale = -q, -scale
+    if scale < SMALLEST:  # and -inf times a scale of 0, as float32 holds it, would be NaN
+        q, scale = q * scale, 1.0
     if _all_seen(rows, n, i, j, f):  # the query heads of a group are rows of one product
         folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
         out, lse = flash(folded, k[None], v[None], scale=scale)
-        return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1)
+        return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1).float()
     heads = q.flatten(1, 2).transpose(0, 1)[None], k[None], v[None]  # [1, H, q, D], [1, K, n, D]
     if i == j and _oldest_key(i + rows - 1, f) <= j and not _opened(i, rows, f):
         out, lse = flash(*heads, is_causal=True, scale=scale)
         unsure = not math.isfinite(out[:, :, -1].sum())  # of the last row, which sees all values
     else:
         kept = _kept(rows, n, i, j, f)
-        bias = q.new_zeros(kept.shape, dtype=torch.float32).masked_fill_(~kept, -torch.inf)
+        bias = q.new_zeros(kept.shape, dtype=wide).masked_fill_(~kept, -torch.inf)
         out, lse = flash(*heads, attn_mask=bias, scale=scale)
         lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel gives 0 for a row that sees nothing
         unsure = _may_have_nan(out) or _may_have_nan(lse)
     if unsure:  # a row may have NaN of a key or a value that it does not see: 0 * NaN is NaN
-        few, k, v = max(1, TILE_ELEMENTS // (K * G * n)), k.float(), v.float()
+        few, k, v = max(1, TILE_ELEMENTS // (K * G * n)), k.to(wide), v.to(wide)
         parts = [
-            _softmax(q[r : r + few].float(), k, v, scale, _kept(min(few, rows - r), n, i + r, j, f), f)
+            _softmax(q[r : r + few].to(wide), k, v, scale, _kept(min(few, rows - r), n, i + r, j, f), f)
             for r in range(0, rows, few)
         ]
         out, lse = (torch.cat(each) for each in zip(*parts, strict=True))
         return out, lse
-    return out[0].transpose(0, 1).view(q.shape), lse[0].T.view(q.shape[:3])
+    return out[0].transpose(0, 1).view(q.shape), lse[0].T.view(q.shape[:3]).float()
 
 
 def _may_have_nan(tensor: Tensor) -> bool:
@@ -389,7 +398,7 @@ def _sparse_sequence(
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Tensor | None, f: Features, distance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(logits) v`` as plain matrix products; kept and distance (j - i) are ``[..., q, n]``."""
+    """``softmax(logits) v`` as plain matrix products; kept and distance (j - i) are ``[..., q, n]``; lse is float32."""
     K, G = q.shape[1:3]
     # The query heads of a group are rows of one product: broadcasting would copy the keys for each.
     logits = torch.bmm((q.permute(1, 2, 0, 3) * scale).flatten(1, 2), k.mT).unflatten(1, (G, -1))  # [K, G, q, n]
@@ -408,7 +417,7 @@ def _softmax(
         for number, where in ((torch.inf, v == torch.inf), (-torch.inf, v == -torch.inf), (torch.nan, v.isnan())):
             reached = torch.bmm(seen, where.to(v.dtype)).view(out.shape) > 0
             out = out + torch.zeros_like(out).masked_fill_(reached, number)
-    return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+    return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1).float()
 
 
 def _nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

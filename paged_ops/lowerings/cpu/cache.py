@@ -56,10 +56,8 @@ def _write(planes: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]], slot_map
     row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
     rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
     block, offset = slots // B, slots % B
-    # All is read before anything is written: what is written may be views of the cache.
-    cells = [made(rows).contiguous() for _, made in planes]
-    for (plane, _), new in zip(planes, cells, strict=True):
-        plane[block, offset] = new.view(plane.dtype).view(len(rows), *plane.shape[2:])
+    for plane, made in planes:
+        plane[block, offset] = made(rows).contiguous().view(plane.dtype).view(len(rows), *plane.shape[2:])
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:

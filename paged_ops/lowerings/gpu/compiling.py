@@ -128,7 +128,7 @@ def compile_job(job: Job) -> Any:
     """Compile a kernel into Triton's cache, as its first launch would."""
     triton.runtime.driver.set_active(Driver(GPUTarget(*job.target)))
     kernel = settled(getattr(importlib.import_module(job.module), job.name))
-    memory = torch.empty(256, dtype=torch.uint8)
+    memory = torch.empty(256, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % 16 :][:128]
 
     def tensor(place: Place | None) -> Any:

@@ -37,7 +37,7 @@ def counters_of(workspace: Tensor, number: int) -> Tensor | None:
 def _new(place: tuple[torch.device, int, int, int]) -> Tensor | None:
     device, number, _, _ = place
     if device.type == "cpu":  # Triton's interpreter
-        return torch.zeros(number, dtype=torch.int32)
+        return torch.zeros(number, dtype=torch.int32, device=device)
     with _lock:
         unused = _unused.setdefault((device, number), [])
         is_captured = capturing(device)
