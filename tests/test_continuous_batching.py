@@ -52,11 +52,14 @@ def pages(seed=0, N=12, B=4, K=2, D=8):
     return torch.randn(N, B, K, D), torch.randn(N, B, K, D)
 
 
-@pytest.mark.parametrize("version", ["5.17", "5.23"])
-def test_decode_by_block_tables_writes_and_attends(version):
+@pytest.mark.parametrize(("version", "one_tensor"), [("5.17", False), ("5.23", False), ("5.23", True)])
+def test_decode_by_block_tables_writes_and_attends(version, one_tensor):
     """What a GPU's decode hands over: tables padded with -1, lengths with the new token, padding at the end."""
     K, D, H, B = 2, 8, 4, 4
     key_pages, value_pages = pages()
+    if one_tensor:  # pages of keys and of values in turns: transformers counts them all
+        arena = torch.stack([key_pages, value_pages], 1).flatten(0, 1)
+        key_pages, value_pages = arena[0::2], arena[1::2]
     written = key_pages.clone(), value_pages.clone()
     if version == "5.17":
         cache = SimpleNamespace(
@@ -70,7 +73,8 @@ def test_decode_by_block_tables_writes_and_attends(version):
         )
     else:
         owner = SimpleNamespace(index=0, layer_indices=[0], layer_type="full_attention")
-        owner.get_cache_for_block_table = lambda layer: (key_pages, value_pages)
+        views = (arena[:-1], arena[1:]) if one_tensor else (key_pages, value_pages)
+        owner.get_cache_for_block_table = lambda layer: views
         cache = SimpleNamespace(layer_to_allocator={0: owner})
     tables = torch.tensor([[[3, 7, -1], [5, -1, -1], [-1, -1, -1]]], dtype=torch.int32)
     lens = [6, 4, 0]
@@ -88,7 +92,7 @@ def test_decode_by_block_tables_writes_and_attends(version):
         scaling=0.3,
         cu_seq_lens_q=starts,
         cu_seq_lens_k={"full_attention": key_starts} if version == "5.23" else key_starts,
-        block_table=tables,
+        block_table=torch.where(tables < 0, tables, 2 * tables) if one_tensor else tables,
         read_index=[],
         write_index=[],
         **longest,

@@ -181,9 +181,9 @@ def _group(cache: Any, module: Any, sliding_window: int | None) -> _Group:
     if hasattr(cache, "layer_to_allocator"):  # from 5.19
         owner = cache.layer_to_allocator[layer]
         window = int(getattr(owner, "sliding_window", 0) or 0)
-        pages = None if window else _pairs(*owner.get_cache_for_block_table(layer))
+        pages = (None, None) if window else _without_overlap(*owner.get_cache_for_block_table(layer))
         first = layer == owner.layer_indices[0]
-        return _Group(owner, owner.index, layer, first, owner.layer_type, window, pages, None)
+        return _Group(owner, owner.index, layer, first, owner.layer_type, window, *pages)
     place, of_group = cache.layer_index_to_group_indices[layer]
     window = int(sliding_window or getattr(module, "sliding_window", 0) or 0)
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
@@ -192,12 +192,17 @@ def _group(cache: Any, module: Any, sliding_window: int | None) -> _Group:
     return _Group(cache.group_cache_managers[place], place, layer, of_group == 0, layer_type, window, *pages)
 
 
-def _pairs(keys: Tensor, values: Tensor) -> Tensor:
-    """Pages ``[N, 2, B, K, D]`` out of ``[2N - 1, B, K, D]`` of keys and of values, which overlap: page n + 1 of the
-    keys is page n of the values. Only even ones hold keys (or values) of the layer."""
+def _without_overlap(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Pages of keys and of values ``[n, B, K, D]`` as the ops take them.
+
+    In one tensor of transformers they overlap: page i + 1 of the keys is page i of the values, and only even pages hold
+    what their name says. Such a pair becomes ``[N, 2, B, K, D]`` and None.
+    """
     page = keys.stride(0)
-    assert values.storage_offset() - keys.storage_offset() == page, "values that do not follow their keys"
-    return keys.as_strided(((len(keys) + 1) // 2, 2, *keys.shape[1:]), (2 * page, page, *keys.stride()[1:]))
+    if values.data_ptr() - keys.data_ptr() != page * keys.element_size():
+        return keys, values
+    shape, strides = (-(-len(keys) // 2), 2, *keys.shape[1:]), (2 * page, page, *keys.stride()[1:])
+    return keys.as_strided(shape, strides), None
 
 
 def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
@@ -206,7 +211,7 @@ def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
         return getattr(group.owner, _STEP)
     assert group.pages is not None
     B = group.pages.shape[-3]
-    per_block = 1 if group.pages.dim() == 4 else 2  # pages, by which transformers counts
+    per_block = 2 if group.values is None else 1  # pages, by which transformers counts
     starts = kwargs["cu_seq_lens_q"].to(torch.int32)  # [S + 1]
     key_starts, longest = _of_type(kwargs["cu_seq_lens_k"], group), _of_type(_longest(kwargs), group)
     seq_lens = key_starts.diff().to(torch.int32)  # [S], the new token among them
