@@ -62,18 +62,17 @@ def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel for a device's own key that runs with functionalization on, so that views and writes work as usual.
 
     Writes into its arguments are lost; it returns results. If there are tensors on a device, those on the host (the
-    source of a swap, a block mapping) are passed as they are. Autocast is off.
+    source of a swap, a block mapping) are passed as they are.
     """
 
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         key = torch._C.DispatchKey.Functionalize
-        with torch._C._DisableAutocast():
-            args, kwargs = _map_tensors(_of_this_mode, (args, kwargs))
-            included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-            with torch._C._ForceDispatchKeyGuard(included, excluded.remove(key)):
-                args, kwargs = _map_tensors(torch._to_functional_tensor, (args, kwargs))
-                return pytree.tree_map_only(Tensor, _value, kernel(*args, **kwargs))
+        args, kwargs = _map_tensors(_of_this_mode, (args, kwargs))
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded.remove(key)):
+            args, kwargs = _map_tensors(torch._to_functional_tensor, (args, kwargs))
+            return pytree.tree_map_only(Tensor, _value, kernel(*args, **kwargs))
 
     return run
 
