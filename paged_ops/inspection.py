@@ -8,6 +8,7 @@ one tensor that enter a graph as two inputs), so :class:`CompileReport` reads th
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -22,6 +23,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
 _ALLOCATIONS = ("empty_strided", "alloc_from_pool")
+_DTYPE_VIEW = re.compile(r"aten\.view\.dtype\((\w+),")
 _MAX_COMPILES = 1 << 16
 
 
@@ -40,6 +42,8 @@ class CompileReport:
       argument should be an input of the graph, or a view of one; or
     * that has the dtype of one of ``caches`` and as many elements as that cache, one plane of it (its keys) or the
       whole storage that it is a slice of: this finds copies made by other ops too.
+
+    A kernel that reads a cache of these ops and writes it back counts too: it is what a view of another dtype costs.
 
     ``cache_copies`` is the larger of these and of inductor's own count of mutations that it did not run in place.
     Use it with inductor only: the ``aot_eager`` backend always copies. A C++ wrapper (AOTInductor) is not Python, so
@@ -148,6 +152,7 @@ class _Reader(ast.NodeVisitor):
         self._hints = hints
         self._fresh: dict[str, str] = {}  # name -> the buffer of this function that it is, or is a view of
         self._made: dict[str, str] = {}  # buffer -> the expression that made it
+        self._caches: set[str] = set()  # of which ops took a view of another dtype
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
@@ -163,6 +168,9 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         path = ast.unparse(node.func).split(".")
         if path[:3] != ["torch", "ops", "paged_ops"]:
+            names = [each.id for each in node.args if isinstance(each, ast.Name)]
+            for name in self._caches.intersection(name for name in names if names.count(name) > 1):
+                self.found[name] = f"{ast.unparse(node)} reads and writes the cache {name}"
             return
         overload = getattr(getattr(torch.ops.paged_ops, path[3]), path[4] if len(path) > 4 else "default")
         names = [argument.name for argument in overload._schema.arguments if not argument.kwarg_only]
@@ -171,6 +179,8 @@ class _Reader(ast.NodeVisitor):
             if not name.endswith(("cache", "caches")):
                 continue
             for tensor in value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]:
+                viewed = _DTYPE_VIEW.match(ast.unparse(tensor))
+                self._caches.update(viewed.groups() if viewed else ())
                 root = self._root(tensor)
                 if root is not None:
                     self.found[root] = f"{root} = {self._made[root]} is {name} of {path[3]}"

@@ -124,6 +124,8 @@ def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] =
     fake = _late(functools.partial(_fake, base), schema, out)
     if written or out:
         fake = _disjoint(fake, run, in_place, traced=True)
+    if written:
+        fake = _counted(fake, run, written)
     torch.library.register_fake(f"paged_ops::{name}", fake, lib=LIBRARY)
 
 
@@ -199,6 +201,19 @@ def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., 
         names = (each.name for each in run._schema.arguments)
         args = tuple(resolved(argument, value) for argument, value in zip(names, args, strict=False))
         return run(*args, **{argument: resolved(argument, value) for argument, value in kwargs.items()})
+
+    return kernel
+
+
+def _counted(fake: Callable[..., Any], run: torch._ops.OpOverload, written: Sequence[str]) -> Callable[..., Any]:
+    """The fake, which counts its writes: torch 2.9 looks at versions of tensors for what a branch or a loop writes."""
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        fake(*args, **kwargs)
+        named = kwargs | {each.name: value for each, value in zip(run._schema.arguments, args, strict=False)}
+        for tensor in pytree.tree_leaves([named.get(argument) for argument in written]):
+            if isinstance(tensor, Tensor) and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
     return kernel
 

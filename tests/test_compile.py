@@ -15,6 +15,7 @@ from paged_ops.inspection import CompileReport
 from paged_ops.registry import OPS
 
 COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 T, H, K, D, B, N = 4, 8, 2, 32, 16, 64
 
 
@@ -387,6 +388,74 @@ def test_the_lint_catches_copies(device):
     assert report.cache_copies > 0
 
 
+def test_the_lint_catches_the_pass_of_a_dtype_view(device):
+    """A view of another dtype that is made and written inside costs a pass over the cache; made outside it is free."""
+    batch, storage = decode_batch(device=device), torch.zeros(N, 2, B, K, D, dtype=torch.uint8, device=device)
+
+    def copies(view_inside):
+        def function(kv, qkv, *rest):
+            return step(qkv, kv.view(torch.float8_e4m3fn) if view_inside else kv, *rest)
+
+        torch._dynamo.reset()
+        kv = storage.clone()
+        given = kv if view_inside else kv.view(torch.float8_e4m3fn)
+        with CompileReport(caches=[given]) as report:
+            compile_(function)(given, *batch)
+        assert kv.any()
+        return report.cache_copies
+
+    assert copies(view_inside=False) == 0
+    if TORCH >= (2, 10):
+        assert copies(view_inside=True) > 0
+    else:  # the dtype is lost
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="got a uint8 tensor"):
+            copies(view_inside=True)
+
+
+# Branches and loops --------------------------------------------------------------------------------------------------
+
+
+def in_a_branch(kv, query, key, tables, lens, starts, slots):
+    def write(query, kv, key, tables, lens, starts, slots):
+        paged_ops.reshape_and_cache(key, key, kv, slots)
+        return paged_ops.paged_attention(query, kv, tables, lens, starts, D**-0.5) * 1.0
+
+    def rest(query, kv, key, tables, lens, starts, slots):
+        return query * 2.0
+
+    return torch.cond(lens[0] > 3, write, rest, (query, kv, key, tables, lens, starts, slots))
+
+
+def in_a_loop(kv, query, key, tables, lens, starts, slots):
+    def body(i, out):
+        paged_ops.reshape_and_cache(key, key, kv, slots)
+        return i + 1, out + paged_ops.paged_attention(query, kv, tables, lens, starts, D**-0.5)
+
+    from torch._higher_order_ops.while_loop import while_loop
+
+    return while_loop(lambda i, out: i < 2, body, (torch.zeros((), dtype=torch.int64), torch.zeros_like(query)))[1]
+
+
+NOT_SINCE_2_14 = pytest.mark.skipif(TORCH >= (2, 14), reason="torch 2.14 takes some of these loops, and may not end")
+
+
+@pytest.mark.parametrize("function", [in_a_branch, pytest.param(in_a_loop, marks=NOT_SINCE_2_14)])
+def test_a_write_in_a_branch_or_a_loop_is_never_lost(function):
+    qkv, *batch = decode_batch()
+    query, key, _ = (each.contiguous() for each in qkv.split([H, K, K], dim=1))
+    kv = cache()
+    before, eager = kv.clone(), kv.clone()
+    want = function(eager, query, key, *batch)
+    assert not torch.equal(before, eager)
+    if TORCH >= (2, 14):
+        torch.testing.assert_close(compile_(function)(kv, query, key, *batch), want)
+        assert torch.equal(kv, eager)
+    else:
+        with pytest.raises(Exception, match=r"mutation|modifying the input|alias annotations"):
+            compile_(function)(kv, query, key, *batch)
+        assert torch.equal(kv, before)
+
+
 # Recompiles ----------------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +499,24 @@ def test_no_recompile_from_layer_to_layer(device):
         for _ in range(4):
             compiled(batch[0], cache(device=device), *batch[1:])
     assert report.graphs == 1, report.recompile_reasons
+
+
+def test_scale_is_a_constant_of_the_graph(device):
+    """Each new scale compiles again; a factor of the query, as a tensor, does not."""
+    qkv, *batch = decode_batch(device=device)
+    kv = cache(device=device)
+
+    def function(scale, factor, qkv, tables, lens, starts, slots):
+        return paged_ops.paged_attention(qkv[:, :H] * factor, kv, tables, lens, starts, scale)
+
+    compiled = compile_(function)
+    results = []
+    for scales, factors in (((0.1, 0.2), (1.0, 1.0)), ((0.1, 0.1), (1.0, 2.0))):
+        with CompileReport() as report:
+            for scale, factor in zip(scales, factors, strict=True):
+                results.append(compiled(scale, torch.tensor(factor, device=device), qkv, *batch))
+        assert report.recompiles == (1 if scales[0] != scales[1] else 0), report.recompile_reasons
+    torch.testing.assert_close(results[3], results[1])
 
 
 def test_symbolic_integers(device):
