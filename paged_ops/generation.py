@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 import weakref
 from collections import deque
@@ -257,7 +256,7 @@ class GenerationLoop:
         events, new = self._events, list[NewToken]()
 
         def take() -> None:
-            self._next([*self._scheduler.unfinished, *itertools.chain(*self._arrivals)], events)
+            self._next(events)
             new.extend(events)
             events.clear()
 
@@ -512,14 +511,17 @@ class GenerationLoop:
 
     def _fill(self, requests: Iterable[Request], events: deque[NewToken]) -> bool:
         """Runs a step if nothing is left to deliver and one of the requests goes on. False if all is delivered."""
-        return bool(events) or self._turns.run(functools.partial(self._next, requests, events))
+        return bool(events) or self._turns.run(functools.partial(self._next, events, requests))
 
-    def _next(self, requests: Iterable[Request], events: deque[NewToken]) -> bool:
+    def _next(self, events: deque[NewToken], requests: Iterable[Request] | None = None) -> bool:
+        def go_on() -> bool:
+            return requests is None or any(request.finish_reason is None for request in requests)
+
         if self._outcome is not None:  # of an interrupted call
             self._settle()
-        if not events and any(request.finish_reason is None for request in requests):
+        if not events and go_on():
             self._advance()
-        return bool(events) or any(request.finish_reason is None for request in requests)
+        return bool(events) or go_on()
 
     def _advance(self, call: str = "step") -> None:
         """Runs one step, if there is work. Its tokens are added to the events of their requests."""
