@@ -21,6 +21,7 @@ from torch import Tensor
 _UNIT = 2.0**51  # the weight of probability 1; sums of weights stay below 2^53, where float64 holds all integers
 _LEAST_BUCKET = 127 - 51 << 7  # the upper 16 bits of 1 / _UNIT: smaller probabilities have weight 0
 _NUM_BUCKETS = (127 << 7) + 2  # up to that of probability 1, and one for NaN
+_FEW = 1024  # tokens of a row that are sorted without buckets
 _COLDEST, _HOTTEST = 1e-30, 3e38  # float32 holds both, and the quotients of scores by them
 
 
@@ -136,28 +137,33 @@ def _outside_by_sorting(probabilities: Tensor, weights: Tensor, top_p: Tensor) -
 
 
 def _outside_by_buckets(probabilities: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """The same for the CPU, where sorting is slow: by their upper 16 bits, probabilities fall into buckets. Only in the
-    bucket where the limit is reached are they sorted."""
+    """The same for the CPU, where sorting is slow: by their upper 16 bits, probabilities fall into buckets. Only the
+    bucket where the limit is reached is sorted; or all that top-k has left, if these are few."""
     R = len(probabilities)
     limit = _limit(top_p)
-    bucket = (probabilities.view(torch.int32) >> 16).clamp_(0, _NUM_BUCKETS - 1)
-    rows = torch.arange(R, dtype=torch.int32, device="cpu")[:, None]
-    sums = torch.bincount((bucket + rows * _NUM_BUCKETS).view(-1), weights.view(-1), R * _NUM_BUCKETS).view(
-        R, _NUM_BUCKETS
-    )
-    above = sums.flip(-1).cumsum(-1).flip(-1) - sums  # the weight of the buckets above each
-    beyond = (above >= limit[:, None]) & (above > 0)
-    last = beyond.sum(-1, keepdim=True, dtype=torch.int32).clamp_(min=_LEAST_BUCKET)  # where the limit is reached
-    outside = bucket < last
-    row, token = (bucket == last).nonzero(as_tuple=True)
+    if int(torch.count_nonzero(probabilities)) <= _FEW * R:
+        outside = torch.zeros_like(probabilities, dtype=torch.bool)
+        row, token = probabilities.nonzero(as_tuple=True)
+        above_last = torch.zeros_like(limit)
+    else:
+        bucket = (probabilities.view(torch.int32) >> 16).clamp_(0, _NUM_BUCKETS - 1)
+        first = torch.arange(0, R * _NUM_BUCKETS, _NUM_BUCKETS, dtype=torch.int32, device="cpu")[:, None]
+        sums = torch.bincount((bucket + first).view(-1), weights.view(-1), R * _NUM_BUCKETS).view(R, -1)
+        above = sums.flip(-1).cumsum(-1).flip(-1) - sums  # the weight of the buckets above each
+        beyond = (above >= limit[:, None]) & (above > 0)
+        last = beyond.sum(-1, keepdim=True, dtype=torch.int32).clamp_(min=_LEAST_BUCKET)  # where the limit is reached
+        outside = bucket < last
+        row, token = (bucket == last).nonzero(as_tuple=True)
+        above_last = above.gather(-1, last.long())[:, 0]
+    if not len(row):
+        return outside
     order = probabilities[row, token].sort(descending=True, stable=True).indices
     order = order[row[order].sort(stable=True).indices]
     row, token = row[order], token[order]
     ordered = weights[row, token]
     before = ordered.cumsum(0) - ordered
-    starts = torch.searchsorted(row, torch.arange(R, device="cpu")).clamp_(max=max(len(row) - 1, 0))
-    if len(row):
-        before += (above.gather(-1, last.long())[:, 0] - before[starts])[row]
+    starts = torch.searchsorted(row, torch.arange(R, device="cpu")).clamp_(max=len(row) - 1)
+    before += (above_last - before[starts])[row]
     outside[row, token] = (before >= limit[row]) & (before > 0)
     return outside
 

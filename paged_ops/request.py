@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import describe, expect
-from paged_ops.distribution import random_key
+from paged_ops.distribution import on_device, random_key
 from paged_ops.sampling import MOST_ID, SamplingParams, TokenLogprobs
 from paged_ops.settings import Defaults, Settings
 
@@ -143,7 +143,7 @@ class Request:
             self._ids, self._num_ids = torch.zeros(1, size, dtype=torch.int64, device=device), 0
         for start, tokens in ((self._num_ids, self.tokens[self._num_ids :]), (count, [newest])):
             if tokens and tokens[0] is not None:
-                self._ids[0, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+                self._ids[0, start : start + len(tokens)] = on_device(tokens, torch.int64, device)
         self._num_ids = count
         return self._ids[:, : count + (newest is not None)]
 

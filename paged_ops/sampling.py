@@ -95,7 +95,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (is_valid, expected) in _FIELDS.items():
             value = getattr(self, name)
-            expect(value is None or is_valid(value), name, f"{expected}, or None", value)
+            expect(value is None or is_valid(value), name, expected, value)
         expect(self.top_p != 0, "top_p", "a number in (0, 1]", self.top_p)
         # Iterators are read once, so the fields are tuples from here on.
         if self.stop_token_ids is not None:
@@ -247,7 +247,7 @@ def _penalize(scores: Tensor, requests: Sequence[Request]) -> None:
         if token < vocabulary
     ]
     if hidden:
-        scores.view(-1)[on_device(hidden, torch.int64, scores.device)] = -torch.inf
+        scores.view(-1).index_fill_(0, on_device(hidden, torch.int64, scores.device), -torch.inf)
 
 
 def _draw(scores: Tensor, requests: Sequence[Request]) -> Tensor:

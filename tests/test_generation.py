@@ -954,7 +954,10 @@ def test_sampling_on_a_gpu() -> None:
     def step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: list[Tensor]) -> Tensor:
         return logits[: len(last_rows)]
 
-    for params in (GREEDY, SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1)):
+    hot: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "seed": 1}
+    penalties: dict[str, Any] = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "min_new_tokens": 6}
+    every = {**hot, **penalties, "min_p": 0.01, "stop_token_ids": (1, 2)}
+    for params in (GREEDY, SamplingParams(**hot), SamplingParams(**every)):
         loop = GenerationLoop(step, KVCache(1, 64, B, K, D, device=GPU))
         for prompt in PROMPTS[:4]:
             loop.submit(prompt, params)

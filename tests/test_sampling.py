@@ -33,9 +33,10 @@ def kept_by_definition(p: Tensor, top_p: float) -> Tensor:
     return kept
 
 
-@pytest.mark.parametrize("width", [50, 20_000])
-def test_top_p_keeps_the_fewest_likeliest_tokens(width: int) -> None:
+@pytest.mark.parametrize(("width", "few"), [(50, 0), (50, 1024), (20_000, 0)])
+def test_top_p_keeps_the_fewest_likeliest_tokens(width: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By sorting and by buckets alike, with equal probabilities, masked tokens, and rows of NaN."""
+    monkeypatch.setattr(distribution, "_FEW", few)
     limits = [1e-46, 1e-9, 0.2, 0.5, 0.9, 0.99999, 1.0, 0.7, 0.7]
     scores = torch.randn(len(limits), width, generator=GENERATOR) * torch.linspace(0.1, 6, len(limits))[:, None]
     scores = scores.bfloat16().float()  # so that many are equal
