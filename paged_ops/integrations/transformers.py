@@ -32,15 +32,8 @@ from paged_ops.checks import expect
 from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.attention_function import PROBE, attention, no_mask
 from paged_ops.integrations.generation_config import GenerationFields
-from paged_ops.integrations.latent import as_they_are, expanded, latent_modules
-from paged_ops.integrations.probe import (
-    CacheSpec,
-    Probe,
-    largest_difference,
-    masks_by_type,
-    run_dense,
-    run_probe,
-)
+from paged_ops.integrations.latent import as_they_are, latent_modules
+from paged_ops.integrations.probe import CacheSpec, Probe, masks_by_type, run_probe
 from paged_ops.integrations.prompt_ranges import ranges_of_prompt
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.refusals import (
@@ -52,6 +45,7 @@ from paged_ops.integrations.refusals import (
 )
 from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretch
 from paged_ops.integrations.sums import Sums, Watch
+from paged_ops.integrations.trial import DenseRun, DifferentLogitsError, run_dense, why_different
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.metadata import AttentionMetadata
@@ -147,6 +141,8 @@ class PagedCausalLM:
                 Ranks(together, time_limit=WRAP_LIMIT, collectives=self.collective_groups).agree(wrap)
         except BaseException as error:
             self._wrapping.undo()
+            if isinstance(error, DifferentLogitsError) and together is None:
+                raise ValueError(f"{error}: {why_different(model)}") from None
             told = ValueError, RankError, torch.OutOfMemoryError
             if isinstance(error, told) or not isinstance(error, Exception):
                 raise
@@ -188,10 +184,11 @@ class PagedCausalLM:
             self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
         self._wrapping.set_implementation("eager")
         if self.process_group is None:
-            dense = run_dense(model)
+            dense = DenseRun.of(model, run_dense(model))
         else:
             with Watch(model, self.process_group) as watch:
-                dense = run_dense(model)
+                logits = run_dense(model)
+            dense = DenseRun.of(model, logits)
             self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
         refuse_layers(model, self.states)
@@ -200,26 +197,12 @@ class PagedCausalLM:
         self._wrapping.set_implementation(PROBE)
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
-        noise = self._noise(dense) if self.states is None else None
-        probe = run_probe(model, self._step, dense, self.max_model_len, self.states, noise)
+        probe = run_probe(model, self._step, dense, self.max_model_len, self.states)
         if probe.calls:
             expect_arguments_of_attention(model)
         expect_windows_of_cache(model, probe, self.max_model_len)
         self._wrapping.set_implementation(NAME)
         return probe
-
-    def _noise(self, dense: list[Tensor]) -> Callable[[], float]:
-        def noise() -> float:
-            self._wrapping.set_implementation("sdpa")
-            try:
-                with expanded(self.model):
-                    return max(map(largest_difference, run_dense(self.model), dense))
-            except ValueError:  # it has none
-                return 0.0
-            finally:
-                self._wrapping.set_implementation(PROBE)
-
-        return noise
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
