@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from paged_ops.integrations.refusals import (
 from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretch
 from paged_ops.integrations.sums import Sums, Watch
 from paged_ops.integrations.trial import DenseRun, DifferentLogitsError, run_dense, why_different
+from paged_ops.integrations.weights import Weights
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.metadata import AttentionMetadata
@@ -164,6 +165,7 @@ class PagedCausalLM:
             self._wrapping.note(module, dataclasses.replace(attending, **noted))
         self._wrapping.leave_others()
         self._wrapping.arm()
+        self._weights = Weights(model)
         self.layers: tuple[CacheSpec, ...] = tuple(
             spec._replace(window=window, chunk=chunk)
             for spec, (window, chunk) in zip(probe.specs, reaches, strict=True)
@@ -226,6 +228,17 @@ class PagedCausalLM:
         it."""
         given = getattr(self.model.generation_config, "pad_token_id", None)
         return None if given is None or given in self.stop_token_ids else int(given)
+
+    def weights_version(self) -> Hashable:
+        """What changes with the model's weights and active adapters: a loop asks for it before each step.
+
+        Writes through ``.data`` do not change it, nor do those to weights that were made in inference mode.
+
+        Raises:
+            ValueError: the model is in training mode, or its attention has changed since it was wrapped.
+        """
+        self._wrapping.check()
+        return self._weights.version()
 
     def unwrap(self) -> PreTrainedModel:
         """Restore the model: its attention, its uncompiled layers, its position embeddings.
@@ -421,8 +434,8 @@ class PagedCausalLM:
                 ``input_ids``, in that order. The metadata says which tokens see each other.
 
         Raises:
-            ValueError: the model's attention has changed since it was wrapped, a mask is given, or images whose tokens
-                see each other have no ranges.
+            ValueError: the model is in training mode, its attention has changed since it was wrapped, a mask is given,
+                or images whose tokens see each other have no ranges.
         """
         self._wrapping.check()
         if inputs and metadata.bidirectional_ranges is None and masks_by_type(self.model):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paged_ops.integrations.latent import expands_step, latent_modules
 from paged_ops.integrations.probe import Attending
 from paged_ops.integrations.recurrent import StateLayers
+from paged_ops.integrations.refusals import refuse_training
 from paged_ops.integrations.state_steps import StepStates
 from paged_ops.integrations.summed_layers import run_layer_with_sums
 
@@ -89,6 +90,7 @@ class Wrapping:
     def check(self) -> None:
         if not self._is_armed:
             raise ValueError("model: expected one that is wrapped, got one after unwrap(); wrap it again")
+        refuse_training(self.model, self.model.training)
         for config in self.configs:
             if config._attn_implementation != NAME:
                 raise ValueError(
