@@ -31,6 +31,17 @@ from paged_ops.states import StateCache
 MOST_POSITIONS = 2**24  # at most so many are passed to the function of a mask
 
 
+class NoArgumentsError(ValueError):
+    """A module attends without the caches that the model's forward was given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            "model: expected one that hands keyword arguments on to attention, so that caches reach it, got"
+            f" {type(module).__name__} without any"
+        )
+        self.module = module
+
+
 class CacheSpec(NamedTuple):
     """What one layer keeps in the cache, and how far back it looks: window and chunk in tokens, 0 is off."""
 
@@ -305,7 +316,7 @@ def run_probe(
         probe.begin_step()
         try:
             logits = step(tokens, metadata, rows, probe)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, NoArgumentsError):
             raise
         except Exception as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

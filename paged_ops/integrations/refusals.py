@@ -20,6 +20,11 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 def refuse(model: Any) -> None:
     """Refuses what can be seen before anything is run."""
     name = type(model).__name__
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"model: expected a model of transformers, got {name} around one; give its get_base_model(), in which the"
+            " adapters are (prompts and prefixes that were learned are not, and cannot be served)"
+        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
     if model.config.is_encoder_decoder:
@@ -50,18 +55,16 @@ def refuse_training(model: Any, is_training: bool) -> None:
 
 
 def trainable_parts(model: nn.Module) -> list[nn.Module]:
-    """The model, and what computes something else in training mode: modules whose code reads the mode, or is not known.
-    (A linear layer that was put into a model in evaluation mode is in training mode, and computes the same.)"""
-    return [
-        module for module in model.modules() if module is model or _reads_mode(type(module), "forward" in vars(module))
-    ]
+    """The model, and the parts whose code reads the mode. (A linear layer that was put into a model in evaluation mode
+    is in training mode, and computes the same.)"""
+    return [module for module in model.modules() if module is model or _reads_mode(type(module))]
 
 
 @functools.cache
-def _reads_mode(kind: type, has_own_forward: bool) -> bool:
+def _reads_mode(kind: type) -> bool:
     own = [value for each in kind.__mro__[: kind.__mro__.index(nn.Module)] for value in vars(each).values()]
     functions = [inspect.unwrap(value) for value in own if inspect.isfunction(value)]
-    return has_own_forward or any("training" in function.__code__.co_names for function in functions)
+    return any("training" in function.__code__.co_names for function in functions)
 
 
 def refuse_layers(model: Any, states: StateLayers | None) -> None:

@@ -19,6 +19,7 @@ Letters: T tokens of the batch, S sequences, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.attention_function import PROBE, attention, no_mask
 from paged_ops.integrations.generation_config import GenerationFields
 from paged_ops.integrations.latent import as_they_are, latent_modules
-from paged_ops.integrations.probe import CacheSpec, Probe, masks_by_type, run_probe
+from paged_ops.integrations.probe import CacheSpec, NoArgumentsError, Probe, masks_by_type, run_probe
 from paged_ops.integrations.prompt_ranges import ranges_of_prompt
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.refusals import (
@@ -199,7 +200,12 @@ class PagedCausalLM:
         self._wrapping.set_implementation(PROBE)
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
-        probe = run_probe(model, self._step, dense, self.max_model_len, self.states)
+        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states)
+        try:
+            probe = run()
+        except NoArgumentsError as error:
+            self._wrapping.carry(error)
+            probe = run()
         if probe.calls:
             expect_arguments_of_attention(model)
         expect_windows_of_cache(model, probe, self.max_model_len)
