@@ -96,6 +96,8 @@ class PagedCausalLM:
         sums: for a model that is spread over ranks, which of its sums are one kernel with the norm behind them.
         context: how tokens are spread, or None.
         max_model_len: as given or found; None if the config does not say.
+        prompts_see_ahead: whether all tokens of a prompt see each other, text too (PaliGemma). A step of prompts then
+            has ``bidirectional_ranges``.
 
     Raises:
         ValueError: the model has layers, position embeddings or attention that a paged batch cannot serve. It is left
@@ -209,6 +211,8 @@ class PagedCausalLM:
         if probe.calls:
             expect_arguments_of_attention(model)
         expect_windows_of_cache(model, probe, self.max_model_len)
+        # text has the type 0
+        self.prompts_see_ahead = masks_by_type(model) and bool(ranges_of_prompt(model, [0] * 4))
         self._wrapping.set_implementation(NAME)
         return probe
 
@@ -444,9 +448,11 @@ class PagedCausalLM:
                 or images whose tokens see each other have no ranges.
         """
         self._wrapping.check()
-        if inputs and metadata.bidirectional_ranges is None and masks_by_type(self.model):
+        if metadata.bidirectional_ranges is None and (
+            masks_by_type(self.model) if inputs else self.prompts_see_ahead and metadata.max_query_len > 1
+        ):
             raise ValueError(
-                f"metadata: expected bidirectional_ranges beside {', '.join(inputs)}, as tokens of"
+                f"metadata: expected bidirectional_ranges beside {', '.join(inputs) or 'a prompt'}, as tokens of"
                 f" {type(self.model).__name__} see later ones; give them to the Batch, and room for them to its builder"
                 " (max_bidirectional_ranges)"
             )
