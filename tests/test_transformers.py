@@ -600,7 +600,7 @@ def test_a_model_whose_attention_was_changed_is_an_error(compiled: bool) -> None
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_layers_that_hand_on_no_arguments(compiled: bool) -> None:
+def test_layers_that_pass_no_arguments(compiled: bool) -> None:
     config = transformers.NemotronConfig(**COMMON)
     torch.manual_seed(0)
     model = transformers.NemotronForCausalLM._from_config(config, attn_implementation="eager").eval()
@@ -622,7 +622,7 @@ def test_arguments_that_are_lost_are_a_reason() -> None:
             return _inner(*args, **{name: each for name, each in kwargs.items() if name != "kv_caches"})
 
         attention_.forward = forward
-    with pytest.raises(ValueError, match="model: expected one that hands keyword arguments on to attention"):
+    with pytest.raises(ValueError, match="model: expected one that passes keyword arguments to attention"):
         PagedCausalLM(model)
     assert model.config._attn_implementation == "eager" and not hasattr(model, "paged_wrapping")
 

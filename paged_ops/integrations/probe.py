@@ -36,7 +36,7 @@ class NoArgumentsError(ValueError):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(
-            "model: expected one that hands keyword arguments on to attention, so that caches reach it, got"
+            "model: expected one that passes keyword arguments to attention, so that caches reach it, got"
             f" {type(module).__name__} without any"
         )
         self.module = module

@@ -28,8 +28,8 @@ class LayerCaches(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Position embeddings, and beside them the arguments that a layer does not hand on to its attention (StableLM,
-    Nemotron): these it does hand on."""
+    """Position embeddings, with the arguments that a layer does not pass to its attention (StableLM, Nemotron). It does
+    pass the embeddings."""
 
     embeddings: Any
     arguments: dict[str, Any]
@@ -80,7 +80,7 @@ class Wrapping:
         layer.forward = forward
 
     def carry(self, error: NoArgumentsError) -> None:
-        """Hands the arguments of the decoder layer that lost them, and of those beside it, on to their attention."""
+        """Passes keyword arguments to attention in the decoder layer that drops them, and in the others of its list."""
         module = error.module
         names = {each: name for name, each in self.model.named_modules()}
         decoder, first = self.place_of(module)
