@@ -136,6 +136,8 @@ class GenerationLoop:
         needed = "a KVCache or HybridCache, as PagedCausalLM.allocate_kv_cache makes"
         expect(hasattr(kv_cache, "layers"), "kv_cache", needed, kv_cache)
         expect(kv_cache.num_blocks >= 1, "num_blocks", "at least 1 in the cache", kv_cache.num_blocks)
+        ahead = getattr(step, "prompts_see_ahead", False)
+        expect(not ahead, "step", "a model of causal prompts (docs/transformers.md has steps for others)", "prefixes")
         check_kv_cache = getattr(step, "check_kv_cache", None)
         if check_kv_cache is not None:
             check_kv_cache(kv_cache)
@@ -166,6 +168,9 @@ class GenerationLoop:
         )
         self.stop_token_ids: tuple[int, ...] = defaults.stop_token_ids
         self._maker = RequestMaker(defaults, self.vocab_size, seed)
+        self._weights_version: Callable[[], Hashable] = getattr(step, "weights_version", lambda: None)
+        self._version: Hashable = None  # of the weights that compute the unfinished requests
+        self._is_stale = False  # whether prefixes of other weights are in the cache
         self._eager_step = step
         self._runner = DecodeGraphs(
             compile_step(step, kv_cache.states is not None) if compile else step,
@@ -206,7 +211,8 @@ class GenerationLoop:
 
         Raises:
             ValueError: the prompt is text or empty, holds an id that is not in the vocabulary, or can exceed, with its
-                output, max_model_len or the whole cache; or the loop is closed. Nothing is queued then.
+                output, max_model_len or the whole cache; weights or adapters have changed while requests are
+                unfinished; or the loop is closed. Nothing is queued then.
         """
         requests = self._make([("prompt", prompt)], [params], extra_key, self._events)
         self._queue(requests)
@@ -384,7 +390,8 @@ class GenerationLoop:
         self.close()
 
     def reset(self) -> None:
-        """Forgets all computed prefixes: call it when the model's weights have changed.
+        """Forgets all computed prefixes: call it when the model's weights have changed in a way that
+        ``weights_version`` of the step does not show (writes through ``.data``).
 
         Raises:
             ValueError: requests are unfinished, or others have sequences in the cache. Finish or abort them first, as
@@ -403,6 +410,7 @@ class GenerationLoop:
         left = len(self._scheduler.unfinished)
         expect(not left, "reset", "no unfinished request (finish or abort them first)", left)
         self.kv_cache.reset()
+        self._version, self._is_stale = None, False
 
     @property
     def graph_mode(self) -> GraphMode:
@@ -452,6 +460,7 @@ class GenerationLoop:
         events: deque[NewToken],
     ) -> list[Request]:
         expect(not self._closed, "loop", "one that is open", "a closed one")
+        self._note_weights()
         return self._maker.make(prompts, params, extra_key, events)
 
     def _queue(self, requests: list[Request]) -> None:
@@ -478,8 +487,30 @@ class GenerationLoop:
     def has_arrivals(self) -> bool:
         return bool(self._arrivals)
 
+    def _note_weights(self) -> None:
+        """Notes the weights that are to compute new requests: those of the unfinished ones, if there are any."""
+        version = self._weights_version()
+        if version != self._version:
+            self._expect_weights(not (self._scheduler.unfinished or self._arrivals))
+            self._version, self._is_stale = version, self._version is not None
+
+    def _check_weights(self) -> None:
+        """Expects the weights that were noted, and forgets the prefixes of others."""
+        self._expect_weights(self._weights_version() == self._version)
+        if self._is_stale:
+            used = self.kv_cache.num_used_blocks
+            expect(not used, "kv_cache", "no sequences of others when weights or adapters have changed", used)
+            self.kv_cache.reset()
+            self._is_stale = False
+
+    @staticmethod
+    def _expect_weights(same: bool) -> None:
+        kept = "weights and active adapters that stay while requests are unfinished (finish or abort them first)"
+        expect(same, "model", kept, "changed ones")
+
     def adopt(self, submissions: Sequence[Submission]) -> None:
         """Queues what rank 0 submitted."""
+        self._note_weights()
         for each in submissions:
             self._queue([self._maker.add(list(each.tokens), each.settings, each.extra_key, self._events)])
         self.take_in()
@@ -560,6 +591,7 @@ class GenerationLoop:
 
         def run() -> Choices:
             nonlocal plan, outcome, requests
+            self._check_weights()
             plan = self._scheduler.plan()
             if not plan.requests:
                 return Choices([], set(), {})

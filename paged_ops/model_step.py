@@ -20,9 +20,11 @@ class ModelStep(Protocol):
 
     A step may have these attributes, which a loop then uses: ``max_model_len``, ``vocab_size`` (ids from there on are
     refused), ``stop_token_ids`` (the tokens that end a text by default), ``pad_token_id`` (to refuse padded prompts),
-    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model) and
-    ``generation_fields`` (a :class:`paged_ops.settings.Library`: the model's generation config, and what makes
-    processors of it).
+    ``prompts_see_ahead`` (if true, the loop refuses the step: it computes prompts in parts), ``check_kv_cache`` (a
+    method that raises ValueError for a cache that does not fit the model), ``generation_fields`` (a
+    :class:`paged_ops.settings.Library`: the model's generation config, and what makes processors of it) and
+    ``weights_version`` (a method called before each step: it returns what changes with the weights, hashable, and
+    raises ValueError if the model cannot run).
     """
 
     def __call__(

@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,6 +370,10 @@ def looks_ahead() -> Any:
         ),
         (lambda: make_model("llama").train(), "model: expected evaluation mode"),
         (
+            lambda: SimpleNamespace(get_base_model=lambda: None, config=SimpleNamespace()),
+            r"model: expected a model of transformers, got SimpleNamespace around one; give its get_base_model\(\)",
+        ),
+        (
             lambda: on_two_devices(),
             "model: expected the weights on one device, got LlamaForCausalLM on cpu, meta, as a",
         ),
@@ -399,6 +404,7 @@ def looks_ahead() -> Any:
     ids=[
         "alibi",
         "training",
+        "adapters",
         "device_map",
         "linear",
         "linear of its own",
@@ -520,26 +526,9 @@ def test_state_across_tokens_is_refused() -> None:
     model = make_model("llama")
     mlp = model.model.layers[1].mlp
     mlp.forward = lambda x: type(mlp).forward(mlp, x + x.roll(1, dims=1))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM, where they differ by .* across tokens"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM, where they differ by .*: it mixes tokens outside"):
         PagedCausalLM(model)
     assert model.config._attn_implementation == "eager" and not hasattr(model, "paged_wrapping")
-
-
-def test_half_precision_may_differ_as_the_models_own_attentions_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_ops.integrations import probe
-
-    def half(mix: bool) -> Any:
-        model = make_model("llama").to(torch.bfloat16)
-        mlp = model.model.layers[0].mlp
-        if mix:
-            mlp.forward = lambda x: type(mlp).forward(mlp, x + x.roll(1, dims=1))
-        return model
-
-    for tolerance in (probe._TOLERANCE_OF_HALF, 0.0):
-        monkeypatch.setattr(probe, "_TOLERANCE_OF_HALF", tolerance)
-        PagedCausalLM(half(mix=False))
-        with pytest.raises(ValueError, match=r"they differ by .* across tokens"):
-            PagedCausalLM(half(mix=True))
 
 
 def test_a_cache_that_forgets_what_the_mask_shows_is_refused() -> None:
@@ -608,6 +597,34 @@ def test_a_model_whose_attention_was_changed_is_an_error(compiled: bool) -> None
         assert run_step(paged) == expected("llama")
     paged.model.set_attn_implementation("sdpa")
     assert generate_by_transformers(paged.unwrap()) == expected("llama")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_that_pass_no_arguments(compiled: bool) -> None:
+    config = transformers.NemotronConfig(**COMMON)
+    torch.manual_seed(0)
+    model = transformers.NemotronForCausalLM._from_config(config, attn_implementation="eager").eval()
+    want = generate_by_transformers(model)
+    paged = PagedCausalLM(model)
+    if compiled:
+        paged.compile_layers(backend="eager")
+    assert run_step(paged) == want
+    assert generate_by_transformers(paged.unwrap()) == want
+    assert not any("forward" in vars(module) or hasattr(module, "paged_carries") for module in model.modules())
+
+
+def test_arguments_that_are_lost_are_a_reason() -> None:
+    model = make_model("llama")
+    for layer in model.model.layers:
+        attention_ = layer.self_attn
+
+        def forward(*args: Any, _inner: Any = attention_.forward, **kwargs: Any) -> Any:
+            return _inner(*args, **{name: each for name, each in kwargs.items() if name != "kv_caches"})
+
+        attention_.forward = forward
+    with pytest.raises(ValueError, match="model: expected one that passes keyword arguments to attention"):
+        PagedCausalLM(model)
+    assert model.config._attn_implementation == "eager" and not hasattr(model, "paged_wrapping")
 
 
 def test_layers_reused_and_layers_unknown_are_errors() -> None:

@@ -13,6 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
+from paged_ops.generation import GenerationLoop  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 from paged_ops.metadata import AttentionMetadataBuilder, Batch  # noqa: E402
 
@@ -184,6 +185,29 @@ def test_images_without_ranges_are_refused() -> None:
         ValueError, match="metadata: expected bidirectional_ranges beside pixel_values, as tokens of Gemma3"
     ):
         generate(PagedCausalLM(model), [prompt], "no room", pixel_values=images)
+
+
+def test_prompts_that_are_prefixes_need_ranges() -> None:
+    model, *_ = made("paligemma")
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))  # not the embeddings
+    text = [17, 18, 19, 20, 21, 22, 23]
+    want = {}
+    for name in ("sdpa", "eager"):
+        model.set_attn_implementation(name)
+        types = {"token_type_ids": torch.zeros(1, len(text), dtype=torch.long)} if name == "eager" else {}
+        result = model.generate(torch.tensor([text]), max_new_tokens=NEW_TOKENS, do_sample=False, **types)
+        want[name] = result[0, len(text) :].tolist()
+    assert want["sdpa"] == want["eager"], "with its default attention, the prompt is a prefix without types, too"
+    paged = PagedCausalLM(model)
+    with pytest.raises(ValueError, match=r"step: expected a model of causal prompts .*, got prefixes"):
+        GenerationLoop(paged, paged.allocate_kv_cache(64, B))
+    with pytest.raises(ValueError, match="metadata: expected bidirectional_ranges beside a prompt, as tokens of PaliG"):
+        generate(paged, [text], "no room")
+    tokens, _ = generate(paged, [text], [paged.bidirectional_ranges([0] * len(text))])
+    assert tokens == [want["sdpa"]]
+    causal, _ = generate(paged, [text], [[]])
+    assert causal != tokens
+    assert not PagedCausalLM(made("gemma3")[0]).prompts_see_ahead
 
 
 @pytest.mark.parametrize("name", ["token_type_ids", "attention_mask"])

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from paged_ops.integrations import latent
-from paged_ops.integrations.probe import Probe, request_mask
+from paged_ops.integrations.probe import NoArgumentsError, Probe, request_mask
 from paged_ops.integrations.wrapping import NAME, UNDO, LayerCaches
 from paged_ops.layouts import split_joined_cache, split_kv_cache
 from paged_ops.metadata import AttentionMetadata
@@ -66,7 +66,7 @@ def attention(
     """
     if kv_caches is None or attention_metadata is None:
         if _implementation(module) == PROBE:
-            raise ValueError("its layers hand no keyword arguments on to attention, so that no cache reaches it")
+            raise NoArgumentsError(module)
         raise ValueError(
             "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
             f" PagedCausalLM, or {UNDO}"

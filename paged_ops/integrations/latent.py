@@ -24,7 +24,6 @@ Letters: T tokens of the batch, H query heads, R latent size, P rotated size, Dn
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -75,19 +74,6 @@ def as_they_are(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 def is_latent(module: nn.Module) -> bool:
     """Whether the module hands on latents."""
     return vars(module).get("expand_kv") is as_they_are
-
-
-@contextmanager
-def expanded(model: nn.Module) -> Iterator[None]:
-    """Keys and values of all heads for a while, as without wrapping."""
-    modules = [module for module in model.modules() if is_latent(module)]
-    for module in modules:
-        del module.expand_kv
-    try:
-        yield
-    finally:
-        for module in modules:
-            vars(module)["expand_kv"] = as_they_are
 
 
 class Sizes(NamedTuple):

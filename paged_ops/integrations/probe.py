@@ -23,11 +23,23 @@ from torch import Tensor, nn
 from paged_ops import masks
 from paged_ops.integrations.latent import is_latent
 from paged_ops.integrations.recurrent import StateLayers
+from paged_ops.integrations.trial import CHUNKS, LENGTHS, DenseRun, expect_alike, trial_tokens
 from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.states import StateCache
 
 MOST_POSITIONS = 2**24  # at most so many are passed to the function of a mask
+
+
+class NoArgumentsError(ValueError):
+    """A module attends without the caches that the model's forward was given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            "model: expected one that passes keyword arguments to attention, so that caches reach it, got"
+            f" {type(module).__name__} without any"
+        )
+        self.module = module
 
 
 class CacheSpec(NamedTuple):
@@ -252,33 +264,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-# The step that is tried: two sequences, each in two chunks
-_LENGTHS = (7, 5)
-_CHUNKS = ((4, 3), (3, 2))
 _BLOCK_SIZE = 16  # the default, so that the kernels of the trial serve later calls, too
-# The most by which paged and eager attention may differ, as a part of the logits' norm. Errors are much larger.
-_TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
-_TOLERANCE_OF_HALF = 0.25
-_TIMES_NOISE = 4.0  # in half precision: times the difference of the model's own two attentions
-
-
-def _trial_tokens(model: Any) -> list[Tensor]:
-    config = model.config.get_text_config(decoder=True).to_dict()
-    special = pytree.tree_leaves([each for name, each in config.items() if name.endswith(("token_id", "token_index"))])
-    ids = [i for i in range(min(config["vocab_size"], 1000)) if i not in special]
-    chosen = [ids[(37 * i + 11) % len(ids)] for i in range(sum(_LENGTHS))]
-    return list(torch.tensor(chosen, device=model.device).split(_LENGTHS))
-
-
-@torch.no_grad()
-def run_dense(model: Any) -> list[Tensor]:
-    """The logits of each tried sequence, by the model itself with eager attention."""
-    try:
-        return [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in _trial_tokens(model)]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(f"model: {type(model).__name__} fails on a few tokens by itself: {error}") from error
 
 
 def masks_by_type(model: Any) -> bool:
@@ -291,14 +277,11 @@ def masks_by_type(model: Any) -> bool:
 def run_probe(
     model: Any,
     step: Callable[..., Tensor],
-    dense: list[Tensor],
+    dense: DenseRun,
     max_model_len: int | None,
     states: StateLayers | None = None,
-    noise: Callable[[], float] | None = None,
 ) -> Probe:
-    """Runs ``step`` of ``model`` on the tried sequences, with a probe as caches. Its logits must equal ``dense``.
-
-    ``noise`` gives by how much the model's own attentions differ from each other, for half precision.
+    """Runs ``step`` of ``model`` on the tried sequences, with a probe as caches. Its logits must be those of ``dense``.
 
     Raises:
         ValueError: the model cannot be served, with the reason.
@@ -307,16 +290,16 @@ def run_probe(
     names = {module: of for of, module in model.named_modules()}
     length = max(max_model_len or 0, 2**20)
     layout = get_default_layout(model.device)
-    probe = Probe(names, length, len(_LENGTHS), _BLOCK_SIZE, layout, masks_by_type=masks_by_type(model))
-    cache = None if states is None else StateCache(states.specs, len(_LENGTHS), device=model.device)
+    probe = Probe(names, length, len(LENGTHS), _BLOCK_SIZE, layout, masks_by_type=masks_by_type(model))
+    cache = None if states is None else StateCache(states.specs, len(LENGTHS), device=model.device)
     if cache is not None:
         probe.states = cache.tensors
-        for seq_id in range(len(_LENGTHS)):
+        for seq_id in range(len(LENGTHS)):
             cache.admit(seq_id)
     builder = AttentionMetadataBuilder(
         _BLOCK_SIZE,
-        len(_LENGTHS),
-        sum(_CHUNKS[0]),
+        len(LENGTHS),
+        sum(CHUNKS[0]),
         1,
         "cpu",
         num_blocks=2,
@@ -324,50 +307,26 @@ def run_probe(
         num_state_rows=0 if cache is None else len(cache.tensors[0]),
     )
     computed = [0, 0]
-    for chunks in _CHUNKS:
-        rows_of_states = None if cache is None else cache.rows(range(len(_LENGTHS)))
+    for chunks in CHUNKS:
+        rows_of_states = None if cache is None else cache.rows(range(len(LENGTHS)))
         batch = Batch(list(chunks), list(computed), [[1], [0]], state_slots=rows_of_states)
         metadata = pytree.tree_map_only(Tensor, lambda each: each.to(model.device), builder.build(0, batch))
-        tokens = torch.cat(
-            [ids[at : at + n] for ids, at, n in zip(_trial_tokens(model), computed, chunks, strict=True)]
-        )
+        tokens = torch.cat([ids[at : at + n] for ids, at, n in zip(trial_tokens(model), computed, chunks, strict=True)])
         rows = torch.arange(sum(chunks), device=model.device)
         probe.begin_step()
         try:
             logits = step(tokens, metadata, rows, probe)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, NoArgumentsError):
             raise
         except Exception as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise ValueError(f"model: {name} cannot be served: {kind}{error}") from error
         if not probe.calls and cache is None:
             raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
-        want = torch.cat([each[at : at + n] for each, at, n in zip(dense, computed, chunks, strict=True)])
-        _expect_alike(name, logits.float(), want, model.dtype, noise)
+        want = torch.cat([each[at : at + n] for each, at, n in zip(dense.logits, computed, chunks, strict=True)])
+        expect_alike(model, logits.float(), want, dense)
         computed = [at + n for at, n in zip(computed, chunks, strict=True)]
         if cache is not None:
-            for seq_id in range(len(_LENGTHS)):
+            for seq_id in range(len(LENGTHS)):
                 cache.commit(seq_id)
     return probe
-
-
-def _expect_alike(
-    name: str, paged: Tensor, dense: Tensor, dtype: torch.dtype, noise: Callable[[], float] | None
-) -> None:
-    if paged.shape != dense.shape:
-        raise ValueError(f"model: expected logits {list(dense.shape)}, got {list(paged.shape)} from {name}")
-    difference = largest_difference(paged, dense)
-    allowed = _TOLERANCE.get(dtype, _TOLERANCE_OF_HALF)
-    if difference <= allowed or not bool(dense.isfinite().all()):
-        return
-    if dtype in _TOLERANCE or noise is None or not difference <= _TIMES_NOISE * noise():
-        raise ValueError(
-            f"model: expected a step on a paged cache to give the logits of eager attention, got {name}, where they"
-            f" differ by {difference:.0%}: it computes its own positions, or something across tokens that is not"
-            " attention"
-        )
-
-
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of a row of ``a [T, V]`` from ``b``, as a part of its norm."""
-    return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max())

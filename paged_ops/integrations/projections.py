@@ -50,7 +50,7 @@ def fuse_projections(model: nn.Module) -> int:
                 _refuse_cut_heads(module, linears)
                 fused = FusedLinear(linears)
                 for name, part in zip(names, fused.parts(), strict=True):
-                    setattr(module, name, part)
+                    setattr(module, name, part.train(module.training))
                 saved += len(parts) - 1
     return saved
 

@@ -36,8 +36,9 @@ def ranges_of_prompt(model: Any, token_type_ids: Sequence[int] | Tensor) -> list
         for each in (None, types[None])
     )
     found: set[tuple[tuple[int, int], ...]] = set()
-    for kind in typed if isinstance(typed, dict) else (None,):
-        causal, overlaid = (each if kind is None else each[kind] for each in (plain, typed))
+    # with types, Gemma-3 makes masks of a kind of layers that it may not have
+    for kind in filter(plain.__contains__, typed) if isinstance(plain, dict) else (None,):
+        causal, overlaid = (each[kind] if isinstance(each, dict) else each for each in (plain, typed))
         reach = reach_of(causal.request.mask_function, n)
         ranges = None if reach is None else ranges_of(overlaid.request.mask_function, reach, n)
         if ranges is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from paged_ops.integrations.probe import Probe
@@ -18,6 +20,11 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 def refuse(model: Any) -> None:
     """Refuses what can be seen before anything is run."""
     name = type(model).__name__
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"model: expected a model of transformers, got {name} around one; give its get_base_model(), in which the"
+            " adapters are (prompts and prefixes that were learned are not, and cannot be served)"
+        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
     if model.config.is_encoder_decoder:
@@ -29,14 +36,35 @@ def refuse(model: Any) -> None:
             f"model: expected a causal language model, got {name}, which gives no logits of tokens; load it by"
             " AutoModelForCausalLM"
         )
-    if model.training:
-        raise ValueError(f"model: expected evaluation mode, got {name} in training; call model.eval()")
+    refuse_training(model, any(module.training for module in trainable_parts(model)))
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise ValueError(
             f"model: expected the weights on one device, got {name} on {', '.join(devices)}, as a device_map may put"
             " them; load it whole, by device_map={'': 'cuda:0'} for one"
         )
+
+
+def refuse_training(model: Any, is_training: bool) -> None:
+    """Refuses a model of which a part is in training mode: dropout, or the jitter of a router, would run."""
+    if is_training:
+        raise ValueError(
+            f"model: expected evaluation mode, got {type(model).__name__}, or a part of it, in training; call"
+            " model.eval()"
+        )
+
+
+def trainable_parts(model: nn.Module) -> list[nn.Module]:
+    """The model, and the parts whose code reads the mode. (A linear layer that was put into a model in evaluation mode
+    is in training mode, and computes the same.)"""
+    return [module for module in model.modules() if module is model or _reads_mode(type(module))]
+
+
+@functools.cache
+def _reads_mode(kind: type) -> bool:
+    own = [value for each in kind.__mro__[: kind.__mro__.index(nn.Module)] for value in vars(each).values()]
+    functions = [inspect.unwrap(value) for value in own if inspect.isfunction(value)]
+    return any("training" in function.__code__.co_names for function in functions)
 
 
 def refuse_layers(model: Any, states: StateLayers | None) -> None:

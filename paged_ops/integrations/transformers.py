@@ -19,8 +19,9 @@ Letters: T tokens of the batch, S sequences, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -32,15 +33,8 @@ from paged_ops.checks import expect
 from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.attention_function import PROBE, attention, no_mask
 from paged_ops.integrations.generation_config import GenerationFields
-from paged_ops.integrations.latent import as_they_are, expanded, latent_modules
-from paged_ops.integrations.probe import (
-    CacheSpec,
-    Probe,
-    largest_difference,
-    masks_by_type,
-    run_dense,
-    run_probe,
-)
+from paged_ops.integrations.latent import as_they_are, latent_modules
+from paged_ops.integrations.probe import CacheSpec, NoArgumentsError, Probe, masks_by_type, run_probe
 from paged_ops.integrations.prompt_ranges import ranges_of_prompt
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.refusals import (
@@ -52,6 +46,8 @@ from paged_ops.integrations.refusals import (
 )
 from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretch
 from paged_ops.integrations.sums import Sums, Watch
+from paged_ops.integrations.trial import DenseRun, DifferentLogitsError, run_dense, why_different
+from paged_ops.integrations.weights import Weights
 from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.metadata import AttentionMetadata
@@ -100,6 +96,8 @@ class PagedCausalLM:
         sums: for a model that is spread over ranks, which of its sums are one kernel with the norm behind them.
         context: how tokens are spread, or None.
         max_model_len: as given or found; None if the config does not say.
+        prompts_see_ahead: whether all tokens of a prompt see each other, text too (PaliGemma). A step of prompts then
+            has ``bidirectional_ranges``.
 
     Raises:
         ValueError: the model has layers, position embeddings or attention that a paged batch cannot serve. It is left
@@ -147,6 +145,8 @@ class PagedCausalLM:
                 Ranks(together, time_limit=WRAP_LIMIT, collectives=self.collective_groups).agree(wrap)
         except BaseException as error:
             self._wrapping.undo()
+            if isinstance(error, DifferentLogitsError) and together is None:
+                raise ValueError(f"{error}: {why_different(model)}") from None
             told = ValueError, RankError, torch.OutOfMemoryError
             if isinstance(error, told) or not isinstance(error, Exception):
                 raise
@@ -168,6 +168,7 @@ class PagedCausalLM:
             self._wrapping.note(module, dataclasses.replace(attending, **noted))
         self._wrapping.leave_others()
         self._wrapping.arm()
+        self._weights = Weights(model)
         self.layers: tuple[CacheSpec, ...] = tuple(
             spec._replace(window=window, chunk=chunk)
             for spec, (window, chunk) in zip(probe.specs, reaches, strict=True)
@@ -188,10 +189,11 @@ class PagedCausalLM:
             self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
         self._wrapping.set_implementation("eager")
         if self.process_group is None:
-            dense = run_dense(model)
+            dense = DenseRun.of(model, run_dense(model))
         else:
             with Watch(model, self.process_group) as watch:
-                dense = run_dense(model)
+                logits = run_dense(model)
+            dense = DenseRun.of(model, logits)
             self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
         refuse_layers(model, self.states)
@@ -200,26 +202,19 @@ class PagedCausalLM:
         self._wrapping.set_implementation(PROBE)
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
-        noise = self._noise(dense) if self.states is None else None
-        probe = run_probe(model, self._step, dense, self.max_model_len, self.states, noise)
+        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states)
+        try:
+            probe = run()
+        except NoArgumentsError as error:
+            self._wrapping.carry(error)
+            probe = run()
         if probe.calls:
             expect_arguments_of_attention(model)
         expect_windows_of_cache(model, probe, self.max_model_len)
+        # text has the type 0
+        self.prompts_see_ahead = masks_by_type(model) and bool(ranges_of_prompt(model, [0] * 4))
         self._wrapping.set_implementation(NAME)
         return probe
-
-    def _noise(self, dense: list[Tensor]) -> Callable[[], float]:
-        def noise() -> float:
-            self._wrapping.set_implementation("sdpa")
-            try:
-                with expanded(self.model):
-                    return max(map(largest_difference, run_dense(self.model), dense))
-            except ValueError:  # it has none
-                return 0.0
-            finally:
-                self._wrapping.set_implementation(PROBE)
-
-        return noise
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -243,6 +238,17 @@ class PagedCausalLM:
         it."""
         given = getattr(self.model.generation_config, "pad_token_id", None)
         return None if given is None or given in self.stop_token_ids else int(given)
+
+    def weights_version(self) -> Hashable:
+        """What changes with the model's weights and active adapters: a loop asks for it before each step.
+
+        Writes through ``.data`` do not change it, nor do those to weights that were made in inference mode.
+
+        Raises:
+            ValueError: the model is in training mode, or its attention has changed since it was wrapped.
+        """
+        self._wrapping.check()
+        return self._weights.version()
 
     def unwrap(self) -> PreTrainedModel:
         """Restore the model: its attention, its uncompiled layers, its position embeddings.
@@ -438,13 +444,15 @@ class PagedCausalLM:
                 ``input_ids``, in that order. The metadata says which tokens see each other.
 
         Raises:
-            ValueError: the model's attention has changed since it was wrapped, a mask is given, or images whose tokens
-                see each other have no ranges.
+            ValueError: the model is in training mode, its attention has changed since it was wrapped, a mask is given,
+                or images whose tokens see each other have no ranges.
         """
         self._wrapping.check()
-        if inputs and metadata.bidirectional_ranges is None and masks_by_type(self.model):
+        if metadata.bidirectional_ranges is None and (
+            masks_by_type(self.model) if inputs else self.prompts_see_ahead and metadata.max_query_len > 1
+        ):
             raise ValueError(
-                f"metadata: expected bidirectional_ranges beside {', '.join(inputs)}, as tokens of"
+                f"metadata: expected bidirectional_ranges beside {', '.join(inputs) or 'a prompt'}, as tokens of"
                 f" {type(self.model).__name__} see later ones; give them to the Batch, and room for them to its builder"
                 " (max_bidirectional_ranges)"
             )

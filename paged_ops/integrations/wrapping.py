@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,8 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from paged_ops.integrations.latent import expands_step, latent_modules
-from paged_ops.integrations.probe import Attending
+from paged_ops.integrations.probe import Attending, NoArgumentsError
 from paged_ops.integrations.recurrent import StateLayers
+from paged_ops.integrations.refusals import refuse_training
 from paged_ops.integrations.state_steps import StepStates
 from paged_ops.integrations.summed_layers import run_layer_with_sums
 
@@ -22,6 +25,14 @@ class LayerCaches(NamedTuple):
     """The caches of one decoder layer, which is compiled without its number."""
 
     caches: tuple[Tensor, ...]
+
+
+class Carried(NamedTuple):
+    """Position embeddings, with the arguments that a layer does not pass to its attention (StableLM, Nemotron). It does
+    pass the embeddings."""
+
+    embeddings: Any
+    arguments: dict[str, Any]
 
 
 class Wrapping:
@@ -68,6 +79,22 @@ class Wrapping:
         self._forwards.append((layer, layer.__dict__.get("forward")))
         layer.forward = forward
 
+    def carry(self, error: NoArgumentsError) -> None:
+        """Passes keyword arguments to attention in the decoder layer that drops them, and in the others of its list."""
+        module = error.module
+        names = {each: name for name, each in self.model.named_modules()}
+        decoder, first = self.place_of(module)
+        for each in (first, module):
+            if "position_embeddings" not in inspect.signature(type(each).forward).parameters:
+                raise error
+        path = names[module].removeprefix(f"{names[first]}.")
+        for layers in decoder.children():
+            for layer in layers.children() if first in layers.children() else ():
+                attention = layer.get_submodule(path)
+                self.set_attribute(layer, "paged_carries", True)
+                self.replace_forward(layer, functools.partial(run_layer_carrying, layer.forward))
+                self.replace_forward(attention, functools.partial(_attend_with_carried, attention.forward))
+
     def compile(self, module: nn.Module, **options: Any) -> None:
         self._compiled.append(module)
         module.compile(**options)
@@ -89,6 +116,7 @@ class Wrapping:
     def check(self) -> None:
         if not self._is_armed:
             raise ValueError("model: expected one that is wrapped, got one after unwrap(); wrap it again")
+        refuse_training(self.model, self.model.training)
         for config in self.configs:
             if config._attn_implementation != NAME:
                 raise ValueError(
@@ -168,9 +196,22 @@ class CompiledLayer:
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The number of the layer is not read, as each layer would then be compiled by itself.
-    has_sums = getattr(layer, "paged_sums", None) is not None
-    forward = run_layer_with_sums if has_sums else type(layer).forward
-    return forward(layer, *args, **kwargs)
+    if getattr(layer, "paged_sums", None) is not None:
+        return run_layer_with_sums(layer, *args, **kwargs)
+    forward = functools.partial(type(layer).forward, layer)
+    return run_layer_carrying(forward, *args, **kwargs) if hasattr(layer, "paged_carries") else forward(*args, **kwargs)
+
+
+def run_layer_carrying(forward: Callable[..., Any], *args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+    arguments = {name: kwargs.pop(name) for name in ("kv_caches", "attention_metadata") if name in kwargs}
+    return forward(*args, position_embeddings=Carried(position_embeddings, arguments), **kwargs)
+
+
+def _attend_with_carried(forward: Callable[..., Any], *args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+    if isinstance(position_embeddings, Carried):
+        kwargs = {**kwargs, **position_embeddings.arguments}
+        position_embeddings = position_embeddings.embeddings
+    return forward(*args, position_embeddings=position_embeddings, **kwargs)
 
 
 def copy_of(function: Any) -> Any:
