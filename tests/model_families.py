@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -92,6 +96,8 @@ _BYTES = dict(
     num_key_value_heads=4,
     cross_attn_k=2,
 )
+_EXPERTS = ["dense", "sparse"] * 2
+_HYBRID = ["hybrid_sliding", "hybrid"] * 2
 _LINEAR = ["linear_attention", "full_attention"] * 2
 _ASSISTED = dict(
     vocab_size=VOCABULARY,
@@ -119,6 +125,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         global_config=dict(_BYTES, hidden_size=128),
     ),
     "camembert": _ROBERTA,
+    "cohere2_moe": dict(mlp_layer_types=_EXPERTS),
     "cohere_compass_text": dict(
         layer_types=_KINDS,
         rope_parameters={kind: dict(rope_type="default", rope_theta=10000.0) for kind in _KINDS},
@@ -140,6 +147,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     "emu3": dict(pad_token_id=0, bos_token_id=0, eos_token_id=0),
     "falcon_h1": dict(mamba_d_ssm=128),
+    "gemma3_text": dict(layer_types=_KINDS),
     "gemma3n_text": dict(
         num_kv_shared_layers=2,
         layer_types=_KINDS,
@@ -163,12 +171,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(layer_types=_LINEAR),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_dt_rank=4),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=WINDOW),
-    "inkling_text": dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16),
-    "inkling2_text": dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16),
+    "inkling_text": dict(
+        layer_types=_HYBRID,
+        mlp_layer_types=_EXPERTS,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
+    ),
+    "inkling2_text": dict(layer_types=_HYBRID, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16),
     "kimi_linear": dict(_LATENT, layer_types=_LINEAR, linear_head_dim=16, linear_num_heads=4),
+    "kolibri1": dict(layer_types=_KINDS),
     "laguna": dict(layer_types=_KINDS),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1),
+    "lfm3": dict(layer_types=["conv", "full_attention", "conv", "sliding_attention"]),
     "longcat_flash": dict(
         num_key_value_heads=4,
         head_dim=8,
@@ -178,8 +194,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         zero_expert_num=2,
     ),
     "mamba2": dict(num_heads=8, state_size=16, n_groups=2, chunk_size=8),
-    "mellum": dict(layer_types=_KINDS),
+    "mellum": dict(layer_types=_KINDS, mlp_layer_types=_EXPERTS),
     "minicpm3": _LATENT,
+    "minimax_m3_vl_text": dict(
+        layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+        mlp_layer_types=_EXPERTS,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=4,
+        index_topk_blocks=2,
+    ),
+    "ministral": dict(layer_types=_KINDS),
     "mllama": dict(bos_token_id=0, eos_token_id=0, pad_token_id=0),
     "modernbert-decoder": dict(
         local_attention=2 * WINDOW, pad_token_id=0, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0
@@ -205,12 +230,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xlnet": dict(d_head=16),
     "xmod": dict(default_language="en_XX", pad_token_id=1),
     "youtu": _LATENT,
-    "zaya": dict(num_experts_per_tok=1),
+    "zaya": dict(num_experts_per_tok=1, layer_types=_HYBRID),
 }
 
 
 # Of which no random model can be made, and why.
 UNBUILT = {"gemma4_assistant": "drafts for a Gemma 4 and attends to that model's keys: it has no text of its own"}
+
+
+# Layer types that the config of a family names and its tiny model does not have, and why.
+LEFT_OUT = {
+    "dots3_note_text": "refused for its other attention",
+    "qwen4_exp_text": "refused for its other attention",
+    "deepseek_v4": "refused for its other attention",
+}
 
 
 @functools.cache
@@ -252,3 +285,46 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = tiny_config(family, **changes)
     torch.manual_seed(seed)
     return model_class(family)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def released_config(family: str) -> Any:
+    """The config that transformers has for the family by default: that of its first released model."""
+    return (model_class(family).config_class or CONFIG_MAPPING[text_family(family)])()
+
+
+def layer_types(config: Any) -> set[str]:
+    """The kinds of layers of a config, by the names of transformers."""
+    text = config.get_text_config(decoder=True)
+    named = [getattr(text, name, None) or () for name in ("layer_types", "layers_block_type", "mlp_layer_types")]
+    return {kind for kinds in named for kind in kinds if kind in ALLOWED_LAYER_TYPES}
+
+
+def layer_types_of_family(family: str) -> set[str]:
+    """The kinds of layers that released models of a family have: of its default config, and all that the source of the
+    config names, as it may choose them by other numbers."""
+    config = tiny_config(family).get_text_config(decoder=True)
+    source = Path(inspect.getsourcefile(type(config)) or "").read_text()
+    named = set(re.findall(r'"(\w+)"', source)) & set(ALLOWED_LAYER_TYPES)
+    has_list = layer_types(config) != set()
+    return (named if has_list else set()) | layer_types(released_config(family))
+
+
+def head_sizes(module: Any) -> tuple[int, int, bool]:
+    """Of a module that attends: head size and value head size in the cache, and whether they are latents."""
+    if hasattr(module, "kv_lora_rank"):
+        return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank, True
+    names = ("head_dim", "head_size", "attention_head_size")
+    size = next(getattr(module, name) for name in names if hasattr(module, name))
+    return size, getattr(module, "v_head_dim", size), False
+
+
+def released_heads(family: str, classes: Iterable[type]) -> list[tuple[int, int, bool]] | None:
+    """The head sizes of the modules of these classes in a model of the released config, which has no weights. None if
+    transformers' default config makes no model."""
+    try:
+        with torch.device("meta"):
+            model = model_class(family)._from_config(released_config(family))
+    except Exception:  # as many kinds as there are incomplete configs
+        return None
+    kinds = set(classes)
+    return sorted({head_sizes(module) for module in model.modules() if type(module) in kinds})

@@ -17,14 +17,26 @@ from typing import Any
 
 import torch
 import transformers
-from model_families import FAMILIES, UNBUILT, VOCABULARY, make_model, model_class, text_family
+from model_families import (
+    FAMILIES,
+    UNBUILT,
+    VOCABULARY,
+    head_sizes,
+    make_model,
+    model_class,
+    released_heads,
+    text_family,
+)
 
+from paged_ops import supports
 from paged_ops.generation import GenerationLoop, SamplingParams
+from paged_ops.integrations.own_attention import has_indexers
 from paged_ops.integrations.transformers import PagedCausalLM
 
 DATA = Path(__file__).parent / "model_table.json"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+DEVICES = ("cpu", "cuda", "rocm")
 NEW_TOKENS = 8
 BLOCK_SIZE = 4
 LENGTHS = (1, 3, 9, 17, 26)  # of prompts, and two more that share their first 12 tokens
@@ -76,6 +88,30 @@ def check(family: str, compiled: bool = False, **options: Any) -> dict[str, Any]
     return dict(served=True, equal=equal, keeps=_keeps(paged))
 
 
+def released(family: str) -> str | None:
+    """The head sizes of the family's released model, and the devices that serve them: "" for a family without
+    attention, None if transformers' default config does not tell."""
+    paged = PagedCausalLM(make_model(family))
+    attending = paged._wrapping.attending
+    for module, how in attending.items():  # that the sizes are read from the right attributes
+        spec = paged.layers[how.cache]
+        assert head_sizes(module) == (spec.head_size, spec.value_head_size, spec.latent), type(module)
+    modules = list(attending)
+    paged.unwrap()
+    heads = released_heads(family, map(type, modules))
+    if not heads and modules:  # the default config has no layer that attends, or makes no model
+        return None
+    return "; ".join(map(_on_devices, heads or ()))
+
+
+def _on_devices(heads: tuple[int, int, bool]) -> str:
+    D, Dv, latent = heads
+    name = f"latent {Dv} + {D - Dv}" if latent else f"{D}" if D == Dv else f"{D}/{Dv}"
+    form: dict[str, Any] = {"layout": "LATENT", "num_kv_heads": 1} if latent else {"value_cache": D != Dv}
+    asked = dict(head_size=D, value_head_size=Dv, **form)
+    return f"{name}: {', '.join(d for d in DEVICES if not supports('paged_attention', d, **asked)) or 'none'}"
+
+
 def _reason(message: str) -> str:
     """The error without what says the same in every row."""
     return re.sub(r"differ by \d+%", "differ", message.removeprefix("model: ").split("\n")[0])
@@ -91,6 +127,8 @@ def _keeps(paged: PagedCausalLM) -> str:
             heads = f"latent {spec.value_head_size} + {spec.head_size - spec.value_head_size}"
         reach = f" window {spec.window}" if spec.window else f" chunk {spec.chunk}" if spec.chunk else ""
         parts.append(f"{count}: {heads}{reach}")
+    if has_indexers(paged.model, 1):
+        parts.append("indexers, up to max_model_len of index_topk")
     if paged.states is not None:
         parts.append(f"{len(paged.states.layers)}: state")
     return ", ".join(parts)
@@ -115,21 +153,23 @@ def render(data: dict[str, Any]) -> str:
         f" families {served} are served with equal tokens, {both} of them measured in compiled form too;"
         f" {within} more are composite models, whose text model has a row of its own.",
         "",
-        "| family | class | eager | compiled | what the tiny model's layers keep, or why it is refused |",
-        "|---|---|---|---|---|",
+        "| family | class | eager | compiled | released heads: devices | what the tiny model's layers keep, or"
+        " why it is refused |",
+        "|---|---|---|---|---|---|",
     ]
     for family in sorted(rows):
         row = rows[family]
         if "within" in row:
-            lines.append(f"| {family} | | | | its text model: {row['within']} |")
+            lines.append(f"| {family} | | | | | its text model: {row['within']} |")
         elif row["served"]:
             compiled = {True: "equal", False: "**wrong**", None: "not measured"}.get(
                 row.get("compiled"), "not compilable"
             )
             eager = "equal" if row["equal"] else "**wrong**"
-            lines.append(f"| {family} | {row['class']} | {eager} | {compiled} | {row['keeps']} |")
+            heads = row.get("released") or ("no attention" if row.get("released") == "" else "unknown")
+            lines.append(f"| {family} | {row['class']} | {eager} | {compiled} | {heads} | {row['keeps']} |")
         else:
-            lines.append(f"| {family} | {row['class']} | refused | refused | {row['reason'].replace('|', '/')} |")
+            lines.append(f"| {family} | {row['class']} | refused | refused | | {row['reason'].replace('|', '/')} |")
     return "\n".join(lines)
 
 
@@ -161,6 +201,8 @@ def record(families: list[str], compiled: bool) -> int:
                     row["compiled"] = "not compilable"
             elif row["served"] and "compiled" in old:
                 row["compiled"] = old["compiled"]
+            if row["served"]:
+                row["released"] = released(family)
         wrong += row.get("equal") is False or row.get("compiled") is False
         data["families"][family] = row
         print(f"{family}: {row} ({time.perf_counter() - start:.1f} s)", flush=True)

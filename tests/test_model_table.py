@@ -6,7 +6,15 @@ transformers = pytest.importorskip("transformers", reason="transformers is the e
 
 import model_table  # noqa: E402
 import torch  # noqa: E402
-from model_families import FAMILIES, text_family  # noqa: E402
+from model_families import (  # noqa: E402
+    FAMILIES,
+    LEFT_OUT,
+    UNBUILT,
+    layer_types,
+    layer_types_of_family,
+    text_family,
+    tiny_config,
+)
 
 DATA = model_table.load()
 OF_THIS_RELEASE = DATA["versions"].get("transformers") == transformers.__version__
@@ -35,6 +43,18 @@ def test_served_with_equal_tokens_or_refused(family):
         assert {key: recorded.get(key) for key in keys} == {key: row[key] for key in keys}, (
             f"out of date: python tests/model_table.py {family}"
         )
+
+
+def test_tiny_models_have_every_kind_of_layer_of_the_released_ones():
+    built = [family for family in OWN if family not in UNBUILT]
+    missing = {f: sorted(layer_types_of_family(f) - layer_types(tiny_config(f))) for f in built}
+    assert {f: kinds for f, kinds in missing.items() if kinds and f not in LEFT_OUT} == {}
+    assert all(missing[f] and not DATA["families"][f]["served"] for f in LEFT_OUT), "no longer left out, or served"
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash", "deepseek_v3", "llama", "mamba"])
+def test_released_head_sizes_and_who_serves_them(family):
+    assert model_table.released(family) == DATA["families"][family]["released"]
 
 
 @pytest.mark.slow

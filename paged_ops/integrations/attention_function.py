@@ -23,6 +23,7 @@ from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import paged_attention, reshape_and_cache
 from paged_ops.parallel.context import attend, context_of
 
+_SLICES_MASKS = ("mpt", "deepseek_v32", "glm_moe_dsa")  # types of models
 PROBE = "paged_ops_probe"  # the implementation while a model is being wrapped, when its masks are examined
 
 
@@ -43,6 +44,7 @@ def attention(
     is_causal: bool | None = None,
     output_attentions: bool | None = None,
     position_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers calls it: write the new keys and values, then attend.
@@ -75,7 +77,7 @@ def attention(
         knows_better = not isinstance(kv_caches, Probe) or kv_caches.masks_by_type
         is_causal = knows_better or getattr(module, "is_causal", True)
     refused = {
-        "attention_mask": attention_mask is not None and not isinstance(kv_caches, Probe),
+        "attention_mask": not (attention_mask is None or _is_empty(attention_mask) or isinstance(kv_caches, Probe)),
         "dropout": bool(dropout),
         "output_attentions": bool(output_attentions),
         "position_bias": position_bias is not None,
@@ -105,6 +107,8 @@ def attention(
         "sinks": None if s_aux is None else s_aux.float(),
         "bidirectional_ranges": attention_metadata.bidirectional_ranges,
     }
+    if alibi_slopes is not None:
+        features["alibi_slopes"] = alibi_slopes
     starts = attention_metadata.query_start_loc
     if noted.latent:
         step = pool, attention_metadata, scale
@@ -127,8 +131,9 @@ def attention(
     return attend(rows, rows_of_key, rows_of_value, kv_cache, *batch, **features)[None], None
 
 
-def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> None:
-    """The function that transformers asks for a mask. There is none: the op masks by positions.
+def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> Tensor | None:
+    """The function that transformers asks for a mask. There is none, as the op masks by positions; or an empty one,
+    for models whose code takes slices of it.
 
     Raises:
         ValueError: the model needs attention to later tokens.
@@ -138,6 +143,13 @@ def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any
             "attention_mask: expected causal, windowed or chunked attention, got a model that attends to later tokens,"
             " which paged attention does not do"
         )
+    if getattr(kwargs.get("config"), "model_type", None) in _SLICES_MASKS:
+        return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=kwargs["device"])
+    return None
+
+
+def _is_empty(mask: Tensor) -> bool:
+    return mask.shape[-1] == 0
 
 
 def _implementation(module: Any) -> str | None:

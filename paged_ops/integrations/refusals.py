@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from paged_ops.cache import KVCache
+from paged_ops.checks import expect
+from paged_ops.hybrid import HybridCache
 from paged_ops.integrations.probe import Probe
 from paged_ops.integrations.recurrent import StateLayers
+from paged_ops.layouts import Layout
+from paged_ops.parallel.spread import WHOLE
 
 _OTHER_ATTENTION = ("indexed_attention", "compressed_attention", "heavily_compressed_attention")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def refuse(model: Any) -> None:
-    """Refuses what can be seen before anything is run."""
+def refuse(model: Any, is_adapted: Callable[[Any], bool]) -> None:
+    """Refuses what can be seen before anything is run. ``is_adapted``: whether a model's own attention is replaced."""
     name = type(model).__name__
     if hasattr(model, "get_base_model"):
         raise ValueError(
@@ -29,7 +34,7 @@ def refuse(model: Any) -> None:
         raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder, got {name}, an encoder-decoder")
-    if not model._can_set_attn_implementation():
+    if not is_adapted(model) and not model._can_set_attn_implementation():
         raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
     if not model.can_generate():
         raise ValueError(
@@ -67,10 +72,13 @@ def _reads_mode(kind: type) -> bool:
     return any("training" in function.__code__.co_names for function in functions)
 
 
-def refuse_layers(model: Any, states: StateLayers | None) -> None:
-    """Refuses layers that are neither attention nor keep state in transformers' cache."""
+def refuse_layers(model: Any, states: StateLayers | None, has_indexers: bool) -> None:
+    """Refuses layers that are neither attention nor keep state in transformers' cache. ``has_indexers``: those of its
+    layers choose all tokens."""
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     for layer_type in layer_types:
+        if has_indexers and layer_type == "indexed_attention":
+            continue
         served = layer_type in _LAYER_TYPES or (states is not None and layer_type not in _OTHER_ATTENTION)
         if not served:
             raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
@@ -114,3 +122,40 @@ def expect_windows_of_cache(model: Any, probe: Probe, length: int | None) -> Non
                 f" transformers keeps {window} tokens of {call.name}, and its mask shows all; set sliding_window of its"
                 f" config to None, or max_model_len to at most {window}"
             )
+
+
+def expect_cache_of_model(paged: Any, kv_cache: KVCache | HybridCache) -> None:
+    """Refuses a cache that does not fit the layers of a ``PagedCausalLM``."""
+    here, there = paged.model.device, kv_cache.layers[0].device
+    if here != there:
+        raise ValueError(f"kv_cache: expected one on {here}, as the model, got one on {there}")
+    needed, kept = paged.states.specs if paged.states else None, kv_cache.states.specs if kv_cache.states else None
+    if needed != kept:
+        raise ValueError(f"kv_cache: expected states {needed}, as the model's layers keep, got {kept}")
+    given = kv_cache.pool_of_layer
+    if len(given) != paged.num_layers:
+        raise ValueError(f"kv_cache: expected one of {paged.num_layers} layers, as the model has, got {len(given)}")
+    if len(kv_cache.pools) > 1 and given != paged.pool_of_layer:
+        raise ValueError(f"kv_cache: expected pools of layers {paged.pool_of_layer}, as the model's, got {given}")
+    places = [given[:layer].count(pool) for layer, pool in enumerate(given)]
+    for layer, (pool_index, place, spec) in enumerate(zip(given, places, paged.layers, strict=True)):
+        pool: Any = kv_cache.pools[pool_index]
+        sizes = pool.num_kv_heads[place], pool.head_size[place], pool.value_head_size[place]
+        if sizes != spec[:3]:
+            raise ValueError(
+                f"kv_cache: expected heads, head size and value head size {tuple(spec[:3])} in layer {layer}, got"
+                f" {sizes}"
+            )
+        latent = pool.layout is Layout.LATENT
+        expect(latent == spec.latent, "kv_cache", f"latents: {spec.latent}, in layer {layer}", pool.layout)
+        spread = WHOLE if paged.context is None or spec.window or spec.chunk else paged.context.spread
+        expect(pool.spread == spread, "kv_cache", f"{spread} in layer {layer}, as of the model", pool.spread)
+        for name, has, needs in (
+            ("sliding_window", pool.sliding_window, spec.window),
+            ("attention_chunk", pool.attention_chunk, spec.chunk),
+        ):
+            if has and (not needs or has < needs or (name == "attention_chunk" and has % needs)):
+                raise ValueError(
+                    f"kv_cache: expected {name} {needs} (0 is all) or blocks that are kept, as layer {layer} sees"
+                    f" so far, got {has}"
+                )

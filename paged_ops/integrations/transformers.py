@@ -34,11 +34,19 @@ from paged_ops.hybrid import HybridCache, pools_by_reach
 from paged_ops.integrations.attention_function import PROBE, attention, no_mask
 from paged_ops.integrations.generation_config import GenerationFields
 from paged_ops.integrations.latent import as_they_are, latent_modules
+from paged_ops.integrations.own_attention import (
+    carry_step,
+    dense_implementation,
+    has_indexers,
+    has_own_attention,
+    replace_attention,
+)
 from paged_ops.integrations.probe import CacheSpec, NoArgumentsError, Probe, masks_by_type, run_probe
 from paged_ops.integrations.prompt_ranges import ranges_of_prompt
 from paged_ops.integrations.recurrent import StateLayer, StateLayers
 from paged_ops.integrations.refusals import (
     expect_arguments_of_attention,
+    expect_cache_of_model,
     expect_windows_of_cache,
     refuse,
     refuse_context,
@@ -48,7 +56,7 @@ from paged_ops.integrations.rotary import FrozenRotary, length_dependent, stretc
 from paged_ops.integrations.sums import Sums, Watch
 from paged_ops.integrations.trial import DenseRun, DifferentLogitsError, run_dense, why_different
 from paged_ops.integrations.weights import Weights
-from paged_ops.integrations.wrapping import NAME, CompiledLayer, Wrapping, copy_of, run_layer
+from paged_ops.integrations.wrapping import NAME, CompiledLayer, StepCache, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.parallel.context import Context, groups_of_context
@@ -108,7 +116,8 @@ class PagedCausalLM:
     def __init__(
         self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None, latent: bool = True
     ) -> None:
-        refuse(model)
+        refuse(model, has_own_attention)
+        self._carries_step = has_own_attention(model)
         if model.device.type == "cuda":
             prepare()
         limit = _position_limit(model)
@@ -187,7 +196,7 @@ class PagedCausalLM:
             self._wrapping.set_attribute(module, "num_key_value_groups", num_groups)
         for parent, name, rotary in freezes:
             self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
-        self._wrapping.set_implementation("eager")
+        self._wrapping.set_implementation(dense_implementation(model))
         if self.process_group is None:
             dense = DenseRun.of(model, run_dense(model))
         else:
@@ -196,19 +205,21 @@ class PagedCausalLM:
             dense = DenseRun.of(model, logits)
             self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
-        refuse_layers(model, self.states)
+        refuse_layers(model, self.states, has_indexers(model, self.max_model_len))
         if self.states is not None:
             self._wrapping.keep_states(self.states)
         self._wrapping.set_implementation(PROBE)
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
+        replace_attention(self._wrapping, model)
         run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states)
         try:
             probe = run()
         except NoArgumentsError as error:
-            self._wrapping.carry(error)
+            carry_step(self._wrapping, model, error)
+            self._carries_step = True
             probe = run()
-        if probe.calls:
+        if probe.calls and not self._carries_step:
             expect_arguments_of_attention(model)
         expect_windows_of_cache(model, probe, self.max_model_len)
         # text has the type 0
@@ -325,39 +336,7 @@ class PagedCausalLM:
     def check_kv_cache(self, kv_cache: KVCache | HybridCache) -> None:
         """Raises ValueError for a cache that does not fit this model's device, layers, their sizes, or their windows
         and chunks."""
-        here, there = self.model.device, kv_cache.layers[0].device
-        if here != there:
-            raise ValueError(f"kv_cache: expected one on {here}, as the model, got one on {there}")
-        needed, kept = self.states.specs if self.states else None, kv_cache.states.specs if kv_cache.states else None
-        if needed != kept:
-            raise ValueError(f"kv_cache: expected states {needed}, as the model's layers keep, got {kept}")
-        given = kv_cache.pool_of_layer
-        if len(given) != self.num_layers:
-            raise ValueError(f"kv_cache: expected one of {self.num_layers} layers, as the model has, got {len(given)}")
-        if len(kv_cache.pools) > 1 and given != self.pool_of_layer:
-            raise ValueError(f"kv_cache: expected pools of layers {self.pool_of_layer}, as the model's, got {given}")
-        places = [given[:layer].count(pool) for layer, pool in enumerate(given)]
-        for layer, (pool_index, place, spec) in enumerate(zip(given, places, self.layers, strict=True)):
-            pool: Any = kv_cache.pools[pool_index]
-            sizes = pool.num_kv_heads[place], pool.head_size[place], pool.value_head_size[place]
-            if sizes != spec[:3]:
-                raise ValueError(
-                    f"kv_cache: expected heads, head size and value head size {tuple(spec[:3])} in layer {layer}, got"
-                    f" {sizes}"
-                )
-            latent = pool.layout is Layout.LATENT
-            expect(latent == spec.latent, "kv_cache", f"latents: {spec.latent}, in layer {layer}", pool.layout)
-            spread = WHOLE if self.context is None or spec.window or spec.chunk else self.context.spread
-            expect(pool.spread == spread, "kv_cache", f"{spread} in layer {layer}, as of the model", pool.spread)
-            for name, has, needs in (
-                ("sliding_window", pool.sliding_window, spec.window),
-                ("attention_chunk", pool.attention_chunk, spec.chunk),
-            ):
-                if has and (not needs or has < needs or (name == "attention_chunk" and has % needs)):
-                    raise ValueError(
-                        f"kv_cache: expected {name} {needs} (0 is all) or blocks that are kept, as layer {layer} sees"
-                        f" so far, got {has}"
-                    )
+        expect_cache_of_model(self, kv_cache)
 
     def compile_layers(self, *, dynamic: bool | None = True, **options: Any) -> PagedCausalLM:
         """Compile the decoder layers, in place, with one compilation for all layers of a kind; returns itself.
@@ -477,7 +456,9 @@ class PagedCausalLM:
         else:
             tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
             arguments[self.states.argument] = self.states.step(metadata, len(input_ids), tensors)
-        if self._takes_more:
+        if self._carries_step:
+            arguments["past_key_values"] = StepCache(kv_caches, metadata)
+        elif self._takes_more:
             arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
         logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
         return logits if self._takes_rows else logits[last_rows]

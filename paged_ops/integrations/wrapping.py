@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from paged_ops.integrations.latent import expands_step, latent_modules
-from paged_ops.integrations.probe import Attending, NoArgumentsError
+from paged_ops.integrations.probe import Attending
 from paged_ops.integrations.recurrent import StateLayers
 from paged_ops.integrations.refusals import refuse_training
 from paged_ops.integrations.state_steps import StepStates
@@ -27,12 +25,21 @@ class LayerCaches(NamedTuple):
     caches: tuple[Tensor, ...]
 
 
-class Carried(NamedTuple):
-    """Position embeddings, with the arguments that a layer does not pass to its attention (StableLM, Nemotron). It does
-    pass the embeddings."""
+class StepCache:
+    """The caches and the batch of a step, in the place of transformers' own cache: for models that pass nothing else on
+    to their attention. It holds no tokens before those of the step, which are all new to the model's masks."""
 
-    embeddings: Any
-    arguments: dict[str, Any]
+    def __init__(self, kv_caches: Any, metadata: Any) -> None:
+        self.kv_caches, self.metadata = kv_caches, metadata
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
 
 
 class Wrapping:
@@ -50,6 +57,7 @@ class Wrapping:
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._compiled: list[nn.Module] = []
         self._attributes: list[tuple[nn.Module, str, Any]] = []
+        self._types: list[tuple[nn.Module, type]] = []
         model.paged_wrapping = self
 
     def set_implementation(self, name: str) -> None:
@@ -75,25 +83,14 @@ class Wrapping:
         self._attributes.append((module, name, vars(module).get(name)))
         setattr(module, name, value)
 
+    def retype(self, module: nn.Module, kind: type) -> None:
+        """Makes it an object of a subclass of its class."""
+        self._types.append((module, type(module)))
+        module.__class__ = kind
+
     def replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         self._forwards.append((layer, layer.__dict__.get("forward")))
         layer.forward = forward
-
-    def carry(self, error: NoArgumentsError) -> None:
-        """Passes keyword arguments to attention in the decoder layer that drops them, and in the others of its list."""
-        module = error.module
-        names = {each: name for name, each in self.model.named_modules()}
-        decoder, first = self.place_of(module)
-        for each in (first, module):
-            if "position_embeddings" not in inspect.signature(type(each).forward).parameters:
-                raise error
-        path = names[module].removeprefix(f"{names[first]}.")
-        for layers in decoder.children():
-            for layer in layers.children() if first in layers.children() else ():
-                attention = layer.get_submodule(path)
-                self.set_attribute(layer, "paged_carries", True)
-                self.replace_forward(layer, functools.partial(run_layer_carrying, layer.forward))
-                self.replace_forward(attention, functools.partial(_attend_with_carried, attention.forward))
 
     def compile(self, module: nn.Module, **options: Any) -> None:
         self._compiled.append(module)
@@ -149,13 +146,15 @@ class Wrapping:
             setattr(parent, name, module.to(self.model.device))
         for module, name, value in reversed(self._attributes):
             delattr(module, name) if value is None else setattr(module, name, value)
+        for module, kind in self._types:
+            module.__class__ = kind
         for module in self.attending:
             if getattr(module, "paged_attending", None) is not None:
                 del module.paged_attending
         if self._states is not None:
             self._states.remove()
         self.attending, self.configs, self._is_armed, self._states = {}, (), False, None
-        self._forwards, self._compiled, self._replaced, self._attributes = [], [], [], []
+        self._forwards, self._compiled, self._replaced, self._attributes, self._types = [], [], [], [], []
         if getattr(self.model, "paged_wrapping", None) is self:
             del self.model.paged_wrapping
             for config, implementation in self._implementations:
@@ -174,10 +173,15 @@ class CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.caches:
-            kv_caches = kwargs.get("kv_caches")
+            carried = next(((name, each) for name, each in kwargs.items() if isinstance(each, StepCache)), None)
+            kv_caches = kwargs.get("kv_caches") if carried is None else carried[1].kv_caches
             if kv_caches is None:
                 raise ValueError(f"model: its layers are compiled for paged attention; {UNDO}")
-            kwargs["kv_caches"] = LayerCaches(tuple(kv_caches[i] for i in self.caches))
+            of_layer = LayerCaches(tuple(kv_caches[i] for i in self.caches))
+            if carried is None:
+                kwargs["kv_caches"] = of_layer
+            else:
+                kwargs[carried[0]] = StepCache(of_layer, carried[1].metadata)
         else:
             kwargs.pop("kv_caches", None)
         if self.states:
@@ -196,22 +200,9 @@ class CompiledLayer:
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The number of the layer is not read, as each layer would then be compiled by itself.
-    if getattr(layer, "paged_sums", None) is not None:
-        return run_layer_with_sums(layer, *args, **kwargs)
-    forward = functools.partial(type(layer).forward, layer)
-    return run_layer_carrying(forward, *args, **kwargs) if hasattr(layer, "paged_carries") else forward(*args, **kwargs)
-
-
-def run_layer_carrying(forward: Callable[..., Any], *args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
-    arguments = {name: kwargs.pop(name) for name in ("kv_caches", "attention_metadata") if name in kwargs}
-    return forward(*args, position_embeddings=Carried(position_embeddings, arguments), **kwargs)
-
-
-def _attend_with_carried(forward: Callable[..., Any], *args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
-    if isinstance(position_embeddings, Carried):
-        kwargs = {**kwargs, **position_embeddings.arguments}
-        position_embeddings = position_embeddings.embeddings
-    return forward(*args, position_embeddings=position_embeddings, **kwargs)
+    has_sums = getattr(layer, "paged_sums", None) is not None
+    forward = run_layer_with_sums if has_sums else type(layer).forward
+    return forward(layer, *args, **kwargs)
 
 
 def copy_of(function: Any) -> Any:
