@@ -93,7 +93,8 @@ class Pieces:
     def _replay(self, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         graph, copies = self._graphs[self._turn]
         for at, room in copies:
-            room.copy_(functools.reduce(operator.getitem, at, args))
+            value: Any = functools.reduce(operator.getitem, at, args)
+            room.copy_(value)
         args.clear()
         return graph.replay()
 
