@@ -496,7 +496,9 @@ class GenerationLoop:
 
     def _check_weights(self) -> None:
         """Expects the weights that were noted, and forgets the prefixes of others."""
-        self._expect_weights(self._weights_version() == self._version)
+        version = self._weights_version()
+        self._expect_weights(self._version in (None, version))  # None: reset after they were noted
+        self._version = version
         if self._is_stale:
             used = self.kv_cache.num_used_blocks
             expect(not used, "kv_cache", "no sequences of others when weights or adapters have changed", used)
