@@ -141,9 +141,9 @@ class Request:
         count, size = len(self.tokens), self.num_prompt + self.settings.max_new_tokens
         if self._ids is None:
             self._ids, self._num_ids = torch.zeros(1, size, dtype=torch.int64, device=device), 0
-        for start, tokens in ((self._num_ids, self.tokens[self._num_ids :]), (count, [newest])):
-            if tokens and tokens[0] is not None:
-                self._ids[0, start : start + len(tokens)] = on_device(tokens, torch.int64, device)
+        fresh = self.tokens[self._num_ids :] if newest is None else [*self.tokens[self._num_ids :], newest]
+        if fresh:
+            self._ids[0, self._num_ids : self._num_ids + len(fresh)] = on_device(fresh, torch.int64, device)
         self._num_ids = count
         return self._ids[:, : count + (newest is not None)]
 
