@@ -143,12 +143,13 @@ def carry_step(wrapping: Wrapping, model: nn.Module, error: NoArgumentsError) ->
     Raises:
         NoArgumentsError: they take no cache of transformers either, or have a ``forward`` beside that of their class.
     """
-    kind: Any = type(error.module)
-    if "past_key_values" not in inspect.signature(kind.forward).parameters or "forward" in vars(error.module):
+    attention = error.module
+    kind: Any = type(attention)
+    if "past_key_values" not in inspect.signature(kind.forward).parameters or "forward" in vars(attention):
         raise error
-    for module in model.modules():
-        if type(module) is kind:
-            wrapping.retype(module, _carrying(kind))
+    carrying = _carrying(kind)
+    for module in [each for each in model.modules() if type(each) is type(attention)]:
+        wrapping.retype(module, carrying)
 
 
 @functools.cache

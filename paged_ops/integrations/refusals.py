@@ -62,7 +62,8 @@ def refuse_training(model: Any, is_training: bool) -> None:
 def trainable_parts(model: nn.Module) -> list[nn.Module]:
     """The model, and the parts whose code reads the mode. (A linear layer that was put into a model in evaluation mode
     is in training mode, and computes the same.)"""
-    return [module for module in model.modules() if module is model or _reads_mode(type(module))]
+    kinds: list[tuple[nn.Module, Any]] = [(module, type(module)) for module in model.modules()]
+    return [module for module, kind in kinds if module is model or _reads_mode(kind)]
 
 
 @functools.cache
