@@ -270,7 +270,7 @@ def test_a_stream_loses_no_token_to_an_interrupt() -> None:
         expected = read(stream)
     assert len(expected) == 8
     near = [at for at, (code, _) in enumerate(alarm.lines, 1) if code.co_name == "__next__"]
-    for at in [*random.Random(0).sample(near, 40), *some(alarm.count, 30)]:
+    for at in [*near[-80:], *some(alarm.count, 30)]:  # every bytecode about the last tokens
         alarm, (loop, stream) = Alarm(at), begin()
         with alarm.armed():
             got = read(stream)
@@ -290,22 +290,20 @@ def test_a_stream_loses_no_token_to_a_signal() -> None:
     generator, loop = random.Random(0), make_loop()
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
-            stream, got = loop.stream(PROMPTS[4], GREEDY), list[int | None]()
-            done = False
+        while interrupts[0] < 30:
+            stream, got, done = loop.stream(PROMPTS[4], SamplingParams(max_new_tokens=150)), list[int | None](), False
+            loop.run()  # so that signals come while tokens are delivered
             while not done:
                 with contextlib.suppress(KeyboardInterrupt):
-                    signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, 3e-3))
+                    signal.setitimer(signal.ITIMER_REAL, generator.uniform(5e-6, 1e-4))
                     for new in stream:
                         got.append(new.token)
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     done = True
-            assert got == EXPECTED[4], interrupts
+            assert got == stream.outputs[0], interrupts
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert interrupts[0] > 20
     assert_empty(loop)
 
 
