@@ -40,7 +40,7 @@ def libraries(tmp_path_factory):
 
 @pytest.mark.parametrize("case", DENSE[::2], ids=lambda case: case.name)
 def test_long_rows_go_where_a_matrix_unit_is_used(monkeypatch, case):
-    monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+    monkeypatch.setattr(cpu.processor, "has_matrix_unit", lambda: True)
     monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(cpu, "MATRIX_ROWS", 3)
     testing.check(OP, case)
@@ -50,7 +50,7 @@ def test_a_matrix_unit_that_only_the_flash_kernel_uses_serves_bfloat16(monkeypat
     served = []
     attend = fused.attend
     monkeypatch.setattr(fused, "attend", lambda *args: (served.append(list(args[6])), attend(*args)))
-    monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+    monkeypatch.setattr(cpu.processor, "has_matrix_unit", lambda: True)
     monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
     for dtype, features in ((torch.bfloat16, ()), (torch.bfloat16, ("cap",)), (torch.float32, ())):
         inputs = call(((1, 40), (40, 40)), features, dtype).inputs()

@@ -37,7 +37,7 @@ def attention(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(fused, "compiled", lambda: None)
     if request.param == "matrix":
-        monkeypatch.setattr(cpu, "_has_matrix_unit", lambda: True)
+        monkeypatch.setattr(cpu.processor, "has_matrix_unit", lambda: True)
         monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
         monkeypatch.setattr(cpu, "MATRIX_ROWS", 1)
     return OPS.get(request.param, OPS["op"])

@@ -21,7 +21,7 @@ from paged_ops import checks, fake, masks
 from paged_ops.features import SMALLEST, Features, in_use, masks_in_use, refuse_others, with_value_scale
 from paged_ops.fp8 import dequantise_rows, quantise
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
-from paged_ops.lowerings.cpu import fused
+from paged_ops.lowerings.cpu import fused, processor
 from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of
 
 # What attention applies here: the arguments of the op by their names, and formats of the cache.
@@ -117,7 +117,7 @@ def _attend(
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []
-    if flash and query.dtype == torch.bfloat16 and not fused.has_matrix_unit() and _has_matrix_unit():
+    if flash and query.dtype == torch.bfloat16 and not fused.has_matrix_unit() and processor.has_matrix_unit():
         served = [s for s in served if starts[s + 1] - starts[s] <= MATRIX_ROWS]
     real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
     if starts[-1] < len(query):
@@ -135,7 +135,7 @@ def _attend(
 
     @functools.cache
     def cache(prefill: bool) -> _Cache:
-        dtype = query.dtype if flash and query.dtype == torch.bfloat16 else _products()
+        dtype = query.dtype if flash and query.dtype == torch.bfloat16 else processor.product_dtype()
         row_bytes = 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
         blocks = (PREFILL_BYTES if prefill else SCRATCH_BYTES) // (row_bytes * paged.block_size)
         return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)), scaled_rows)
@@ -171,17 +171,6 @@ def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: in
         return False
     low, high = block_tables.aminmax()  # also of entries that no length needs
     return starts[0] == 0 and starts[-1] <= T and starts == sorted(starts) and int(low) >= 0 and int(high) < N
-
-
-def _has_matrix_unit() -> bool:
-    return torch.cpu._is_amx_tile_supported()
-
-
-def _products() -> torch.dtype:
-    """The dtype of matrix products that keep float32's precision: ``torch.set_float32_matmul_precision`` may let torch
-    round float32 operands to bfloat16."""
-    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    return torch.float32 if precision in ("none", "ieee") else torch.float64
 
 
 class _Plane:
