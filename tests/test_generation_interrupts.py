@@ -139,7 +139,7 @@ def test_interrupts_everywhere_in_one_run() -> None:
         loop, turns = make_loop(), 0
         steps: list[list[NewToken]] = []
         while loop.has_work:
-            alarm = Alarm(generator.randint(1, 5000))  # two of three steps are interrupted
+            alarm = Alarm(generator.randint(1, 9000))  # two of three steps are interrupted
             try:
                 with alarm.armed():
                     new = loop.step()
