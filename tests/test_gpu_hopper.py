@@ -15,7 +15,15 @@ import paged_ops
 from paged_ops import layouts, masks
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
-from paged_ops.lowerings.gpu.attention import hopper, hopper_items, hopper_parts, hopper_rows, prefill, tuning
+from paged_ops.lowerings.gpu.attention import (
+    hopper,
+    hopper_beside,
+    hopper_items,
+    hopper_parts,
+    hopper_rows,
+    prefill,
+    tuning,
+)
 from paged_ops.lowerings.gpu.attention import plan as attention
 
 N, H = 5, 8
@@ -486,6 +494,8 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **
     query = torch.randn(int(starts[-1]), H, D, dtype=torch.bfloat16, device=GPU)
     call = (query, kv_cache, tables.to(GPU), lens.to(GPU), starts.to(GPU), 0.1)
     bounds = []
+
+    assert issubclass(hopper_beside.BesideLaunch, hopper.HopperLaunch)  # imported before the name is replaced
 
     def noted(launcher, grid, bound, *rest, launch=hopper.HopperLaunch):
         bounds.append(bound)
