@@ -111,8 +111,16 @@ def generate(
         typer.Option(help="A local folder, or the id of a model on the Hugging Face hub; demo is the embedded one."),
     ] = "demo",
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; more varies more.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 takes the likeliest token; more varies more. By default as the model's generation config."
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from that many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens of this total probability.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of the samples: prompt i uses seed + i. By default each run differs.")
     ] = None,
@@ -137,7 +145,7 @@ def generate(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
     params = [
-        SamplingParams(max_new_tokens, temperature, top_p, seed=None if seed is None else seed + i)
+        SamplingParams(max_new_tokens, temperature, top_p, None if seed is None else seed + i, top_k=top_k)
         for i in range(len(prompt))
     ]
     target = choose_device(device) if num_ranks == 1 else choose_device_of_rank(device)
