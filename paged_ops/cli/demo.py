@@ -113,9 +113,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 64,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            help="0 takes the likeliest token; more varies more. By default as the model's generation config."
-        ),
+        typer.Option(help="0 takes the likeliest token; more varies more. By default as the model's config."),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from that many of the likeliest tokens.")] = None,
     top_p: Annotated[
