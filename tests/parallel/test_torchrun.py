@@ -27,11 +27,11 @@ def test_the_command_line_prints_once_what_one_process_generates(capsys):
     from paged_ops.cli import demo
 
     options = ["--eager", "--dtype", "float32", "--max-new-tokens", "12", "--json", "--prompt", "She had never been"]
-    lines = torchrun("-m", "paged_ops.cli", "generate", "--model", "paged_ops/demo_model", *options).splitlines()
+    lines = torchrun("-m", "paged_ops.cli", "generate", *options).splitlines()
     assert len(lines) == 1
     got = json.loads(lines[0])
     assert got["ranks"] == 2
-    demo.generate(str(demo.DEMO_MODEL), ["She had never been"], 12, dtype="float32", compile=False, json=True)
+    demo.generate(["She had never been"], max_new_tokens=12, dtype="float32", compile=False, json=True)
     assert got["texts"] == json.loads(capsys.readouterr().out)["texts"]
 
 
