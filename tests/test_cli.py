@@ -113,6 +113,27 @@ def test_generate_continues_each_prompt() -> None:
     assert "bfloat16" in invoke(*options, *prompts).stderr, "the dtype of the weights"
 
 
+def test_generate_follows_the_config_of_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo.DEMO_MODEL, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    changed = {**config, "num_return_sequences": 2, "stop_strings": ["e"], "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(changed))
+    options = [
+        "generate",
+        "--model",
+        str(folder),
+        "--prompt",
+        "She had never been",
+        "--device",
+        "cpu",
+        "--eager",
+        "--json",
+    ]
+    (text,) = json.loads(invoke(*options, "--seed", "1").stdout.splitlines()[-1])["texts"]
+    assert text.count("e") >= 1 and "e" not in text[:-3]
+
+
 @pytest.mark.parametrize("command", [["support"], ["demo", *DEMO, "--eager"]])
 def test_tables_lose_nothing_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "40")

@@ -12,6 +12,8 @@ from gpu_under_test import GPU
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
+from model_families import make_model as make_family  # noqa: E402
+
 from paged_ops.cache import KVCache  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
@@ -267,6 +269,28 @@ def test_frequencies_are_those_of_the_longest_text() -> None:
             ValueError, match=f"max_model_len: expected 1 to 64, the model's positions, got {max_model_len}"
         ):
             PagedCausalLM(model, max_model_len=max_model_len)
+
+
+def test_a_model_that_is_wrapped_again_has_the_frequencies_of_the_longest_text() -> None:
+    model = with_longrope(1.0, 3.0)
+    first = run_step(PagedCausalLM(model))
+    assert run_step(PagedCausalLM(model)) == first
+    dynamic = with_rope(rope_type="dynamic", factor=4.0)
+    PagedCausalLM(dynamic)
+    assert PagedCausalLM(dynamic, max_model_len=128).max_model_len == 128
+
+
+def test_the_scale_of_phimoe_is_that_of_the_longest_text_whatever_the_batch() -> None:
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8, factor=8.0)
+    rope |= dict(original_max_position_embeddings=32, short_mscale=1.0, long_mscale=1.3)
+    model = make_family("phimoe", rope_parameters=rope, max_position_embeddings=256, sliding_window=None)
+    paged = PagedCausalLM(model)
+    rotary, states = model.model.rotary_emb, torch.zeros(1, 3, 64)
+    alone = rotary(states, torch.tensor([[0, 1, 2]]))
+    beside = rotary(states, torch.tensor([[0, 1, 60]]))
+    for a, b in zip(alone, beside, strict=True):
+        assert torch.equal(a[:, :2], b[:, :2])
+    assert paged.unwrap() is model
 
 
 def test_frequencies_of_a_stretched_text() -> None:

@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
 from model_families import make_model
 from model_table import by_transformers, prompts
+from transformers.models.falcon import modeling_falcon
 
 from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.transformers import PagedCausalLM
@@ -69,3 +70,41 @@ def test_indexers_are_served_while_they_choose_all_tokens(family):
     for prompt, new in zip(given, tokens, strict=True):
         whole = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
         assert whole[0, len(prompt) :].tolist() == new
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_wrapped_model_saves_its_indexers(family):
+    model = make_model(family)
+    names = set(model.state_dict())
+    assert any("indexer" in name for name in names)
+    PagedCausalLM(model)
+    assert set(model.state_dict()) == names
+
+
+def test_the_length_of_mpt():
+    assert PagedCausalLM(make_model("mpt", max_seq_len=48)).max_model_len == 48
+
+
+def test_alibi_of_falcon_is_exact(monkeypatch):
+    """transformers rounds it to bfloat16: with 32 heads and positions above 256, to other tokens."""
+    model = make_model(
+        "falcon",
+        alibi=True,
+        num_attention_heads=32,
+        hidden_size=512,
+        initializer_range=0.05,
+        max_position_embeddings=512,
+    )
+    model.config._attn_implementation = "sdpa"
+    rounded = modeling_falcon.build_alibi_tensor
+
+    def exact(mask, num_heads, dtype):
+        slopes = rounded(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)[:, :, 1]
+        return (slopes[:, :, None] * torch.arange(mask.shape[1])).to(dtype)
+
+    (prompt,) = torch.randint(5, 120, (1, 300), generator=torch.Generator().manual_seed(0)).tolist()
+    paged = PagedCausalLM(model)
+    (tokens,) = GenerationLoop(paged, paged.allocate_kv_cache(64)).generate([prompt], SamplingParams(max_new_tokens=8))
+    monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", exact)
+    whole = paged.unwrap().generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert whole[0, len(prompt) :].tolist() == tokens

@@ -282,6 +282,8 @@ def serve(
         max_num_seqs=MAX_NUM_SEQS,
         compile=compile,
         graph_mode=GraphMode.FULL_DECODE_ONLY if graphs else GraphMode.NONE,
+        generation_config={"num_return_sequences": None},  # one text for each prompt, whatever the model's config says
+        tokenizer=tokenizer,
     )
     with CompileReport(kv_cache.layers) as report, ExitStack() as stack:
         start = time.perf_counter()

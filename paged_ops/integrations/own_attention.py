@@ -114,7 +114,7 @@ def replace_attention(wrapping: Wrapping, model: Any) -> None:
             wrapping.retype(module, _paged(kind, name))
     for module in _with_indexer(model):
         if getattr(module, "indexer", None) is not None:  # else it shares that of another layer
-            wrapping.replace(module, "indexer", _AllTokens())
+            wrapping.retype(module.indexer, _all_tokens(type(module.indexer)))
 
 
 @functools.cache
@@ -166,11 +166,14 @@ def _carrying(kind: Any) -> type:
 # Attention with an indexer, while it chooses all tokens
 
 
-class _AllTokens(nn.Module):
-    """In the place of an indexer. No index is read: attention is dense."""
+@functools.cache
+def _all_tokens(kind: Any) -> type:
+    """An indexer that keeps its weights, for ``state_dict``. No index is read: attention is dense."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.empty(1, 0, 0, dtype=torch.int32, device=hidden_states.device)
+
+    return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})
 
 
 def has_indexers(model: Any, length: int | None) -> bool:

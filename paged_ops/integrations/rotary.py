@@ -35,6 +35,12 @@ class FrozenRotary(nn.Module):
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](frozen.config, device, seq_len=length, **options)
             frozen._buffers[f"{prefix}inv_freq"] = inv_freq
             setattr(frozen, f"{prefix}attention_scaling", scaling)
+        if "long_mscale" in (parameters := getattr(frozen.config, "rope_parameters", None) or {}):
+            # PhiMoE scales all sequences of a batch by the longest of them
+            original = parameters["original_max_position_embeddings"]
+            mscale = parameters["long_mscale" if length is not None and length > original else "short_mscale"]
+            frozen.config = copy.copy(frozen.config)
+            frozen.config.rope_parameters = {**parameters, "long_mscale": mscale, "short_mscale": mscale}
         # with another name here, forward does not compute them again
         frozen.rope_type = dict.fromkeys(each, "frozen") if isinstance(rope_types, dict) else "frozen"
         self.rotary, self.config, self.armed = frozen, config, False

@@ -120,6 +120,9 @@ class PagedCausalLM:
         self._carries_step = has_own_attention(model)
         if model.device.type == "cuda":
             prepare()
+        previous: Wrapping | None = getattr(model, "paged_wrapping", None)
+        if previous is not None:  # before anything is read that it has replaced, such as position embeddings
+            previous.undo()
         limit = _position_limit(model)
         freezes = list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
@@ -130,9 +133,6 @@ class PagedCausalLM:
         forward = inspect.signature(model.forward).parameters
         self._takes_rows, self._takes_positions = "logits_to_keep" in forward, "position_ids" in forward
         self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in forward.values())
-        previous: Wrapping | None = getattr(model, "paged_wrapping", None)
-        if previous is not None:
-            previous.undo()
         self.process_group = process_group_of(model)
         of_context, everyone = groups_of_context(context, self.process_group)
         self.collective_groups = tuple(each for each in (self.process_group, of_context) if each is not None)
@@ -479,7 +479,7 @@ def sharded(num_ranks: int) -> dict[str, Any]:
 
 def _position_limit(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # of MPT
     return int(limit) if limit else None
 
 
