@@ -20,8 +20,9 @@ What all ops share:
   and what came, before anything is written, in eager and at compile time alike. Values (block ids, slots, lengths) are
   checked on the CPU, on other devices under :func:`paged_ops.set_debug_checks`.
 * **Memory.** Any strides. What an op writes (caches, and the preallocated results of an ``.out`` overload) shares no
-  byte with itself (no expanded cache) or with another argument; else it raises before anything is written. Keys and
-  values may be interleaved views of one tensor. Results of :func:`merge_attention_states` may be arguments.
+  byte with itself (no expanded cache) or with another argument; else it raises before anything is written. On XLA only
+  a tensor that is given twice is found. Keys and values may be interleaved views of one tensor. Results of
+  :func:`merge_attention_states` may be arguments.
 * **Ambient state.** Results depend on the arguments alone: not on autocast, default device or dtype, grad or inference
   mode, deterministic mode, the precision of float32 matmuls, or function modes.
 * **Autograd.** No op has derivatives; an argument that requires grad raises in grad mode, one with a tangent

@@ -152,6 +152,20 @@ def test_bad_mappings_are_refused_before_anything_is_written(kind):
         assert torch.equal(cache.cpu().float(), before.float())
 
 
+@pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks", "reshape_and_cache"])
+def test_a_tensor_that_is_written_twice_is_refused(op):
+    cache, mapping = torch.zeros(4, 16, 2, 32, device="xla"), torch.tensor([[0, 1]])
+    key, slots = torch.ones(3, 2, 32, device="xla"), torch.arange(3, device="xla")
+    call = {
+        "copy_blocks": lambda: paged_ops.copy_blocks([cache, cache], mapping),
+        "swap_blocks": lambda: paged_ops.swap_blocks([cache + 1, cache + 2], [cache, cache], mapping),
+        "reshape_and_cache": lambda: paged_ops.reshape_and_cache(key, 2 * key, cache, slots, value_cache=cache),
+    }[op]
+    with pytest.raises(ValueError, match="expected memory of its own for each tensor, got one tensor twice"):
+        call()
+    assert not cache.cpu().any()
+
+
 def test_debug_checks_read_values():
     inputs = testing.case_named("paged_attention", "decode-fp32").inputs("xla")
     query, kv_cache, tables, *rest = inputs.args

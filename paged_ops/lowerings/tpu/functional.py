@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from paged_ops import checks
+
 # Devices whose compilers need values: XLA's, and that of the experimental successor of torch_xla for TPUs.
 VALUE_DEVICES = ("xla", "tpu")
 
@@ -166,6 +168,9 @@ def _functionalize(
         arguments = _by_name(overload, args, kwargs)
         kinds = {t.device.type for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)}
         targets = _tensors(overload, arguments)
+        # Values have no addresses: that the same tensor is written twice is all that can be seen of shared memory.
+        once = len({id(each) for each in targets}) == len(targets)
+        checks.expect(once, " and ".join(_mutated(overload)), "memory of its own for each tensor", "one tensor twice")
         if overload is packet.default and kinds & set(VALUE_DEVICES) and "cpu" in {t.device.type for t in targets}:
             lowering(packet.__name__)(*args, **kwargs)  # swap_blocks to the host: eager, and never in a graph
             return
