@@ -35,7 +35,7 @@ from paged_ops.cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs import DecodeGraphs, GraphMode, GraphStats, capture_sizes
 from paged_ops.hybrid import HybridCache
-from paged_ops.model_step import ModelStep, compile_step, expect_step
+from paged_ops.model_step import ModelStep, WeightsVersion, compile_step, expect_step
 from paged_ops.outcome import Outcome, apply, prompt_rows, rows_of
 from paged_ops.parallel.team import FOLLOW, Submission, Team
 from paged_ops.request import (
@@ -170,7 +170,7 @@ class GenerationLoop:
         self._maker = RequestMaker(defaults, self.vocab_size, seed)
         self._weights_version: Callable[[], Hashable] = getattr(step, "weights_version", lambda: None)
         self._version: Hashable = None  # of the weights that compute the unfinished requests
-        self._is_stale = False  # whether prefixes of other weights are in the cache
+        self._captured_place: Hashable = None  # where the weights were that the captured graphs read
         self._eager_step = step
         self._runner = DecodeGraphs(
             compile_step(step, kv_cache.states is not None) if compile else step,
@@ -410,7 +410,7 @@ class GenerationLoop:
         left = len(self._scheduler.unfinished)
         expect(not left, "reset", "no unfinished request (finish or abort them first)", left)
         self.kv_cache.reset()
-        self._version, self._is_stale = None, False
+        self._version = None
 
     @property
     def graph_mode(self) -> GraphMode:
@@ -450,7 +450,9 @@ class GenerationLoop:
             mode=GraphMode.NONE,
         )
         first.capture()
+        place = _place(self._weights_version())
         self._runner.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
+        self._captured_place = place
 
     def _make(
         self,
@@ -460,8 +462,7 @@ class GenerationLoop:
         events: deque[NewToken],
     ) -> list[Request]:
         expect(not self._closed, "loop", "one that is open", "a closed one")
-        self._note_weights()
-        return self._maker.make(prompts, params, extra_key, events)
+        return self._maker.make(prompts, params, extra_key, self._note_weights(), events)
 
     def _queue(self, requests: list[Request]) -> None:
         """Queues all of them, or none, for the next step."""
@@ -487,23 +488,21 @@ class GenerationLoop:
     def has_arrivals(self) -> bool:
         return bool(self._arrivals)
 
-    def _note_weights(self) -> None:
-        """Notes the weights that are to compute new requests: those of the unfinished ones, if there are any."""
+    def _note_weights(self) -> Hashable:
+        """The weights that will compute new requests: those of the unfinished ones, if there are any."""
         version = self._weights_version()
         if version != self._version:
             self._expect_weights(not (self._scheduler.unfinished or self._arrivals))
-            self._version, self._is_stale = version, self._version is not None
+            self._version = version
+        return version
 
     def _check_weights(self) -> None:
-        """Expects the weights that were noted, and forgets the prefixes of others."""
+        """Expects the weights that were noted, and lets captured graphs read them."""
         version = self._weights_version()
         self._expect_weights(self._version in (None, version))  # None: reset after they were noted
         self._version = version
-        if self._is_stale:
-            used = self.kv_cache.num_used_blocks
-            expect(not used, "kv_cache", "no sequences of others when weights or adapters have changed", used)
-            self.kv_cache.reset()
-            self._is_stale = False
+        if self._runner.captured and self._captured_place != _place(version):
+            self._run_first(None)
 
     @staticmethod
     def _expect_weights(same: bool) -> None:
@@ -512,9 +511,10 @@ class GenerationLoop:
 
     def adopt(self, submissions: Sequence[Submission]) -> None:
         """Queues what rank 0 submitted."""
-        self._note_weights()
+        version = self._note_weights()
         for each in submissions:
-            self._queue([self._maker.add(list(each.tokens), each.settings, each.extra_key, self._events)])
+            sent = each.request_id, list(each.tokens), each.settings, each.extra_key
+            self._queue([self._maker.add(*sent, version, self._events)])
         self.take_in()
 
     def abort_together(self, request_ids: Iterable[int]) -> None:
@@ -662,3 +662,7 @@ class GenerationLoop:
         self._outcome = outcome
         self._apply(outcome)
         self._aborting -= aborting
+
+
+def _place(version: Hashable) -> Hashable:
+    return version.place if isinstance(version, WeightsVersion) else version

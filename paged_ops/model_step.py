@@ -5,14 +5,25 @@ Letters: T tokens of a step (padded), S sequences (padded), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from paged_ops.checks import expect
 from paged_ops.metadata import AttentionMetadata
+
+
+class WeightsVersion(NamedTuple):
+    """The version of a model's weights.
+
+    ``place`` changes if weights are replaced, or other adapters become active: captured graphs would read the old ones.
+    ``writes`` changes if they are written where they are.
+    """
+
+    place: Hashable
+    writes: int
 
 
 class ModelStep(Protocol):
@@ -23,8 +34,8 @@ class ModelStep(Protocol):
     ``prompts_see_ahead`` (if true, the loop refuses the step: it computes prompts in parts), ``check_kv_cache`` (a
     method that raises ValueError for a cache that does not fit the model), ``generation_fields`` (a
     :class:`paged_ops.settings.Library`: the model's generation config, and what makes processors of it) and
-    ``weights_version`` (a method called before each step: it returns what changes with the weights, hashable, and
-    raises ValueError if the model cannot run).
+    ``weights_version`` (a method called before each step: it returns what changes with the weights, hashable, best a
+    :class:`WeightsVersion`, and raises ValueError if the model cannot run).
     """
 
     def __call__(

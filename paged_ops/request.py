@@ -192,9 +192,11 @@ class RequestMaker:
         prompts: Sequence[tuple[str, Any]],
         params: Sequence[SamplingParams | None],
         extra_key: Hashable,
+        version: Hashable,
         events: deque[NewToken],
     ) -> list[Request]:
-        """Requests for named prompts, all of them checked; of several samples the first has the others."""
+        """Requests for named prompts, all of them checked; of several samples the first has the others. ``version``: of
+        the weights that will compute them."""
         expect_key(extra_key)
         checked = []
         for (name, prompt), given in zip(prompts, params, strict=True):
@@ -208,26 +210,39 @@ class RequestMaker:
         requests = []
         for tokens, given_seed, each in checked:
             seed = self._seeds.getrandbits(64) if given_seed is None else operator.index(given_seed)
-            requests.append(self._add(tokens, extra_key, seed, events, each))
+            ids = tuple(itertools.islice(self._ids, len(each)))  # consecutive: no other thread or handler comes between
+            requests.append(self._add(ids, tokens, extra_key, version, seed, events, each))
         return requests
 
-    def add(self, tokens: list[int], settings: Settings, extra_key: Hashable, events: deque[NewToken]) -> Request:
-        """The requests of one prompt, for which another rank chooses tokens."""
-        return self._add(tokens, extra_key, 0, events, [(settings, (), ())] * settings.n)
+    def add(
+        self,
+        first_id: int,
+        tokens: list[int],
+        settings: Settings,
+        extra_key: Hashable,
+        version: Hashable,
+        events: deque[NewToken],
+    ) -> Request:
+        """The requests of one prompt with ids from first_id on, as on the rank that chooses their tokens."""
+        ids = range(first_id, first_id + settings.n)
+        self._ids = itertools.count(max(self.next_id, ids[-1] + 1))
+        return self._add(ids, tokens, extra_key, version, 0, events, [(settings, (), ())] * settings.n)
 
     def _add(
         self,
+        ids: Sequence[int],
         tokens: list[int],
         extra_key: Hashable,
+        version: Hashable,
         seed: int,
         events: deque[NewToken],
         samples: Sequence[tuple[Settings, tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]],
     ) -> Request:
-        ids = tuple(itertools.islice(self._ids, len(samples)))  # consecutive: no other thread or handler comes between
-        prefix_key, of_prompt = extra_key, list[TokenLogprobs | None]()
+        # The version is a part of the key, as the cache may hold prefixes of other weights, and of other loops.
+        prefix_key, of_prompt = (version, extra_key), list[TokenLogprobs | None]()
         asks = samples[0][0].prompt_logprobs is not None
         if asks:
-            prefix_key, of_prompt = (self._alone, ids[0], extra_key), [None] * len(tokens)
+            prefix_key, of_prompt = (self._alone, ids[0]), [None] * len(tokens)
         first, *others = [
             Request(
                 request_id=ids[sample],

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_graphs import ImitatedSession
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
@@ -225,19 +228,20 @@ def test_two_loops_on_one_cache_serve_two_adapters() -> None:
         requests = {}
         for name, loop in loops.items():
             use(model, name)
-            requests[name] = loop.submit(PROMPT, GREEDY, extra_key=name)
+            requests[name] = loop.submit(PROMPT, GREEDY)
         while any(loop.has_work for loop in loops.values()):
             for name, loop in loops.items():
                 use(model, name)
                 loop.step()
         assert {name: loop.output(requests[name]) for name, loop in loops.items()} == want
         assert all((loop.stats.cached_tokens > 0) == (round_ > 0) for loop in loops.values()), "each has its own"
+    request = loops["b"].submit(PROMPT, GREEDY)
     use(model, "a")
-    loops["a"].submit(PROMPT, GREEDY, extra_key="a")
-    loops["a"].step()
-    loops["b"].submit(PROMPT, GREEDY, extra_key="b")  # by the wrong one
-    with pytest.raises(ValueError, match="kv_cache: expected no sequences of others when weights or adapters have"):
+    with pytest.raises(ValueError, match=CHANGED):
         loops["b"].step()
+    use(model, "b")
+    loops["b"].run()
+    assert loops["b"].output(request) == want["b"]
 
 
 def test_training_mode_is_refused_at_the_step() -> None:
@@ -328,3 +332,73 @@ def test_any_step_may_have_a_version() -> None:
     step.version = 1
     with pytest.raises(ValueError, match=CHANGED):
         loop.step()
+
+
+def test_a_new_loop_on_a_cache_uses_no_prefixes_of_other_weights() -> None:
+    model = tiny()
+    paged = PagedCausalLM(model)
+    kv_cache = paged.allocate_kv_cache(64, 4)
+    with GenerationLoop(paged, kv_cache) as loop:
+        loop.generate([PROMPT], GREEDY)
+        (again,) = loop.generate([PROMPT], GREEDY)
+        assert again.num_cached_tokens > 0
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(-3)
+    with GenerationLoop(paged, kv_cache) as loop:
+        (output,) = loop.generate([PROMPT], GREEDY)
+    assert output.num_cached_tokens == 0
+    assert output == expected(model)
+
+
+class Recorded:
+    """As a CUDA graph: the operations on the tensors that there were at capture."""
+
+    def __init__(self, session: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        return True
+
+    def capture(self, function: Any) -> Any:
+        calls = self.calls
+
+        class Tape(TorchDispatchMode):
+            def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = call(*args, **(kwargs or {}))
+                calls.append((call, args, kwargs or {}, out))
+                return out
+
+        with Tape():
+            self.out = function()
+        return self.out
+
+    def replay(self) -> Any:
+        for call, args, kwargs, out in self.calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(call(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+        return self.out
+
+
+def test_graphs_are_captured_again_for_other_adapters_and_replaced_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paged_ops.graphs.runner.Graph", Recorded)
+    monkeypatch.setattr("paged_ops.graphs.runner.CaptureSession", ImitatedSession)
+    model = tiny("a", "b")
+    paged = PagedCausalLM(model)
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 4), graph_mode="FULL_DECODE_ONLY")
+    captures: list[int] = []
+    capture = loop._runner.capture
+    monkeypatch.setattr(loop._runner, "capture", lambda *given: captures.append(1) or capture(*given))
+    for name in "abb":
+        use(model, name)
+        (output,) = loop.generate([PROMPT], GREEDY)
+        assert output == expected(model)
+    assert len(captures) == 2 and loop.graph_stats.replayed > 0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)  # where it is: the graphs read it there
+    assert loop.generate([PROMPT], GREEDY) == [expected(model)]
+    assert len(captures) == 2
+    model.lm_head.weight = nn.Parameter(-2 * model.lm_head.weight.detach())
+    assert loop.generate([PROMPT], GREEDY) == [expected(model)]
+    assert len(captures) == 3

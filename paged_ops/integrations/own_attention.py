@@ -114,7 +114,8 @@ def replace_attention(wrapping: Wrapping, model: Any) -> None:
             wrapping.retype(module, _paged(kind, name))
     for module in _with_indexer(model):
         if getattr(module, "indexer", None) is not None:  # else it shares that of another layer
-            wrapping.retype(module.indexer, _all_tokens(type(module.indexer)))
+            of_indexer: Any = type(module.indexer)
+            wrapping.retype(module.indexer, _all_tokens(of_indexer))
 
 
 @functools.cache

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from paged_ops.integrations.refusals import refuse_training, trainable_parts
+from paged_ops.model_step import WeightsVersion
 
 _ADAPTERS = operator.attrgetter("_active_adapter", "_disable_adapters", "merged_adapters")  # as peft's layers have them
 _training, _version = operator.itemgetter("training"), operator.attrgetter("_version")
@@ -24,7 +25,7 @@ class Weights:
         self._model = model
         self._look()
 
-    def version(self) -> Hashable:
+    def version(self) -> WeightsVersion:
         """Equal as long as no weight is written or replaced, no part of the model is replaced, and the same adapters
         are active. What is written through ``.data``, or in inference mode to weights of inference mode, does not show.
 
@@ -37,7 +38,7 @@ class Weights:
             self._look()
         elif [*map(_ADAPTERS, self._tuners)] != self._adapters:
             self._look(self._number)
-        return self._number, self._of_adapters, sum(map(_version, self._weights))
+        return WeightsVersion((self._number, self._of_adapters), sum(map(_version, self._weights)))
 
     def _look(self, number: int | None = None) -> None:
         """Notes what there is now, as other parts than any before, or as those of that number."""

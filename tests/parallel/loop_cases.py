@@ -91,6 +91,28 @@ def samples(rank: int, size: int, noise: bool = False) -> Any:
         return [(list(each), each.logprobs) for each in outputs], stats_of(loop)
 
 
+def follows_other_ids(rank: int, size: int) -> Any:
+    """Rank 0 gives ids that it does not queue, and queues requests in another order than it made them."""
+    loop = make_loop(rank, size)
+    loop._pad_token_id = 0
+    if rank:
+        loop.follow()
+        return loop.kv_cache.num_used_blocks, loop.stats.steps
+    try:
+        loop.generate([[0, 5, 6], [3, 4, 6]], GREEDY)  # padded, which is seen when the requests have their ids
+    except ValueError as error:
+        refused = str(error)
+    first = loop.submit(PROMPTS[8], GREEDY)
+    loop.step()
+    loop.abort(first)
+    later, earlier = (loop._make([("prompt", PROMPTS[i])], [GREEDY], None, loop._events) for i in (5, 6))
+    loop._queue(earlier)  # as two threads may do that submit at once
+    loop._queue(later)
+    outputs = loop.run()
+    loop.close()
+    return (refused, [list(outputs[each[0].request_id]) for each in (later, earlier)]), loop.stats.steps
+
+
 def follows(rank: int, size: int) -> Any:
     """Rank 0 alone gets requests, aborts some and has a processor; the others follow."""
     loop = make_loop(rank, size)

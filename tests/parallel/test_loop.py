@@ -52,6 +52,13 @@ def test_others_follow_rank_0(run_on, size):
     assert others == [(0, steps)] * (size - 1)
 
 
+def test_others_take_the_ids_of_rank_0(run_on):
+    ((refused, outputs), steps), other = run_on("loop_cases.follows_other_ids", 2, 60)
+    assert "expected text without padding" in refused
+    assert outputs == [EXPECTED[5], EXPECTED[6]]
+    assert other == (0, steps)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_abort_on_one_rank_is_one_on_all(run_on, size):
     (first, stats), *others = run_on("loop_cases.aborts", size, 60)
