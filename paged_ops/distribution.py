@@ -40,15 +40,17 @@ def penalize(
         tokens: of each row, prompt and output, int64 ``[n]`` on the device of the scores.
         num_prompt: of each row, how many of them are the prompt.
         repetition: of each row; positive scores of tokens of the prompt and the output are divided by it, others are
-            multiplied by it.
+            multiplied by it. A prompt may have tokens that have no score.
         presence: of each row, taken from the scores of tokens of the output.
         frequency: of each row, taken once for each time that a token is in the output.
     """
     flat = scores.view(-1)
     if any(each != 1 for each in repetition):
         own, at = _places(scores, tokens)
-        seen, factor = flat[at], on_device(repetition, torch.float32, scores.device)[own]
-        flat[at] = torch.where(seen < 0, seen * factor, seen / factor)
+        padded = torch.cat((flat, flat.new_zeros(1)))
+        seen, factor = padded[at], on_device(repetition, torch.float32, scores.device)[own]
+        padded[at] = torch.where(seen < 0, seen * factor, seen / factor)
+        flat.copy_(padded[:-1])
     if any(presence) or any(frequency):
         own, at = _places(scores, [each[start:] for each, start in zip(tokens, num_prompt, strict=True)])
         per_token, per_time = on_device([*presence, *frequency], torch.float32, scores.device).view(2, -1)[:, own]
@@ -169,11 +171,12 @@ def _outside_by_buckets(probabilities: Tensor, weights: Tensor, top_p: Tensor) -
 
 
 def _places(scores: Tensor, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The row of each of the tokens, and where its score lies in all scores, flattened."""
+    """The row of each of the tokens, and where its score lies in all scores, flattened: behind them if it has none."""
     sizes = [len(each) for each in tokens]
     counts = on_device(sizes, torch.int64, scores.device)
     own = torch.arange(len(sizes), device=scores.device).repeat_interleave(counts, output_size=sum(sizes))
-    return own, torch.cat(list(tokens)) + own * scores.shape[-1]
+    ids, width = torch.cat(list(tokens)), scores.shape[-1]
+    return own, torch.where(ids < width, ids + own * width, scores.numel())
 
 
 def _limit(top_p: Tensor) -> Tensor:

@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from paged_ops.checks import expect
+from paged_ops.distribution import penalize
 from paged_ops.sampling import SamplingParams, check_field, functions, strings
 
 NEW_TOKENS, TOP_K = 20, 50  # transformers' defaults, for all models whose config says nothing
@@ -293,11 +296,14 @@ class Defaults:
         if before:
             fields |= {"repetition_penalty": settings.repetition_penalty, "min_new_tokens": settings.min_new_tokens}
             left = dataclasses.replace(left, repetition_penalty=1.0, min_new_tokens=0)
+            if settings.presence_penalty or settings.frequency_penalty:  # they come after the repetition penalty
+                own = (_penalties_of_output(settings, len(prompt)), *own)
+                left = dataclasses.replace(left, presence_penalty=0.0, frequency_penalty=0.0)
         if beside:
             fields |= {name: self._fields.get(name) for name in BESIDE}
         if beside and samples:
-            names = ("temperature", "top_k", "top_p", "min_p")
-            fields |= {"do_sample": True, **{name: getattr(settings, name) or None for name in names}}
+            fields |= {"do_sample": True, "min_p": settings.min_p or None}  # 0 would be a processor that does nothing
+            fields |= {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
             left = dataclasses.replace(left, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         return left, tuple(library.processors(fields, settings, prompt, own))
 
@@ -338,6 +344,17 @@ def is_on(fields: Mapping[str, Any], name: str, off: Any) -> bool:
     """Whether a field has another value than the one that is off."""
     value = fields.get(name)
     return value is not None and value is not False and value != off and value not in ((), [], {})
+
+
+def _penalties_of_output(settings: Settings, num_prompt: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A processor that applies the presence and frequency penalties."""
+    presence, frequency = [settings.presence_penalty], [settings.frequency_penalty]
+
+    def processor(input_ids: Tensor, scores: Tensor) -> Tensor:
+        penalize(scores, [input_ids[0]], [num_prompt], [1.0], presence, frequency)
+        return scores
+
+    return processor
 
 
 def _ids(given: Any) -> Sequence[int]:

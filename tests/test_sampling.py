@@ -1,7 +1,9 @@
 """Draws and penalties for all rows at once, against what they mean; the fields of SamplingParams; prompts."""
 
+import copy
 import gc
 import weakref
+from functools import cache
 from typing import Any
 
 import pytest
@@ -109,6 +111,60 @@ def test_penalties() -> None:
             wanted[row, token] -= presence + frequency * count
     penalize(scores, tokens, num_prompt, *penalties)
     assert torch.allclose(scores, wanted, atol=1e-6)
+
+
+def test_ids_of_a_prompt_that_have_no_logits_change_no_scores() -> None:
+    """An embedding may have more rows than the model has logits."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+
+    def step(input_ids: Tensor, metadata: Any, last_rows: Tensor, kv_caches: Any) -> Tensor:
+        return logits.expand(len(last_rows), 4).clone()
+
+    params = SamplingParams(max_new_tokens=2, repetition_penalty=9.0, presence_penalty=0.1)
+    for prompts in ([[4], [3]], [[3], [4]], [[9], [4, 9], [3]]):
+        loop = GenerationLoop(step, KVCache(1, 16, B, K, D))
+        assert loop.generate(prompts, params) == [[0, 1]] * len(prompts)
+    loop = GenerationLoop(step, KVCache(1, 16, B, K, D))
+    assert loop.generate([[4, 0, 4], [4]], params) == [[1, 0], [0, 1]], "other ids of such a prompt are penalised"
+
+
+@cache
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=V, initializer_range=0.4, bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def llama_loop(**fields: Any) -> GenerationLoop:
+    from paged_ops.integrations.transformers import PagedCausalLM
+
+    paged = PagedCausalLM(copy.deepcopy(llama()))
+    return GenerationLoop(paged, paged.allocate_kv_cache(64), generation_config=fields)
+
+
+def test_penalties_have_one_order_whoever_computes_them() -> None:
+    """With processors of the request or of transformers: first the repetition penalty, then the others."""
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": 0.25}
+    prompts = PROMPTS[:8]
+    wanted = llama_loop(**penalties).generate(prompts)
+    assert wanted != llama_loop(repetition_penalty=1.3).generate(prompts)
+    same = SamplingParams(logits_processor=lambda input_ids, scores: scores)
+    assert llama_loop(**penalties).generate(prompts, same) == wanted
+    longer = llama_loop(**penalties, no_repeat_ngram_size=99)
+    assert longer.generate(prompts) == longer.generate(prompts, same) == wanted
+
+
+def test_top_p_0_of_a_config_beside_a_processor_of_transformers() -> None:
+    fields = {"do_sample": True, "top_p": 0.0, "top_k": 0, "temperature": 3.0}
+    wanted = llama_loop().generate(PROMPTS)
+    assert llama_loop(**fields).generate(PROMPTS) == wanted
+    assert llama_loop(**fields, renormalize_logits=True).generate(PROMPTS) == wanted
+    fields["top_p"] = 1.0
+    assert llama_loop(**fields, renormalize_logits=True).generate(PROMPTS) != wanted, "0 of top-k and min-p is off"
 
 
 class Calls(TorchDispatchMode):
