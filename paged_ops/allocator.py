@@ -77,6 +77,7 @@ class BlockAllocator:
         self.pool = BlockPool(num_blocks, "device")
         self.host_pool = BlockPool(num_host_blocks, "host")
         self._sequences: dict[Hashable, _Sequence] = {}
+        self.weights_version: Hashable = None  # of a loop's model; requests by other weights have it in their keys
         self._copies: dict[int, int] = {}  # pending, by destination; each holds a reference to its source
         # A key holds the parent of its value, so an ancestor's identity survives the eviction of the ancestor's block.
         self._prefixes: weakref.WeakValueDictionary[tuple[Prefix | None, tuple[Hashable, ...]], Prefix]
@@ -249,6 +250,7 @@ class BlockAllocator:
         self._prefixes.clear()
         self.pool.forget()
         self.host_pool.forget()
+        self.weights_version = None
 
     def recover(self) -> None:
         """Repairs the bookkeeping after an exception in the middle of a call: KeyboardInterrupt may come between any

@@ -489,12 +489,18 @@ class GenerationLoop:
         return bool(self._arrivals)
 
     def _note_weights(self) -> Hashable:
-        """The weights that will compute new requests: those of the unfinished ones, if there are any."""
+        """Notes the weights that will compute new requests: those of the unfinished ones, if there are any.
+
+        Returns their version if it must be a part of the prefixes' keys: the cache's keys without one are of others.
+        """
         version = self._weights_version()
         if version != self._version:
             self._expect_weights(not (self._scheduler.unfinished or self._arrivals))
             self._version = version
-        return version
+        cache = self.kv_cache
+        if cache.weights_version is None:
+            cache.weights_version = version
+        return None if version == cache.weights_version else version
 
     def _check_weights(self) -> None:
         """Expects the weights that were noted, and lets captured graphs read them."""

@@ -58,6 +58,7 @@ class HybridCache:
         expect(bool(pools) or states is not None, "pools", "one or more, or states", "none")
         self.pool_of_layer = tuple(pool_of_layer)
         self.states = states
+        self.weights_version: Hashable = None  # as of a KVCache
         self.pools: tuple[KVCache | _NoKeys, ...] = tuple(pools)
         if states is not None and not pools:
             self.pools = (_NoKeys(states),)
@@ -305,6 +306,7 @@ class HybridCache:
             pool.reset(free_sequences)
         if self.states is not None:
             self.states.reset()
+        self.weights_version = None
 
     def flush_copies(self) -> None:
         """Does the queued copy-on-write copies of all pools: call it before each step that writes."""

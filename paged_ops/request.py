@@ -196,7 +196,7 @@ class RequestMaker:
         events: deque[NewToken],
     ) -> list[Request]:
         """Requests for named prompts, all of them checked; of several samples the first has the others. ``version``: of
-        the weights that will compute them."""
+        the weights that will compute them, if it is a part of their prefixes' keys."""
         expect_key(extra_key)
         checked = []
         for (name, prompt), given in zip(prompts, params, strict=True):
@@ -238,8 +238,8 @@ class RequestMaker:
         events: deque[NewToken],
         samples: Sequence[tuple[Settings, tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]],
     ) -> Request:
-        # The version is a part of the key, as the cache may hold prefixes of other weights, and of other loops.
-        prefix_key, of_prompt = (version, extra_key), list[TokenLogprobs | None]()
+        # The cache may hold prefixes of other weights, and of other loops.
+        prefix_key, of_prompt = extra_key if version is None else (version, extra_key), list[TokenLogprobs | None]()
         asks = samples[0][0].prompt_logprobs is not None
         if asks:
             prefix_key, of_prompt = (self._alone, ids[0]), [None] * len(tokens)
