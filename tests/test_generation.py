@@ -870,7 +870,7 @@ def test_the_loop_asks_of_the_cache_only_what_a_cache_of_several_pools_has() -> 
         *("swap_out", "swap_in", "can_swap_out", "can_swap_in", "flush_copies", "recover", "stats", "states"),
         *("block_ids", "num_tokens", "num_computed_tokens", "is_swapped_out", "num_used_blocks", "max_seq_len"),
         *("layers", "num_blocks", "block_size", "device", "pools", "num_given_back", "reserves_in_parts"),
-        "turns",
+        *("turns", "weights_version"),
     }
     assert used <= allowed, used - allowed
 
