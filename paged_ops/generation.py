@@ -507,7 +507,8 @@ class GenerationLoop:
         version = self._weights_version()
         self._expect_weights(self._version in (None, version))  # None: reset after they were noted
         self._version = version
-        if self._runner.captured and self._captured_place != _place(version):
+        # Not whether there are graphs now: an interrupted capture leaves some, or none.
+        if self._runner.mode is not GraphMode.NONE and self._captured_place != _place(version):
             self._run_first(None)
 
     @staticmethod

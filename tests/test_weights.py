@@ -402,3 +402,15 @@ def test_graphs_are_captured_again_for_other_adapters_and_replaced_weights(monke
     model.lm_head.weight = nn.Parameter(-2 * model.lm_head.weight.detach())
     assert loop.generate([PROMPT], GREEDY) == [expected(model)]
     assert len(captures) == 3
+
+    def interrupted(*_: Any) -> None:
+        loop._runner.captured.clear()
+        raise KeyboardInterrupt
+
+    model.lm_head.weight = nn.Parameter(-3 * model.lm_head.weight.detach())
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._runner, "capture", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.generate([PROMPT], GREEDY)
+    assert loop.generate([PROMPT], GREEDY) == [expected(model)]
+    assert len(captures) == 4 and loop._runner.captured, "the next step captures what the interrupt left"
