@@ -250,7 +250,7 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             record["device"] = torch.cuda.get_device_name()
         if backend == "PAGED_OPS":
             sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-            from paged_ops.integrations import vllm_plugin
+            from paged_ops.integrations.vllm import plugin as vllm_plugin
 
             (vllm_plugin.replace_cpu_backend if args.cpu else vllm_plugin.register)()
             name = vllm_plugin.name()

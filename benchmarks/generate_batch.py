@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from tiny_models import MODELS, PAGE_SIZE, PROMPTS, SHAPE, tiny_model
 
-from paged_ops.integrations.continuous_batching import use_paged_attention
+from paged_ops.integrations.transformers.continuous_batching import use_paged_attention
 
 LLAMA_8B = {
     "vocab_size": 128256,

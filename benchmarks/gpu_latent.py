@@ -30,7 +30,8 @@ import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cache_ops, cases, measure, run, tune
 from paged_ops.layouts import FP8_DS_MLA
-from paged_ops.lowerings.gpu.attention import latent, plan
+from paged_ops.lowerings.gpu.attention import call as plan
+from paged_ops.lowerings.gpu.attention.triton import latent
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.registry import OPS
 

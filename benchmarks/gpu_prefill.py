@@ -31,7 +31,8 @@ import torch
 import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cases, measure
-from paged_ops.lowerings.gpu.attention import hopper, plan
+from paged_ops.lowerings.gpu.attention import call as plan
+from paged_ops.lowerings.gpu.attention.hopper import dense
 
 DEVICE = "cuda"
 SIZES = ((192, 128), (192, 192), (96, 96), (80, 80), (112, 112))
@@ -82,8 +83,8 @@ def checked(only: str = "") -> list[testing.AttentionCase]:
 def check(case: testing.AttentionCase) -> dict[str, Any]:
     """One case; ``served`` counts the launches of the Hopper kernel that go through Triton."""
     launches = []
-    launch = hopper.HopperLaunch.__call__
-    hopper.HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
+    launch = dense.HopperLaunch.__call__
+    dense.HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
     record: dict[str, Any] = {"part": "cases", "case": case.name}
     try:
         testing.check("paged_attention_with_lse", case, DEVICE)
@@ -92,7 +93,7 @@ def check(case: testing.AttentionCase) -> dict[str, Any]:
         traceback.print_exc(limit=-2)
         return {**record, "right": False, "served": len(launches), "error": f"{type(error).__name__}: {error}"[:400]}
     finally:
-        hopper.HopperLaunch.__call__ = launch
+        dense.HopperLaunch.__call__ = launch
 
 
 def views(D: int = 192, Dv: int = 128, K: int = 4) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def shaped(**changes: int) -> Callable[[], None]:
         return chosen(*given)._replace(**changes)
 
     def choose() -> None:
-        hopper.shape_of = changed
+        dense.shape_of = changed
 
     return choose
 
@@ -135,7 +136,7 @@ def without_gluon() -> None:
     plan._hopper = lambda: ()
 
 
-CHOSEN, HOPPER = hopper.shape_of, plan._hopper
+CHOSEN, HOPPER = dense.shape_of, plan._hopper
 CHANGES: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "triton": without_gluon,
@@ -180,7 +181,7 @@ def all_jobs(only: str = "") -> list[Job]:
 
 
 def choose(change: str) -> None:
-    hopper.shape_of, plan._hopper = CHOSEN, HOPPER
+    dense.shape_of, plan._hopper = CHOSEN, HOPPER
     CHANGES[change]()
     plan.forget()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from paged_ops.lowerings.gpu.products import product_kernel
+from paged_ops.lowerings.gpu.linear import product_kernel
 from paged_ops.lowerings.gpu.target import FUSED
 
 ROWS = 64

@@ -46,11 +46,11 @@ def cold(is_ahead: bool) -> None:
     import decode_step as d
     import torch
 
-    from paged_ops.lowerings.gpu import ahead
+    from paged_ops.lowerings.gpu import precompile
 
     torch.set_grad_enabled(False)
     if not is_ahead:
-        ahead.compiles_ahead = lambda: False
+        precompile.compiles_ahead = lambda: False
     record: dict[str, Any] = {"part": "cold", "ahead": is_ahead, "import_s": time.perf_counter() - started}
     c = d.LLAMA_8B
     model = d.transformers_model(c)
@@ -80,7 +80,7 @@ def cold(is_ahead: bool) -> None:
 
     run.compile_ahead, run.step = compile_ahead, marked  # type: ignore[method-assign]
     record["capture_s"] = run.capture().seconds
-    states = ahead._compiler.states if ahead._compiler is not None else {}
+    states = precompile._compiler.states if precompile._compiler is not None else {}
     record["kernels"], record["errors"] = len(states), [each.error for each in states.values() if each.error][:5]
     batch = paged_batch(16, kv_cache.num_blocks)
     graph = run.captured[d.GraphKey(16, 16)]
@@ -162,7 +162,7 @@ def plan() -> None:
 
     import paged_ops
     from paged_ops import checks
-    from paged_ops.lowerings.gpu.attention import plan as attention
+    from paged_ops.lowerings.gpu.attention import call as attention
 
     H, K, D, B, M = 32, 8, 128, 16, 64
     options: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")

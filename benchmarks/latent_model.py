@@ -35,8 +35,8 @@ import transformers
 from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.graphs import DecodeGraphs
 from paged_ops.graphs.modes import GraphKey
-from paged_ops.integrations import latent as latent_attention
 from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.integrations.transformers import latent as latent_attention
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 
 BLOCK_SIZE, NEW_TOKENS, REPLAYS = 64, 16, 20

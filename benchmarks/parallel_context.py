@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import paged_ops
+from paged_ops.cache.shard import Spread
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.metadata.step import ContextMetadata
 from paged_ops.parallel.context import Context, attend
-from paged_ops.parallel.spread import Spread
 
 H, K, D, B = 32, 8, 128, 16
 BF16 = torch.bfloat16

@@ -21,8 +21,8 @@ import torch.distributed._symmetric_memory as symm_mem
 from parallel import Bench
 from torch import Tensor
 
-from paged_ops.integrations.sums import columns_of_parts
-from paged_ops.lowerings.gpu import reduce as kernels
+from paged_ops.integrations.transformers.fused_allreduce import columns_of_parts
+from paged_ops.lowerings.gpu import fused_allreduce as kernels
 from paged_ops.parallel.reduce import rms_norm, row_sums
 
 C, CALLS = 4096, 64

@@ -24,8 +24,8 @@ from parallel import Bench
 sys.path.insert(0, str(Path(__file__).parent))
 
 from paged_ops.generation import GenerationLoop, SamplingParams
-from paged_ops.integrations.projections import fuse_projections
 from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.integrations.transformers.projections import fuse_projections
 from paged_ops.parallel import symmetric
 from paged_ops.parallel.reduce import row_sums
 
@@ -45,7 +45,7 @@ def shard(model: Any, bench: Bench) -> Any:
 
 
 def overlapping(model: Any) -> int:
-    from paged_ops.lowerings.gpu.products import use_overlapping_products
+    from paged_ops.lowerings.gpu.linear import use_overlapping_products
 
     return use_overlapping_products(model)
 
@@ -220,7 +220,7 @@ def steps_of_loop(bench: Bench) -> None:
 
 
 def meetings(bench: Bench) -> None:
-    from paged_ops.parallel.ranks import Ranks
+    from paged_ops.parallel.rendezvous import Ranks
 
     ranks = Ranks(bench.group, time_limit=60)
     taken = []

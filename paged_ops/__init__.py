@@ -1,9 +1,9 @@
 """Paged attention and paged-cache ops as first-class PyTorch operators."""
 
-from paged_ops.allocator import BlockAllocator, OutOfBlocks
-from paged_ops.cache import KVCache
+from paged_ops.cache.allocator import BlockAllocator, OutOfBlocks
+from paged_ops.cache.hybrid import HybridCache, blocks_within_reach
+from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import set_debug_checks
-from paged_ops.hybrid import HybridCache, blocks_within_reach
 from paged_ops.layouts import (
     Layout,
     allocate_kv_cache,
@@ -16,6 +16,7 @@ from paged_ops.layouts import (
     split_joined_cache,
     split_kv_cache,
 )
+from paged_ops.lowerings.gpu.warm_up import WarmUp, warm_up
 from paged_ops.masks import BlockSparse
 from paged_ops.metadata import (
     AttentionMetadata,
@@ -42,7 +43,6 @@ from paged_ops.ops import (
     swap_blocks,
 )
 from paged_ops.support import supports
-from paged_ops.warming import WarmUp, warm_up
 
 __version__ = "0.1.0"
 

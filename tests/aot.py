@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from paged_ops.lowerings.gpu import compiling, counters
+from paged_ops.lowerings.gpu import counters, precompile_workers
 from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON, target_of
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942", "hip:gfx950", "hip:gfx1100")
@@ -83,7 +83,7 @@ def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).as_subclass(OnGPU)
 
 
-class Driver(compiling.Driver):
+class Driver(precompile_workers.Driver):
     """Says which GPU this is, and can do nothing else."""
 
     def get_active_torch_device(self) -> torch.device:

@@ -5,7 +5,7 @@ import itertools
 import torch
 from aot import Variant, gpu
 
-from paged_ops.lowerings.gpu import merge_ranks, reduce
+from paged_ops.lowerings.gpu import fused_allreduce, merge_ranks
 
 C, R = 4096, 256
 BF16, F32 = torch.bfloat16, torch.float32
@@ -14,7 +14,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 def places(ranks, rank, dtype, columns):
     integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     by_rank = tuple(gpu(2, R, ranks, columns, dtype=integers) for _ in range(ranks))
-    return reduce.Places(by_rank, gpu(R, dtype=torch.int32), gpu(1, dtype=torch.int32), rank)
+    return fused_allreduce.Places(by_rank, gpu(R, dtype=torch.int32), gpu(1, dtype=torch.int32), rank)
 
 
 def sum_rows(ranks=2, rank=1, dtype=BF16, columns=C, weight=None, inner_eps=0.0, **options):
@@ -23,7 +23,7 @@ def sum_rows(ranks=2, rank=1, dtype=BF16, columns=C, weight=None, inner_eps=0.0,
         scale = gpu(columns, dtype=weight or dtype)
         inner = gpu(columns, dtype=weight or dtype) if inner_eps else None
         how = dict(eps=1e-5, inner_weight=inner, inner_eps=inner_eps, **options)
-        reduce.reduce_rows(x, residual, scale, summed, normed, places(ranks, rank, dtype, columns), **how)
+        fused_allreduce.reduce_rows(x, residual, scale, summed, normed, places(ranks, rank, dtype, columns), **how)
 
     return call
 
@@ -50,7 +50,7 @@ def merge_gathered_parts():
 def gather(ranks, rank, columns, parts):
     def call():
         x, out = gpu(8, parts * columns), gpu(8, ranks * parts * columns)
-        reduce.gather_columns(x, out, places(ranks, rank, BF16, columns))
+        fused_allreduce.gather_columns(x, out, places(ranks, rank, BF16, columns))
 
     return call
 

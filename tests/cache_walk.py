@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_ops.allocator import BlockAllocator, BlockPool, OutOfBlocks
-from paged_ops.cache import KVCache
-from paged_ops.hybrid import HybridCache
+from paged_ops.cache import HybridCache, KVCache, StateCache
+from paged_ops.cache.allocator import BlockAllocator, BlockPool, OutOfBlocks
 from paged_ops.layouts import Layout, paged_kv, split_joined_cache, split_kv_cache
-from paged_ops.states import StateCache
 
 
 def state(cache: BlockAllocator | HybridCache | StateCache) -> object:

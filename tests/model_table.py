@@ -30,8 +30,8 @@ from model_families import (
 
 from paged_ops import supports
 from paged_ops.generation import GenerationLoop, SamplingParams
-from paged_ops.integrations.own_attention import has_indexers
 from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.integrations.transformers.own_attention import has_indexers
 
 DATA = Path(__file__).parent / "model_table.json"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -91,7 +91,7 @@ def test_kernels_refuse_what_they_do_not_know():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from test_gpu_hopper_shares import H200
 
-    from paged_ops.lowerings.gpu.attention import plan
+    from paged_ops.lowerings.gpu.attention import call as plan
 
     kernels = list(plan._kernels(H200))
     of_calls = [*specs()]

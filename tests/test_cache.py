@@ -9,10 +9,10 @@ import torch
 from cache_walk import EVENTS, REFUSALS, Walk, admit_computed, check_invariants, state
 from gpu_under_test import GPU
 
-import paged_ops.cache
+import paged_ops.cache.kv_cache
 from paged_ops import graphs
-from paged_ops.allocator import BlockAllocator, BlockPool, OutOfBlocks
 from paged_ops.cache import KVCache
+from paged_ops.cache.allocator import BlockAllocator, BlockPool, OutOfBlocks
 from paged_ops.layouts import Layout, min_tpu_block_size, preferred_tpu_block_size, split_joined_cache
 from paged_ops.metadata import Batch
 

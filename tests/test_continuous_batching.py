@@ -12,8 +12,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E40
 from transformers import modeling_flash_attention_utils as flash  # noqa: E402
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization  # noqa: E402
 
-from paged_ops.integrations import continuous_batching  # noqa: E402
-from paged_ops.integrations.continuous_batching import attention, use_paged_attention  # noqa: E402
+from paged_ops.integrations.transformers import continuous_batching  # noqa: E402
+from paged_ops.integrations.transformers.continuous_batching import attention, use_paged_attention  # noqa: E402
 
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
 

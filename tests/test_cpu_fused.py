@@ -15,7 +15,7 @@ import torch
 from torch.utils import cpp_extension
 
 import paged_ops
-from paged_ops import native, testing
+from paged_ops import cpp, testing
 from paged_ops.features import Features
 from paged_ops.layouts import paged_kv
 from paged_ops.lowerings.cpu import attention as cpu
@@ -252,10 +252,10 @@ def test_compiled_once(tmp_path, monkeypatch):
 def test_a_changed_header_is_compiled(tmp_path):
     source, header = tmp_path / "a.cpp", tmp_path / "a.h"
     source.write_text('#include "a.h"\nextern "C" long number(void*) { return NUMBER; }\n')
-    made = native.Source(source, "number", fused.Call, ctypes.c_long, "number", "a number")
+    made = cpp.Source(source, "number", fused.Call, ctypes.c_long, "number", "a number")
     for number in (3, 5):
         header.write_text(f"#define NUMBER {number}\n")
-        assert native.load(made, [cpp_extension.get_cxx_compiler()], (), tmp_path)(None) == number
+        assert cpp.load(made, [cpp_extension.get_cxx_compiler()], (), tmp_path)(None) == number
 
 
 def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compiler, tmp_path):
@@ -385,7 +385,7 @@ def test_no_other_user_can_replace_the_folder(tmp_path, monkeypatch):
     assert fused.own_folder(link / "shared") == folder, "without the link, which may change"
     above.chmod(0o775)
     for own, safe in ((True, True), (False, False)):
-        monkeypatch.setattr(native, "_is_private", lambda group, own=own: own)
+        monkeypatch.setattr(cpp, "_is_private", lambda group, own=own: own)
         if safe:
             assert fused.own_folder(shared) == folder
         else:
@@ -403,9 +403,9 @@ def test_a_group_of_one_user(monkeypatch):
     ):
         found = type(group)((name, "x", group.gr_gid, members))
         monkeypatch.setattr(grp, "getgrgid", lambda gid, found=found: found)
-        assert native._is_private(group.gr_gid) == private
+        assert cpp._is_private(group.gr_gid) == private
     monkeypatch.undo()
-    assert not native._is_private(2**31 - 2), "no such group"
+    assert not cpp._is_private(2**31 - 2), "no such group"
 
 
 def test_what_another_user_made(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import paged_ops
-from paged_ops import cache, cli, features, layouts, masks, metadata
+from paged_ops import cli, features, layouts, masks, metadata
+from paged_ops.cache import kv_cache as cache
 from paged_ops.registry import OPS
 
 ROOT = Path(__file__).parent.parent

@@ -92,9 +92,9 @@ def test_finds_tokens_of_another_sequence(monkeypatch):
 
 
 def test_finds_a_block_that_is_not_given_back(monkeypatch):
-    release = paged_ops.allocator.BlockPool.release
+    release = paged_ops.cache.allocator.BlockPool.release
     monkeypatch.setattr(
-        paged_ops.allocator.BlockPool, "release", lambda pool, block: block != 3 and release(pool, block)
+        paged_ops.cache.allocator.BlockPool, "release", lambda pool, block: block != 3 and release(pool, block)
     )
     results = runner.run_cases("allocator", allocator.run, range(3), runner.Options(seed=1))
     assert any("blocks in use" in each["what"] for each in results.findings), results.counts

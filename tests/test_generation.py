@@ -10,8 +10,8 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops.cache import KVCache
-from paged_ops.distribution import draw, random_key, uniforms
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
+from paged_ops.generation.distribution import draw, random_key, uniforms
 from paged_ops.metadata import AttentionMetadata
 
 V, H, K, D, B = 61, 4, 2, 8, 4
@@ -276,7 +276,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
         for after in (False, True):
             loop, calls = strained_loop(), 0
             where = {"cache": loop.kv_cache, "runner": loop._runner}.get(hook.partition(".")[0])
-            where = where or (paged_ops.generation if name == "choose" else paged_ops.sampling)
+            where = where or (paged_ops.generation if name == "choose" else paged_ops.generation.sampling)
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, hooked(getattr(where, name), at, after))
                 steps: list[list[NewToken]] = []
@@ -826,7 +826,7 @@ def test_other_default_device_and_dtype() -> None:
 
 
 def test_tokens_by_one_transfer() -> None:
-    from paged_ops.sampling import _by_one_transfer
+    from paged_ops.generation.sampling import _by_one_transfer
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         best, tokens = torch.tensor([1.5, torch.nan, -torch.inf], dtype=dtype), torch.tensor([2**24 + 1, 3, 0])

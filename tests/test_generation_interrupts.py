@@ -16,9 +16,12 @@ import torch
 from fuzz.allocator import Contents
 from test_generation import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
-from paged_ops import allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns
-from paged_ops.cache import KVCache
-from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
+from paged_ops.cache import KVCache, allocator, block_pool, turns
+from paged_ops.cache import kv_cache as cache
+from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, request, sampling
+from paged_ops.generation import commit as outcome
+from paged_ops.generation import loop as generation
+from paged_ops.generation import scheduler as scheduling
 
 FILES = {
     module.__file__

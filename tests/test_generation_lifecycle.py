@@ -35,8 +35,8 @@ from test_generation_interrupts import make_loop as make_strained_loop
 
 import paged_ops
 from paged_ops.cache import KVCache
+from paged_ops.cache.turns import Turns
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, TokenStream
-from paged_ops.turns import Turns
 
 
 class Bell:

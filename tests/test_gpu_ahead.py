@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 from test_gpu_host import launched, step  # noqa: F401
 
 import paged_ops
-from paged_ops import warming
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import ahead, launch
-from paged_ops.lowerings.gpu.attention import decode, tuning
+from paged_ops.lowerings.gpu import launch, precompile, warm_up
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.target import settled
 
 TESTS = Path(__file__).parent
@@ -37,7 +37,7 @@ import paged_ops
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import ahead
 
-ahead.compiles_ahead = lambda: True
+precompile.compiles_ahead = lambda: True
 kv_cache, key, query = aot.gpu(64, 2, 16, 8, 128), aot.gpu(7, 8, 128), aot.gpu(7, 32, 128)
 tables, lens, starts = (aot.gpu(*shape, dtype=torch.int32) for shape in ((3, 64), (3,), (4,)))
 write = functools.partial(gpu.reshape_and_cache, key, key, kv_cache, aot.gpu(7, dtype=torch.int64))
@@ -51,7 +51,7 @@ assert not aot.launched
 write(), attend(), gpu.paged_attention(*more)
 print(json.dumps({
     "report": [report.kernels, report.compiled, report.errors], "again": [again.kernels, again.compiled],
-    "jobs": sorted(job.name for job in ahead._compiler.states),
+    "jobs": sorted(job.name for job in precompile._compiler.states),
     "launched": [kernel.metadata.name for kernel in aot.launched],
     "folders": len(before), "new": len(set(os.listdir(folder)) - set(before)),
 }))
@@ -90,7 +90,7 @@ def call(T=100, S=9):
 
 
 def test_noting_launches_nothing_and_gives_zeros(on_cuda):
-    with ahead.noting([(16, 16), (40, 40)]) as jobs:
+    with precompile.noting([(16, 16), (40, 40)]) as jobs:
         out = call()
         assert not on_cuda
         assert out.shape == (100, 32, 128)
@@ -102,7 +102,7 @@ def test_noting_launches_nothing_and_gives_zeros(on_cuda):
         thread.start()
         thread.join()
         assert on_cuda
-    with ahead.noting() as of_their_own:
+    with precompile.noting() as of_their_own:
         for sizes in ((100, 9), (16, 16), (40, 40)):
             call(*sizes)
     assert kinds == set(of_their_own)
@@ -116,22 +116,22 @@ def test_noting_launches_nothing_and_gives_zeros(on_cuda):
 def test_the_kernels_of_a_call_are_compiled_at_the_same_time(on_cuda, monkeypatch):
     submitted = []
     idle = SimpleNamespace(lives=True, submit=submitted.extend, states={})
-    monkeypatch.setattr(ahead, "_compiler", idle)
+    monkeypatch.setattr(precompile, "_compiler", idle)
     call()
     names = [name for name, *_ in on_cuda]
     [*kernels] = dict.fromkeys(submitted)
     assert [job.name for job in kernels] == names[2:]  # the write, and the first of attention, are not
     assert len(names) > 2
-    assert ahead.notes() is None
+    assert precompile.notes() is None
 
 
 def test_without_kernels_a_step_runs(on_cuda, monkeypatch):
-    monkeypatch.setattr(warming, "prepare", lambda: True)
-    with warming.without_kernels():
+    monkeypatch.setattr(warm_up, "prepare", lambda: True)
+    with warm_up.without_kernels():
         assert not call().any()
     assert not on_cuda
-    monkeypatch.setattr(warming, "prepare", lambda: False)
-    with warming.without_kernels():
+    monkeypatch.setattr(warm_up, "prepare", lambda: False)
+    with warm_up.without_kernels():
         call()
     assert on_cuda
 
@@ -140,16 +140,16 @@ def test_without_kernels_a_step_runs(on_cuda, monkeypatch):
 def test_the_kernels_of_all_batches_are_few(on_cuda, tokens, sequences, most):
     """What a loop of a model with one kind of layer may have to compile; docs/graphs.md tells the numbers."""
     batches = tuning.covering_batches(tokens, sequences, equal_lengths=False)
-    with ahead.noting([(T, S) for T, S in batches if T >= S]) as jobs:
+    with precompile.noting([(T, S) for T, S in batches if T >= S]) as jobs:
         call()
     assert 3 < len(set(jobs)) <= most
 
 
 def test_noting_ends_with_an_error(on_cuda):
     query, kv_cache, tables, lens, starts, scale = step(100, 10)[1]
-    with pytest.raises(ValueError, match="query_start_loc"), ahead.noting():
+    with pytest.raises(ValueError, match="query_start_loc"), precompile.noting():
         gpu.paged_attention(query, kv_cache, tables, lens, starts[:3], scale)
-    assert ahead.notes() is None
+    assert precompile.notes() is None
     call()
     assert on_cuda
 
@@ -158,7 +158,7 @@ def test_alignment_and_absence_are_part_of_a_job(on_cuda):
     (_, value, kv_cache, slots), _ = step(8, 8)
     storage = torch.empty(8 * 8 * 128 + 1, dtype=torch.bfloat16)
     odd = storage[1:].view(8, 8, 128)
-    with ahead.noting() as jobs:
+    with precompile.noting() as jobs:
         gpu.reshape_and_cache(odd, value.contiguous(), kv_cache, slots)
         gpu.reshape_and_cache(odd.clone(), value.contiguous(), kv_cache, slots)
     first, second = jobs
@@ -183,14 +183,14 @@ print(sorted(keys.items()))
 
 
 def job(name):
-    return ahead.Job("paged_ops.lowerings.gpu.cache", name, ("cuda", 90, 32), tuple, (), (), (), ())
+    return precompile.Job("paged_ops.lowerings.gpu.cache", name, ("cuda", 90, 32), tuple, (), (), (), ())
 
 
 def test_a_kernel_that_does_not_compile_is_left_to_its_launch():
-    compiler = ahead.Compiler(1)
+    compiler = precompile.Compiler(1)
     try:
         states = compiler.submit([job("no_such_kernel")])
-        (error,) = ahead.finish(states, 60)
+        (error,) = precompile.finish(states, 60)
         assert "no_such_kernel: AttributeError" in error
         assert compiler.wait(job("no_such_kernel")) is None
         assert compiler.wait(job("never_asked_for")) is None
@@ -199,11 +199,11 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch():
 
 
 def test_when_the_other_process_ends_nothing_waits():
-    compiler = ahead.Compiler(1)
+    compiler = precompile.Compiler(1)
     states = compiler.submit([job("first"), job("second")])
     os.killpg(compiler._server.pid, signal.SIGKILL)
     started = time.monotonic()
-    assert len(ahead.finish(states, 60)) == 2
+    assert len(precompile.finish(states, 60)) == 2
     assert compiler.wait(job("second")) is None
     assert time.monotonic() - started < 30
     compiler._server.wait()
@@ -211,11 +211,11 @@ def test_when_the_other_process_ends_nothing_waits():
 
 
 def test_what_has_not_begun_is_compiled_by_its_launch():
-    compiler = ahead.Compiler(0)  # begins nothing
+    compiler = precompile.Compiler(0)  # begins nothing
     try:
         compiler.submit([job("first")])
         assert compiler.wait(job("first")) is None
-        assert ahead.finish(compiler.submit([job("first")]), 1) == ["compiled at its first launch"]
+        assert precompile.finish(compiler.submit([job("first")]), 1) == ["compiled at its first launch"]
     finally:
         compiler.end()
 

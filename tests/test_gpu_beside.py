@@ -1,4 +1,4 @@
-"""Prompts and decodes side by side on Hopper (hopper_beside.py): which batches it takes; batches against float64, on a
+"""Prompts and decodes side by side on Hopper (mixed.py): which batches it takes; batches against float64, on a
 GPU."""
 
 from types import SimpleNamespace
@@ -16,8 +16,9 @@ import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention import hopper, hopper_beside, hopper_decodes, hopper_items, hopper_shares, tuning
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, mixed_decodes, shares, work
 
 RAGGED = [1, 2, 16, 17, 63, 64, 65, 128, 129, 777, 4096, 40000, 5000, 3, 300, 2047, 2048, 2049, 9999, 31]
 BATCHES = {
@@ -91,17 +92,17 @@ def test_batches_that_it_takes(T, S, takes):
     """With many items for few sequences; not if all may have 16 tokens, which others serve."""
     of_call, shapes = planned(T, S)
     kernels = list(attention._kernels(H200))
-    assert kernels.index(hopper_shares) < kernels.index(hopper_beside) < kernels.index(hopper)
-    assert not hopper_beside.serves(of_call, H200)
-    plan = hopper_beside.plan(of_call, H200, shapes)
+    assert kernels.index(shares) < kernels.index(mixed) < kernels.index(dense)
+    assert not mixed.serves(of_call, H200)
+    plan = mixed.plan(of_call, H200, shapes)
     assert (plan is not None) == takes
-    assert hopper_beside.depends_on(tuning.plan_of(of_call, H200, T, S), of_call, H200, T, S) == takes
+    assert mixed.depends_on(tuning.plan_of(of_call, H200, T, S), of_call, H200, T, S) == takes
     if plan is not None:
         launch, merge = plan.launches
         ours, its = launch._launcher._constants, merge._launcher._constants
         assert ours["TILE"]._replace(D=0) == its["TILE"] and ours["DIVISION"] == its["DIVISION"]
         assert launch.grid(None) == merge.grid(None) == (ours["PROGRAMS"], 1, 1) == (132, 1, 1)
-        others = hopper.plan(of_call, H200, shapes)
+        others = dense.plan(of_call, H200, shapes)
         assert [each._launcher for each in plan.without_counters] == [each._launcher for each in others.launches]
         assert all(own >= other for own, other in zip(plan.workspace, others.workspace, strict=True))
 
@@ -116,17 +117,17 @@ def test_batches_that_it_takes(T, S, takes):
 )  # fmt: skip
 def test_leaves_to_others(given):
     of_call, _ = planned(2111, 64, **given)
-    assert hopper_beside.serves(of_call, H200)
+    assert mixed.serves(of_call, H200)
 
 
 def test_shared_memory_has_the_space():
     of_call, _ = planned(2111, 64)
-    shape = hopper_beside.shape_of(of_call, 227 << 10)
+    shape = mixed.shape_of(of_call, 227 << 10)
     assert (shape.M, shape.N, shape.stages, shape.slots, shape.row_slots) == (128, 128, 2, 2, 1)
     tiles = shape.row_slots * shape.M * 128 + shape.stages * shape.N * 256
-    ring = hopper_decodes.PLACES.value * hopper_decodes.KEYS * hopper_decodes.WIDTH.value
-    others = hopper_decodes.ROWS * (128 + hopper_decodes.KEYS)
-    assert 2 * (tiles + ring + others) + hopper.OTHERS <= 227 << 10
+    ring = mixed_decodes.PLACES.value * mixed_decodes.KEYS * mixed_decodes.WIDTH.value
+    others = mixed_decodes.ROWS * (128 + mixed_decodes.KEYS)
+    assert 2 * (tiles + ring + others) + dense.OTHERS <= 227 << 10
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -134,22 +135,22 @@ def test_prompts_have_tiles_of_their_own(times, monkeypatch):
     """By the code of the kernel: which sequence has a tile of query rows. Decodes have none, nor do four tokens with
     many keys."""
     as_torch(monkeypatch)
-    monkeypatch.setattr(hopper_beside, "gl", hopper_items.gl)
-    monkeypatch.setattr(hopper_beside, "tiles_of_prompts", hopper_beside.tiles_of_prompts.fn)
+    monkeypatch.setattr(mixed, "gl", work.gl)
+    monkeypatch.setattr(mixed, "tiles_of_prompts", mixed.tiles_of_prompts.fn)
     tokens = [1, 2, 4, 32, 3, 33, 0, 64, 65, 1, 1]
     starts = torch.tensor([0, *tokens], dtype=torch.int32).cumsum(0)
     lens = torch.tensor([5000, 5000, 5000, 5000, 9, 33, 0, 64, 65, 1, 1], dtype=torch.int32)
     tensors = SimpleNamespace(query_start_loc=Pointer(starts.int()), seq_lens=Pointer(lens))
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=len(tokens)))
-    division = tuning.division(hopper_decodes.ROWS, 64)._replace(at_once=16 // times, times=times)
+    division = tuning.division(mixed_decodes.ROWS, 64)._replace(at_once=16 // times, times=times)
     division = division._replace(long=4096, long_rows=16)
     wanted = [(s, tile) for s in (3, 4, 5, 7, 8) for tile in range(-(-tokens[s] // 32))]
     found = []
     for query_tile in range(len(wanted)):
-        s, before = hopper_beside.sequence_of.fn(query_tile, given, SimpleNamespace(G=4), division, 32)
+        s, before = mixed.sequence_of.fn(query_tile, given, SimpleNamespace(G=4), division, 32)
         found.append((int(s), query_tile - int(before)))
     assert found == wanted
-    tiles = hopper_beside.tiles_of_prompts(torch.arange(16), given, SimpleNamespace(G=4), division, 32)
+    tiles = mixed.tiles_of_prompts(torch.arange(16), given, SimpleNamespace(G=4), division, 32)
     assert tiles.sum() == len(wanted)
 
 
@@ -160,7 +161,7 @@ def test_each_tile_of_a_decode_has_one_program(name, monkeypatch):
     H, K = given.get("heads", (32, 8))
     tokens, lens, G = given["tokens"], given["lens"], H // K
     of_call, shapes = planned(sum(tokens) + given.get("padding", 0), len(lens), H, K)
-    plan = hopper_beside.plan(of_call, SMALL, shapes)
+    plan = mixed.plan(of_call, SMALL, shapes)
     short = [n * G <= (16 if keys > 4096 else 8) for n, keys in zip(tokens, lens, strict=True)]
     wanted = {
         (s, kh, token) for s in range(len(lens)) if short[s] for kh in range(K) for token in range(0, tokens[s], 8 // G)
@@ -175,8 +176,8 @@ def test_a_copy_brings_columns_of_a_block(layout):
     paged = layouts.paged_kv(layouts.kv_cache_view(layout, cache))
     of_call, _ = planned(1, 1, layout=layout)
     for cached, side in ((paged.key.squeeze(3), of_call.k_side), (paged.value, of_call.v_side)):
-        rows_n, rows_head, columns_head = hopper.matrix_of(side, of_call)
-        descriptor = hopper_decodes.describe(cached, side, of_call, B)
+        rows_n, rows_head, columns_head = dense.matrix_of(side, of_call)
+        descriptor = mixed_decodes.describe(cached, side, of_call, B)
         assert descriptor.block_shape == [B, 64]
         for block, kh, chunk in [(0, 0, 0), (N - 1, K - 1, 1), (2, 3, 1)]:
             row, column = block * rows_n + kh * rows_head, kh * columns_head + chunk * 64
@@ -235,4 +236,4 @@ def test_a_graph_serves_other_lengths():
 def took(T, S, H=32):
     """Whether this kernel serves so many tokens and sequences."""
     of_call, shapes = planned(T, S, H)
-    return hopper_beside.plan(of_call, H200, shapes) is not None
+    return mixed.plan(of_call, H200, shapes) is not None

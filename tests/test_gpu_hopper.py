@@ -1,4 +1,4 @@
-"""The Hopper kernel (hopper.py): which calls it takes, where its copies read; mixed batches, on a GPU."""
+"""The Hopper kernel (dense.py): which calls it takes, where its copies read; mixed batches, on a GPU."""
 
 import dataclasses
 import itertools
@@ -15,16 +15,10 @@ import paged_ops
 from paged_ops import layouts, masks
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
-from paged_ops.lowerings.gpu.attention import (
-    hopper,
-    hopper_beside,
-    hopper_items,
-    hopper_parts,
-    hopper_rows,
-    prefill,
-    tuning,
-)
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import consumer, dense, head_chunks, mixed, work
+from paged_ops.lowerings.gpu.attention.triton import prefill
 
 N, H = 5, 8
 CACHES = [
@@ -52,7 +46,7 @@ def spec_of(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None =
 
 
 def takes(*cache: torch.Tensor, **given) -> bool:
-    return not hopper.serves(spec_of(*cache, **given), None)
+    return not dense.serves(spec_of(*cache, **given), None)
 
 
 def test_kernels_that_zero_counters_have_launchers_of_their_own():
@@ -60,7 +54,7 @@ def test_kernels_that_zero_counters_have_launchers_of_their_own():
     of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 2048, 2
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), None, H, 2, 0.1, 2, S, T))
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
-    first, other = (module.plan(of_call, of_gpu, shapes).launches[0] for module in (hopper, prefill))
+    first, other = (module.plan(of_call, of_gpu, shapes).launches[0] for module in (dense, prefill))
     assert first._launcher._kernel is other._launcher._kernel and first._launcher is not other._launcher
     assert "taken" in other._without and "taken" not in first._without
 
@@ -84,13 +78,13 @@ def test_copies_read_keys_and_values_that_lie_apart():
 def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
     """Of each part of the columns, what a copy brings, by the strides of its descriptor."""
     call = spec_of(key, value, torch.zeros(64, key.shape[2], key.shape[4], dtype=key.dtype))
-    shape, B, K = hopper.shape_of(call, 227 << 10), key.shape[1], key.shape[2]
+    shape, B, K = dense.shape_of(call, 227 << 10), key.shape[1], key.shape[2]
     page, sides = shape.page, ((key.squeeze(3), call.k_side, shape.k_parts), (value, call.v_side, shape.v_parts))
     for cache, side, parts in sides:
-        rows_n, rows_head, columns_head = hopper.matrix_of(side, call)
+        rows_n, rows_head, columns_head = dense.matrix_of(side, call)
         for n, part in enumerate(parts):
-            first = hopper_parts.first_of(parts, n, side.size)
-            descriptor = hopper.describe(cache, side, call, page, part)
+            first = head_chunks.first_of(parts, n, side.size)
+            descriptor = dense.describe(cache, side, call, page, part)
             box, strides = descriptor.block_shape, descriptor.strides
             assert box == [page // 8, max(part // 64, 1), 8, min(part, 64)]
             for block, kh, j in [(0, 0, 0), (N - 1, K - 1, B - page), (2, K // 2, B // page // 2 * page)]:
@@ -114,12 +108,12 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
 )  # fmt: skip
 def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
     """Keys of a tile, tiles of keys and values, tiles of query rows."""
-    monkeypatch.setattr(hopper, "TRITON", (3, 6))
+    monkeypatch.setattr(dense, "TRITON", (3, 6))
     key, value = (torch.zeros(N, 16, 2, size, dtype=torch.float16) for size in (D, Dv))
-    chosen = hopper.shape_of(spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16)), 227 << 10)
+    chosen = dense.shape_of(spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16)), 227 << 10)
     assert (chosen.N, chosen.stages, chosen.slots) == shape
     used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (D + sum(chosen.v_parts))
-    assert 2 * used + hopper.OTHERS <= 227 << 10
+    assert 2 * used + dense.OTHERS <= 227 << 10
 
 
 @pytest.mark.parametrize(
@@ -138,10 +132,10 @@ def test_three_consumers_multiply_narrow_heads_where_items_fill_the_programs(D, 
     key, value = (torch.zeros(N, 16, 4, D, dtype=torch.bfloat16) for _ in range(2))
     call = spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.bfloat16))
     chosen = consumers if target.TRITON < (3, 9) else 2
-    assert hopper.consumers_of(call, SimpleNamespace(processors=132), T) == chosen
-    shape = hopper.shape_of(call, 227 << 10, consumers)
+    assert dense.consumers_of(call, SimpleNamespace(processors=132), T) == chosen
+    shape = dense.shape_of(call, 227 << 10, consumers)
     assert shape.M == 64 * consumers
-    assert 2 * (shape.slots * shape.M * D + shape.stages * shape.N * 2 * D) + hopper.OTHERS <= 227 << 10
+    assert 2 * (shape.slots * shape.M * D + shape.stages * shape.N * 2 * D) + dense.OTHERS <= 227 << 10
     # Of all threads: those of the first role have what the others leave of the 65536 registers.
     assert len(shape.registers) == (4 if consumers == 3 else 3)
 
@@ -161,7 +155,7 @@ def test_short_windows_take_two_consumers(features, short):
     key, value = (torch.zeros(N, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
     call = spec_of(key.unsqueeze(3), value, torch.zeros(1, 32, 64, dtype=torch.bfloat16), **features)
     numbers = spec.numbers_of(Features(**features), None, 32, 4, 0.1, 2, 1, 8192)
-    assert hopper.has_short_spans(call, numbers) == short
+    assert dense.has_short_spans(call, numbers) == short
 
 
 @pytest.mark.parametrize(
@@ -184,25 +178,25 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     starts, P = [0, *itertools.accumulate(q for q, _ in sequences)], of_gpu.processors
     T, S = starts[-1], len(sequences)
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), None, 32, 8, 0.1, 2, S, T))
-    _, launch, _ = hopper.plan(call, of_gpu, shapes).launches
+    _, launch, _ = dense.plan(call, of_gpu, shapes).launches
     constants, (short,) = launch._launcher._constants, launch._more
     as_torch(monkeypatch)
     tensors = SimpleNamespace(
         seq_lens=Pointer(torch.tensor([n for _, n in sequences], dtype=torch.int32)),
         query_start_loc=Pointer(torch.tensor(starts, dtype=torch.int32)),
     )
-    few = hopper_items.light_programs(tensors, S, short, P, call.G, constants["DIVISION"], constants["SHAPE"].M, 4)
+    few = work.light_programs(tensors, S, short, P, call.G, constants["DIVISION"], constants["SHAPE"].M, 4)
     begun: dict[bool, list[int]] = {False: [], True: []}
     followed = {}
     for program in range(P):
-        hopper_items.gl.program_id = lambda axis, program=program: program
-        reverse, start, item = hopper_items.first_item(few, P)
+        work.gl.program_id = lambda axis, program=program: program
+        reverse, start, item = work.first_item(few, P)
         begun[bool(reverse)].append(int(item))
         followed[bool(reverse)] = int(start)
     assert launch.grid(shapes.numbers) == (P, 1, 1)
     for end, start in followed.items():
         assert begun[end] == list(range(start))
-    assert short == hopper.SHORT
+    assert short == dense.SHORT
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
@@ -210,7 +204,7 @@ def test_tiles_are_swizzled_as_copies_are(size):
     """TMA exchanges the pieces of 16 bytes of a line of 128 by the line's number: bits 4 to 6 of an address by 7 to 9,
     or fewer of both if rows are shorter."""
     rows, group = 32, min(size, 64)
-    bases = hopper_parts.tile_layout(rows, size).offset_bases
+    bases = head_chunks.tile_layout(rows, size).offset_bases
     assert len(bases) == (rows * size).bit_length() - 1
     lanes = {64: 7, 32: 3, 16: 1}[group]
     for offset in range(rows * size):
@@ -278,7 +272,7 @@ class Launched:
         return True
 
     def __call__(self, grid, tensors, numbers, short, *descriptors, addresses):
-        assert len(descriptors) == 2 * hopper.MOST_PARTS
+        assert len(descriptors) == 2 * dense.MOST_PARTS
         self.by_triton.append((tensors, addresses, [each for each in descriptors if each is not None]))
 
 
@@ -298,7 +292,7 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     caches = [torch.zeros(N, 2, 16, 2, 128, dtype=torch.float16) for _ in range(2)]
     first, second = (call_of(torch.zeros(64, H, 128, dtype=torch.float16), each) for each in caches)
     launched = Launched()
-    launch = hopper.HopperLaunch(launched, (1, 1, 1), -1, False, spec_of(first.key_cache, first.value_cache), N, 16)
+    launch = dense.HopperLaunch(launched, (1, 1, 1), -1, False, spec_of(first.key_cache, first.value_cache), N, 16)
     assert not launch.at(addresses_of(first), None)  # Triton looks at the first
     launch(first, spec.Numbers(*range(12)), addresses_of(first))
     assert launch.at(addresses_of(second), None)
@@ -324,7 +318,7 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
     )
     given = call_of(query, kv_cache)
     launched = Launched()
-    launch = hopper.HopperLaunch(
+    launch = dense.HopperLaunch(
         launched, (1, 1, 1), -1, copied, spec_of(given.key_cache, given.value_cache, query), N, 16
     )
     for _ in range(2):
@@ -377,10 +371,10 @@ def as_torch(monkeypatch):
         int64=torch.int64,
         float32=torch.float32,
     )
-    monkeypatch.setattr("paged_ops.lowerings.gpu.attention.tile.tl", language)
-    monkeypatch.setattr(hopper_items, "LIGHT", hopper_items.LIGHT.value)
+    monkeypatch.setattr("paged_ops.lowerings.gpu.attention.shared.tile.tl", language)
+    monkeypatch.setattr(work, "LIGHT", work.LIGHT.value)
     functions = "oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile"
-    for module in (hopper_items, hopper_rows):
+    for module in (work, consumer):
         monkeypatch.setattr(module, "gl", language)
         for name in (*functions, "light_programs", "first_item"):
             if hasattr(module, name):
@@ -415,7 +409,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     numbers = SimpleNamespace(window=window, chunk=chunk, S=len(sequences))
     for item in range(num_tiles * K):
         kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end, oldest = (
-            int(each) for each in hopper_items.work_item(item, num_tiles, tensors, numbers, -1, *constants)
+            int(each) for each in work.work_item(item, num_tiles, tensors, numbers, -1, *constants)
         )
         if count == 0 or kh:
             continue
@@ -427,14 +421,14 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
         if (window or chunk) and want.any():
             assert oldest == want.any(0).nonzero()[0]
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
-        low, last = hopper_rows.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
+        low, last = consumer.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
         for tile in range(end_tile - count, end_tile):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)
             masked = tile == end_tile - 1 or tile >= full_end or (bounded and tile < full_start)
             nothing = torch.full((len(i),), -torch.inf)
             qk = torch.zeros(len(i), BLOCK_N)
-            p, *_ = hopper_rows.softmax_tile(qk, nothing, 1.0, (0, 0), last, low, j, n, masked, True, bounded, False)
+            p, *_ = consumer.softmax_tile(qk, nothing, 1.0, (0, 0), last, low, j, n, masked, True, bounded, False)
             got[:, j] = p > 0
         assert torch.equal(got[:, :n], want[:, : got.shape[1]]) and not want[:, got.shape[1] :].any()
         assert not got[:, n:].any()
@@ -453,11 +447,9 @@ def test_items_are_each_tile_of_each_head_once(K, heads, monkeypatch):
     found = []
     for item in range(num_tiles * K):
         shape, numbers = SimpleNamespace(M=32, N=16, heads=heads), SimpleNamespace(window=0, chunk=0, S=3)
-        fields = hopper_items.work_item(item, num_tiles, tensors, numbers, -1, *constants, shape, 4)
-        if int(fields[hopper_items.COUNT]):
-            found.append(
-                tuple(int(fields[n]) for n in (hopper_items.KV_HEAD, hopper_items.SEQUENCE, hopper_items.FIRST_TOKEN))
-            )
+        fields = work.work_item(item, num_tiles, tensors, numbers, -1, *constants, shape, 4)
+        if int(fields[work.COUNT]):
+            found.append(tuple(int(fields[n]) for n in (work.KV_HEAD, work.SEQUENCE, work.FIRST_TOKEN)))
     tiles = [(s, first) for s, q_len in enumerate((40, 1, 16)) for first in range(0, q_len, 8)]
     groups = [range(first, first + heads) for first in range(0, K, heads)]
     assert found == [(kh, *tile) for group in groups for tile in reversed(tiles) for kh in group]
@@ -472,8 +464,8 @@ on_hopper = pytest.mark.skipif(
 
 def take_three_consumers(monkeypatch):
     """Also where two would be chosen."""
-    monkeypatch.setattr(hopper, "consumers_of", lambda *_: 3)
-    monkeypatch.setattr(hopper, "SPAN_OF_THREE", 0)
+    monkeypatch.setattr(dense, "consumers_of", lambda *_: 3)
+    monkeypatch.setattr(dense, "SPAN_OF_THREE", 0)
 
 
 def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **options):
@@ -495,13 +487,13 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **
     call = (query, kv_cache, tables.to(GPU), lens.to(GPU), starts.to(GPU), 0.1)
     bounds = []
 
-    assert issubclass(hopper_beside.BesideLaunch, hopper.HopperLaunch)  # imported before the name is replaced
+    assert issubclass(mixed.BesideLaunch, dense.HopperLaunch)  # imported before the name is replaced
 
-    def noted(launcher, grid, bound, *rest, launch=hopper.HopperLaunch):
+    def noted(launcher, grid, bound, *rest, launch=dense.HopperLaunch):
         bounds.append(bound)
         return launch(launcher, grid, bound, *rest)
 
-    monkeypatch.setattr(hopper, "HopperLaunch", noted)
+    monkeypatch.setattr(dense, "HopperLaunch", noted)
     attention.forget()
     got, got_lse = paged_ops.paged_attention_with_lse(*call, **options)
     assert bounds == [short]
@@ -521,7 +513,7 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **
     "sequences", [LONG + SHORT, SHORT + LONG, SHORT[:9] + LONG + SHORT[9:]], ids=["last", "first", "around"]
 )
 def test_short_sequences_beside_long_ones(sequences, monkeypatch):
-    check_against_triton(sequences, 32, 8, hopper.SHORT, monkeypatch)
+    check_against_triton(sequences, 32, 8, dense.SHORT, monkeypatch)
 
 
 @pytest.mark.gpu
@@ -535,7 +527,7 @@ def test_short_sequences_beside_long_ones(sequences, monkeypatch):
     ids=["64-heads", "71-heads"],
 )
 def test_sequences_of_many_rows(sequences, heads, monkeypatch):
-    check_against_triton(sequences, *heads, hopper.SHORT_OF_MANY_ROWS, monkeypatch)
+    check_against_triton(sequences, *heads, dense.SHORT_OF_MANY_ROWS, monkeypatch)
 
 
 @pytest.mark.gpu
@@ -582,7 +574,7 @@ def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeyp
 @pytest.mark.parametrize("sizes", [(192, 128), (192, None), (96, None), (80, None), (112, None), (128, 64)], ids=str)
 def test_head_sizes(sizes, options, monkeypatch):
     D, Dv = sizes
-    check_against_triton(LONG + SHORT, 32, 8, hopper.SHORT, monkeypatch, D, Dv, **options)
+    check_against_triton(LONG + SHORT, 32, 8, dense.SHORT, monkeypatch, D, Dv, **options)
 
 
 @pytest.mark.gpu
@@ -604,7 +596,7 @@ def test_three_consumers(heads, options, monkeypatch):
     if "sinks" in options:
         options = {"sinks": options["sinks"] * torch.randn(heads[0], device=GPU)}
     take_three_consumers(monkeypatch)
-    short = hopper.short_keys(16, 26, sum(q for q, _ in LONG + SHORT) * heads[0] // heads[1] // 128 * heads[1], 132)
+    short = dense.short_keys(16, 26, sum(q for q, _ in LONG + SHORT) * heads[0] // heads[1] // 128 * heads[1], 132)
     check_against_triton(LONG + SHORT, *heads, short, monkeypatch, 64, **options)
 
 
@@ -613,7 +605,7 @@ def test_three_consumers(heads, options, monkeypatch):
 @pytest.mark.parametrize("heads", [(48, 48), (64, 32)], ids=str)
 def test_heads_in_groups(heads, monkeypatch):
     """More key/value heads than are served at a time."""
-    check_against_triton([(900, 1500), (300, 300)], *heads, hopper.SHORT, monkeypatch, 192, 128)
+    check_against_triton([(900, 1500), (300, 300)], *heads, dense.SHORT, monkeypatch, 192, 128)
 
 
 @pytest.mark.gpu
@@ -621,14 +613,14 @@ def test_heads_in_groups(heads, monkeypatch):
 @pytest.mark.parametrize("lens", [(512, 16384), (130, 3000), (4096, 4096)], ids=str)
 def test_about_one_item_a_program(lens, monkeypatch):
     """Who takes the last items: each is taken once."""
-    check_against_triton([lens], 32, 8, -1 if lens[0] < 4096 else hopper.SHORT, monkeypatch)
+    check_against_triton([lens], 32, 8, -1 if lens[0] < 4096 else dense.SHORT, monkeypatch)
 
 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("window", [0, 512])
 @pytest.mark.parametrize(
-    ("D", "heads", "short"), [(64, (8, 8), -1), (128, (32, 8), hopper.SHORT), (256, (8, 4), -1)], ids=str
+    ("D", "heads", "short"), [(64, (8, 8), -1), (128, (32, 8), dense.SHORT), (256, (8, 4), -1)], ids=str
 )
 def test_ranges(D, heads, short, window, monkeypatch):
     """Images in long prompts, padding that would open more, sequences without any."""
@@ -645,8 +637,8 @@ def test_ranges(D, heads, short, window, monkeypatch):
 
 
 def test_which_sequences_are_short():
-    assert hopper.short_keys(16, 512, 0, 132) == -1  # a decode batch
-    assert hopper.short_keys(16, 512, 395, 132) == -1
-    assert hopper.short_keys(16, 512, 396, 132) == hopper.SHORT
-    assert hopper.short_keys(64, 44, 0, 132) == hopper.SHORT_OF_MANY_ROWS
-    assert hopper.short_keys(64, 43, 0, 132) == -1
+    assert dense.short_keys(16, 512, 0, 132) == -1  # a decode batch
+    assert dense.short_keys(16, 512, 395, 132) == -1
+    assert dense.short_keys(16, 512, 396, 132) == dense.SHORT
+    assert dense.short_keys(64, 44, 0, 132) == dense.SHORT_OF_MANY_ROWS
+    assert dense.short_keys(64, 43, 0, 132) == -1

@@ -1,4 +1,4 @@
-"""The Hopper kernel over fp8 caches (hopper_fp8.py): which calls it takes, where its copies read, how bytes lie in
+"""The Hopper kernel over fp8 caches (fp8.py): which calls it takes, where its copies read, how bytes lie in
 shared memory; batches against float64, on a GPU."""
 
 import dataclasses
@@ -14,8 +14,9 @@ import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
-from paged_ops.lowerings.gpu.attention import decode, hopper, hopper_fp8, hopper_parts
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
+from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, head_chunks
+from paged_ops.lowerings.gpu.attention.triton import decode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 N = 5
@@ -60,16 +61,16 @@ def spec_of(key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype = torch.b
 def test_copies_read_the_bytes(layout, B, K, D, stored):
     key, value = split_cache(layout, B, K, D, stored)
     of_call = spec_of(key, value)
-    assert not hopper_fp8.serves(of_call, H200) and hopper.serves(of_call, H200)
-    pairs = hopper_fp8.in_pairs(of_call)
-    shape, of_bytes = hopper_fp8.shapes_of(pairs, 227 << 10)
-    launch = hopper_fp8.Fp8Launch(None, (1, 1, 1), None, False, pairs, N, shape.page)
+    assert not fp8.serves(of_call, H200) and dense.serves(of_call, H200)
+    pairs = fp8.in_pairs(of_call)
+    shape, of_bytes = fp8.shapes_of(pairs, 227 << 10)
+    launch = fp8.Fp8Launch(None, (1, 1, 1), None, False, pairs, N, shape.page)
     page = shape.page
     for cache, side, matrix, parts in (
         (key.squeeze(3), pairs.k_side, of_bytes.k_matrix, of_bytes.k_parts),
         (value, pairs.v_side, of_bytes.v_matrix, of_bytes.v_parts),
     ):
-        descriptor, *others = launch._describe(cache, side, hopper_parts.parts_of)
+        descriptor, *others = launch._describe(cache, side, head_chunks.parts_of)
         assert others == [None, None] and parts == (D // 2,)
         for block, j, kh in [(0, 0, 0), (N - 1, B - page, K - 1), (2, 0, K - 1)]:
             row, rest = divmod(block * matrix.rows_n + kh * matrix.rows_head + j, 8)
@@ -83,8 +84,8 @@ def test_copies_read_the_bytes(layout, B, K, D, stored):
 
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_words_lie_as_their_halves(size):
-    words = hopper_fp8.words_layout(64, size).offset_bases
-    halves = hopper_parts.tile_layout(64, size).offset_bases
+    words = fp8.words_layout(64, size).offset_bases
+    halves = head_chunks.tile_layout(64, size).offset_bases
     assert len(halves) == len(words) + 1 == (64 * size).bit_length() - 1 and halves[0] == [0, 1]
     assert [[row, 2 * column] for row, column in words] == halves[1:]
 
@@ -94,10 +95,10 @@ def test_words_lie_as_their_halves(size):
 def test_tiles_fit_shared_memory(D, Dv, stages, dtype):
     """Tiles of query rows, tiles that are multiplied, and tiles of bytes."""
     key, value = torch.zeros(N, 16, 2, 1, D).to(E4M3), torch.zeros(N, 16, 2, Dv).to(E4M3)
-    shape, of_bytes = hopper_fp8.shapes_of(hopper_fp8.in_pairs(spec_of(key, value, dtype)), 227 << 10)
+    shape, of_bytes = fp8.shapes_of(fp8.in_pairs(spec_of(key, value, dtype)), 227 << 10)
     assert shape.N == 128 and (shape.slots, shape.stages, of_bytes.stages) == stages
     used = 2 * (shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)) + of_bytes.stages * shape.N * (D + Dv)
-    assert used + hopper.OTHERS <= 227 << 10
+    assert used + dense.OTHERS <= 227 << 10
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_leaves_to_others(changes, reason):
     cache = {name: changes.get(name, each) for name, each in sizes.items()}
     stored = cache.pop("stored")
     key, value = (each.to(stored) for each in split_cache(**cache))
-    assert any(each.startswith(reason) for each in hopper_fp8.serves(spec_of(key, value, **features), H200))
+    assert any(each.startswith(reason) for each in fp8.serves(spec_of(key, value, **features), H200))
 
 
 @pytest.mark.parametrize(
@@ -129,10 +130,10 @@ def test_batches_that_it_takes(T, S, taken):
     """Decode and speculation of equal lengths are decode.py's."""
     of_call = spec_of(*split_cache("NHD", 16, 2, 128), k_scale=torch.ones(1), v_scale=torch.ones(1))
     numbers = spec.numbers_of(Features(), None, 8, 2, 0.1, 2, S, T)
-    plan = hopper_fp8.plan(of_call, H200, spec.Shapes(T, S, N, 2, True, numbers))
+    plan = fp8.plan(of_call, H200, spec.Shapes(T, S, N, 2, True, numbers))
     assert (plan is not None) == taken
     kernels = list(attention._kernels(H200))
-    assert kernels.index(hopper_fp8) < kernels.index(decode)
+    assert kernels.index(fp8) < kernels.index(decode)
 
 
 @pytest.mark.gpu
@@ -233,12 +234,12 @@ def test_a_graph_serves_other_lengths():
 
 def noted_plans(monkeypatch):
     """The plans that the kernel makes from now on."""
-    plans, plan = [], hopper_fp8.plan
+    plans, plan = [], fp8.plan
 
     def noted(*given):
         plans.append(plan(*given))
         return plans[-1]
 
-    monkeypatch.setattr(hopper_fp8, "plan", noted)
+    monkeypatch.setattr(fp8, "plan", noted)
     attention.forget()
     return plans

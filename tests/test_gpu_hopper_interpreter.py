@@ -20,10 +20,11 @@ from paged_ops import testing
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import spec as specs
 from paged_ops.lowerings.gpu import target
-from paged_ops.lowerings.gpu.attention import decode, tuning
-from paged_ops.lowerings.gpu.attention import plan as attention
-from paged_ops.lowerings.gpu.attention.tile import Batch
-from paged_ops.lowerings.gpu.attention.units import locate, sequence, shares, unit_after
+from paged_ops.lowerings.gpu.attention import call as attention
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
+from paged_ops.lowerings.gpu.attention.shared.work_split import locate, sequence, shares, unit_after
+from paged_ops.lowerings.gpu.attention.triton import decode
 
 pytestmark = pytest.mark.interpreter
 

@@ -16,11 +16,11 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention import hopper_fp8, hopper_items
-from paged_ops.lowerings.gpu.attention.hopper import Shared
+from paged_ops.lowerings.gpu.attention.hopper import fp8, work
+from paged_ops.lowerings.gpu.attention.hopper.dense import Shared
 
 E4M3 = torch.float8_e4m3fn
-COUNT, ROW_START, FIELDS = (getattr(hopper_items, name).value for name in ("COUNT", "ROW_START", "FIELDS"))
+COUNT, ROW_START, FIELDS = (getattr(work, name).value for name in ("COUNT", "ROW_START", "FIELDS"))
 TORN = "half written"
 
 
@@ -162,15 +162,15 @@ def by_code(monkeypatch, told, loaded):
         "first_item": lambda *_: (False, 0, 0), "rows_of": lambda *_: None,
         "get": lambda items, slot, field, _: Number(items.index(slot * FIELDS + field).content),
         "fence_async_shared": lambda: None, "halve_rows": halve_rows, "as_words": lambda given, *_: given,
-        "widen_words": lambda words, _: (words, words), "convert": hopper_fp8.convert.fn,
+        "widen_words": lambda words, _: (words, words), "convert": fp8.convert.fn,
     }  # fmt: skip
     names = "COUNT", "KV_HEAD", "SEQUENCE", "SEQ_LEN", "END_TILE", "ROW_START", "Q_LEN", "FIRST_TOKEN"
-    stubs |= {name: getattr(hopper_items, name).value for name in names}
-    for module in (hopper_items, hopper_fp8):
+    stubs |= {name: getattr(work, name).value for name in names}
+    for module in (work, fp8):
         for name, stub in stubs.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stub)
-    return hopper_items.scheduler.fn, hopper_items.producer.fn, hopper_fp8.converter.fn
+    return work.scheduler.fn, work.producer.fn, fp8.converter.fn
 
 
 class Joined:
@@ -234,8 +234,8 @@ def consumer(which, told, shared):
 def test_roles_wait_for_each_other(D, dtype, monkeypatch):
     query, tables = torch.zeros(64, 8, D, dtype=dtype), torch.zeros(4, 2, dtype=torch.int32)
     key, value = torch.zeros(5, 16, 1, 1, D).to(E4M3), torch.zeros(5, 16, 1, D).to(E4M3)
-    pairs = hopper_fp8.in_pairs(spec.spec_of(query, key, value, 0, tables, None, Features(), dtype, True))
-    shape, of_bytes = hopper_fp8.shapes_of(pairs, 227 << 10)
+    pairs = fp8.in_pairs(spec.spec_of(query, key, value, 0, tables, None, Features(), dtype, True))
+    shape, of_bytes = fp8.shapes_of(pairs, 227 << 10)
     for seed in range(40):
         with monkeypatch.context() as patched:
             run_once(patched, seed, pairs, shape, of_bytes, dtype == torch.bfloat16)

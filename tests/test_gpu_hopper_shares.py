@@ -1,4 +1,4 @@
-"""The Hopper kernel for several query rows per key/value head (hopper_shares.py): which calls it takes; batches against
+"""The Hopper kernel for several query rows per key/value head (shares.py): which calls it takes; batches against
 float64, on a GPU."""
 
 import math
@@ -17,8 +17,10 @@ import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention import decode, hopper, hopper_items, hopper_shares, hopper_units, units
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
+from paged_ops.lowerings.gpu.attention.hopper import dense, shares, work, work_shares
+from paged_ops.lowerings.gpu.attention.shared import work_split
+from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.target import Target
 
 LENS = [1, 16, 100, 0, 4096, 63, 64, 65, 777, 2048, 128, 129]
@@ -83,11 +85,11 @@ def planned(H, K, T, S, D=128, **features):
 )  # fmt: skip
 def test_batches_that_it_takes(H, K, T, S, rows):
     of_call, shapes = planned(H, K, T, S)
-    plan = hopper_shares.plan(of_call, H200, shapes)
+    plan = shares.plan(of_call, H200, shapes)
     assert (plan is not None) == (rows is not None)
     kernels = list(attention._kernels(H200))
-    assert kernels.index(hopper_shares) < kernels.index(hopper) < kernels.index(decode)
-    assert not hopper_shares.serves(of_call, H200)
+    assert kernels.index(shares) < kernels.index(dense) < kernels.index(decode)
+    assert not shares.serves(of_call, H200)
     if plan is not None:
         launch, merge = plan.launches
         assert launch._launcher._constants["SHAPE"].M == merge._launcher._constants["TILE"].M == rows
@@ -103,7 +105,7 @@ def test_batches_below_are_taken(name):
     T, S = sum(given["tokens"]) + given.get("padding", 0), len(given["lens"])
     masks = {each: given[each] for each in ("sliding_window", "attention_chunk") if each in given}
     of_call, _ = planned(*given["heads"], T, S, given.get("D", 128), **masks)
-    assert hopper_shares.tile_rows(of_call, T, S)
+    assert shares.tile_rows(of_call, T, S)
 
 
 def parts_by_the_code(plan, q_lens, lens, monkeypatch):
@@ -111,12 +113,12 @@ def parts_by_the_code(plan, q_lens, lens, monkeypatch):
     parts, each its first tile, its tiles, and its program; and the tiles of each sequence. What the merge takes for a
     divided unit are its parts."""
     as_torch(monkeypatch)
-    hopper_items.gl.sum = lambda values, axis=0: values.sum().item()  # *= would change a tensor's other names, too
-    for module in (units, hopper_units):
+    work.gl.sum = lambda values, axis=0: values.sum().item()  # *= would change a tensor's other names, too
+    for module in (work_split, work_shares):
         for name, given in list(vars(module).items()):
             if isinstance(given, triton.JITFunction):
                 monkeypatch.setattr(module, name, given.fn)
-        monkeypatch.setattr(module, "tl" if module is units else "gl", hopper_items.gl)
+        monkeypatch.setattr(module, "tl" if module is work_split else "gl", work.gl)
     first, merge = (launch._launcher._constants for launch in (plan.launches[0], plan.launches[-1]))
     SPEC, DIVISION, TILE, (P, _, _) = first["SPEC"], first["DIVISION"], merge["TILE"], plan.launches[0].grid(None)
     starts = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0).int()
@@ -125,24 +127,27 @@ def parts_by_the_code(plan, q_lens, lens, monkeypatch):
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=S, window=100, chunk=0))
     parts: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for p in range(P):
-        left, s, kh, token, tile = hopper_units.share_of(torch.tensor(p), P, given, SPEC, DIVISION, TILE)
+        left, s, kh, token, tile = work_shares.share_of(torch.tensor(p), P, given, SPEC, DIVISION, TILE)
         while left > 0:
-            _, q_len, _, _, _, count, seen = hopper_units.part_of(s, token, tile, left, given, SPEC, DIVISION, TILE)
+            _, q_len, _, _, _, count, seen = work_shares.part_of(s, token, tile, left, given, SPEC, DIVISION, TILE)
             assert 1 <= seen <= count
             if q_len > 0:
                 parts.setdefault((int(s), int(kh), int(token)), []).append((int(tile), int(count), p))
             left = left - count
-            s, kh, token, tile = hopper_units.part_after(s, kh, token, tile, q_len, left, given, SPEC, DIVISION, TILE)
-    _, _, _, first_tiles, end_tiles = units.sequence(torch.arange(S), given, SPEC, DIVISION, TILE.N)
+            s, kh, token, tile = work_shares.part_after(s, kh, token, tile, q_len, left, given, SPEC, DIVISION, TILE)
+    _, _, _, first_tiles, end_tiles = work_split.sequence(torch.arange(S), given, SPEC, DIVISION, TILE.N)
     merged: dict[tuple[int, int, int], list[int]] = {}
     for p in range(P):
-        start, end, share, longer = units.shares(p, P, given, merge["SPEC"], merge["DIVISION"], TILE)
-        s, unit, tile = units.locate(end - 1, given, merge["SPEC"], merge["DIVISION"], TILE)
+        start, end, share, longer = work_split.shares(p, P, given, merge["SPEC"], merge["DIVISION"], TILE)
+        s, unit, tile = work_split.locate(end - 1, given, merge["SPEC"], merge["DIVISION"], TILE)
         left = end_tiles[s] - first_tiles[s] - 1 - tile
         key = int(s), int(unit) % SPEC.K, int(unit) // SPEC.K * TOKENS
         if start < end and left > 0 and key in parts:
             merged.setdefault(key, []).append(p)
-            of_unit = units.program_of(end - 1 - tile, share, longer), units.program_of(end - 1 + left, share, longer)
+            of_unit = (
+                work_split.program_of(end - 1 - tile, share, longer),
+                work_split.program_of(end - 1 + left, share, longer),
+            )
             assert [each[2] for each in parts[key]] == list(range(of_unit[0], of_unit[1] + 1))
     assert merged == {key: [each[2] for each in own[:-1]] for key, own in parts.items() if len(own) > 1}
     return parts, list(zip(first_tiles.tolist(), end_tiles.tolist(), strict=True))
@@ -177,9 +182,9 @@ SMALL = Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 16, 227 << 10
 def test_each_tile_has_one_program(heads, tokens, lens, masks, monkeypatch):
     (H, K), T, S = heads, sum(tokens), len(lens)
     of_call, shapes = planned(H, K, T, S, **masks)
-    plan = hopper_shares.plan(of_call, SMALL, shapes)
+    plan = shares.plan(of_call, SMALL, shapes)
     if plan is None:
-        assert masks.get("sliding_window") and H // K < hopper_shares.LARGE_GROUP
+        assert masks.get("sliding_window") and H // K < shares.LARGE_GROUP
         return
     TOKENS = plan.launches[-1]._launcher._constants["TILE"].M // (H // K)
     wanted = {(s, kh, token) for s in range(S) for kh in range(K) for token in range(0, tokens[s], TOKENS)}
@@ -188,22 +193,22 @@ def test_each_tile_has_one_program(heads, tokens, lens, masks, monkeypatch):
 
 def test_leaves_to_others():
     of_call, _ = planned(71, 1, 4, 4, bidirectional_ranges=torch.zeros(4, 1, 2, dtype=torch.int32))
-    assert hopper_shares.serves(of_call, H200) == ["ranges"]
+    assert shares.serves(of_call, H200) == ["ranges"]
     of_call, _ = planned(71, 1, 4, 4, alibi_slopes=torch.zeros(71))
-    assert "alibi" in hopper_shares.serves(of_call, H200)
+    assert "alibi" in shares.serves(of_call, H200)
     of_call, _ = planned(32, 8, 64, 64, sliding_window=100)
-    assert not hopper_shares.tile_rows(of_call, 64, 64)
+    assert not shares.tile_rows(of_call, 64, 64)
     of_call, _ = planned(71, 1, 4, 4, D=96)
-    assert [reason[:10] for reason in hopper_shares.serves(of_call, H200)] == ["head sizes"]
+    assert [reason[:10] for reason in shares.serves(of_call, H200)] == ["head sizes"]
 
 
 @pytest.mark.parametrize("M", [64, 128])
-@pytest.mark.parametrize("D", hopper.served_sizes())
+@pytest.mark.parametrize("D", dense.served_sizes())
 def test_tiles_fit_shared_memory(D, M):
     of_call, _ = planned(71, 1, 4, 4, D)
-    shape = hopper_shares.shape_of(of_call, M, 227 << 10)
+    shape = shares.shape_of(of_call, M, 227 << 10)
     used = shape.slots * M * D + shape.stages * shape.N * (sum(shape.k_parts) + sum(shape.v_parts))
-    assert shape.M == M and shape.stages >= 2 and 2 * used + hopper.OTHERS <= 227 << 10
+    assert shape.M == M and shape.stages >= 2 and 2 * used + dense.OTHERS <= 227 << 10
 
 
 @pytest.mark.parametrize(
@@ -212,7 +217,7 @@ def test_tiles_fit_shared_memory(D, M):
 def test_tiles(D, M, shape):
     """Keys of a tile, tiles of keys and values, tiles of query rows."""
     of_call, _ = planned(71, 1, 4, 4, D)
-    chosen = hopper_shares.shape_of(of_call, M, 227 << 10)
+    chosen = shares.shape_of(of_call, M, 227 << 10)
     assert (chosen.N, chosen.stages, chosen.slots) == shape
 
 

@@ -12,7 +12,7 @@ import triton
 
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import cache, launch, target
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
 
 H200 = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
 H, K, D, B, M = 32, 8, 128, 16, 64

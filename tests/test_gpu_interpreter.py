@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from paged_ops import layouts, registry, testing
 from paged_ops.lowerings import cpu, gpu
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
 
 pytestmark = pytest.mark.interpreter

@@ -14,7 +14,8 @@ import paged_ops
 from paged_ops.features import Features
 from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES, paged_kv, row_parts
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention import latent_hopper, latent_hopper_columns, latent_hopper_fp8
+from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
+from paged_ops.lowerings.gpu.attention.hopper import latent_few, latent_fp8
 
 R, D = 512, 576
 TARGET = SimpleNamespace(processors=132, device=torch.device("cpu"), backend="cuda", overlap=lambda: {"PDL": True})
@@ -76,15 +77,15 @@ def planned(
 )
 def test_few_rows_have_a_kernel_of_their_own(H, T, S, few):
     _, of_call, shapes = planned(H, T, S)
-    assert not latent_hopper_columns.serves(of_call, TARGET)
-    assert (latent_hopper_columns.plan(of_call, TARGET, shapes) is not None) == few
+    assert not latent_few.serves(of_call, TARGET)
+    assert (latent_few.plan(of_call, TARGET, shapes) is not None) == few
     assert latent_hopper.plan(of_call, TARGET, shapes) is not None
 
 
 @pytest.mark.parametrize(("B", "page"), [(64, 64), (16, 16), (24, 8), (128, 64)])
 def test_copies_read_the_blocks(B, page):
     key, of_call, shapes = planned(16, 4, 4, B)
-    launch = latent_hopper_columns.ColumnsLaunch(None, (1, 1, 1), of_call, shapes.N, page, latent_hopper_columns.ROWS)
+    launch = latent_few.ColumnsLaunch(None, (1, 1, 1), of_call, shapes.N, page, latent_few.ROWS)
     (descriptor,) = launch._describe(key)
     assert descriptor.block_shape == [page, 64]
     rows_n = of_call.v_side.n // of_call.v_side.b
@@ -104,9 +105,9 @@ def test_copies_read_the_bytes(name, B):
     cache = fp8_cache_of(5, B, columns)
     stored = cache if name == FP8_DS_MLA else cache.view(torch.float8_e4m3fn)
     key, of_call, shapes = planned(16, 4, 4, B, stored, name if name == FP8_DS_MLA else "auto")
-    assert not latent_hopper_fp8.serves(of_call, TARGET) and latent_hopper.serves(of_call, TARGET)
-    assert latent_hopper_fp8.plan(of_call, TARGET, shapes) is not None
-    launch = latent_hopper_fp8.BytesLaunch(None, (1, 1, 1), of_call, shapes.N, page, 16)
+    assert not latent_fp8.serves(of_call, TARGET) and latent_hopper.serves(of_call, TARGET)
+    assert latent_fp8.plan(of_call, TARGET, shapes) is not None
+    launch = latent_fp8.BytesLaunch(None, (1, 1, 1), of_call, shapes.N, page, 16)
     latents, rotated, scales = launch._describe(key)
     rows_n = of_call.v_side.n // of_call.v_side.b
     # The first pair of columns of each copy, as in the producer.
@@ -124,9 +125,9 @@ def test_copies_read_the_bytes(name, B):
 
 def test_what_the_kernel_of_bytes_refuses():
     _, of_call, _ = planned(16, 4, 4)
-    assert any("cache_dtype: expected float8" in reason for reason in latent_hopper_fp8.serves(of_call, TARGET))
+    assert any("cache_dtype: expected float8" in reason for reason in latent_fp8.serves(of_call, TARGET))
     _, of_call, _ = planned(16, 4, 4, 12, fp8_cache_of(5, 12, D).view(torch.float8_e5m2))
-    assert latent_hopper_fp8.serves(of_call, TARGET) == ["kv_cache: expected rows that TMA can address"]
+    assert latent_fp8.serves(of_call, TARGET) == ["kv_cache: expected rows that TMA can address"]
 
 
 @pytest.mark.gpu

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 
 import paged_ops
 from paged_ops.lowerings.gpu import counters
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.parts import INTEGERS, UNIT
+from paged_ops.lowerings.gpu.attention.shared.split_merge import INTEGERS, UNIT
 
 pytestmark = [
     pytest.mark.gpu,

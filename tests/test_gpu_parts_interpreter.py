@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from paged_ops.lowerings import cpu, gpu
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.parts import UNIT
+from paged_ops.lowerings.gpu.attention.shared.split_merge import UNIT
 
 pytestmark = pytest.mark.interpreter
 FAN_OF = tuning.fan_of

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_ops.lowerings.gpu import reduce
+from paged_ops.lowerings.gpu import fused_allreduce
 from paged_ops.parallel.reduce import rms_norm
 
 pytestmark = pytest.mark.interpreter
@@ -49,7 +49,7 @@ def run(rank, places, dtype, kind, two_shot, pipe):
             summed, normed = torch.empty(2, rows, C, dtype=dtype)
             inner = {"inner_weight": weight.flip(0).contiguous()} if "inner_eps" in KINDS[kind] else {}
             time.sleep(0.02 * ((rank + call) % 2))  # now one is late, now another
-            reduce.reduce_rows(
+            fused_allreduce.reduce_rows(
                 parts[rank],
                 residual if norms else None,
                 weight if norms else None,
@@ -62,7 +62,7 @@ def run(rank, places, dtype, kind, two_shot, pipe):
                 **inner,
             )
             wide = torch.empty(rows, len(places.by_rank) * C, dtype=dtype)
-            reduce.gather_columns(parts[rank], wide, places)  # the same places, at other turns
+            fused_allreduce.gather_columns(parts[rank], wide, places)  # the same places, at other turns
             results.append((summed.tolist(), normed.tolist() if norms else None, wide.tolist()))
         pipe.send(results)
     except BaseException:
@@ -85,7 +85,7 @@ def test_ranks_sum_what_they_send_each_other(W, dtype, kind, two_shot):
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(W):
-        places = reduce.Places(by_rank, *torch.zeros(2, R, dtype=torch.int32), rank)
+        places = fused_allreduce.Places(by_rank, *torch.zeros(2, R, dtype=torch.int32), rank)
         mine, theirs = context.Pipe()
         processes.append(context.Process(target=run, args=(rank, places, dtype, kind, two_shot, theirs), daemon=True))
         processes[-1].start()
@@ -129,7 +129,7 @@ def test_ranks_sum_what_they_send_each_other(W, dtype, kind, two_shot):
 
 def test_an_abort_ends_the_wait():
     by_rank = tuple(torch.full((2, R, 2, C), -1, dtype=torch.int32) for _ in range(2))
-    places = reduce.Places(by_rank, torch.zeros(R, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 0)
+    places = fused_allreduce.Places(by_rank, torch.zeros(R, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 0)
     x = torch.ones(2, C)
-    reduce.reduce_rows(x, None, None, torch.empty_like(x), None, places)
+    fused_allreduce.reduce_rows(x, None, None, torch.empty_like(x), None, places)
     assert (by_rank[1][0, :2, 0].view(torch.float32) == 1).all()

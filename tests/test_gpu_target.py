@@ -17,13 +17,13 @@ import triton
 import paged_ops
 from paged_ops import KVCache, Layout, layouts
 from paged_ops.bench import tune
-from paged_ops.hybrid import HybridCache
+from paged_ops.cache import HybridCache
+from paged_ops.cache.states import StateCache, StateSpec
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import blocks, counters, launch, target
-from paged_ops.lowerings.gpu.attention import plan as attention
+from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
-from paged_ops.states import StateCache, StateSpec
 
 PROPERTIES = [
     SimpleNamespace(name="NVIDIA A100", major=8, minor=0, multi_processor_count=108,

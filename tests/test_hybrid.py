@@ -11,11 +11,10 @@ import pytest
 import torch
 from cache_walk import EVENTS, Expected, Walk, admit_computed, check_invariants, state
 
-import paged_ops.cache
+import paged_ops.cache.kv_cache
 from paged_ops import KVCache, masks
-from paged_ops.allocator import BlockAllocator, OutOfBlocks
-from paged_ops.hybrid import HybridCache, blocks_within_reach
-from paged_ops.states import StateCache, StateSpec
+from paged_ops.cache import BlockAllocator, HybridCache, OutOfBlocks, blocks_within_reach
+from paged_ops.cache.states import StateCache, StateSpec
 
 
 def states(num_slots: int = 12, num_host_slots: int = 4) -> StateCache:

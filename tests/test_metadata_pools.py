@@ -13,9 +13,8 @@ from test_graphs import ImitatedGraph, ImitatedSession
 
 import paged_ops
 from paged_ops import graphs
-from paged_ops.cache import KVCache
+from paged_ops.cache import HybridCache, KVCache
 from paged_ops.graphs import DecodeGraphs, InputBuffers
-from paged_ops.hybrid import HybridCache
 from paged_ops.inspection import CompileReport
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, advance_decodes
 from paged_ops.metadata.buffers import Sizes

@@ -14,12 +14,12 @@ transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from paged_ops import AttentionMetadataBuilder, Batch, KVCache, graphs  # noqa: E402
+from paged_ops.cache import HybridCache  # noqa: E402
+from paged_ops.cache.states import StateCache, StateSpec  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
-from paged_ops.hybrid import HybridCache  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
-from paged_ops.integrations.recurrent import StateLayers  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
-from paged_ops.states import StateCache, StateSpec  # noqa: E402
+from paged_ops.integrations.transformers.recurrent import StateLayers  # noqa: E402
 
 B, V, NEW_TOKENS = 4, 256, 10
 LENGTHS = (1, 2, 3, 5, 9, 17, 24, 33)

@@ -12,10 +12,9 @@ from test_generation import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty,
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_ops import distribution, sampling
 from paged_ops.cache import KVCache
-from paged_ops.distribution import draw, penalize, random_key
-from paged_ops.generation import GenerationLoop, SamplingParams
+from paged_ops.generation import GenerationLoop, SamplingParams, distribution, sampling
+from paged_ops.generation.distribution import draw, penalize, random_key
 
 GENERATOR = torch.Generator().manual_seed(5)
 

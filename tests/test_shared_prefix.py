@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paged_ops.integrations.shared_prefix import PrefixFinder
+from paged_ops.integrations.vllm.shared_prefix import PrefixFinder
 
 
 def in_python(tables, lens, queries, B, least_tokens, least_sequences):

@@ -10,8 +10,8 @@ import torch
 import torch.utils._python_dispatch
 
 from paged_ops.cache import OutOfBlocks
+from paged_ops.cache.states import PADDING_ROW, StateCache, StateSpec
 from paged_ops.metadata import AttentionMetadataBuilder, Batch, advance_decodes
-from paged_ops.states import PADDING_ROW, StateCache, StateSpec
 
 SPECS = [StateSpec((3, 2), torch.float32), StateSpec((4,), torch.int64), StateSpec((), torch.bfloat16)]
 

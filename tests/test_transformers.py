@@ -17,9 +17,9 @@ from model_families import make_model as make_family  # noqa: E402
 from paged_ops.cache import KVCache  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
-from paged_ops.integrations.probe import reach_of  # noqa: E402
-from paged_ops.integrations.projections import fuse_projections  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM, attention  # noqa: E402
+from paged_ops.integrations.transformers.probe import reach_of  # noqa: E402
+from paged_ops.integrations.transformers.projections import fuse_projections  # noqa: E402
 from paged_ops.layouts import Layout  # noqa: E402
 
 NEW_TOKENS = 12

@@ -20,9 +20,9 @@ from paged_ops.cache import KVCache  # noqa: E402
 from paged_ops.fp8 import dequantise_rows, quantise_rows  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
-from paged_ops.integrations import latent as latent_attention  # noqa: E402
-from paged_ops.integrations.projections import fuse_projections  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
+from paged_ops.integrations.transformers import latent as latent_attention  # noqa: E402
+from paged_ops.integrations.transformers.projections import fuse_projections  # noqa: E402
 from paged_ops.layouts import Layout  # noqa: E402
 from paged_ops.metadata import AttentionMetadataBuilder, Batch  # noqa: E402
 

@@ -13,9 +13,12 @@ from model_table import NEW_TOKENS, by_transformers  # noqa: E402
 from model_table import prompts as table_prompts  # noqa: E402
 from test_transformers import CONFIGS, MORE_CONFIGS, WINDOW, B, expected, make_model, prompts  # noqa: E402
 
-from paged_ops.cache import KVCache  # noqa: E402
+from paged_ops.cache import (  # noqa: E402
+    HybridCache,
+    KVCache,
+    blocks_within_reach,
+)
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
-from paged_ops.hybrid import HybridCache, blocks_within_reach  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 

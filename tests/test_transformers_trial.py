@@ -163,7 +163,7 @@ def test_activations_that_are_rounded_to_int8(by_token: bool) -> None:
 
 
 def test_half_precision_may_differ_as_far_as_rounding_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_ops.integrations import trial
+    from paged_ops.integrations.transformers import trial
 
     for tolerance in (trial.TOLERANCE_OF_HALF, 1e-4):
         monkeypatch.setattr(trial, "TOLERANCE_OF_HALF", tolerance)

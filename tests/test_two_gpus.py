@@ -17,12 +17,12 @@ import paged_ops
 from paged_ops import KVCache, testing
 from paged_ops.bench import measure
 from paged_ops.bench.read import read
+from paged_ops.cache import HybridCache
+from paged_ops.cache.states import StateCache, StateSpec
 from paged_ops.graphs import DecodeGraphs
-from paged_ops.hybrid import HybridCache
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.registry import OPS
-from paged_ops.states import StateCache, StateSpec
 
 pytestmark = [
     pytest.mark.gpu,

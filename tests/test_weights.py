@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the e
 
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
-from paged_ops.integrations.weights import Weights  # noqa: E402
+from paged_ops.integrations.transformers.weights import Weights  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=8)
 PROMPT = [(7 * i) % 60 + 1 for i in range(24)]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.cache import KVCache
+from paged_ops.cache.hybrid import HybridCache
+from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs.modes import GraphKey
-from paged_ops.hybrid import HybridCache
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, GraphSupport
 
 

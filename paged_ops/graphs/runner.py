@@ -17,15 +17,15 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from paged_ops.cache import KVCache
+from paged_ops.cache.hybrid import HybridCache
+from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
 from paged_ops.graphs.inputs import InputBuffers, StepInputs
 from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mode
 from paged_ops.graphs.pieces import Pieces, check_pieces_exist
-from paged_ops.hybrid import HybridCache
+from paged_ops.lowerings.gpu.warm_up import WarmUp, prepare, warm_up, without_kernels
 from paged_ops.metadata import AttentionMetadata, Batch, GraphSupport, advance_decodes
-from paged_ops.warming import WarmUp, prepare, warm_up, without_kernels
 
 Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
 

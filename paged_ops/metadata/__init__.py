@@ -3,7 +3,7 @@
 ``step`` has what a model reads, ``builder`` fills it from a :class:`paged_ops.Batch`, ``buffers`` has its memory.
 """
 
-from paged_ops.batch import (
+from paged_ops.metadata.batch import (
     Batch,
     Ints,
     Reorderable,
@@ -14,12 +14,12 @@ from paged_ops.batch import (
     swaps_to_split_decodes_and_prefills,
     use_cascade_attention,
 )
-from paged_ops.hyperparameters import (
+from paged_ops.metadata.builder import AttentionMetadataBuilder
+from paged_ops.metadata.hyperparameters import (
     LayerHyperparameters,
     collect_layer_hyperparameters,
     common_layer_hyperparameters,
 )
-from paged_ops.metadata.builder import AttentionMetadataBuilder
 from paged_ops.metadata.step import (
     AttentionMetadata,
     CascadeMetadata,

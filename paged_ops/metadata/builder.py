@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.batch import Batch, blocks_for, largest, not_negative
-from paged_ops.bidirectional import ranges_of_step
+from paged_ops.cache.shard import WHOLE, Spread, widest
+from paged_ops.cache.states import PADDING_ROW
 from paged_ops.checks import expect
 from paged_ops.device import with_index
+from paged_ops.metadata.batch import Batch, blocks_for, largest, not_negative
+from paged_ops.metadata.bidirectional import ranges_of_step
 from paged_ops.metadata.buffers import Buffers, Sizes, Staging, prefers_compact
 from paged_ops.metadata.fill import Filler, compiled
 from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, ContextMetadata, GraphSupport
-from paged_ops.parallel.spread import WHOLE, Spread, widest
-from paged_ops.states import PADDING_ROW
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int32, device="cpu")
 _NO_RANGES = torch.zeros(0, 1, 2, dtype=torch.int32, device="cpu")

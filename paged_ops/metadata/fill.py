@@ -2,7 +2,7 @@
 
 A step takes some thirty torch ops otherwise, of 2 to 10 µs of the host each. The function serves steps without states,
 bidirectional ranges, a common prefix or a spread over ranks. It is compiled at the first build, in a tenth of a second
-(:mod:`paged_ops.native`); without a compiler, and for what it refuses, the builder's torch ops serve, which
+(:mod:`paged_ops.cpp`); without a compiler, and for what it refuses, the builder's torch ops serve, which
 also say what is wrong.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops import native
-from paged_ops.batch import Batch
+from paged_ops import cpp
+from paged_ops.metadata.batch import Batch
 from paged_ops.metadata.buffers import LEAST_SPREAD_BYTES, Buffers
 
 WIDE = {torch.int64: 1, torch.int32: 0}
@@ -51,7 +51,7 @@ class Step(ctypes.Structure):
     )
 
 
-SOURCE = native.Source(
+SOURCE = cpp.Source(
     Path(__file__).with_suffix(".cpp"), "fill_step", Step, ctypes.c_int64, "fill", "the step's metadata", (), True
 )
 
@@ -59,7 +59,7 @@ SOURCE = native.Source(
 @functools.cache
 def compiled() -> Callable[[Any], int] | None:
     """The C++ function, or None if no compiler can make it."""
-    return native.built(SOURCE)
+    return cpp.built(SOURCE)
 
 
 class Filler:

@@ -12,8 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from paged_ops.cache.shard import WHOLE, Spread, widest
 from paged_ops.checks import expect
-from paged_ops.parallel.spread import WHOLE, Spread, widest
 
 
 @dataclass
@@ -79,7 +79,7 @@ class AttentionMetadata:
         slot_mapping: int64 ``[T]``: ``block * B + offset`` of each token in the cache.
         num_computed_tokens_cpu: int32 ``[S]``, host: tokens that were in the cache before this step.
         positions: int64 ``[T]``: the position of each token in its sequence, for rotary embeddings.
-        state_slots: int32 ``[S]`` or None: the row of :class:`paged_ops.states.StateCache` that holds each sequence's
+        state_slots: int32 ``[S]`` or None: the row of :class:`paged_ops.cache.StateCache` that holds each sequence's
             state; the step writes the next one to row ``state_slots ^ 1``. 0 for padding.
         bidirectional_ranges: int32 ``[S, R, 2]`` or None: as :func:`paged_attention` takes them.
         cascade: present when the step was built with a common prefix (and without ``fast_build``). It tells of the

@@ -1,7 +1,7 @@
 """Attention over a cache whose tokens are spread over ranks: context parallelism.
 
 Long contexts with few key/value heads cannot be spread by heads any further: each rank then holds a part of every
-sequence's tokens. Block i of a sequence is on rank ``i % W`` (:mod:`paged_ops.parallel.spread` has the rule). A rank
+sequence's tokens. Block i of a sequence is on rank ``i % W`` (:mod:`paged_ops.cache.shard` has the rule). A rank
 attends to the keys that it holds, for all rows, and the parts are merged in one exchange
 (:mod:`paged_ops.parallel.exchange`). With K_r the keys on rank r::
 
@@ -37,12 +37,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paged_ops.cache.shard import Spread
 from paged_ops.checks import expect
 from paged_ops.fp8 import saturated
 from paged_ops.layouts import Layout, kv_cache_shape
 from paged_ops.metadata.step import AttentionMetadata, ContextMetadata
 from paged_ops.parallel.exchange import Exchange, prepare
-from paged_ops.parallel.spread import Spread
 
 _FP8 = torch.float8_e4m3fn
 REFUSED = ("alibi_slopes", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges")

@@ -10,7 +10,7 @@ stream and its norm::
 With an ``inner_weight`` it is the norm of s, by that weight and ``inner_eps``, that is added, as in Gemma-2.
 With ``rounds_first`` the quotient is rounded to x's dtype before it is multiplied, as Llama's norm does. So each number
 is rounded where a model that does these steps one by one rounds it. On GPUs that address each other's memory one
-kernel does all of it (``paged_ops/lowerings/gpu/reduce.py``); elsewhere the backend of the process group sums, in its
+kernel does all of it (``lowerings/gpu/fused_allreduce.py``); elsewhere the backend of the process group sums, in its
 own order.
 
 Gathers are for what is split by columns, such as logits: bit by bit what the ranks have, side by side.
@@ -65,7 +65,7 @@ class RowSums:
             if isinstance(made, str):
                 self.reason = made
             else:
-                from paged_ops.lowerings.gpu import reduce as kernels
+                from paged_ops.lowerings.gpu import fused_allreduce as kernels
 
                 self.reason, self._workspace = None, made
                 self.places = kernels.places(made, max_rows, columns, dtype)
@@ -250,7 +250,7 @@ def _gather_on_cuda(x: Tensor, sums: str) -> Tensor:
     out, known = _fake_gather(x, sums), _known[sums]
     if known.places is None or x.numel() > known.max_rows * known.columns:
         return _gather_by_backend(x, sums)
-    from paged_ops.lowerings.gpu import reduce as kernels
+    from paged_ops.lowerings.gpu import fused_allreduce as kernels
 
     kernels.gather_columns(x.contiguous(), out, known.places)
     return out
@@ -261,7 +261,7 @@ def _sum_on_cuda(x: Tensor, sums: str) -> Tensor:
     rows = x.numel() // known.columns
     if known.places is None or rows > known.max_rows:
         return _sum_by_backend(x, sums)
-    from paged_ops.lowerings.gpu import reduce as kernels
+    from paged_ops.lowerings.gpu import fused_allreduce as kernels
 
     two_shot = known.is_two_shot(rows)
     kernels.reduce_rows(x.contiguous(), None, None, summed, None, known.places, two_shot=two_shot)
@@ -279,7 +279,7 @@ def _add_norm_on_cuda(
     inner_weight: Tensor | None = None,
     inner_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    from paged_ops.lowerings.gpu import reduce as kernels
+    from paged_ops.lowerings.gpu import fused_allreduce as kernels
 
     inner = inner_weight, inner_eps
     summed, normed = _fake_add_norm(x, residual, weight, eps, sums, weight_offset, rounds_first, *inner)

@@ -1,7 +1,7 @@
 """Memory that all ranks of a group address: PyTorch's symmetric memory, with the reason where it cannot be had.
 
 Each rank allocates the same number of bytes on its GPU and maps those of the others. Kernels then write to another
-rank's memory and poll their own (``paged_ops/lowerings/gpu/peers.py``). NVLink multicast is not used.
+rank's memory and poll their own (``paged_ops/lowerings/gpu/mailboxes.py``). NVLink multicast is not used.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import get_backend_config
 
-from paged_ops.cache import KVCache
+from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
 
 STAGING = 64 << 20  # bytes of messages under way on a rank, at most, beside the largest block of all layers

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paged_ops.integrations import vllm_plugin
+from paged_ops.integrations.vllm import plugin as vllm_plugin
 
 
 def register() -> None:

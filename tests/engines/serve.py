@@ -78,7 +78,7 @@ def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
 
 def note_prefixes(worker: Any) -> list[int]:
     """The tokens of each shared prefix that a layer of this process attends to from now on, as they come."""
-    from paged_ops.integrations import vllm
+    from paged_ops.integrations.vllm import backend as vllm
 
     lengths: list[int] = []
     by_cascade = vllm._attend_by_cascade

@@ -29,8 +29,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from paged_ops.integrations import vllm, vllm_plugin
-from paged_ops.integrations.vllm import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
+from paged_ops.integrations.vllm import backend as vllm
+from paged_ops.integrations.vllm import plugin as vllm_plugin
+from paged_ops.integrations.vllm.backend import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
 
 H, K, D, B, N = 4, 2, 16, 8, 64
 QUERY_LENS, SEQ_LENS = [1, 5, 3, 12], [30, 5, 17, 41]

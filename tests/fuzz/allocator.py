@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paged_ops import allocator, block_pool
-from paged_ops.allocator import BlockAllocator, OutOfBlocks
+from paged_ops.cache import BlockAllocator, OutOfBlocks, allocator, block_pool
 
 from .runner import Case
 

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 import paged_ops
-from paged_ops import distribution, generation
-from paged_ops.block_pool import OutOfBlocks
-from paged_ops.cache import KVCache
-from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
-from paged_ops.hybrid import HybridCache
+from paged_ops.cache import HybridCache, KVCache, OutOfBlocks
+from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, distribution
+from paged_ops.generation import loop as generation
 
 from .runner import Case
 from .toy import Toy

@@ -14,8 +14,8 @@ import paged_ops
 from paged_ops import reference
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop
-from paged_ops.integrations.projections import fuse_projections
 from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.integrations.transformers.projections import fuse_projections
 from paged_ops.layouts import split_joined_cache
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.parallel.context import Context, attend

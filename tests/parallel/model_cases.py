@@ -12,8 +12,8 @@ from test_transformers import CONFIGS, SEEDS, prompts
 from test_transformers_latent import CONFIGS as LATENT_CONFIGS
 
 from paged_ops.generation import GenerationLoop, SamplingParams
-from paged_ops.integrations.projections import fuse_projections, split_projections
 from paged_ops.integrations.transformers import PagedCausalLM, sharded
+from paged_ops.integrations.transformers.projections import fuse_projections, split_projections
 from paged_ops.parallel.tensor import local_of
 
 LIMIT = 60.0
@@ -92,7 +92,7 @@ def changes_heads(paged: PagedCausalLM, size: int) -> bool:
 
 def fails_while_wrapped(rank: int, size: int, folder: str) -> Any:
     """The model of rank 1 raises in the middle of its first run."""
-    from paged_ops.integrations import transformers as integration
+    from paged_ops.integrations.transformers import model as integration
 
     integration.WRAP_LIMIT = 4.0
     model = load(make("llama", folder, rank), size)

@@ -6,7 +6,7 @@ from context_cases import BATCHES, FORMS
 from test_generation import EXPECTED, GREEDY, PROMPTS, make_loop
 
 from paged_ops.cache import KVCache
-from paged_ops.parallel.spread import Spread
+from paged_ops.cache.shard import Spread
 
 
 @pytest.mark.parametrize(("size", "block_size"), [(1, 4), (2, 4), (2, 2), (3, 12), (4, 8)])

@@ -57,7 +57,7 @@ def test_an_aborted_workspace_says_so():
 
 
 def test_parts_of_rows_that_are_gathered():
-    from paged_ops.integrations.sums import columns_of_parts
+    from paged_ops.integrations.transformers.fused_allreduce import columns_of_parts
 
     assert columns_of_parts(64128) == 8016
     assert columns_of_parts(75968) == 4748  # of 64·1187 no multiple of 8 fits

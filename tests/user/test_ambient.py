@@ -12,8 +12,9 @@ from fuzz import ambient, runner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paged_ops
-from paged_ops import layouts, metadata, reference, registry, states, testing
-from paged_ops.integrations import projections, sums
+from paged_ops import layouts, metadata, reference, registry, testing
+from paged_ops.cache import states
+from paged_ops.integrations.transformers import fused_allreduce, projections
 
 CASES = [(op, case) for op, cases in testing.CASES.items() for case in cases][::16]
 OF_PATHS = [(op, path) for op in sorted(testing.CASES) for path in ambient.PATHS[: 1 + ("attention" in op)]]
@@ -154,7 +155,12 @@ def test_caches_and_batches_are_made_alike(state):
         builder._fill_own_tables(2, 3)
         batch = [each for each in vars(built).values() if isinstance(each, torch.Tensor)]
         parts = [(part.start, part.stop) for part in fused.parts()]
-        return caches, [*batch, *builder._own_tables], parts, sums.norm_kind(norm, torch.float32, torch.device("cpu"))
+        return (
+            caches,
+            [*batch, *builder._own_tables],
+            parts,
+            fused_allreduce.norm_kind(norm, torch.float32, torch.device("cpu")),
+        )
 
     wanted = made()
     assert wanted[3]

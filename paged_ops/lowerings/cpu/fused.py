@@ -2,7 +2,7 @@
 
 Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
 reads each once for all the rows of a decode. It is compiled at the first call that it can serve, in about three seconds
-(:mod:`paged_ops.native`). Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more
+(:mod:`paged_ops.cpp`). Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more
 slowly and within the same error budget.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops import native
+from paged_ops import cpp
+from paged_ops.cpp import own_folder as own_folder
 from paged_ops.features import Features, in_use
 from paged_ops.layouts import PagedKV
-from paged_ops.native import own_folder as own_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
@@ -129,12 +129,12 @@ def serves(stored: torch.dtype, f: Features) -> bool:
 @functools.cache
 def compiled() -> Callable[[Any], int] | None:
     """The C++ function, or None if no compiler can make it."""
-    return native.built(ATTENTION, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    return cpp.built(ATTENTION, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
 
 
 def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], int]:
-    """The function from a library in folder: see :func:`paged_ops.native.load`."""
-    return native.load(ATTENTION, compiler, processor, folder)
+    """The function from a library in folder: see :func:`paged_ops.cpp.load`."""
+    return cpp.load(ATTENTION, compiler, processor, folder)
 
 
 def has_matrix_unit() -> bool:
@@ -143,6 +143,6 @@ def has_matrix_unit() -> bool:
     return function is not None and bool(function(None))
 
 
-ATTENTION = native.Source(
+ATTENTION = cpp.Source(
     SOURCE, "paged_attention", Call, ctypes.c_int64, "attention", "attention on the CPU", ("-fopenmp",)
 )

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_ops.lowerings.gpu import ahead
+from paged_ops.lowerings.gpu import precompile
 from paged_ops.lowerings.gpu.target import FUSED, NEWEST_KNOWN, TRITON, on_device, settled
 
 
@@ -32,7 +32,7 @@ class Launcher:
     specialises on the sizes of storages), under a profiler's launch hooks, and if it is newer than the newest Triton
     known here. This class is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
 
-    A launcher with ``can_wait`` does nothing where calls are only noted (:mod:`paged_ops.lowerings.gpu.ahead`).
+    A launcher with ``can_wait`` does nothing where calls are only noted (:mod:`paged_ops.lowerings.gpu.precompile`).
 
     Attributes:
         kept: what its owners keep for further calls.
@@ -64,13 +64,13 @@ class Launcher:
         if self.at(grid, addresses, numbers, *more):
             return
         job = self._kernel, tensors, addresses, numbers, more, self._constants
-        notes = ahead.notes() if self.can_wait else None
+        notes = precompile.notes() if self.can_wait else None
         if notes is not None:
             if _alignment(addresses) not in self._compiled:
                 with on_device(self._device):
-                    notes.append(ahead.job_of(*job))
+                    notes.append(precompile.job_of(*job))
             return
-        with on_device(self._device), ahead.in_cache(job):
+        with on_device(self._device), precompile.in_cache(job):
             compiled = self._kernel[grid](tensors, *numbers, *more, **self._constants, **FUSED)
             if compiled is None or torch.version.hip is not None or TRITON > NEWEST_KNOWN:
                 return
@@ -92,7 +92,7 @@ class Launcher:
         """
         known = self._compiled.get(_alignment(addresses))
         hook = triton.knobs.runtime.launch_enter_hook
-        if known is None or getattr(hook, "calls", hook) or (self.can_wait and ahead.notes() is not None):
+        if known is None or getattr(hook, "calls", hook) or (self.can_wait and precompile.notes() is not None):
             return False
         launch, kernel = known
         arguments = (*grid, self._stream(self._index), *kernel, addresses, *numbers, *more, *self._values)

@@ -5,7 +5,7 @@ memory, sent to and received from each other rank, ``(W - 1)·R·(Dv·e + 4)`` o
 About ``3·W·R·Dv`` additions and products, which do not matter: one token of 32 heads of 128 in bfloat16 is 8 KiB.
 
 A rank puts its part (output and lse) into the memory of all others, takes theirs from its own, and merges all in the
-order of ranks, in float32: all ranks hold the same bits. The memory is that of :mod:`paged_ops.lowerings.gpu.peers`,
+order of ranks, in float32: all ranks hold the same bits. The memory is described in mailboxes.py,
 with one counter of turns for each row; the argument there holds, as each call sends to and hears from every rank.
 
 A program is one warp, and each of its lanes has elements of its own of all that is polled. Had two warps copies of one
@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.launch import Launcher
-from paged_ops.lowerings.gpu.peers import put, take
+from paged_ops.lowerings.gpu.mailboxes import put, take
 from paged_ops.lowerings.gpu.target import target_of
 
 _BITS = {2: torch.int16, 4: torch.int32}

@@ -6,7 +6,7 @@ its own. A :class:`Division` says which kernel serves which sequences. All are t
 Triton from 3.5 on takes as arguments and as constants. They have no properties, because Triton 3.8 converts a constant
 to a tuple of its own.
 
-Letters as in :mod:`paged_ops.lowerings.gpu.attention.plan`.
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`.
 """
 
 from __future__ import annotations

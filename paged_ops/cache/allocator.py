@@ -1,0 +1,548 @@
+"""Which blocks hold which tokens of which sequence.
+
+Paged memory with copy-on-write and preemption by swapping is the idea of PagedAttention (Kwon et al. 2023,
+arXiv:2309.06180); the reuse of full prefix blocks, idle ones in least-recently-used order, that of vLLM's automatic
+prefix caching and of RadixAttention (SGLang, Zheng et al. 2023, arXiv:2312.07104).
+
+Letters: N blocks, B tokens per block.
+
+Longer than 500 lines: one class, whose methods change one state, each of them whole or not at all.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from paged_ops.cache.block_pool import BlockPool, CacheStats, Prefix, most_blocks_kept
+from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
+from paged_ops.cache.turns import Turns
+from paged_ops.checks import at_least
+from paged_ops.masks import oldest_key
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int]
+    blocks: list[int]  # of the device pool or, when swapped, of the host pool
+    num_computed: int  # tokens whose keys and values were written by a step that was issued
+    num_reserved: int  # tokens that have slots, computed ones included
+    prefixes: list[Prefix]  # the root, then one for each full block of computed tokens
+    first_block: int = 0  # the index of blocks[0] in the sequence: earlier blocks were given back
+    swapped: bool = False
+
+
+class BlockAllocator:
+    """Which blocks hold which tokens of which sequence: only bookkeeping, in plain Python without tensors.
+
+    A sequence has tokens (reserved slots, in order), of which the first ``num_computed_tokens`` are written. Two kinds
+    of blocks are shared:
+
+    - All blocks of a fork and its parent. The first of them that appends to a shared last block gets a new block, and a
+      copy is queued.
+    - Full blocks of *committed* tokens, between sequences whose tokens up to there, and whose ``extra_key``, are equal.
+      Blocks that a step has yet to write are not found, so no sequence attends to missing tokens. The index is a chain
+      of dictionary keys (prefix before the block, tokens of the block). Keys are compared for equality, so sequences
+      whose hashes collide never share.
+
+    With a ``sliding_window`` w or an ``attention_chunk`` c (0 is none) each layer sees no further than that: the query
+    at position i sees the keys j > i - w, and those of its own chunk, j // c = i // c. Then a commit gives back the
+    blocks that no later token can see. Their entries in the block table name the sequence's oldest block instead, as
+    kernels may read what they mask. A prefix is shared if the blocks within reach of its end are in the cache. The
+    slots of a prompt can be reserved in parts (``first_chunk``, ``reserve``), so that it may be longer than the cache.
+
+    Work is assumed to run in the order in which it is issued (one stream): a step sees what earlier steps wrote.
+    Methods raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or not new where a new one is needed,
+    and ``OutOfBlocks`` when blocks run out; either way nothing has changed.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        *,
+        sliding_window: int = 0,
+        attention_chunk: int = 0,
+    ) -> None:
+        at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        at_least(0, sliding_window=sliding_window, attention_chunk=attention_chunk)
+        at_least(1, block_size=block_size)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.attention_chunk = attention_chunk
+        self._forgets = bool(sliding_window or attention_chunk)
+        self.pool = BlockPool(num_blocks, "device")
+        self.host_pool = BlockPool(num_host_blocks, "host")
+        self._sequences: dict[Hashable, _Sequence] = {}
+        self.weights_version: Hashable = None  # of a loop's model; requests by other weights have it in their keys
+        self._copies: dict[int, int] = {}  # pending, by destination; each holds a reference to its source
+        # A key holds the parent of its value, so an ancestor's identity survives the eviction of the ancestor's block.
+        self._prefixes: weakref.WeakValueDictionary[tuple[Prefix | None, tuple[Hashable, ...]], Prefix]
+        self._prefixes = weakref.WeakValueDictionary()
+        self.turns = Turns()
+        self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
+
+    def admit(
+        self,
+        seq_id: Hashable,
+        token_ids: Iterable[int],
+        extra_key: Hashable = None,
+        *,
+        first_chunk: int | None = None,
+        max_cached: int | None = None,
+    ) -> int:
+        """Adds a sequence and reserves slots for its tokens. Returns how many of them (a multiple of B, less than all)
+        are in the cache already; the step computes the others.
+
+        Args:
+            seq_id: a new name.
+            token_ids: the prompt.
+            extra_key: sequences with different keys never share (an adapter's id, a digest of an image; the ``seq_id``
+                itself for a sequence that must not share).
+            first_chunk: tokens that the first step computes. Layers with a window or chunk reserve slots only for
+                these, and ``reserve`` does for later ones. Layers that see everything always reserve all slots.
+            max_cached: the most tokens to take from the cache.
+        """
+        self._check_new(seq_id)
+        tokens = [int(token) for token in token_ids]
+        prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
+        blocks = self.pool.take(plan)
+        num_cached = (len(prefixes) - 1) * self.block_size
+        first_block = self._first_block(num_cached)
+        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, first_block)
+        self._admitted_tokens += len(tokens)
+        self._hit_tokens += num_cached
+        return num_cached
+
+    def can_admit(
+        self,
+        token_ids: Iterable[int],
+        extra_key: Hashable = None,
+        *,
+        first_chunk: int | None = None,
+        max_cached: int | None = None,
+        spare_blocks: int = 0,
+    ) -> bool:
+        """Whether ``admit`` would find the blocks it needs now, and leave ``spare_blocks`` of them free."""
+        at_least(0, spare_blocks=spare_blocks)
+        _, plan, _ = self._plan([int(token) for token in token_ids], extra_key, first_chunk, max_cached)
+        return self.pool.fits(plan + [None] * spare_blocks)
+
+    def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
+        """The numbers of leading tokens that ``admit`` could find in the cache now, from 0 up."""
+        blocks = self._chain([int(token) for token in token_ids], extra_key)[1]
+        return [length * self.block_size for length in self._servable(blocks)]
+
+    def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
+        """Makes sure that the next ``num_tokens`` tokens that are not computed have slots. For prompts that were
+        admitted with a ``first_chunk``."""
+        seq = self._live(seq_id)
+        waiting = len(seq.tokens) - seq.num_computed
+        if not 0 <= num_tokens <= waiting:
+            raise ValueError(f"num_tokens: expected 0..{waiting} (not computed, of {seq_id!r}), got {num_tokens}")
+        stop = seq.num_computed + num_tokens
+        if stop > seq.num_reserved:
+            seq.blocks += self.pool.take([None] * self._num_missing(seq, stop))
+            seq.num_reserved = stop
+
+    def num_reservable(self, seq_id: Hashable) -> int:
+        """How many of the tokens that are not computed have slots, or would find the blocks for them now."""
+        seq = self._live(seq_id)
+        most = (seq.first_block + len(seq.blocks) + self.pool.num_free) * self.block_size
+        return max(seq.num_reserved, min(most, len(seq.tokens))) - seq.num_computed
+
+    def append(self, seq_id: Hashable, token_ids: Iterable[int]) -> None:
+        """Reserves slots for tokens that a coming step writes. If the last block has room but also other owners,
+        the sequence gets a fresh block, and a copy is queued that must be done before that step."""
+        seq = self._live(seq_id)
+        tokens = [int(token) for token in token_ids]
+        copies_tail, num_new = self._growth(seq, len(tokens))
+        fresh = self.pool.take([None] * num_new) if num_new else []
+        if copies_tail:
+            tail, copy = seq.blocks[-1], fresh.pop(0)
+            source = self._copies.get(tail, tail)  # of a tail that itself waits for a copy, its source
+            self.pool.share(source)  # held, so that it cannot become a destination of the same launch
+            self._copies[copy] = source  # first, so that no interrupt can lose the copy
+            seq.blocks[-1] = copy
+            self._release(tail)
+        seq.blocks += fresh
+        seq.num_reserved = len(seq.tokens) + len(tokens)
+        seq.tokens += tokens
+
+    def can_append(self, seq_id: Hashable, num_tokens: int = 1) -> bool:
+        """Whether ``append`` of that many tokens would find the blocks it needs now."""
+        return self.pool.fits([None] * self._growth(self._live(seq_id), num_tokens)[1])
+
+    def commit(self, seq_id: Hashable, num_written: int) -> None:
+        """Records that the step which writes the next ``num_written`` reserved tokens was issued. Blocks that it made
+        full can be shared from now on; blocks that no later token sees are given back."""
+        seq = self.check_commit(seq_id, num_written)
+        seq.num_computed += num_written
+        for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
+            seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
+            self.pool.remember(seq.blocks[index - seq.first_block], seq.prefixes[-1])
+        if self._forgets:
+            self._give_back(seq_id, seq)
+
+    def check_commit(self, seq_id: Hashable, num_written: int) -> _Sequence:
+        """Raises what ``commit`` would."""
+        seq = self._live(seq_id)
+        reserved = seq.num_reserved - seq.num_computed
+        if not 0 <= num_written <= reserved:
+            raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
+        if num_written and seq.blocks[seq.num_computed // self.block_size - seq.first_block] in self._copies:
+            raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
+        return seq
+
+    def rollback(self, seq_id: Hashable) -> None:
+        """Drops the tokens that were not committed (a rejected draft, a step that was given up)."""
+        self.truncate(seq_id, self.num_computed_tokens(seq_id))
+
+    def truncate(self, seq_id: Hashable, num_tokens: int) -> None:
+        """Drops the tokens from ``num_tokens`` on, none of which is committed."""
+        seq = self._live(seq_id)
+        if not seq.num_computed <= num_tokens <= len(seq.tokens):
+            committed = f"{seq.num_computed}..{len(seq.tokens)} (committed and all tokens of {seq_id!r})"
+            raise ValueError(f"num_tokens: expected {committed}, got {num_tokens}")
+        del seq.tokens[num_tokens:]
+        seq.num_reserved = min(seq.num_reserved, num_tokens)
+        while len(seq.blocks) > self._num_blocks(seq.num_reserved) - seq.first_block:
+            self._release(seq.blocks.pop())
+
+    def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
+        """Adds a sequence with the parent's tokens on the parent's blocks (parallel sampling, beam search). The
+        parent's tokens must all be committed, as no step would write the reserved ones for the child."""
+        self._check_new(child_id)
+        parent = self._live(parent_id)
+        if parent.num_computed < len(parent.tokens):
+            raise ValueError(
+                f"parent_id: {parent_id!r} has {len(parent.tokens) - parent.num_computed} reserved tokens that are not"
+                " committed; fork after commit or rollback"
+            )
+        for block in parent.blocks:
+            self.pool.share(block)
+        self._sequences[child_id] = replace(
+            parent, tokens=parent.tokens.copy(), blocks=parent.blocks.copy(), prefixes=parent.prefixes.copy()
+        )
+
+    def free(self, seq_id: Hashable) -> None:
+        """Removes a sequence, swapped out or not; blocks that no other sequence owns become free, or idle when full."""
+        seq = self._get(seq_id)
+        del self._sequences[seq_id]
+        for block in reversed(seq.blocks):  # so that the end of a prefix is evicted before its start
+            if seq.swapped:
+                self.host_pool.release(block)
+            else:
+                self._release(block)
+
+    def reset(self, free_sequences: bool = False) -> None:
+        """Forgets all prefixes, on the host too. For when the weights change: the cache holds what the old weights, or
+        another adapter, computed. Raises ``ValueError`` if there are sequences, unless asked to free them first."""
+        if self._sequences and not free_sequences:
+            raise ValueError(
+                f"free_sequences: expected no sequence in the cache, got {len(self._sequences)}; free them, or say True"
+            )
+        for seq_id in list(self._sequences):
+            self.free(seq_id)
+        self._prefixes.clear()
+        self.pool.forget()
+        self.host_pool.forget()
+        self.weights_version = None
+
+    def recover(self) -> None:
+        """Repairs the bookkeeping after an exception in the middle of a call: KeyboardInterrupt may come between any
+        two statements. The pools are restored from the sequences' own lists and the pending copies. An interrupted call
+        then has happened as a whole, or not at all. O(N); changes nothing if nothing is wrong."""
+        owners: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        for seq in self._sequences.values():
+            seq.num_reserved = min(seq.num_reserved, len(seq.tokens))
+            num_tokens = seq.num_computed if seq.swapped else seq.num_reserved
+            del seq.blocks[self._num_blocks(num_tokens) - seq.first_block :]
+            owners[seq.swapped].update(seq.blocks)
+        for block in [block for block in self._copies if not owners[False][block]]:
+            del self._copies[block]
+        owners[False].update(self._copies.values())
+        self.pool.recover(owners[False])
+        self.host_pool.recover(owners[True])
+        for seq in self._sequences.values():
+            for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
+                seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
+            for block, prefix in zip(seq.blocks, seq.prefixes[1 + seq.first_block :], strict=False):
+                (self.host_pool if seq.swapped else self.pool).remember(block, prefix)
+
+    def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
+        """Moves a sequence to host blocks. Returns pairs (device block, host block), which must be copied before
+        anything else is issued; blocks whose content is on the host already, and blocks without content, are not among
+        them."""
+        seq = self._live(seq_id)
+        if self._copies:
+            raise ValueError(f"seq_id: {seq_id!r} cannot be swapped out while copies are pending; flush copies first")
+        pairs = self._move(seq_id, seq)
+        self._num_swapped_out += len(pairs)
+        return pairs
+
+    def swap_in(self, seq_id: Hashable) -> list[tuple[int, int]]:
+        """Brings a sequence back to the device; pairs (host block, device block) as in ``swap_out``."""
+        pairs = self._move(seq_id, self._swapped(seq_id))
+        self._num_swapped_in += len(pairs)
+        return pairs
+
+    def can_swap_out(self, seq_id: Hashable) -> bool:
+        """Whether ``swap_out`` would find the host blocks it needs now."""
+        return self.host_pool.fits(self._swap_plan(self._live(seq_id)))
+
+    def can_swap_in(self, seq_id: Hashable, *, num_tokens: int = 0, spare_blocks: int = 0) -> bool:
+        """Whether ``swap_in`` would find the blocks it needs now, and after it the next ``num_tokens`` tokens that are
+        not computed (by ``reserve`` or ``append``) would find theirs, with ``spare_blocks`` left over."""
+        seq = self._swapped(seq_id)
+        plan = self._swap_plan(seq)
+        stop = max(seq.num_reserved, seq.num_computed + num_tokens)
+        more = self._num_blocks(stop) - self._num_blocks(seq.num_reserved) + spare_blocks
+        return self.pool.fits(plan + [None] * more)
+
+    def pending_copies(self) -> list[tuple[int, int]]:
+        """The (source block, destination block) pairs of copy-on-write that must be copied before anything else is
+        issued. No block is both source and destination and no destination occurs twice."""
+        return [(source, destination) for destination, source in self._copies.items()]
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Removes the pending copies from the list: the caller has issued them, or does so next."""
+        pairs = self.pending_copies()
+        self._copies.clear()
+        for source, _ in pairs:
+            self._release(source)
+        self._num_copied += len(pairs)
+        return pairs
+
+    def block_ids(self, seq_id: Hashable) -> list[int]:
+        """The sequence's row of the block table. It names the oldest block in place of blocks that were given back."""
+        seq = self._live(seq_id)
+        return seq.blocks[:1] * seq.first_block + seq.blocks
+
+    @property
+    def reserves_in_parts(self) -> bool:
+        """Whether the slots of a prompt can be reserved in parts and blocks are given back, as with a window or
+        chunk."""
+        return self._forgets
+
+    def num_given_back(self, seq_id: Hashable) -> int:
+        """How many blocks at its start a sequence has given back. This and the number of its slots tell whether
+        ``block_ids`` has changed."""
+        return self._live(seq_id).first_block
+
+    def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
+        """The slots (block · B + offset) of tokens start..stop-1; by default, of the tokens reserved and not
+        committed."""
+        seq = self._live(seq_id)
+        start, stop = seq.num_computed if start is None else start, seq.num_reserved if stop is None else stop
+        size = self.block_size
+        first = seq.first_block * size
+        if not first <= start <= stop <= seq.num_reserved:
+            raise ValueError(
+                f"start, stop: expected a range within {first}..{seq.num_reserved} (the tokens of {seq_id!r} that have"
+                f" slots), got {start}..{stop}"
+            )
+        return [seq.blocks[(at - first) // size] * size + at % size for at in range(start, stop)]
+
+    def num_tokens(self, seq_id: Hashable) -> int:
+        """Tokens of the sequence: computed and reserved."""
+        return len(self._get(seq_id).tokens)
+
+    def num_computed_tokens(self, seq_id: Hashable) -> int:
+        """Tokens whose keys and values are in the cache: shared at admission or committed."""
+        return self._get(seq_id).num_computed
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence that the cache can hold if there is no other."""
+        if self._forgets and self.num_blocks >= most_blocks_kept(
+            self.block_size, self.sliding_window, self.attention_chunk
+        ):
+            return 2**31 - 1  # lengths are int32
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences own; O(1)."""
+        return self.num_blocks - self.pool.num_free
+
+    @property
+    def seq_ids(self) -> list[Hashable]:
+        """All sequences, in the order in which they came."""
+        return list(self._sequences)
+
+    def __contains__(self, seq_id: Hashable) -> bool:
+        return seq_id in self._sequences
+
+    def is_swapped_out(self, seq_id: Hashable) -> bool:
+        """Whether the sequence is on the host."""
+        return self._get(seq_id).swapped
+
+    def stats(self) -> CacheStats:
+        """Counts for logs and tests; O(N)."""
+        pool, host = self.pool, self.host_pool
+        return CacheStats(
+            num_blocks=pool.num_blocks,
+            used_blocks=pool.num_blocks - pool.num_free,
+            free_blocks=pool.num_free,
+            idle_blocks=pool.num_idle,
+            shared_blocks=sum(count > 1 for count in pool.ref_counts),
+            host_used_blocks=host.num_blocks - host.num_free,
+            host_free_blocks=host.num_free,
+            admitted_tokens=self._admitted_tokens,
+            hit_tokens=self._hit_tokens,
+            copied_blocks=self._num_copied,
+            swapped_out_blocks=self._num_swapped_out,
+            swapped_in_blocks=self._num_swapped_in,
+        )
+
+    def _get(self, seq_id: Hashable) -> _Sequence:
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            raise ValueError(f"seq_id: {seq_id!r} is unknown: never admitted, or freed already")
+        return seq
+
+    def _live(self, seq_id: Hashable) -> _Sequence:
+        seq = self._get(seq_id)
+        if seq.swapped:
+            raise ValueError(f"seq_id: {seq_id!r} is swapped out; swap it in first")
+        return seq
+
+    def _swapped(self, seq_id: Hashable) -> _Sequence:
+        seq = self._get(seq_id)
+        if not seq.swapped:
+            raise ValueError(f"seq_id: {seq_id!r} is not swapped out")
+        return seq
+
+    def _check_new(self, seq_id: Hashable) -> None:
+        if seq_id in self._sequences:
+            raise ValueError(f"seq_id: {seq_id!r} is in use; free it first or choose another")
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _tokens_of(self, tokens: list[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
+
+    def _extend(self, prefix: Prefix, tokens: list[int], index: int) -> Prefix:
+        return self._prefixes.setdefault((prefix, self._tokens_of(tokens, index)), Prefix())
+
+    def _first_block(self, num_computed: int) -> int:
+        """The oldest block that tokens from ``num_computed`` on see. The newest block always stays, to fill the row."""
+        oldest = oldest_key(num_computed, self.sliding_window, self.attention_chunk)
+        return max(0, min(oldest, num_computed - 1)) // self.block_size
+
+    def _give_back(self, seq_id: Hashable, seq: _Sequence) -> None:
+        first_block = self._first_block(seq.num_computed)
+        count = first_block - seq.first_block
+        if count:
+            unseen = seq.blocks[:count]
+            # one assignment, so that an interrupt leaves both as they were or both changed
+            self._sequences[seq_id] = replace(seq, blocks=seq.blocks[count:], first_block=first_block)
+            for block in unseen:
+                self._release(block)
+
+    def _chain(self, tokens: list[int], extra_key: Hashable) -> tuple[list[Prefix], list[int | None]]:
+        """The prefixes of the leading blocks, after the root, as far as they are known; and for each, the block that
+        holds its end if that is still in the cache."""
+        if not tokens:
+            raise ValueError("token_ids: expected at least one token, got none")
+        prefixes = [self._prefixes.setdefault((None, (extra_key,)), Prefix())]
+        blocks: list[int | None] = []
+        for index in range((len(tokens) - 1) // self.block_size):  # logits need a query: one token is left
+            prefix = self._prefixes.get((prefixes[-1], self._tokens_of(tokens, index)))
+            block = None if prefix is None else self.pool.find(prefix)
+            if prefix is None or (block is None and not self._forgets):
+                break
+            prefixes.append(prefix)
+            blocks.append(block)
+        return prefixes, blocks
+
+    def _servable(self, blocks: list[int | None]) -> list[int]:
+        """The numbers of leading blocks after which a sequence could go on, because all that it would see is there."""
+        lengths, start = [0], 0  # the start of the last run of blocks without a gap
+        for index, block in enumerate(blocks):
+            if block is None:
+                start = index + 1
+            elif start <= self._first_block((index + 1) * self.block_size):
+                lengths.append(index + 1)
+        return lengths
+
+    def _plan(
+        self, tokens: list[int], extra_key: Hashable, first_chunk: int | None, max_cached: int | None
+    ) -> tuple[list[Prefix], list[int | None], int]:
+        """The prefixes that an admission finds, what it takes from the pool, and how many tokens get slots."""
+        prefixes, blocks = self._chain(tokens, extra_key)
+        most = len(blocks) if max_cached is None else max_cached // self.block_size
+        length = max(length for length in self._servable(blocks) if length <= most)
+        num_reserved = len(tokens)
+        if first_chunk is not None:
+            at_least(1, first_chunk=first_chunk)
+            if self._forgets:
+                num_reserved = min(num_reserved, length * self.block_size + first_chunk)
+        found = blocks[self._first_block(length * self.block_size) : length]
+        fresh: list[int | None] = [None] * (self._num_blocks(num_reserved) - length)
+        return prefixes[: length + 1], found + fresh, num_reserved
+
+    def _num_missing(self, seq: _Sequence, num_tokens: int) -> int:
+        """Blocks that the sequence lacks for so many tokens."""
+        return self._num_blocks(num_tokens) - seq.first_block - len(seq.blocks)
+
+    def _growth(self, seq: _Sequence, num_tokens: int) -> tuple[bool, int]:
+        """Whether an append must copy the last block first, and how many fresh blocks it needs in all."""
+        if num_tokens < 0:
+            at_least(0, num_tokens=num_tokens)
+        copies_tail = False
+        if num_tokens and seq.num_reserved % self.block_size and self.pool.ref_counts[seq.blocks[-1]] > 1:
+            held = sum(source == seq.blocks[-1] for source in self._copies.values())
+            copies_tail = self.pool.ref_counts[seq.blocks[-1]] - held > 1
+        return copies_tail, self._num_missing(seq, len(seq.tokens) + num_tokens) + copies_tail
+
+    def _release(self, block: int) -> None:
+        if self.pool.release(block) and block in self._copies:
+            self._release(self._copies.pop(block))  # the copy is no longer needed
+
+    def _swap_plan(self, seq: _Sequence) -> list[int | None]:
+        """For the other memory than the sequence is in. The host takes only computed tokens, the device also reserved
+        ones."""
+        target, num_tokens = (self.pool, seq.num_reserved) if seq.swapped else (self.host_pool, seq.num_computed)
+        found = [target.find(prefix) for prefix in seq.prefixes[1 + seq.first_block :]]
+        return found + [None] * (self._num_blocks(num_tokens) - seq.first_block - len(found))
+
+    def _move(self, seq_id: Hashable, seq: _Sequence) -> list[tuple[int, int]]:
+        source, target = (self.host_pool, self.pool) if seq.swapped else (self.pool, self.host_pool)
+        plan = self._swap_plan(seq)
+        blocks = target.take(plan)
+        # The shorter side, where zip stops, is the host's: no blocks for reserved tokens.
+        pairs = [(old, new) for old, new, known in zip(seq.blocks, blocks, plan, strict=False) if known is None]
+        try:
+            self._copy_between(pairs, to_host=not seq.swapped)
+        except BaseException:  # the sequence stays where it is; the former content of the fresh blocks is forgotten
+            for block in reversed(blocks):
+                target.release(block)
+            raise
+        for block, prefix in zip(blocks, seq.prefixes[1 + seq.first_block :], strict=False):
+            target.remember(block, prefix)
+        for block in reversed(seq.blocks):
+            source.release(block)
+        self._sequences[seq_id] = replace(seq, blocks=blocks, swapped=not seq.swapped)  # both in one assignment
+        return pairs
+
+    def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
+        """Issues the copies of a swap, before the sequence changes. This class has no memory, so nothing to copy."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prefixes": list(self._prefixes.items())}  # a weak dictionary cannot be copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prefixes = weakref.WeakValueDictionary(state["_prefixes"])
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: a shallow copy would own the same blocks a second time; copy.deepcopy gives an"
+            " independent one"
+        )

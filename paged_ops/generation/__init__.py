@@ -1,0 +1,21 @@
+"""Generation with continuous batching over a paged cache, for any model that can run one ragged step.
+
+``loop`` has :class:`GenerationLoop`. One of its steps: ``scheduler`` chooses the tokens, ``model_step`` runs the model,
+``sampling`` chooses the next tokens, ``commit`` makes the changes that follow.
+"""
+
+from paged_ops.generation.loop import GenerationLoop
+from paged_ops.generation.model_step import ModelStep
+from paged_ops.generation.request import GenerationStats, NewToken, Output, TokenStream
+from paged_ops.generation.sampling import SamplingParams, TokenLogprobs
+
+__all__ = [
+    "GenerationLoop",
+    "GenerationStats",
+    "ModelStep",
+    "NewToken",
+    "Output",
+    "SamplingParams",
+    "TokenLogprobs",
+    "TokenStream",
+]

@@ -1,0 +1,174 @@
+"""The attention function that transformers calls: it writes the new keys and values into a paged cache, and attends.
+
+Importing this module registers it as the attention implementation ``"paged_ops"``.
+
+Letters: T tokens of the batch, H query heads, K key/value heads, D head size, Dv value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from paged_ops.integrations.transformers import latent
+from paged_ops.integrations.transformers.probe import NoArgumentsError, Probe, request_mask
+from paged_ops.integrations.transformers.wrapping import NAME, UNDO, LayerCaches
+from paged_ops.layouts import split_joined_cache, split_kv_cache
+from paged_ops.metadata import AttentionMetadata
+from paged_ops.ops import paged_attention, reshape_and_cache
+from paged_ops.parallel.context import attend, context_of
+
+_SLICES_MASKS = ("mpt", "deepseek_v32", "glm_moe_dsa")  # types of models
+PROBE = "paged_ops_probe"  # the implementation while a model is being wrapped, when its masks are examined
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kv_caches: Sequence[Tensor] | LayerCaches | Probe | None = None,
+    attention_metadata: AttentionMetadata | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    output_attentions: bool | None = None,
+    position_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer, as transformers calls it: write the new keys and values, then attend.
+
+    Args:
+        module: the layer; :class:`PagedCausalLM` has noted on it which cache is its own, and its window or chunk.
+        query: ``[1, H, T, D]``.
+        key: ``[1, K, T, D]``.
+        value: ``[1, K, T, Dv]``.
+        kv_caches: one tensor per layer, as ``KVCache.layers``.
+        attention_metadata: the step.
+        scaling: by default ``D ** -0.5``.
+        sliding_window: not read: the window of the model's mask holds, which was noted when the model was wrapped.
+        softcap, s_aux: bound of the logits, sinks ``[H]``; None is off.
+
+    Returns:
+        ``[1, T, H, Dv]`` and no attention weights.
+
+    Raises:
+        ValueError: something that a paged cache cannot serve: masks, dropout, weights, attention to later tokens.
+    """
+    if kv_caches is None or attention_metadata is None:
+        if _implementation(module) == PROBE:
+            raise NoArgumentsError(module)
+        raise ValueError(
+            "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
+            f" PagedCausalLM, or {UNDO}"
+        )
+    if is_causal is None:  # PaliGemma's masks are right, not its layers; wrapping has checked them
+        knows_better = not isinstance(kv_caches, Probe) or kv_caches.masks_by_type
+        is_causal = knows_better or getattr(module, "is_causal", True)
+    refused = {
+        "attention_mask": not (attention_mask is None or _is_empty(attention_mask) or isinstance(kv_caches, Probe)),
+        "dropout": bool(dropout),
+        "output_attentions": bool(output_attentions),
+        "position_bias": position_bias is not None,
+        "is_causal=False": not is_causal,
+    }
+    for name, given in refused.items():
+        if given:
+            raise ValueError(f"{name}: expected none with paged attention, which is causal, and got it; leave it out")
+    if query.shape[0] != 1:
+        raise ValueError(f"query: expected the batch as one row [1, H, T, D], got {list(query.shape)}")
+    if isinstance(kv_caches, Probe):
+        noted, kv_cache = kv_caches.attend(module, key, value, attention_mask)
+    else:
+        if not hasattr(module, "paged_attending"):
+            raise ValueError(
+                f"model: expected a layer that attended when the model was wrapped, got {type(module).__name__}; wrap"
+                " the model by PagedCausalLM again"
+            )
+        noted = module.paged_attending
+        kv_cache = kv_caches.caches[noted.place] if isinstance(kv_caches, LayerCaches) else kv_caches[noted.cache]
+    pool = attention_metadata.pool(noted.pool if attention_metadata.other_pools else 0)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    features: dict[str, Any] = {
+        "sliding_window": noted.window,
+        "attention_chunk": noted.chunk,
+        "soft_cap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+        "bidirectional_ranges": attention_metadata.bidirectional_ranges,
+    }
+    if alibi_slopes is not None:
+        features["alibi_slopes"] = alibi_slopes
+    starts = attention_metadata.query_start_loc
+    if noted.latent:
+        step = pool, attention_metadata, scale
+        return latent.attend(module, query, key, value, kv_cache, *step, writes=noted.writes, **features), None
+    rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
+    value_cache = None
+    if key.shape[3] != value.shape[3]:
+        kv_cache, value_cache = split_joined_cache(kv_cache, key.shape[3])
+    elif kv_cache.dim() == 3:
+        kv_cache, value_cache = split_kv_cache(kv_cache, key.shape[1], key.shape[3])
+    if noted.writes:
+        reshape_and_cache(rows_of_key, rows_of_value, kv_cache, pool.slot_mapping, value_cache=value_cache)
+    features["value_cache"] = value_cache
+    rows = _at_temperature(module, rows_of_query, attention_metadata)
+    context = context_of(attention_metadata, noted.pool if attention_metadata.other_pools else 0)
+    if context is None:
+        batch: tuple[Any, ...] = pool.block_tables, attention_metadata.seq_lens, starts, scale
+        return paged_attention(rows, kv_cache, *batch, **features)[None], None
+    batch = pool.block_tables, starts, scale, context, noted.context
+    return attend(rows, rows_of_key, rows_of_value, kv_cache, *batch, **features)[None], None
+
+
+def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> Tensor | None:
+    """The function that transformers asks for a mask. There is none, as the op masks by positions; or an empty one,
+    for models whose code takes slices of it.
+
+    Raises:
+        ValueError: the model needs attention to later tokens.
+    """
+    if allow_is_bidirectional_skip:
+        raise ValueError(
+            "attention_mask: expected causal, windowed or chunked attention, got a model that attends to later tokens,"
+            " which paged attention does not do"
+        )
+    if getattr(kwargs.get("config"), "model_type", None) in _SLICES_MASKS:
+        return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=kwargs["device"])
+    return None
+
+
+def _is_empty(mask: Tensor) -> bool:
+    return mask.shape[-1] == 0
+
+
+def _implementation(module: Any) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _at_temperature(module: Any, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Queries ``[T, H, D]``, scaled by their positions if the model has scaled them by their rows (Llama-4)."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def scale(positions: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    rows = torch.arange(query.shape[0], device=query.device)
+    return (query * (scale(metadata.positions) / scale(rows))[:, None, None]).to(query.dtype)
+
+
+for _name, _mask in ((NAME, no_mask), (PROBE, request_mask)):
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, _mask)

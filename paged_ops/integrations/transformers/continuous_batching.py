@@ -1,0 +1,289 @@
+"""transformers' own continuous batching (``generate_batch``, ``transformers serve``) on paged_ops.
+
+::
+
+    use_paged_attention(model)
+    outputs = model.generate_batch(prompts, generation_config)
+
+The scheduler, the cache and its blocks stay those of transformers. Layers of full attention write to the pages and
+attend to them directly, in decode and in (chunked) prefill; transformers' own functions first gather all keys and
+values. A layer with a window keeps its last tokens in a ring, whose pages do not tell positions. So its tokens are
+gathered, as in transformers, and then attended to.
+
+Versions of transformers: before 5.18 any registered function can be used, as ``"paged|NAME"``. Later versions take only
+their own names and those of flash attention. So this module tells transformers' flash-attention module that a function
+is already loaded. It does so only if that module is as it was in 5.19 to 5.23, and raises an error otherwise.
+
+Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, B tokens per page, M pages of
+the longest sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel, modeling_flash_attention_utils
+from transformers.masking_utils import AttentionMaskInterface
+
+from paged_ops.integrations.transformers.attention_function import no_mask
+from paged_ops.ops import paged_attention, reshape_and_cache
+
+# transformers uses block tables and CUDA graphs only for names that hold "flash" and a 2 or 3.
+NAME = "paged_ops_flash_3"
+_PAGED_NAME = f"paged|{NAME}"
+# What is known of a step: one value for each group of layers, made by the first layer of the group.
+_STEP = "_paged_ops_step"
+_LOADED = {
+    "_loaded_implementation",
+    "_flash_fn",
+    "_flash_varlen_fn",
+    "_flash_with_kvcache_fn",
+    "_process_flash_kwargs_fn",
+}
+
+
+class _Step(NamedTuple):
+    """The batch as the ops take it, for all layers of one group."""
+
+    query_start_loc: Tensor  # int32 [S + 1]
+    seq_lens: Tensor  # int32 [S]
+    block_tables: Tensor  # int32 [S, M]
+    slot_mapping: Tensor  # int64 [T]
+
+
+def use_paged_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Let ``model.generate_batch`` attend by paged_ops. Changes the model in place, and returns it.
+
+    ``model.set_attn_implementation("sdpa")``, or another, undoes it; until then ``model.generate`` raises an error.
+    Call it again if another model of the process has used flash attention since.
+
+    Raises:
+        ValueError: this version of transformers takes only functions that it knows.
+    """
+    until_5_17 = hasattr(modeling_flash_attention_utils, "lazy_import_paged_flash_attention")
+    missing = [name for name in sorted(_LOADED) if not hasattr(modeling_flash_attention_utils, name)]
+    if missing:
+        raise ValueError(
+            "transformers: expected a version whose continuous batching takes other attention functions (5.17, or 5.19"
+            f" to 5.23), got one whose modeling_flash_attention_utils lacks {missing}; use PagedCausalLM instead"
+        )
+    name = _PAGED_NAME if until_5_17 else NAME
+    loaded: Any = modeling_flash_attention_utils
+    loaded._flash_fn = loaded._flash_varlen_fn = loaded._flash_with_kvcache_fn = _not_called
+    if until_5_17 and _has_windows(model.config.get_text_config()):
+        loaded._flash_with_kvcache_fn = None  # that version has no block tables for layers with a window, and fails
+    loaded._process_flash_kwargs_fn = loaded._process_with_kvcache_kwargs_fn = dict
+    loaded._pad_fn = loaded._unpad_fn = _not_called
+    loaded._loaded_implementation = name
+    for part in model.modules():
+        # gpt-oss lists the functions that take sinks.
+        listed = getattr(part, "_compatible_flash_implementations", None)
+        if listed and NAME not in listed:
+            part._compatible_flash_implementations = [*listed, NAME]
+    model.set_attn_implementation(name)
+    return model
+
+
+def _has_windows(config: Any) -> bool:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return "sliding_attention" in layer_types
+    return getattr(config, "sliding_window", None) is not None
+
+
+# The cache is one tensor of bytes under overlapping views, which a compiler would copy for each layer.
+@torch.compiler.disable
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cache: Any = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer in ``generate_batch``, as transformers calls it.
+
+    Args:
+        module: the layer; its ``layer_idx`` names its pages.
+        query: ``[1, H, T, D]``.
+        key, value: ``[1, K, T, D]``, of the step's tokens.
+        attention_mask: None.
+        cache: transformers' ``PagedAttentionCache``.
+        scaling: by default ``D ** -0.5``.
+        sliding_window, softcap, s_aux: window, bound of the logits, sinks ``[H]``; None is off.
+        kwargs: the step: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``max_length_k``, and ``block_table`` in decode on a
+            GPU, ``read_index`` and ``write_index`` else.
+
+    Returns:
+        ``[1, T, H, D]`` and no attention weights.
+
+    Raises:
+        ValueError: the call is not from ``generate_batch``, or has a mask.
+    """
+    if cache is None:
+        raise ValueError(
+            "cache: expected that of generate_batch, got none; for other calls set another implementation by"
+            ' model.set_attn_implementation("sdpa")'
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask: expected none with paged attention, which is causal, and got it")
+    if value.shape[-1] != key.shape[-1]:
+        raise ValueError(f"value: expected head size {key.shape[-1]}, the keys', got {value.shape[-1]}")
+    rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
+    features: dict[str, Any] = {
+        "soft_cap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    group = _group(cache, module, sliding_window)
+    if group.window:
+        out = _attend_gathered(group, cache, rows_of_query, key, value, scale, kwargs, features)
+        return out[None], None
+    assert group.pages is not None
+    step = _step(group, kwargs, rows_of_query.shape[0])
+    reshape_and_cache(rows_of_key, rows_of_value, group.pages, step.slot_mapping, value_cache=group.values)
+    out = paged_attention(
+        rows_of_query,
+        group.pages,
+        step.block_tables,
+        step.seq_lens,
+        step.query_start_loc,
+        scale,
+        value_cache=group.values,
+        **features,
+    )
+    return out[None], None
+
+
+class _Group(NamedTuple):
+    """Where a layer's pages are, and the layers that share its block table."""
+
+    owner: Any  # the object that keeps what is known of the step
+    place: int  # the group's index in read_index, write_index and block_table
+    layer: int
+    first: bool  # whether it is the first layer of the group, which makes what the others use
+    layer_type: str
+    window: int
+    pages: Tensor | None  # [N, 2, B, K, D], or those of keys [N, B, K, D]
+    values: Tensor | None
+
+
+def _group(cache: Any, module: Any, sliding_window: int | None) -> _Group:
+    layer = int(module.layer_idx)
+    if hasattr(cache, "layer_to_allocator"):  # from 5.19
+        owner = cache.layer_to_allocator[layer]
+        window = int(getattr(owner, "sliding_window", 0) or 0)
+        pages = (None, None) if window else _without_overlap(*owner.get_cache_for_block_table(layer))
+        first = layer == owner.layer_indices[0]
+        return _Group(owner, owner.index, layer, first, owner.layer_type, window, *pages)
+    place, of_group = cache.layer_index_to_group_indices[layer]
+    window = int(sliding_window or getattr(module, "sliding_window", 0) or 0)
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    pages = (cache.key_cache[of_group].view(shape), cache.value_cache[of_group].view(shape))
+    layer_type = "sliding_attention" if window else "full_attention"
+    return _Group(cache.group_cache_managers[place], place, layer, of_group == 0, layer_type, window, *pages)
+
+
+def _without_overlap(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Pages of keys and of values ``[n, B, K, D]`` as the ops take them.
+
+    In one tensor of transformers they overlap: page i + 1 of the keys is page i of the values, and only even pages hold
+    what their name says. Such a pair becomes ``[N, 2, B, K, D]`` and None.
+    """
+    page = keys.stride(0)
+    if values.data_ptr() - keys.data_ptr() != page * keys.element_size():
+        return keys, values
+    shape, strides = (-(-len(keys) // 2), 2, *keys.shape[1:]), (2 * page, page, *keys.stride()[1:])
+    return keys.as_strided(shape, strides), None
+
+
+def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
+    """The batch for a group of layers of full attention: made by the first of them, without waiting for the device."""
+    if not group.first:
+        return getattr(group.owner, _STEP)
+    assert group.pages is not None
+    B = group.pages.shape[-3]
+    per_block = 2 if group.values is None else 1  # pages, by which transformers counts
+    starts = kwargs["cu_seq_lens_q"].to(torch.int32)  # [S + 1]
+    key_starts, longest = _of_type(kwargs["cu_seq_lens_k"], group), _of_type(_longest(kwargs), group)
+    seq_lens = key_starts.diff().to(torch.int32)  # [S], the new token among them
+    if kwargs.get("block_table") is not None:
+        block_tables = kwargs["block_table"][group.place] // per_block  # [S, M], -1 past its end
+        last = (seq_lens - 1).clamp(min=0).long()
+        page = block_tables.gather(1, (last // B)[:, None])[:, 0].long()
+        slots = torch.where(seq_lens > 0, page * B + last % B, -1)
+        # A decode: row s is the one of sequence s.
+        step = _Step(starts, seq_lens, block_tables, slots[:num_tokens])
+    else:
+        # Rows of the cache, one per token; a step without history reads none, and its own tokens are the sequences.
+        rows, begins = kwargs["read_index"][group.place], key_starts
+        slots = kwargs["write_index"][group.place]
+        if rows.numel() == 0:
+            rows, begins = slots, starts
+        if per_block > 1:  # no row lies in the second page, which is that of the values
+            rows, slots = (each // (per_block * B) * B + each % (per_block * B) for each in (rows, slots))
+        firsts = begins[:-1, None] + torch.arange(0, max(int(longest), 1), B, device=rows.device)
+        block_tables = (rows[firsts.clamp(max=rows.shape[0] - 1).long()] // B).to(torch.int32)
+        step = _Step(starts, seq_lens, block_tables, slots[:num_tokens])
+    setattr(group.owner, _STEP, step)
+    return step
+
+
+def _attend_gathered(
+    group: _Group,
+    cache: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    kwargs: dict[str, Any],
+    features: dict[str, Any],
+) -> Tensor:
+    """A layer with a window: what transformers gathers from the ring, and the new tokens, as pages of one token."""
+    key_starts = _of_type(kwargs["cu_seq_lens_k"], group).to(torch.int32)
+    longest = max(int(_of_type(_longest(kwargs), group)), 1)
+    read_index, write_index = kwargs["read_index"], kwargs["write_index"]
+    if hasattr(cache, "layer_to_allocator"):
+        states = (states[0].transpose(0, 1) for states in (key, value))
+        indices = (read_index[group.place], write_index[group.place])
+        keys, values = group.owner.update(*states, group.layer, *indices)  # [rows, K, D]
+    else:
+        keys, values = cache.update(key, value, group.layer, read_index, write_index)
+    rows = torch.arange(longest, dtype=torch.int32, device=query.device)
+    return paged_attention(
+        query,
+        keys[:, None],
+        key_starts[:-1, None] + rows,
+        key_starts.diff(),
+        kwargs["cu_seq_lens_q"].to(torch.int32),
+        scale,
+        value_cache=values[:, None],
+        sliding_window=group.window,
+        **features,
+    )
+
+
+def _of_type(by_type: Any, group: _Group) -> Any:
+    return by_type[group.layer_type] if isinstance(by_type, dict) else by_type
+
+
+def _longest(kwargs: dict[str, Any]) -> Any:
+    # They have other names before 5.19.
+    return kwargs["max_length_k"] if "max_length_k" in kwargs else kwargs["max_seqlen_k"]
+
+
+def _not_called(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(f"attn_implementation: expected one of flash attention, got {NAME!r}, which is for generate_batch")
+
+
+for _name in (NAME, _PAGED_NAME):
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, no_mask)

@@ -1,0 +1,485 @@
+"""Hugging Face transformers on paged_ops: an attention function, and a causal language model as a step of generation.
+
+::
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    paged = PagedCausalLM(model)
+    loop = GenerationLoop(paged, paged.allocate_kv_cache(num_blocks=1024), compile=True)
+    outputs = loop.generate([tokenizer(prompt).input_ids for prompt in prompts])
+    paged.unwrap()  # the model is as it was
+
+Importing this module registers the attention implementation ``"paged_ops"`` (``attention_function.py``): a model that
+uses it takes the whole batch as one row of T tokens, writes its keys and values into the caches, and attends to them by
+the block tables. Caches and metadata are keyword arguments of ``forward``, so that everything is an input of the
+compiled graph.
+
+Letters: T tokens of the batch, S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paged_ops.cache.hybrid import HybridCache, pools_by_reach
+from paged_ops.cache.kv_cache import KVCache
+from paged_ops.cache.shard import WHOLE
+from paged_ops.cache.states import StateCache
+from paged_ops.checks import expect
+from paged_ops.integrations.transformers.attention_function import PROBE
+from paged_ops.integrations.transformers.fused_allreduce import Sums, Watch
+from paged_ops.integrations.transformers.generation_config import GenerationFields
+from paged_ops.integrations.transformers.latent import as_they_are, latent_modules
+from paged_ops.integrations.transformers.own_attention import (
+    carry_step,
+    dense_implementation,
+    has_indexers,
+    has_own_attention,
+    replace_attention,
+)
+from paged_ops.integrations.transformers.probe import CacheSpec, NoArgumentsError, Probe, masks_by_type, run_probe
+from paged_ops.integrations.transformers.prompt_ranges import ranges_of_prompt
+from paged_ops.integrations.transformers.recurrent import StateLayer, StateLayers
+from paged_ops.integrations.transformers.refusals import (
+    expect_arguments_of_attention,
+    expect_cache_of_model,
+    expect_windows_of_cache,
+    refuse,
+    refuse_context,
+    refuse_layers,
+)
+from paged_ops.integrations.transformers.rotary import FrozenRotary, length_dependent, stretch
+from paged_ops.integrations.transformers.trial import DenseRun, DifferentLogitsError, run_dense, why_different
+from paged_ops.integrations.transformers.weights import Weights
+from paged_ops.integrations.transformers.wrapping import NAME, CompiledLayer, StepCache, Wrapping, copy_of, run_layer
+from paged_ops.layouts import Layout, has_row_scales
+from paged_ops.lowerings.gpu.warm_up import prepare
+from paged_ops.metadata import AttentionMetadata
+from paged_ops.parallel.context import Context, groups_of_context
+from paged_ops.parallel.rendezvous import RankError, Ranks
+from paged_ops.parallel.tensor import process_group_of, repeated_heads
+
+WRAP_LIMIT = 300.0  # seconds for which ranks wait for each other while a model is wrapped
+_LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
+
+
+class PagedCausalLM:
+    """A causal language model of transformers as a :class:`paged_ops.generation.ModelStep`.
+
+    Sets the model's attention to ``"paged_ops"``, in place; until :meth:`unwrap`, ``model.generate`` raises an error.
+    When it is wrapped, the model runs a few tokens, eagerly and paged. This tells which caches and masks it needs, and
+    both runs must give the same logits. Compiled experts wait for the device unless they are bfloat16, so they cannot
+    be captured in a graph; after ``model.set_experts_implementation("batched_mm")`` they do not wait.
+
+    Args:
+        model: in evaluation mode, on its device.
+        max_model_len: the longest sequence, prompt and output; by default the length for which the model was made.
+            Position embeddings that depend on a text's length (longrope, dynamic) are those of this length, for all
+            texts.
+        context: the ranks over which tokens of sequences are spread (context parallelism): a process group, a device
+            mesh with a dimension "cp" beside those that the model is sharded over, or a
+            :class:`paged_ops.parallel.context.Context` of a group. All wrap the model together.
+        latent: for layers of latent attention (MLA), cache latents; False: keys and values of all heads, which take
+            many times the memory. Latents are not spread over ranks: with a context it is False.
+
+    Attributes:
+        layers: for each cache its heads, head sizes, window and chunk.
+        num_layers: the number of caches.
+        pool_of_layer: the pool of each cache, if layers with different windows have pools of their own.
+        num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache. Of latents
+            they are 1, R + P and R.
+        layout: LATENT if the caches hold latents; None if they may have any other layout.
+        states: the layers that keep state instead of keys; None if there are none.
+        process_group: the ranks that run a step together, those of ``tp_plan="auto"`` and of the context; or None. All
+            wrap it together; heads and caches are this rank's, and key/value heads fewer than ranks are repeated.
+        sums: for a model that is spread over ranks, which of its sums are one kernel with the norm behind them.
+        context: how tokens are spread, or None.
+        max_model_len: as given or found; None if the config does not say.
+        prompts_see_ahead: whether all tokens of a prompt see each other, text too (PaliGemma). A step of prompts then
+            has ``bidirectional_ranges``.
+
+    Raises:
+        ValueError: the model has layers, position embeddings or attention that a paged batch cannot serve. It is left
+            as it was.
+        RankError: the model is spread over ranks, of which one is gone or late.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None, latent: bool = True
+    ) -> None:
+        refuse(model, has_own_attention)
+        self._carries_step = has_own_attention(model)
+        if model.device.type == "cuda":
+            prepare()
+        previous: Wrapping | None = getattr(model, "paged_wrapping", None)
+        if previous is not None:  # before anything is read that it has replaced, such as position embeddings
+            previous.undo()
+        limit = _position_limit(model)
+        freezes = list(length_dependent(model))
+        most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
+        fits = max_model_len is None or (1 <= max_model_len and (most is None or max_model_len <= most))
+        expect(fits, "max_model_len", f"1 to {most}, the model's positions", max_model_len)
+        self.model = model
+        self.max_model_len: int | None = limit if max_model_len is None else max_model_len
+        forward = inspect.signature(model.forward).parameters
+        self._takes_rows, self._takes_positions = "logits_to_keep" in forward, "position_ids" in forward
+        self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in forward.values())
+        self.process_group = process_group_of(model)
+        of_context, everyone = groups_of_context(context, self.process_group)
+        self.collective_groups = tuple(each for each in (self.process_group, of_context) if each is not None)
+        self._wrapping = Wrapping(model)
+        self.states: StateLayers | None = None
+        self.sums: Sums | None = None
+        self.num_layers = 0
+        probes: list[Probe] = []
+
+        def wrap() -> None:
+            probes.append(self._wrap(freezes, latent and context is None))
+            if of_context is not None:
+                refuse_context(model, self.states, probes[0].reaches())
+
+        try:
+            if (together := everyone or self.process_group) is None:
+                wrap()
+            else:
+                Ranks(together, time_limit=WRAP_LIMIT, collectives=self.collective_groups).agree(wrap)
+        except BaseException as error:
+            self._wrapping.undo()
+            if isinstance(error, DifferentLogitsError) and together is None:
+                raise ValueError(f"{error}: {why_different(model)}") from None
+            told = ValueError, RankError, torch.OutOfMemoryError
+            if isinstance(error, told) or not isinstance(error, Exception):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"model: {type(model).__name__} cannot be served: {reason}") from error
+        (probe,) = probes
+        reaches = probe.reaches()
+        self.context: Context | None = None
+        if of_context is not None:
+            widest = max(spec.value_head_size for spec in probe.specs)
+            made = context if isinstance(context, Context) else None
+            self.context = made or Context(of_context, model.device, head_size=widest, dtype=model.dtype)
+            self.process_group = everyone
+        handle = None if self.context is None else self.context.handle
+        self.pool_of_layer = tuple(pools_by_reach(reaches)[1])
+        for module, call in probe.calls.items():
+            attending = probe.attending(call)
+            noted: dict[str, Any] = {"pool": self.pool_of_layer[attending.cache], "context": handle}
+            self._wrapping.note(module, dataclasses.replace(attending, **noted))
+        self._wrapping.leave_others()
+        self._wrapping.arm()
+        self._weights = Weights(model)
+        self.layers: tuple[CacheSpec, ...] = tuple(
+            spec._replace(window=window, chunk=chunk)
+            for spec, (window, chunk) in zip(probe.specs, reaches, strict=True)
+        )
+        self.num_layers = len(self.layers)
+        self.layout = Layout.LATENT if any(spec.latent for spec in self.layers) else None
+        sizes = zip(*self.layers, strict=True) if self.layers else ((),) * len(CacheSpec._fields)
+        self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
+
+    def _wrap(self, freezes: Sequence[tuple[nn.Module, str, nn.Module]], latent: bool) -> Probe:
+        """Changes the model, and runs it on trial."""
+        model = self.model
+        for module, whole, num_groups in repeated_heads(model):
+            for name, linear in whole.items():
+                self._wrapping.replace(module, name, linear)
+            self._wrapping.set_attribute(module, "num_key_value_groups", num_groups)
+        for parent, name, rotary in freezes:
+            self._wrapping.replace(parent, name, FrozenRotary(rotary, model.config, self.max_model_len))
+        self._wrapping.set_implementation(dense_implementation(model))
+        if self.process_group is None:
+            dense = DenseRun.of(model, run_dense(model))
+        else:
+            with Watch(model, self.process_group) as watch:
+                logits = run_dense(model)
+            dense = DenseRun.of(model, logits)
+            self.sums = watch.fuse(self._wrapping)
+        self.states = StateLayers.find(model)
+        refuse_layers(model, self.states, has_indexers(model, self.max_model_len))
+        if self.states is not None:
+            self._wrapping.keep_states(self.states)
+        self._wrapping.set_implementation(PROBE)
+        for module in latent_modules(model) if latent else ():
+            self._wrapping.set_attribute(module, "expand_kv", as_they_are)
+        replace_attention(self._wrapping, model)
+        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states)
+        try:
+            probe = run()
+        except NoArgumentsError as error:
+            carry_step(self._wrapping, model, error)
+            self._carries_step = True
+            probe = run()
+        if probe.calls and not self._carries_step:
+            expect_arguments_of_attention(model)
+        expect_windows_of_cache(model, probe, self.max_model_len)
+        # text has the type 0
+        self.prompts_see_ahead = masks_by_type(model) and bool(ranges_of_prompt(model, [0] * 4))
+        self._wrapping.set_implementation(NAME)
+        return probe
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The end-of-text tokens of the model's generation config."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+    @property
+    def generation_fields(self) -> GenerationFields:
+        """The model's generation config, as a loop reads it when it is made."""
+        return GenerationFields(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids that the model embeds; a loop refuses others."""
+        return len(self.model.get_input_embeddings().weight)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The padding token of the model's generation config, if any; a loop refuses prompts that are padded with
+        it."""
+        given = getattr(self.model.generation_config, "pad_token_id", None)
+        return None if given is None or given in self.stop_token_ids else int(given)
+
+    def weights_version(self) -> Hashable:
+        """What changes with the model's weights and active adapters: a loop asks for it before each step.
+
+        Writes through ``.data`` do not change it, nor do those to weights that were made in inference mode.
+
+        Raises:
+            ValueError: the model is in training mode, or its attention has changed since it was wrapped.
+        """
+        self._wrapping.check()
+        return self._weights.version()
+
+    def unwrap(self) -> PreTrainedModel:
+        """Restore the model: its attention, its uncompiled layers, its position embeddings.
+
+        Afterwards this object cannot be called; the model can be wrapped again. Fused projections stay
+        (:func:`paged_ops.integrations.transformers.projections.split_projections` undoes them).
+        """
+        self._wrapping.undo()
+        return self.model
+
+    def allocate_kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int | None = None,
+        *,
+        num_window_blocks: int | None = None,
+        keep_all: bool = False,
+        num_host_blocks: int = 0,
+        dtype: torch.dtype | None = None,
+        kv_cache_dtype: str = "auto",
+        layout: Layout | None = None,
+        num_state_slots: int = 32,
+        num_host_state_slots: int | None = None,
+    ) -> KVCache | HybridCache:
+        """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales).
+
+        Layers with a window or chunk give back blocks that no later token sees. If layers differ in this, each window
+        or chunk has a pool of blocks of its own.
+
+        Args:
+            num_blocks, num_host_blocks: of each pool.
+            block_size, layout: as of ``KVCache``; by default blocks have 16 tokens on each rank of the context. Latents
+                have no layout but LATENT.
+            kv_cache_dtype: ``"fp8_ds_mla"`` keeps latents of 512 + 64 columns as rows of 656 bytes that hold their
+                scales; ``dtype`` is then uint8 by default.
+            num_window_blocks: of each pool with a window or chunk, if others see everything;
+                :func:`paged_ops.blocks_within_reach` gives what suffices.
+            keep_all: make one pool, which keeps all blocks.
+            num_state_slots: if layers keep state, the sequences at once: at least a loop's ``max_num_seqs``.
+            num_host_state_slots: the swapped-out sequences; by default as many, if there are host blocks.
+        """
+        device = self.model.device
+        spread = WHOLE if self.context is None else self.context.spread
+        block_size = 16 * spread.size if block_size is None else block_size
+        sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
+        row_scales = has_row_scales(kv_cache_dtype)
+        options: dict[str, Any] = {
+            "value_head_size": self.value_head_size,
+            "dtype": (torch.uint8 if row_scales else self.model.dtype) if dtype is None else dtype,
+            "kv_cache_dtype": kv_cache_dtype,
+            "device": device,
+            "layout": layout if self.layout is None else self.layout,
+            "num_host_blocks": num_host_blocks,
+            "spread": spread,
+        }
+        fits = layout is None or self.layout is None or Layout(layout) is self.layout
+        expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
+        whole = not (keep_all and spread.size > 1 and len(set(self.pool_of_layer)) > 1)
+        expect(whole, "keep_all", "False with a context, as layers with a window are not spread", keep_all)
+        if not keep_all and self.layers:
+            windows, chunks = [spec.window for spec in self.layers], [spec.chunk for spec in self.layers]
+            one = len(set(self.pool_of_layer)) == 1
+            options["sliding_window"] = windows[0] if one else windows
+            options["attention_chunk"] = chunks[0] if one else chunks
+        if self.states is not None:
+            if num_host_state_slots is None:
+                num_host_state_slots = num_state_slots if num_host_blocks else 0
+            specs = self.states.specs
+            options["states"] = StateCache(specs, num_state_slots, device=device, num_host_slots=num_host_state_slots)
+        elif keep_all or len(set(self.pool_of_layer)) == 1:
+            return KVCache(*sizes, **options)
+        return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
+
+    def check_kv_cache(self, kv_cache: KVCache | HybridCache) -> None:
+        """Raises ValueError for a cache that does not fit this model's device, layers, their sizes, or their windows
+        and chunks."""
+        expect_cache_of_model(self, kv_cache)
+
+    def compile_layers(self, *, dynamic: bool | None = True, **options: Any) -> PagedCausalLM:
+        """Compile the decoder layers, in place, with one compilation for all layers of a kind; returns itself.
+
+        A step then consists of compiled parts. For a model of many layers, compiling takes a fraction of the time of
+        compiling it whole, and inside a CUDA graph it runs as fast. The rotary embedding and the last norm are compiled
+        separately. Layers that keep state run compiled code only in decodes. Call it after
+        :func:`paged_ops.integrations.transformers.projections.fuse_projections`.
+
+        Args:
+            dynamic: sizes of a batch are dynamic, so that one graph serves all; with False each size has its own code.
+            options: other arguments of ``torch.compile``; ``fullgraph`` is on.
+
+        Raises:
+            ValueError: a layer that attends is in no list of layers.
+        """
+        self._wrapping.check()
+        options = {"fullgraph": True, "dynamic": dynamic, **options}
+        attending, states = self._wrapping.attending, () if self.states is None else self.states.layers
+        decoders: dict[nn.Module, None] = {}
+        layers: dict[nn.Module, tuple[list[nn.Module], list[StateLayer]]] = {}
+
+        def of(module: nn.Module) -> tuple[list[nn.Module], list[StateLayer]]:
+            decoder, layer = self._wrapping.place_of(module)
+            decoders[decoder] = None
+            return layers.setdefault(layer, ([], []))
+
+        for module in attending:
+            of(module)[0].append(module)
+        for state in states:
+            of(state.module)[1].append(state)
+        kinds: dict[Any, Callable[..., Any]] = {}
+        for layer, (modules, keeping) in layers.items():
+            noted = [attending[module] for module in modules]
+            reaches = tuple((each.window, each.chunk, each.writes, each.pool) for each in noted)
+            sums = getattr(layer, "paged_sums", None)
+            summed = None if sums is None else (sums.attention is None, sums.mlp is None)
+            kind = type(layer), summed, reaches, tuple((each.keys, each.continues) for each in keeping)
+            if kind not in kinds:
+                kinds[kind] = torch.compile(copy_of(run_layer), **options)
+            for place, module in enumerate(modules):
+                self._wrapping.note(module, dataclasses.replace(attending[module], place=place))
+            for place, each in enumerate(keeping):
+                each.position = place
+            caches = [attending[module].cache for module in modules]
+            places = [each.index for each in keeping]
+            if sums is not None and layer is next(iter(layers)):
+                self._wrapping.compile(layer.get_submodule("input_layernorm"), **options)
+            latent = any(each.latent for each in noted)
+            self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places, latent))
+        for decoder in decoders:
+            for name, part in decoder.named_children():
+                # a layer of torch itself is already one kernel
+                if ("rotary" in name or name in _LAST_NORMS) and not type(part).__module__.startswith("torch."):
+                    self._wrapping.compile(part, **options)
+        return self
+
+    def bidirectional_ranges(self, token_type_ids: Sequence[int] | Tensor) -> list[tuple[int, int]]:
+        """The ranges of a prompt's tokens that see each other, for its request in :class:`paged_ops.Batch`.
+
+        The model is asked for its masks of such a prompt: image tokens of Gemma-3, the prefix of PaliGemma.
+
+        Args:
+            token_type_ids: ``[n]``, as the model's processor gives them, of the whole prompt.
+
+        Raises:
+            ValueError: the model's masks do not depend on them, or paged attention has no such masks (as for an image
+                that is longer than Gemma-3's window).
+        """
+        return ranges_of_prompt(self.model, token_type_ids)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        metadata: AttentionMetadata,
+        last_rows: Tensor,
+        kv_caches: Sequence[Tensor],
+        **inputs: Any,
+    ) -> Tensor:
+        """Logits ``[S, V]``: see :class:`paged_ops.generation.ModelStep`.
+
+        Args:
+            inputs: other arguments of the model's forward, such as ``pixel_values`` of the images whose tokens are in
+                ``input_ids``, in that order. The metadata says which tokens see each other.
+
+        Raises:
+            ValueError: the model is in training mode, its attention has changed since it was wrapped, a mask is given,
+                or images whose tokens see each other have no ranges.
+        """
+        self._wrapping.check()
+        if metadata.bidirectional_ranges is None and (
+            masks_by_type(self.model) if inputs else self.prompts_see_ahead and metadata.max_query_len > 1
+        ):
+            raise ValueError(
+                f"metadata: expected bidirectional_ranges beside {', '.join(inputs) or 'a prompt'}, as tokens of"
+                f" {type(self.model).__name__} see later ones; give them to the Batch, and room for them to its builder"
+                " (max_bidirectional_ranges)"
+            )
+        for name in ("attention_mask", "token_type_ids"):
+            if inputs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: expected none, as the metadata says which tokens see each other"
+                    " (PagedCausalLM.bidirectional_ranges), and got it; leave it out"
+                )
+        return self._step(input_ids, metadata, last_rows, kv_caches, **inputs)
+
+    def _step(
+        self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any, **inputs: Any
+    ) -> Tensor:
+        arguments: dict[str, Any] = {"logits_to_keep": last_rows} if self._takes_rows else {}
+        arguments.update(inputs)
+        if self._takes_positions:
+            arguments["position_ids"] = metadata.positions[None]
+        if self.states is None:
+            # It is not read. Without it, transformers looks for packed sequences, and waits for the device.
+            arguments["attention_mask"] = torch.ones_like(input_ids[None], dtype=torch.bool)
+        else:
+            tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
+            arguments[self.states.argument] = self.states.step(metadata, len(input_ids), tensors)
+        if self._carries_step:
+            arguments["past_key_values"] = StepCache(kv_caches, metadata)
+        elif self._takes_more:
+            arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
+        logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
+        return logits if self._takes_rows else logits[last_rows]
+
+
+def sharded(num_ranks: int) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that spread a model over the ranks that torchrun started (tensor parallelism).
+
+    transformers needs accelerate for it, and makes the process group if there is none.
+    """
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=num_ranks)}
+    except (ImportError, TypeError):  # before transformers 5.17
+        return {"tp_plan": "auto"}
+
+
+def _position_limit(model: Any) -> int | None:
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # of MPT
+    return int(limit) if limit else None
+
+
+def _common(sizes: tuple[int, ...]) -> Any:
+    return sizes[0] if len(set(sizes)) == 1 else sizes

@@ -1,0 +1,198 @@
+"""Attention modules that need another ``forward`` on a paged cache.
+
+- Bloom, Falcon and MPT compute attention, with ALiBi or rotary positions, by code of their own instead of transformers'
+  AttentionInterface.
+- Layers of StableLM and Nemotron pass nothing on to attention but transformers' cache.
+- DeepSeek-V3.2 and GLM-MoE-DSA have an indexer. They are served while it would choose all tokens.
+
+The step then travels as transformers' cache (:class:`StepCache`). While a model is wrapped, its attention modules are
+of a subclass with another ``forward``; the projections stay the modules' own.
+
+ALiBi: transformers adds ``slope[h] * j`` to the logits, the op ``slope[h] * (j - i)``, which has the same softmax. The
+op adds it in float32. transformers rounds it to the dtype of the model (Falcon: to bfloat16), and adds it twice in
+Falcon's eager attention (5.23), so Falcon is compared with its "sdpa".
+
+Letters: T tokens of the batch, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function
+
+from paged_ops.integrations.transformers.attention_function import attention
+from paged_ops.integrations.transformers.probe import NoArgumentsError, Probe, request_mask
+from paged_ops.integrations.transformers.wrapping import UNDO, StepCache, Wrapping
+
+_WITH_INDEXER = ("DeepseekV32Attention", "GlmMoeDsaAttention")
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, step: Any, scale: float, slopes: Tensor | None
+) -> Tensor:
+    """``[1, T, H * D]`` of ``query [1, H, T, D]``, ``key`` and ``value [1, K, T, D]``."""
+    if not isinstance(step, StepCache):
+        raise ValueError(f"model: expected a step of PagedCausalLM, got a call of the wrapped model itself; {UNDO}")
+    mask = None
+    if isinstance(step.kv_caches, Probe):  # which asks what a row sees
+        T = query.shape[2]
+        mask = request_mask(q_length=T, kv_length=T, mask_function=causal_mask_function, device=query.device)
+    batch: dict[str, Any] = {"kv_caches": step.kv_caches, "attention_metadata": step.metadata}
+    options: dict[str, Any] = {"scaling": scale, "alibi_slopes": slopes, "is_causal": True}
+    return attention(module, query, key, value, mask, **batch, **options)[0].flatten(2)
+
+
+def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *, layer_past: Any = None, **_: Any) -> Any:
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    out = _attend(module, query, key, value, layer_past, module.inv_norm_factor, module.paged_slopes)
+    return residual + module.dense(out), None
+
+
+def _mpt(module: Any, hidden_states: Tensor, *, past_key_values: Any = None, **_: Any) -> Any:
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    heads = fused.unflatten(2, (3, module.n_heads, module.head_dim))
+    query, key, value = (each.transpose(1, 2) for each in heads.unbind(2))
+    out = _attend(module, query, key, value, past_key_values, module.softmax_scale, module.paged_slopes)
+    return module.out_proj(out), None
+
+
+def _falcon(
+    module: Any, hidden_states: Tensor, *, layer_past: Any = None, position_embeddings: Any = None, **_: Any
+) -> Any:
+    fused, D = module.query_key_value(hidden_states), module.head_dim
+    if module.new_decoder_architecture:  # groups of query heads, each followed by its key and its value
+        groups = fused.unflatten(2, (module.num_kv_heads, -1, D))
+        query, key, value = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+    else:
+        query, key, value = module._split_heads(fused)
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    if module.paged_slopes is None:
+        family: Any = sys.modules[type(module).__mro__[1].__module__]
+        query, key = family.apply_rotary_pos_emb(query, key, *position_embeddings)
+    out = _attend(module, query, key, value, layer_past, module.inv_norm_factor, module.paged_slopes)
+    return module.dense(out), None
+
+
+# By the name of the attention module: its forward, and the name of its number of heads.
+_FAMILIES: dict[str, tuple[Callable[..., Any], str]] = {
+    "BloomAttention": (_bloom, "num_heads"),
+    "MptAttention": (_mpt, "n_heads"),
+    "FalconAttention": (_falcon, "num_heads"),
+}
+
+
+def _family(module: nn.Module) -> str | None:
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _FAMILIES), None)
+
+
+def has_own_attention(model: nn.Module) -> bool:
+    """Whether the model is of such a family."""
+    return any(_family(module) for module in model.modules())
+
+
+def dense_implementation(model: Any) -> str:
+    """The attention implementation of transformers that computes what the model means."""
+    is_doubled = has_own_attention(model) and getattr(model.config, "model_type", "") == "falcon"
+    return "sdpa" if is_doubled else "eager"
+
+
+def replace_attention(wrapping: Wrapping, model: Any) -> None:
+    """Lets the attention modules of such a family attend by :func:`attention`, and replaces indexers by all tokens."""
+    for module in model.modules():
+        if name := _family(module):
+            kind: Any = type(module)
+            wrapping.set_attribute(module, "paged_slopes", _slopes(model, module, name))
+            wrapping.retype(module, _paged(kind, name))
+    for module in _with_indexer(model):
+        if getattr(module, "indexer", None) is not None:  # else it shares that of another layer
+            of_indexer: Any = type(module.indexer)
+            wrapping.retype(module.indexer, _all_tokens(of_indexer))
+
+
+@functools.cache
+def _paged(kind: Any, name: str) -> type:
+    return type(f"Paged{name}", (kind,), {"forward": _FAMILIES[name][0]})
+
+
+def _slopes(model: Any, module: Any, name: str) -> Tensor | None:
+    """The ALiBi slope of each head, float32 ``[H]``: what the model adds to the second of two keys."""
+    heads: int = getattr(module, _FAMILIES[name][1])
+    family: Any = sys.modules[type(module).__module__]
+    device = next(module.parameters()).device
+    if name == "MptAttention":
+        bias = family.build_mpt_alibi_tensor(heads, 2, device=device)
+    elif name == "FalconAttention" and not model.config.alibi:
+        return None
+    else:
+        bias = family.build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64, device=device), heads, torch.float32)
+    slopes = (bias[:, 0, 1] - bias[:, 0, 0]).float()
+    return slopes * module.inv_norm_factor if name == "FalconAttention" else slopes
+
+
+def carry_step(wrapping: Wrapping, model: nn.Module, error: NoArgumentsError) -> None:
+    """Lets all attention modules of the kind that got no arguments find them in the step.
+
+    Raises:
+        NoArgumentsError: they take no cache of transformers either, or have a ``forward`` beside that of their class.
+    """
+    attention = error.module
+    kind: Any = type(attention)
+    if "past_key_values" not in inspect.signature(kind.forward).parameters or "forward" in vars(attention):
+        raise error
+    carrying = _carrying(kind)
+    for module in [each for each in model.modules() if type(each) is type(attention)]:
+        wrapping.retype(module, carrying)
+
+
+@functools.cache
+def _carrying(kind: Any) -> type:
+    def forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if isinstance(past_key_values, StepCache):
+            step, past_key_values = past_key_values, None
+            kwargs.update(kv_caches=step.kv_caches, attention_metadata=step.metadata)
+        return kind.forward(self, *args, past_key_values=past_key_values, **kwargs)
+
+    return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})
+
+
+# Attention with an indexer, while it chooses all tokens
+
+
+@functools.cache
+def _all_tokens(kind: Any) -> type:
+    """An indexer that keeps its weights, for ``state_dict``. No index is read: attention is dense."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty(1, 0, 0, dtype=torch.int32, device=hidden_states.device)
+
+    return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})
+
+
+def has_indexers(model: Any, length: int | None) -> bool:
+    """Whether the model has indexers of DeepSeek-V3.2's kind.
+
+    Raises:
+        ValueError: they do not choose all tokens of sequences of ``length`` tokens.
+    """
+    if not any(_with_indexer(model)):
+        return False
+    most = model.config.get_text_config(decoder=True).index_topk
+    if length is None or length > most:
+        raise ValueError(
+            f"max_model_len: expected at most {most}, up to which the indexer of {type(model).__name__} chooses all"
+            f" tokens, got {length}; selected keys are not served"
+        )
+    return True
+
+
+def _with_indexer(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if type(module).__name__ in _WITH_INDEXER)

@@ -1,0 +1,332 @@
+"""What a model needs of attention, found by observing a run of a few tokens instead of trusting its config.
+
+A model of transformers describes each layer's mask as a function of positions, and passes queries, keys and values to
+an attention function. :class:`Probe` provides the caches of such a run. For each module that attends it makes one with
+the sizes of its keys and values, and reads window and chunk from the function of its mask. What a paged cache cannot
+serve is found here, before anything is generated.
+
+Letters: K key/value heads, D head size, Dv value head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from paged_ops import masks
+from paged_ops.cache.states import StateCache
+from paged_ops.integrations.transformers.latent import is_latent
+from paged_ops.integrations.transformers.recurrent import StateLayers
+from paged_ops.integrations.transformers.trial import CHUNKS, LENGTHS, DenseRun, expect_alike, trial_tokens
+from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
+from paged_ops.metadata import AttentionMetadataBuilder, Batch
+
+MOST_POSITIONS = 2**24  # at most so many are passed to the function of a mask
+
+
+class NoArgumentsError(ValueError):
+    """A module attends without the caches that the model's forward was given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            "model: expected one that passes keyword arguments to attention, so that caches reach it, got"
+            f" {type(module).__name__} without any"
+        )
+        self.module = module
+
+
+class CacheSpec(NamedTuple):
+    """What one layer keeps in the cache, and how far back it looks: window and chunk in tokens, 0 is off."""
+
+    num_kv_heads: int
+    head_size: int
+    value_head_size: int
+    window: int
+    chunk: int
+    latent: bool = False  # rows of R + P, head_size, of which the first R, value_head_size, are values, too
+
+
+@dataclass(frozen=True)
+class Attending:
+    """How a module attends: from which cache, and which keys it sees."""
+
+    cache: int  # index into the step's caches
+    place: int  # index among the caches of its decoder layer
+    writes: bool  # else it reads what another module wrote (Gemma-3n)
+    window: int
+    chunk: int
+    latent: bool = False
+    pool: int = 0  # of a cache with a pool for each window or chunk
+    context: Any = None  # the handle of a Context, if the tokens of sequences are spread over ranks
+
+
+@dataclass
+class MaskRequest:
+    """What a model asked the mask interface for. The mask has it as the attribute ``request``."""
+
+    mask_function: Callable[..., Tensor] | None
+    device: torch.device
+    reach: tuple[int, int] | None = None  # set when it is first asked for
+
+
+def request_mask(
+    *,
+    q_length: Any,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """A mask of zeros that carries the request for it."""
+    rows = q_length if isinstance(q_length, int) else len(q_length)
+    mask: Any = torch.zeros(1, 1, rows, kv_length, dtype=dtype, device=device)
+    mask.request = MaskRequest(mask_function, mask.device)
+    return mask
+
+
+@dataclass
+class _Call:
+    name: str
+    key: Tensor  # kept, so that no later tensor has the same address
+    value: Tensor
+    cache: int
+    writes: bool
+    reach: tuple[int, int]
+
+
+@dataclass
+class Probe:
+    """The caches of a model's first steps, made when they are needed.
+
+    Args:
+        names: of the model's modules.
+        length: the longest sequence; masks are examined up to it.
+        num_blocks, block_size: of each cache.
+        layout: of the caches.
+        states: the tensors of layers that keep state.
+        masks_by_type: whether the model's masks say which tokens see later ones, whatever its layers say.
+    """
+
+    names: dict[nn.Module, str]
+    length: int
+    num_blocks: int
+    block_size: int
+    layout: Layout
+    states: list[Tensor] = field(default_factory=list)
+    masks_by_type: bool = False
+    caches: list[Tensor] = field(default_factory=list)
+    specs: list[CacheSpec] = field(default_factory=list)
+    calls: dict[nn.Module, _Call] = field(default_factory=dict)
+    _called: set[nn.Module] = field(default_factory=set)
+
+    def begin_step(self) -> None:
+        self._called.clear()
+
+    def attend(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Attending, Tensor]:
+        """How ``module`` attends, and its cache.
+
+        Raises:
+            ValueError: it attends twice in a step, its keys change their shape, or its mask is neither causal nor
+                causal with a window or chunks.
+        """
+        name = self.names.get(module, type(module).__name__)
+        if module in self._called:
+            raise ValueError(
+                f"a cache for each layer that attends, but {name} attends twice in one step: the second time would"
+                " overwrite the keys and values of the first"
+            )
+        self._called.add(module)
+        if module not in self.calls:
+            self.calls[module] = self._first_call(name, module, key, value, mask)
+        call = self.calls[module]
+        if self._sizes(module, key, value) != self.specs[call.cache][:3]:
+            raise ValueError(f"keys and values of one shape in every step, but those of {name} differ")
+        return self.attending(call), self.caches[call.cache]
+
+    def attending(self, call: _Call) -> Attending:
+        return Attending(call.cache, call.cache, call.writes, *call.reach, latent=self.specs[call.cache].latent)
+
+    def reaches(self) -> list[tuple[int, int]]:
+        """The window and the chunk of each cache: those of the modules that read it, or none if these differ."""
+        of_caches: list[set[tuple[int, int]]] = [set() for _ in self.caches]
+        for call in self.calls.values():
+            of_caches[call.cache].add(call.reach)
+        return [reaches.pop() if len(reaches) == 1 else (0, 0) for reaches in of_caches]
+
+    @staticmethod
+    def _sizes(module: nn.Module, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+        """Heads, head size and value head size of the cache."""
+        K, D, Dv = key.shape[1], key.shape[3], value.shape[3]
+        return (K, D + Dv, D) if is_latent(module) else (K, D, Dv)
+
+    def _first_call(self, name: str, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> _Call:
+        reach = self._reach(name, mask)
+        for other in self.calls.values():
+            if _same(key, other.key) and _same(value, other.value):
+                return _Call(name, key, value, other.cache, False, reach)
+        K, D, Dv = self._sizes(module, key, value)
+        layout = Layout.LATENT if is_latent(module) else self.layout
+        shape = (self.num_blocks, self.block_size, K, D)
+        cache = allocate_kv_cache(layout, *shape, key.dtype, key.device, value_head_size=Dv)
+        self.caches.append(cache)
+        self.specs.append(CacheSpec(K, D, Dv, *reach, is_latent(module)))
+        return _Call(name, key, value, len(self.caches) - 1, True, reach)
+
+    def _reach(self, name: str, mask: Any) -> tuple[int, int]:
+        if mask is None:
+            raise ValueError(f"causal attention, but {name} attends without a mask, to later tokens too")
+        base = mask if mask._base is None else mask._base
+        request: MaskRequest | None = getattr(mask, "request", None) or getattr(base, "request", None)
+        if request is None or request.mask_function is None:
+            raise ValueError(
+                f"attention that masks by positions alone, but {name} has a mask or a bias of its own making"
+            )
+        if request.reach is None:
+            request.reach = reach_of(request.mask_function, min(self.length, MOST_POSITIONS), request.device)
+        if request.reach is None:
+            raise ValueError(
+                f"causal attention, with a window or chunks or without, but {name} asks for another mask: to later"
+                " tokens, or with an overlay"
+            )
+        return request.reach
+
+
+def _seen(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
+    """The result of a function of transformers' masks, ``(batch, head, query position, key position) -> seen``."""
+    zero = torch.zeros((), dtype=torch.int64, device=queries.device)
+    result = mask_function(zero, zero, queries, keys)
+    return torch.as_tensor(result, device=queries.device).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+
+
+def ranges_of(
+    mask_function: Callable[..., Tensor], reach: tuple[int, int], length: int, device: torch.device | str = "cpu"
+) -> list[tuple[int, int]] | None:
+    """The bidirectional ranges of the mask of a text of ``length`` tokens, with the window and the chunk ``reach``
+    outside of the ranges. None if :func:`paged_ops.paged_attention` with these ranges has another mask."""
+    positions = torch.arange(length, device=device)
+    # only tokens of one range see the next token
+    linked = _seen(mask_function, positions[:-1], positions[1:]).tolist()
+    ranges, start = [], None
+    for i, sees_next in enumerate([*linked, False]):
+        if sees_next and start is None:
+            start = i
+        elif not sees_next and start is not None:
+            ranges.append((start, i + 1))
+            start = None
+    edges = [0, length, *(edge for pair in ranges for edge in pair)]
+    edges += [edge + distance for edge in edges for distance in reach if distance]
+    around = torch.tensor(edges, device=device)[:, None] + torch.arange(-2, 3, device=device)
+    chosen = around.flatten().clamp(0, length - 1).unique()
+    window, chunk = reach
+    kept = masks.keep(chosen, chosen, 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges)[0]
+    return ranges if torch.equal(_seen(mask_function, chosen[:, None], chosen[None]), kept) else None
+
+
+def reach_of(
+    mask_function: Callable[..., Tensor], length: int, device: torch.device | str = "cpu"
+) -> tuple[int, int] | None:
+    """The window and the chunk (0 is off) of a function of transformers' masks for positions below ``length``; None if
+    it is another mask."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    seen = functools.partial(_seen, mask_function)
+    positions = torch.arange(length, device=device)
+    try:
+        from_start = seen(positions, zero)  # the first position that no longer sees position 0 is window or chunk
+        size = length if bool(from_start.all()) else int(from_start.to(torch.int8).argmin())
+        edges = torch.tensor([0, size, 2 * size, 3 * size, length // 2, length], device=device)
+        queries = (edges[:, None] + torch.arange(-3, 4, device=device)).flatten()
+        queries = torch.cat([queries, positions[:32]]).clamp(0, length - 1).unique()
+        keys = torch.cat([queries, queries - size, queries - size + 1, positions[:: max(1, length // 256)]])
+        keys = keys.clamp(0, length - 1).unique()[None]
+        queries = queries[:, None]
+        got = seen(queries, keys)
+    except Exception:  # it depends on more than positions: on tokens, or on the batch
+        return None
+    causal = keys <= queries
+    if size == length and torch.equal(got, causal):
+        return 0, 0
+    if torch.equal(got, causal & (queries - keys < size)):
+        return size, 0
+    if size and torch.equal(got, causal & (queries // size == keys // size)):
+        return 0, size
+    return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+_BLOCK_SIZE = 16  # the default, so that the kernels of the trial serve later calls, too
+
+
+def masks_by_type(model: Any) -> bool:
+    """Whether some tokens of a prompt may see later ones, as its ``token_type_ids`` say."""
+    make_masks = getattr(model, "create_masks_for_generate", None)
+    return make_masks is not None and "token_type_ids" in inspect.signature(make_masks).parameters
+
+
+@torch.no_grad()
+def run_probe(
+    model: Any,
+    step: Callable[..., Tensor],
+    dense: DenseRun,
+    max_model_len: int | None,
+    states: StateLayers | None = None,
+) -> Probe:
+    """Runs ``step`` of ``model`` on the tried sequences, with a probe as caches. Its logits must be those of ``dense``.
+
+    Raises:
+        ValueError: the model cannot be served, with the reason.
+    """
+    name = type(model).__name__
+    names = {module: of for of, module in model.named_modules()}
+    length = max(max_model_len or 0, 2**20)
+    layout = get_default_layout(model.device)
+    probe = Probe(names, length, len(LENGTHS), _BLOCK_SIZE, layout, masks_by_type=masks_by_type(model))
+    cache = None if states is None else StateCache(states.specs, len(LENGTHS), device=model.device)
+    if cache is not None:
+        probe.states = cache.tensors
+        for seq_id in range(len(LENGTHS)):
+            cache.admit(seq_id)
+    builder = AttentionMetadataBuilder(
+        _BLOCK_SIZE,
+        len(LENGTHS),
+        sum(CHUNKS[0]),
+        1,
+        "cpu",
+        num_blocks=2,
+        num_staging_buffers=0,
+        num_state_rows=0 if cache is None else len(cache.tensors[0]),
+    )
+    computed = [0, 0]
+    for chunks in CHUNKS:
+        rows_of_states = None if cache is None else cache.rows(range(len(LENGTHS)))
+        batch = Batch(list(chunks), list(computed), [[1], [0]], state_slots=rows_of_states)
+        metadata = pytree.tree_map_only(Tensor, lambda each: each.to(model.device), builder.build(0, batch))
+        tokens = torch.cat([ids[at : at + n] for ids, at, n in zip(trial_tokens(model), computed, chunks, strict=True)])
+        rows = torch.arange(sum(chunks), device=model.device)
+        probe.begin_step()
+        try:
+            logits = step(tokens, metadata, rows, probe)
+        except (torch.OutOfMemoryError, NoArgumentsError):
+            raise
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"model: {name} cannot be served: {kind}{error}") from error
+        if not probe.calls and cache is None:
+            raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
+        want = torch.cat([each[at : at + n] for each, at, n in zip(dense.logits, computed, chunks, strict=True)])
+        expect_alike(model, logits.float(), want, dense)
+        computed = [at + n for at, n in zip(computed, chunks, strict=True)]
+        if cache is not None:
+            for seq_id in range(len(LENGTHS)):
+                cache.commit(seq_id)
+    return probe

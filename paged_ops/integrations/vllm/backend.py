@@ -1,0 +1,377 @@
+"""vLLM on paged_ops: an attention backend, found by vLLM through its plugins as soon as both are installed.
+
+::
+
+    vllm serve MODEL --attention-backend PAGED_OPS      # in vLLM 0.26, which takes no new names: CUSTOM
+
+The engine's metadata is taken as it is: block tables, lengths, query starts and slots are tensors on the device, and
+nothing is planned on the host. The cache is the engine's: ``[N, K, B, D + Dv]`` with a head's key and value side by
+side, in any order in memory, of which the ops take two views. Versions 0.26 to 0.33; what differs between them is in
+:mod:`paged_ops.integrations.vllm.plugin`.
+
+Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, Dv value head size, N blocks,
+B tokens per block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionType,
+)
+
+from paged_ops.integrations.vllm import plugin as vllm_plugin
+from paged_ops.integrations.vllm.metadata import PagedOpsMetadata, PagedOpsMetadataBuilder
+from paged_ops.ops import reshape_and_cache
+from paged_ops.parallel.context import attend_with_gathered_heads
+from paged_ops.support import supports
+
+_MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_attend = torch.ops.paged_ops.paged_attention.out
+_attend_by_cascade = torch.ops.paged_ops.cascade_attention.out
+
+
+class PagedOpsBackend(AttentionBackend):
+    """What the engine asks before it chooses a backend. What is not served is refused here, never in a step."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *_MODEL_DTYPES, *_FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        """The member of ``AttentionBackendEnum`` that this backend is."""
+        return vllm_plugin.name()
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedOpsImpl]:
+        """The attention of a layer."""
+        return PagedOpsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedOpsMetadataBuilder]:
+        """The metadata of a step."""
+        return PagedOpsMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """``[N, K, B, 2·D]``: a head's key, then its value. Asked for before 0.29; later versions allocate the same."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The order of these dimensions in memory, with that of the layers first if asked for. Before 0.29."""
+        if vllm_plugin.heads_first():
+            return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether the ops serve it on this device."""
+        return not supports("paged_attention", _device(), head_size=head_size)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Sinks (gpt-oss): yes."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Windows: yes."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Attention to later tokens of the batch: yes, without a window."""
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Tokens of an image that see each other (Gemma-3, PaliGemma): yes, unless a window limits what they see."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """An fp8 cache with a scale for each key/value head: yes."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders only: encoders keep no paged cache."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def validate_configuration(cls, **configuration: Any) -> list[str]:
+        """Why this backend cannot serve a layer: an empty list is yes."""
+        reasons = super().validate_configuration(**configuration)
+        if configuration.get("use_non_causal") and configuration.get("has_sliding_window"):
+            reasons.append("non-causal attention with a sliding window not supported")
+        if configuration.get("use_dcp") and configuration.get("has_sliding_window"):
+            reasons.append("DCP with a sliding window not supported")
+        dtype, kv_cache_dtype = configuration["dtype"], configuration.get("kv_cache_dtype")
+        if kv_cache_dtype in _MODEL_DTYPES and _MODEL_DTYPES[kv_cache_dtype] != dtype:
+            reasons.append(f"a {kv_cache_dtype} cache with a model in {dtype} not supported")
+        capability = configuration.get("device_capability")
+        if kv_cache_dtype in _FP8 and current_platform.is_cuda() and capability is not None and capability < (8, 9):
+            reasons.append("an fp8 cache before compute capability 8.9 not supported")
+        return reasons
+
+
+class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
+    """The attention of one layer. Arguments as vLLM's ``Attention`` gives them.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads: H, D, the factor of the logits, K, all of this rank.
+        alibi_slopes: H numbers.
+        sliding_window: tokens that a token sees, itself among them.
+        kv_cache_dtype: ``"auto"`` or the model's, or one of fp8.
+        logits_soft_cap: bound of the logits.
+        attn_type: ``"decoder"``.
+        kv_sharing_target_layer_name: the layer whose cache is read; the engine then writes no cache for this layer.
+        sinks: ``[H]``, a parameter of the model.
+        chunk_lookback: -1. Layers that see the chunk before their own (Rnj-1) need ``TRITON_ATTN``.
+
+    Raises:
+        NotImplementedError: for another kind of attention.
+    """
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        chunk_lookback: int = -1,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"attn_type: expected {AttentionType.DECODER.value!r}, got {attn_type!r}")
+        if chunk_lookback != -1:
+            raise NotImplementedError(
+                f"chunk_lookback: expected -1, got {chunk_lookback}: choose TRITON_ATTN for these layers, by"
+                " backend_per_kind={'sliding_window': 'TRITON_ATTN'} of the attention config"
+            )
+        if self.dcp_world_size > 1 and (sliding_window or alibi_slopes is not None):
+            raise NotImplementedError(
+                "decode_context_parallel_size: expected 1 for layers with a window or ALiBi, which count distances in"
+                f" the whole context, got {self.dcp_world_size}"
+            )
+        vllm_plugin.logger.info_once("Using %s attention backend of paged_ops.", vllm_plugin.name())
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
+        self.scale = float(scale)
+        self.sliding_window = sliding_window or 0
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._stored_as = kv_cache_dtype if kv_cache_dtype in _FP8 else "auto"
+        self._cache: Tensor | None = None
+        self._warm: Tensor | None = None  # the cache that warm_up was called with
+        self._largest_batch = vllm_plugin.largest_batch()
+        self._sinks: Tensor | None = None
+        self._slopes: Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Converts sinks to float32, which the op takes, once instead of in each step."""
+        self._sinks = None if self.sinks is None else self.sinks.detach().to(torch.float32)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Output in float8_e4m3fn by one scale can be fused, but not if ranks still have to sum their results."""
+        return self.dcp_world_size == 1 and quant_key == kFp8StaticTensorSym
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedOpsMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend: ``query [T', H, D]`` over the cache, into ``output [T', H, Dv]``; T' is T or more.
+
+        ``attn_metadata`` is None in the profiling run, before there is a cache. ``key`` and ``value`` are already in
+        the cache.
+        """
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale: expected none, as output has one scale, got a tensor")
+        if kv_cache is not self._warm and self._can_warm_up(query, kv_cache):
+            self.warm_up(layer, query, kv_cache, output, output_scale)
+        if attn_metadata is None:
+            if self.sliding_window and getattr(layer, "mm_prefix_clamp_sliding_window", False):
+                raise NotImplementedError(
+                    "mm_prefix_clamp_sliding_window: expected ranges that windows do not bound, got a layer whose"
+                    " window does (Gemma-4): choose another attention backend, as TRITON_ATTN"
+                )
+            return output.fill_(0)
+        self._attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
+        return output
+
+    def _attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedOpsMetadata,
+        output: Tensor,
+        output_scale: Tensor | None,
+    ) -> None:
+        T = attn_metadata.num_actual_tokens
+        rows, out = (query, output) if query.shape[0] == T else (query[:T], output[:T])
+        key_cache, value_cache = self._views(kv_cache)
+        k_scale, v_scale = self._scales(layer)
+        scale_of_output = None if output_scale is None else output_scale.reshape(1)
+        if attn_metadata.history_lens is not None:
+            merged = attend_with_gathered_heads(
+                rows,
+                key[:T],
+                value[:T],
+                key_cache,
+                attn_metadata.block_table,
+                attn_metadata.history_lens,
+                attn_metadata.query_start_loc,
+                attn_metadata.max_query_len,
+                self.scale,
+                vllm_plugin.context_exchange(),
+                value_cache=value_cache,
+                causal=attn_metadata.causal,
+                sinks=self._sinks,
+                soft_cap=self.logits_soft_cap,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                kv_cache_dtype=self._stored_as,
+            )
+            out.copy_(merged)
+            return
+        # A group may have layers with and without a window; all have full block tables.
+        ranges = attn_metadata.mm_prefix_range_tensor
+        if attn_metadata.prefix is not None and not self.sliding_window and self._slopes is None and ranges is None:
+            _attend_by_cascade(
+                rows,
+                key_cache,
+                *attn_metadata.prefix,
+                attn_metadata.query_start_loc,
+                self.scale,
+                value_cache=value_cache,
+                soft_cap=self.logits_soft_cap,
+                sinks=self._sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                output_scale=scale_of_output,
+                kv_cache_dtype=self._stored_as,
+                out=out,
+            )
+            return
+        _attend(
+            rows,
+            key_cache,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            attn_metadata.query_start_loc,
+            self.scale,
+            value_cache=value_cache,
+            causal=attn_metadata.causal,
+            sliding_window=self.sliding_window,
+            soft_cap=self.logits_soft_cap,
+            alibi_slopes=self._slopes,
+            sinks=self._sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            output_scale=scale_of_output,
+            kv_cache_dtype=self._stored_as,
+            bidirectional_ranges=ranges,
+            out=out,
+        )
+
+    def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
+        """Whether it is on a GPU, with a cache, outside of a capture, and with rows whose stride is known."""
+        is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
+        if not is_ready or self.dcp_world_size > 1:
+            return False
+        from paged_ops.lowerings.gpu.target import capturing
+
+        return not capturing(query.device)
+
+    def warm_up(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
+    ) -> None:
+        """Compile the kernels of the engine's steps, by running batches that are only padding.
+
+        The engine runs the model with its cache before it takes requests, in whichever mode: :meth:`forward` calls this
+        then, so that no request waits for a compiler. Triton keeps what it compiled for later starts. Left out is what
+        only requests of equal lengths need: drafts have them, in graphs that are captured before requests come.
+        """
+        from paged_ops.lowerings.gpu.attention.tuning import covering_batches
+
+        assert self._largest_batch is not None
+        most_tokens, most_sequences = self._largest_batch
+        rows = query.new_empty_strided((most_tokens, *query.shape[1:]), query.stride())
+        out = output.new_empty_strided((most_tokens, *output.shape[1:]), output.stride())
+        nothing = torch.zeros(most_sequences + 1, dtype=torch.int32, device=query.device)
+        no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
+        for T, S in covering_batches(most_tokens, most_sequences, equal_lengths=False):
+            step = PagedOpsMetadata(T, nothing[: S + 1], nothing[:S], nothing[:S, None], no_slots)
+            self._attend(layer, rows[:T], rows[:0], rows[:0], kv_cache, step, out[:T], output_scale)
+        self._warm = kv_cache
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write ``key [T', K, D]`` and ``value [T', K, Dv]`` to the slots ``[T]``; negative ones are padding."""
+        key_cache, value_cache = self._views(kv_cache)
+        k_scale, v_scale = self._scales(layer)
+        reshape_and_cache(
+            key,
+            value,
+            key_cache,
+            slot_mapping,
+            value_cache=value_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_cache_dtype=self._stored_as,
+        )
+
+    def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys ``[N, B, K, D]`` and the values ``[N, B, K, Dv]`` of the engine's ``[N, K, B, D + Dv]``."""
+        if kv_cache is not self._cache:
+            keys_and_values = kv_cache.transpose(1, 2)
+            D = self.head_size
+            self._key_cache, self._value_cache = keys_and_values[..., :D], keys_and_values[..., D:]
+            self._cache = kv_cache
+            if self.alibi_slopes is not None:
+                self._slopes = torch.as_tensor(self.alibi_slopes, dtype=torch.float32, device=kv_cache.device)
+        return self._key_cache, self._value_cache
+
+    def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        if self._stored_as == "auto":
+            return None, None
+        return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
+
+
+def _device() -> str:
+    """The device of this engine, as :func:`paged_ops.supports` names it."""
+    return "rocm" if current_platform.is_rocm() else current_platform.device_type

@@ -1,0 +1,193 @@
+"""The metadata of a step for :mod:`paged_ops.integrations.vllm`: vLLM's own tensors, and a few derived ones.
+
+Nothing waits for the device, and what captured graphs read stays where it is. Letters: T tokens of the step, S
+sequences, M columns of the block tables, R ranges.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from paged_ops.integrations.vllm import plugin as vllm_plugin
+from paged_ops.integrations.vllm.shared_prefix import PrefixFinder, SharedPrefix
+from paged_ops.metadata import use_cascade_attention
+
+
+@dataclass
+class PagedOpsMetadata(AttentionMetadata):
+    """A step, as the ops take it. All tensors are the engine's own.
+
+    Attributes:
+        num_actual_tokens: T; later rows are padding, which is not read.
+        query_start_loc: int32 ``[S + 1]``.
+        seq_lens: int32 ``[S]``.
+        block_table: int32 ``[S, M]``.
+        slot_mapping: ``[T]``.
+        causal: False if tokens of a step see later ones.
+        prefix: the prefix that the requests share, if the engine was told to look for it.
+        mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
+            Gemma-4 sets it to None for layers that have none, by this name.
+        history_lens: int32 ``[S]``, with context parallelism: the tokens before the step's that this rank holds.
+        max_query_len: the most tokens of a request.
+    """
+
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool = True
+    prefix: SharedPrefix | None = None
+    mm_prefix_range_tensor: Tensor | None = None
+    history_lens: Tensor | None = None
+    max_query_len: int = 1
+
+
+class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
+    """Passes the engine's tensors on. Nothing depends on their values, so every step can be a CUDA graph."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # A rank may hold all tokens of a draft model's layers.
+        is_spread = getattr(kv_cache_spec, "dcp_sharded", True)
+        self._group = vllm_plugin.context_group() if is_spread else None
+        if self._group is not None:
+            self.supports_draft_decode_metadata_update = False  # a rank's part of the history is derived
+            self._interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+            most = vllm_config.scheduler_config.max_num_seqs
+            self._history_lens = torch.zeros(most, dtype=torch.int32, device=device)  # where captured graphs read them
+        self._finder: PrefixFinder | None = None
+        looks = vllm_config is not None and self._group is None and vllm_plugin.wants_cascade(vllm_config)
+        if looks and _is_full_attention(kv_cache_spec):
+            self._finder = PrefixFinder(kv_cache_spec.block_size, vllm_config.scheduler_config.max_num_seqs)
+            self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+            self._longest = vllm_config.model_config.max_model_len
+            is_gpu = device.type == "cuda"
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedOpsMetadata:
+        """The metadata of one step for the layers of one group.
+
+        ``common_prefix_len`` is 0: see :meth:`use_cascade_attention`.
+
+        Raises:
+            ValueError: causality differs between requests.
+        """
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise ValueError("causal: expected True or False for all requests of a step, got one value per request")
+        return PagedOpsMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+            prefix=self._shared(common),
+            mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and common.causal else None,
+            history_lens=None if self._group is None else self._history(common),
+            max_query_len=common.max_query_len,
+        )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Every step can be captured; of models with ranges only decodes, as the number of ranges differs between
+        prompts."""
+        if vllm_config is not None and vllm_config.model_config.is_mm_prefix_lm:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return cls._cudagraph_support
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the engine should look for a shared prefix (0.26 asks): no, it would then not replay whole graphs."""
+        return False
+
+    def _history(self, common: CommonAttentionMetadata) -> Tensor:
+        """For each request, the number of tokens before the step's that this rank holds."""
+        lens = self._history_lens[: common.seq_lens.shape[0]]
+        history = common.seq_lens - common.query_start_loc.diff()
+        group = self._group
+        assert group is not None
+        lens.copy_(get_dcp_local_seq_lens(history, group.world_size, group.rank_in_group, self._interleave))
+        return lens
+
+    def _shared(self, common: CommonAttentionMetadata) -> SharedPrefix | None:
+        """The prefix that the requests of a step share; None if no prefix, however long, would be worth it.
+
+        It is looked for in any case: a graph that was captured with a prefix also serves steps of fewer requests.
+        """
+        S = common.seq_lens.shape[0]
+        if self._finder is None or not common.causal or S < self._finder.least_sequences:
+            return None
+        prefix = self._finder.find(common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        query_lens, K = common.query_start_loc_cpu[: S + 1].diff(), self.kv_cache_spec.num_kv_heads
+        is_worth_it = use_cascade_attention(self._longest, query_lens, self._heads, K, False, False, self._processors)
+        return prefix if is_worth_it else None
+
+    def update_block_table(
+        self, metadata: PagedOpsMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> PagedOpsMetadata:
+        """The metadata of the same step for a group of layers with other blocks."""
+        updated = copy.copy(metadata)
+        updated.block_table, updated.slot_mapping, updated.prefix = blk_table, slot_mapping, None
+        return updated
+
+    def update_draft_decode_metadata(self, metadata: PagedOpsMetadata) -> None:
+        """Updates the derived lengths behind a shared prefix."""
+        assert self._group is None, "supports_draft_decode_metadata_update"
+        if metadata.prefix is not None:
+            PrefixFinder.renew(metadata.prefix, metadata.seq_lens)
+
+
+def _is_full_attention(kv_cache_spec: Any) -> bool:
+    """Whether every row of a request sees the whole context.
+
+    vLLM makes several rows of one request for chunks, and puts blocks before those of the request for static sinks.
+    """
+    windows = (getattr(kv_cache_spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return type(kv_cache_spec) is FullAttentionSpec and all(window is None for window in windows)
+
+
+def _ranges(common: CommonAttentionMetadata) -> Tensor | None:
+    """The ranges that hold tokens of the step, ``[S, R, 2]`` padded with 0. vLLM gives the first and last token of
+    each.
+
+    R is a power of two and at least 4, as kernels are compiled for it. If a range goes on after the step, the keys that
+    are there are seen, as in vLLM's own backends.
+    """
+    num_rows = common.seq_lens.shape[0]
+    rows = [[(first, last + 1) for first, last in common.mm_req_doc_ranges.get(s, ())] for s in range(num_rows)]
+    if common.seq_lens_cpu_upper_bound is not None:
+        # Exact for prompts; no range lies after them.
+        ends = common.seq_lens_cpu_upper_bound.tolist()
+        lens = common.query_start_loc_cpu.diff().tolist()
+        rows = [
+            [pair for pair in pairs if pair[0] < end and end - length < pair[1]]
+            for pairs, end, length in zip(rows, ends, lens, strict=True)
+        ]
+    most = max(map(len, rows), default=0)
+    if not most:
+        return None
+    R = max(4, 1 << (most - 1).bit_length())
+    device = common.seq_lens.device
+    padded = [pairs + [(0, 0)] * (R - len(pairs)) for pairs in rows]
+    table = torch.tensor(padded, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)

@@ -1,0 +1,476 @@
+"""Prefill on Hopper (sm_90) in Gluon: what ``prefill_kernel`` of prefill.py computes, at the speed of the tensor cores.
+It also takes sequences of few tokens in the same batch, or with many query heads per key/value head.
+
+One program per multiprocessor takes items, which are tiles of query rows of one key/value head, the longest first. A
+scheduler takes items and fetches their query rows ahead. A producer warp brings keys and values to shared memory by
+TMA, one block of the cache at a time. Two or three consumer warpgroups multiply, with 64 of the rows each: while the
+tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. docs/gpu-designs.md has the
+designs that were measured.
+
+Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens per block. A tile has
+M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are kept as groups of 8
+rows by 64 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one copy brings them whole.
+
+Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
+bfloat16, heads of multiples of 16 (hopper_parts.py has how), caches with rows that TMA can address. The Triton kernel
+serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
+    WARPGROUP,
+    as_tiles,
+    box_layout,
+    box_of,
+    parts_of,
+    places,
+    query_places,
+    value_parts_of,
+)
+from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, producer, scheduler
+from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec, not_applied
+from paged_ops.lowerings.gpu.target import TRITON, Target
+
+BLOCK_M = 128  # with two consumers
+SIZES = range(64, 257, 16)  # of heads
+# With three: the columns of heads, the time of an item as a multiple of that with two, the fewest keys of a window or
+# chunk, and registers of a thread (all 65536 are used).
+SIZE_OF_THREE, TIME_OF_THREE, SPAN_OF_THREE = 64, 1.35, 1024
+REGISTERS_OF_THREE = 160, 160, 32, 32
+MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
+MOST_SLOTS = 2
+MOST_PARTS = 3  # of a head
+HEADS = 32  # key/value heads that are served at a time: several programs read the keys of one, so that the L2 has them
+OTHERS = 2 << 10  # bytes of shared memory for barriers and Triton's own
+SHORT = 4096  # keys that one program reads in less than 50 µs
+MANY_ROWS = 64  # from so many packed query rows on, split_kernel would take twice the time
+SHORT_OF_MANY_ROWS = 8192  # keys, with so many rows
+
+
+# What its roles apply, by the names of spec.needs.
+APPLIES = frozenset({"causal", "window", "chunk", "ranges", "soft_cap", "sinks", "float16", "bfloat16"})
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    key, value = spec.k_side, spec.v_side
+    against = {
+        f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
+        f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
+        f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
+        f"value_head_size: expected one of {(*served_sizes(),)}, got {value.size}": value.size not in served_sizes(),
+        f"num_heads: expected at most {BLOCK_M} a key/value head, got {spec.G}": spec.G > BLOCK_M,
+        "query: expected the elements of a head side by side": spec.query[2] != 1,
+        "kv_cache: expected keys that TMA can address": key.x != key.size or _matrix(key, spec) is None,
+        "kv_cache: expected values that TMA can address": _matrix(value, spec) is None,
+    }
+    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
+
+
+def served_sizes() -> list[int]:
+    """Of heads."""
+    return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
+    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
+    short = _short_of(tile_plan, spec, target, shapes.T, shapes.S)
+    if tile_plan.all_split and short < 0:
+        return None
+    if not has_form(spec, shapes):
+        return None
+    consumers = 2 if has_short_spans(spec, shapes.numbers) else consumers_of(spec, target, shapes.T)
+    shape = shape_of(spec, target.shared_memory, consumers)
+
+    def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
+        return HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
+
+    return plan_of_items(prefill_kernel, {"SHAPE": shape}, launch_of, spec, target, shapes, short)
+
+
+def plan_of_items(
+    kernel: Any, constants: dict[str, Any], launch_of: Any, spec: Spec, target: Target, shapes: Shapes, short: int,
+    at_once: int = 1024,
+) -> Plan:  # fmt: skip
+    """Launches that serve every sequence of a batch, of which one is of a kernel that takes items: ``launch_of`` makes
+    it of a launcher, the grid, and whether query rows are copied. ``short``: see :func:`short_keys`. ``at_once``: the
+    most sequences that the kernel counts in one vector."""
+    copied = are_copied(spec)
+    division = tuning.division(tuning.plan_of(spec, target, shapes.T, shapes.S).split.block_m, shapes.S, short)
+    constants = {
+        "SPEC": side_by_side(spec) if copied else spec,
+        # These two are not constants here.
+        "DIVISION": division._replace(short=0, times=0, at_once=min(division.at_once, at_once)),
+        **constants,
+        "num_warps": 4,
+    }
+    tokens, K, most = constants["SHAPE"].M // spec.G, spec.K, target.processors
+
+    def grid(numbers: Numbers) -> Grid:
+        return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
+
+    launch = launch_of(launcher_of(kernel, constants, target.device), grid, copied)
+    return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
+
+
+def has_form(spec: Spec, shapes: Shapes) -> bool:
+    """Whether TMA can bring the tiles of these shapes. The maximum is taken before scaling. The producer reads the
+    first entry of a table even if there are no keys."""
+    rows = [_rows(side, spec, shapes.N) for side in (spec.k_side, spec.v_side)]
+    fits = 0 < min(rows) <= max(rows) < 1 << 31
+    return bool(shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and fits)
+
+
+def are_copied(spec: Spec) -> bool:
+    """Whether query rows are copied first, because they do not lie at multiples of 16 bytes."""
+    return bool(spec.query[0] % 16 or spec.query[1] % 16)
+
+
+def side_by_side(spec: Spec) -> Spec:
+    """The spec with query rows side by side, as a copy has them."""
+    D = spec.k_side.size
+    return spec._replace(query=(spec.K * spec.G * D, D, 1))
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return _short_of(tile_plan, spec, target, T, S), consumers_of(spec, target, T)
+
+
+def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
+    items = 0 if tile_plan.all_split else T * spec.G // BLOCK_M * spec.K
+    return short_keys(tile_plan.split.block_m, S * spec.K, items, target.processors)
+
+
+def short_keys(rows: int, units: int, items: int, processors: int) -> int:
+    """This kernel also takes sequences of at most so many keys whose rows fit split_kernel's tiles; -1: none.
+
+    Args:
+        rows: packed query rows of split_kernel's tiles. With many (large groups, wide speculation) products decide.
+        units: key/value heads of all sequences. Too few would not keep the programs busy.
+        items: tiles of query rows of all sequences that split_kernel cannot take. If there are many, some programs read
+            the keys of short sequences meanwhile; if there are few, short sequences would only end late.
+        processors: multiprocessors of the device, each with one program.
+    """
+    if rows >= MANY_ROWS and 3 * units >= processors:
+        return SHORT_OF_MANY_ROWS
+    return SHORT if items >= 3 * processors else -1
+
+
+def consumers_of(spec: Spec, target: Target, T: int) -> int:
+    """Three for narrow heads, which leave each consumer enough registers. Three hide each other's softmax, but items of
+    192 rows are fewer and longer than items of 128: the last ones may leave more programs without work. So the number
+    of items per program decides. Not with Triton 3.9, whose ptxas spills 248 bytes."""
+    two, three = (-(-(T * spec.G // (n * WARPGROUP.value) * spec.K) // target.processors) for n in (2, 3))
+    wide = max(spec.k_side.size, spec.v_side.size) > SIZE_OF_THREE
+    return 2 if wide or TRITON >= (3, 9) or TIME_OF_THREE * three >= two else 3
+
+
+def has_short_spans(spec: Spec, numbers: Numbers) -> bool:
+    """Whether a window or chunk leaves an item so few keys that three consumers are slower than two."""
+    window, chunk = (spec.masks.window, numbers.window), (spec.masks.chunk, numbers.chunk)
+    return any(given and span < SPAN_OF_THREE for given, span in (window, chunk))
+
+
+class Matrix(NamedTuple):
+    """A side of the cache as a matrix whose rows are tokens of a block, as TMA addresses it."""
+
+    rows_n: int  # between blocks
+    rows_head: int  # between heads
+    columns_head: int
+
+
+def _matrix(side: Side, spec: Spec) -> Matrix | None:
+    """The matrix of a side; None if TMA cannot address it in groups of 8 rows."""
+    aligned = 16 // spec.storage.dtype.itemsize
+    if side.d != 1 or spec.B % 8 or side.b % aligned or side.n % (8 * side.b):
+        return None
+    if spec.K == 1 or (side.k < side.b and side.k % aligned == 0):
+        return Matrix(side.n // side.b, 0, side.k)
+    if side.k % (8 * side.b) == 0:
+        return Matrix(side.n // side.b, side.k // side.b, 0)
+    return None
+
+
+def matrix_of(side: Side, spec: Spec) -> Matrix:
+    """The matrix of a side that is served."""
+    matrix = _matrix(side, spec)
+    assert matrix is not None, "serves() said so"
+    return matrix
+
+
+def _rows(side: Side, spec: Spec, N: int) -> int:
+    """The number of rows of the matrix of a cache of N blocks."""
+    matrix = matrix_of(side, spec)
+    return (N - 1) * matrix.rows_n + (spec.K - 1) * matrix.rows_head + spec.B
+
+
+class HopperShape(NamedTuple):
+    """The tile, how it is brought, and each side's parts and :class:`Matrix`."""
+
+    M: int
+    N: int
+    page: int  # keys that one copy brings
+    stages: int
+    slots: int  # items that the others are told of
+    row_slots: int  # tiles of their query rows in shared memory
+    heads: int  # key/value heads that are served at a time
+    registers: tuple[int, ...]  # of a thread of all roles but the first, which has the rest
+    k_parts: tuple[int, ...]
+    v_parts: tuple[int, ...]
+    k_matrix: Matrix
+    v_matrix: Matrix
+    warps: int  # of the scheduler
+
+
+def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
+    """128 keys per tile if two such tiles, the rows' sums and the scores have the space; then two tiles of query rows,
+    then more stages."""
+    M = consumers * WARPGROUP.value
+    D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
+    k_parts, v_parts = parts_of(D), value_parts_of(Dv)
+    space = (shared_memory - OTHERS) // itemsize - M * D
+    # Triton 3.9's products in three parts would run one after another (C7512), with any number of registers.
+    fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
+    N = 128 if Dv <= 128 and 2 * 128 * (D + sum(v_parts)) <= space and fits else 64
+    stage = N * (D + sum(v_parts))
+    slots = min(MOST_SLOTS, 1 + (space - 2 * stage) // (M * D))
+    stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
+    heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
+    page = min(spec.B & -spec.B, N)
+    parts, matrices = (k_parts, v_parts), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
+    registers, warps = (_registers(spec), 4) if consumers == 2 else (REGISTERS_OF_THREE, 1)
+    return HopperShape(M, N, page, stages, slots, slots, heads, registers, *parts, *matrices, warps)
+
+
+def _registers(spec: Spec) -> tuple[int, int, int]:
+    """With fewer, something spills: sums and scores of the consumers, addresses of many small copies."""
+    parts = len(parts_of(spec.k_side.size))
+    if spec.v_side.size > 192:
+        return 224, 224, 24
+    if parts > 1 and spec.v_side.size < 128:
+        return 200, 200, 56
+    consumer = 216 if parts == 1 and spec.logits.soft_cap else 208
+    return consumer, consumer, 40
+
+
+class Address:
+    """A base for a tensor descriptor that only has an address."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+QUERY, KEYS, VALUES = map(Pointers._fields.index, ("query", "key_cache", "value_cache"))
+# The pointers that the kernel does not get.
+NOT_TAKEN: tuple[str, ...] = (
+    "parts",
+    "part_lse",
+    "arrived",
+    "key_cache",
+    "value_cache",
+    "alibi_slopes",
+    "k_scale",
+    "v_scale",
+    "output_scale",
+)
+
+
+class HopperLaunch(Launch):
+    """Adds to :class:`Launch` the descriptors of the cache, ``short`` if there is one, and the requirement that query
+    rows lie at multiples of 16 bytes, as they are copied by 16 bytes."""
+
+    __slots__ = ("_N", "_copied", "_more", "_page", "_spec")
+    not_taken = NOT_TAKEN
+
+    def __init__(
+        self, launcher: Launcher, grid: Any, short: int | None, copied: bool, spec: Spec, N: int, page: int
+    ) -> None:
+        super().__init__(launcher, grid, self.not_taken)
+        self._more = () if short is None else (short,)
+        self._copied, self._spec, self._N, self._page = copied, spec, N, page
+
+    def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
+        described = self._launcher.kept.get(self._N)  # of a cache of so many blocks, after the first call
+        if described is None or self._copied or addresses[QUERY] & 15:
+            return False
+        descriptors = [each and moved(each, addresses[at]) for each, at in described]
+        return self._launcher.at(self.grid(numbers), addresses, numbers, *self._more, *descriptors)
+
+    def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
+        query = tensors.query
+        if self._copied:
+            query = query.clone(memory_format=torch.contiguous_format)
+        elif addresses[QUERY] & 15:
+            query = query.new_empty_strided(query.shape, query.stride()).copy_(query)
+        sides = (
+            (KEYS, tensors.key_cache.squeeze(3), self._spec.k_side, parts_of),
+            (VALUES, tensors.value_cache, self._spec.v_side, value_parts_of),
+        )
+        described = [(each, at) for at, cache, side, parts in sides for each in self._describe(cache, side, parts)]
+        descriptors = [each for each, _ in described]
+        # With the places of their addresses; a base would keep the cache alive.
+        self._launcher.kept[self._N] = [(each and {**vars(each), "base": None}, at) for each, at in described]
+        taken = self._taken(tensors._replace(query=query))
+        addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
+        self._launcher(self.grid(numbers), taken, numbers, *self._more, *descriptors, addresses=addresses)
+
+    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[TensorDescriptor | None]:
+        """Of each part of a side, and None where there are fewer parts."""
+        described = [describe(cache, side, self._spec, self._page, part) for part in parts_of(side.size)]
+        return [*described, *[None] * (MOST_PARTS - len(described))]
+
+
+def describe(cache: Tensor, side: Side, spec: Spec, page: int, part: int) -> TensorDescriptor:
+    """``[N, B, K, D]`` in groups of 8 rows by up to 64 columns, of which one copy brings ``part`` columns of ``page``
+    tokens: groups at [row / 8, 0, 0, column]. Groups overlap, as they begin at any column."""
+    (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
+    box, columns = box_of(page, part), (K - 1) * matrix.columns_head + D
+    shape = _rows(side, spec, N) // 8, box[1], 8, columns
+    groups = cache.as_strided((*shape[:3], box[3]), (8 * side.b, 64, side.b, 1))
+    return TensorDescriptor(groups, list(shape), list(groups.stride()), box, box_layout(part))
+
+
+def moved(described: dict[str, Any], address: int) -> TensorDescriptor:
+    """The same descriptor for a cache at another address; Triton's checks of new descriptors need not be repeated."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(described, base=Address(address))
+    return descriptor
+
+
+class Shared(NamedTuple):
+    """The contents of shared memory: the fields of items, tiles of query rows, keys and values, each a tuple of its
+    parts; and for each, barriers that say that it has arrived, and that its place is free."""
+
+    items: Any
+    item_full: Any
+    item_empty: Any
+    q_groups: Any  # the query rows as the scheduler fetches them
+    q_tiles: Any  # the same, as they are multiplied
+    k_pages: Any  # the keys as the producer brings them
+    k_tiles: Any
+    k_full: Any
+    k_empty: Any
+    v_pages: Any
+    v_tiles: Any
+    v_full: Any
+    v_empty: Any
+    v_clean: Any  # barriers: values that no row may see are zeroed
+    places: Any  # None, or, of items that are parts of units: see hopper_shares.py
+    rows_full: Any  # None, or barriers: the items' query rows have arrived apart from their fields
+    row_factors: Any  # None, or factors of the rows' scores: see hopper_fp8.py
+
+
+@gluon.jit
+def first_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    consumer(0, tensors, numbers, shared, SPEC, SHAPE)
+
+
+@gluon.jit
+def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    consumer(1, tensors, numbers, shared, SPEC, SHAPE)
+
+
+@gluon.jit
+def third_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    consumer(2, tensors, numbers, shared, SPEC, SHAPE)
+
+
+@gluon.jit
+def barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    """``number`` barriers, each of which waits for ``arrivals``."""
+    made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(number):
+        mbarrier.init(made.index(n), count=arrivals)
+    return made
+
+
+@gluon.jit
+def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, READERS: gl.constexpr = 1):
+    """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return. READERS: of
+    items, beside the consumers."""
+    M: gl.constexpr = SHAPE.M
+    CONSUMERS: gl.constexpr = M // WARPGROUP
+    N: gl.constexpr = SHAPE.N
+    STAGES: gl.constexpr = SHAPE.stages
+    SLOTS: gl.constexpr = SHAPE.slots
+    ROW_SLOTS: gl.constexpr = SHAPE.row_slots
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    V_PARTS: gl.constexpr = SHAPE.v_parts
+    pages: gl.constexpr = STAGES * (N // SHAPE.page)
+    q_groups = query_places(dtype, ROW_SLOTS * M, K_PARTS)
+    k_pages = places(dtype, pages, SHAPE.page, K_PARTS)
+    v_pages = places(dtype, pages, SHAPE.page, V_PARTS)
+    q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
+    k_tiles = as_tiles(k_pages, dtype, STAGES, N, K_PARTS)
+    v_tiles = as_tiles(v_pages, dtype, STAGES, N, V_PARTS)
+    items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
+    # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
+    RETURNS: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see give_back
+    CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
+    return (
+        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + READERS), q_groups, q_tiles,
+        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS),
+        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS), barriers(CLEAN, 1),
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
+def prefill_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    short,
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    fence_async_shared()
+    if SHAPE.M > 2 * WARPGROUP:
+        gl.warp_specialize(
+            [
+                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (third_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 1, 1],
+            SHAPE.registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
+                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 1],
+            SHAPE.registers,
+        )

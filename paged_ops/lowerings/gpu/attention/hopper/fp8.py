@@ -1,0 +1,293 @@
+"""Prefill on Hopper (sm_90) in Gluon over fp8 caches: the items and the products of dense.py, and a warpgroup that
+converts.
+
+The tensor cores take keys and values from shared memory, in 16 bits. So a producer warp brings the bytes of a tile to
+shared memory by TMA, and four warps convert them to float16, which is exact, from there to the tiles that the two
+consumer warpgroups multiply. Queries in bfloat16 become float16, too, each row divided by a power of two that keeps it
+in float16's range. A scheduler of one warp takes items and fetches their query rows ahead. The scale of keys multiplies
+that of the scores, the scale of values the output; both are positive.
+
+The converting warps have no loads of the cache under way themselves, neither to registers nor to shared memory: the
+fence that makes what they store visible to the tensor cores (``fence.proxy.async``) waits for all of a thread's loads.
+
+Letters: as in dense.py. A pair is two bytes, which copies bring as one number of 16 bits. Serves what dense.py does,
+with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. docs/gpu-attention.md has
+what was measured. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608),
+whose producer transposes fp8 values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import dense
+from paged_ops.lowerings.gpu.attention.hopper.dense import (
+    HopperLaunch,
+    HopperShape,
+    Shared,
+    barriers,
+    first_consumer,
+    second_consumer,
+    shared_memory,
+)
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
+    WARPGROUP,
+    as_tiles,
+    places,
+    rows_at_once,
+    size_of,
+    tile_layout,
+)
+from paged_ops.lowerings.gpu.attention.hopper.work import COUNT, get, producer, scheduler
+from paged_ops.lowerings.gpu.fp8 import widen_words
+from paged_ops.lowerings.gpu.gluon_names import reinterpret
+from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, Storage, not_applied
+from paged_ops.lowerings.gpu.target import Target
+
+STORED = torch.float8_e4m3fn, torch.float8_e5m2
+SIZES = 64, 128  # of heads
+# What it applies, by the names of spec.needs.
+APPLIES = frozenset(
+    {
+        *("causal", "window", "chunk", "ranges", "soft_cap", "sinks"),
+        *("float8_e4m3fn", "float8_e5m2", "k_scale", "v_scale"),
+    }
+)
+MOST_STAGES = 4  # tiles of bytes in shared memory
+AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector
+# Registers of a thread of the consumers, and of the scheduler and the producer; the converter has the rest.
+CONSUMERS = 208, 208
+OTHERS = 48, 48
+OTHERS_OF_MASKS = 56, 56
+
+LEAST = gl.constexpr(27)  # biased exponent of the least factor
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    key, value, stored = spec.k_side, spec.v_side, spec.storage.dtype
+    against = {
+        f"cache_dtype: expected float8, got {stored}": stored not in STORED,
+        f"head_size: expected one of {SIZES}, got {key.size}": key.size not in SIZES,
+        f"value_head_size: expected one of {SIZES}, got {value.size}": value.size not in SIZES,
+        "k_scale: expected one for all heads": bool(key.scale),
+        "v_scale: expected one for all heads": bool(value.scale),
+        "kv_cache: expected an even number of bytes between elements": not spec.storage.paired,
+    }
+    reasons = not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
+    return reasons or dense.serves(in_pairs(spec), target)
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return None
+
+
+def in_pairs(spec: Spec) -> Spec:
+    """The spec of a cache of 16-bit numbers, with strides in pairs."""
+    k_side, v_side = (
+        side._replace(n=side.n // 2, b=side.b // 2, k=side.k // 2, scale=None) for side in (spec.k_side, spec.v_side)
+    )
+    return spec._replace(storage=Storage(spec.dtype, 0, False), k_side=k_side, v_side=v_side)
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
+    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
+    pairs = in_pairs(spec)
+    if tuning.plan_of(spec, target, shapes.T, shapes.S).all_split or not dense.has_form(pairs, shapes):
+        return None
+    shape, of_bytes = shapes_of(pairs, target.shared_memory)
+    constants = {"SHAPE": shape, "BYTES": of_bytes, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
+
+    def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
+        return Fp8Launch(launcher, grid, None, copied, pairs, shapes.N, shape.page)
+
+    return dense.plan_of_items(fp8_kernel, constants, launch_of, spec, target, shapes, -1, AT_ONCE)
+
+
+def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
+    """The shape of the tiles that are multiplied, and that of the bytes: two tiles of bytes, or as many as fit beside
+    the others."""
+    D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
+    stage = 128 * (D + Dv)
+    shape = dense.shape_of(pairs, shared_memory - 2 * stage)
+    masks = pairs.masks
+    masked = masks.window or masks.chunk or masks.ranges or pairs.logits.soft_cap
+    shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)), warps=1)
+    taken = shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)
+    stages = min(MOST_STAGES, (shared_memory - dense.OTHERS - itemsize * taken) // stage)
+    return shape, shape._replace(stages=stages, k_parts=(D // 2,), v_parts=(Dv // 2,))
+
+
+class Fp8Launch(HopperLaunch):
+    """A launch whose copies bring pairs."""
+
+    __slots__ = ()
+    not_taken = tuple(each for each in dense.NOT_TAKEN if each not in ("k_scale", "v_scale"))
+
+    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[Any]:
+        return super()._describe(cache.view(torch.float16), side._replace(size=side.size // 2), parts_of)
+
+
+@gluon.constexpr_function
+def words_layout(rows, size):
+    """``tile_layout(rows, size)`` of 16-bit numbers as that of words, ``[rows, size / 2]``."""
+    bases = tile_layout(rows, size).offset_bases
+    return gl.SharedLinearLayout([[row, column // 2] for row, column in bases[1:]], [], 1024)
+
+
+@gluon.jit
+def as_words(given, number: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
+    """Tiles of N rows of so many 16-bit numbers as tiles of words."""
+    return reinterpret(given, gl.int32, [number, N, SIZE // 2], words_layout(N, SIZE))
+
+
+@gluon.jit
+def convert(
+    at, of_bytes, bytes_full, bytes_empty, tiles, full, empty, E4M3: gl.constexpr, SHAPE: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """The at-th tile of keys, or of values, when its bytes have arrived and its place is free."""
+    # Eight rows side by side in a warp: threads that load or store at once do not meet in a bank.
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
+    ROWS: gl.constexpr = 64  # at once
+    N: gl.constexpr = SHAPE.N
+    D: gl.constexpr = tiles.shape[2]
+    BYTE_STAGES: gl.constexpr = BYTES.stages
+    STAGES: gl.constexpr = SHAPE.stages
+    place = at % BYTE_STAGES
+    stage = at % STAGES
+    mbarrier.wait(bytes_full.index(place), (at // BYTE_STAGES) & 1)
+    from_ = as_words(of_bytes, BYTE_STAGES, N, D // 2).index(place)
+    to = as_words(tiles, STAGES, N, D).index(stage)
+    for piece in gl.static_range(N // ROWS):
+        words = from_.slice(piece * ROWS, ROWS, dim=0).load(layout)
+        if piece == 0:
+            mbarrier.wait(empty.index(stage), ((at // STAGES) & 1) ^ 1)
+        first, last = widen_words(words, E4M3)
+        to.slice(piece * ROWS, ROWS, dim=0).store(gl.join(first, last).reshape([ROWS, D // 2]))
+    fence_async_shared()
+    mbarrier.arrive(full.index(stage), count=1)
+    mbarrier.arrive(bytes_empty.index(place), count=1)  # only now: a load may still be under way when it is passed
+
+
+@gluon.jit
+def halve_rows(slot, shared, SHAPE: gl.constexpr):
+    """bfloat16 query rows of an item as float16, in place. Each row is divided by its factor, a power of two, so that
+    its largest element is less than 2."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = gl.bfloat16
+    TILES: gl.constexpr = SHAPE.M // WARPGROUP
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    ROWS: gl.constexpr = 16  # at once
+    EACH: gl.constexpr = WARPGROUP // ROWS
+    rows = as_tiles(shared.q_groups, dtype, SHAPE.slots * TILES, WARPGROUP, K_PARTS)[0]
+    for piece in gl.static_range(SHAPE.M // ROWS):
+        tile = slot * TILES + piece // EACH
+        row = rows.index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).load(layout).to(gl.float32)
+        power = gl.max(gl.abs(row), 1).to(gl.int32, bitcast=True) & 0x7F800000
+        power = gl.minimum(gl.maximum(power, LEAST << 23), 253 << 23)
+        half = (row * ((254 << 23) - power).to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
+        shared.q_tiles[0].index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).store(half)
+        shared.row_factors.index(slot).slice(piece * ROWS, ROWS).store(power.to(gl.float32, bitcast=True))
+    fence_async_shared()
+    mbarrier.arrive(shared.rows_full.index(slot), count=1)
+
+
+@gluon.jit
+def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr):
+    """Converts the items' tiles, in the order in which the consumers take them: keys a tile ahead of values."""
+    SLOTS: gl.constexpr = SHAPE.slots
+    mbarrier.wait(shared.item_full.index(0), 0)
+    count = get(shared.items, 0, COUNT, 4)
+    n = 0
+    total = 0
+    while count > 0:
+        if shared.row_factors is not None:
+            halve_rows(n % SLOTS, shared, SHAPE)
+        mbarrier.arrive(shared.item_empty.index(n % SLOTS), count=1)
+        for t in range(count + 1):
+            if t < count:
+                convert(
+                    total + t, of_bytes.k_pages[0], of_bytes.k_full, of_bytes.k_empty, shared.k_tiles[0],
+                    shared.k_full, shared.k_empty, E4M3, SHAPE, BYTES,
+                )  # fmt: skip
+            if t > 0:
+                convert(
+                    total + t - 1, of_bytes.v_pages[0], of_bytes.v_full, of_bytes.v_empty, shared.v_tiles[0],
+                    shared.v_full, shared.v_empty, E4M3, SHAPE, BYTES,
+                )  # fmt: skip
+        total += count
+        n += 1
+        mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
+        count = get(shared.items, n % SLOTS, COUNT, 4)
+
+
+@gluon.jit
+def bytes_memory(BYTES: gl.constexpr):
+    """What the producer fills and the converter reads, with barriers: the fields of :class:`Shared` from ``k_pages``
+    to ``v_empty``; nobody multiplies it, so there are no tiles."""
+    dtype: gl.constexpr = gl.float16
+    STAGES: gl.constexpr = BYTES.stages
+    K_PARTS: gl.constexpr = BYTES.k_parts
+    V_PARTS: gl.constexpr = BYTES.v_parts
+    PAGE: gl.constexpr = BYTES.page
+    pages: gl.constexpr = STAGES * (BYTES.N // PAGE)
+    k_pages = places(dtype, pages, PAGE, K_PARTS)
+    v_pages = places(dtype, pages, PAGE, V_PARTS)
+    return (
+        k_pages, k_pages, barriers(STAGES, 1), barriers(STAGES, 1), v_pages, v_pages, barriers(STAGES, 1),
+        barriers(STAGES, 1),
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def fp8_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of pairs; the others are None
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    if tensors.k_scale is not None:
+        scale *= gl.load(tensors.k_scale)
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    half: gl.constexpr = gl.float16
+    M: gl.constexpr = SHAPE.M
+    SLOTS: gl.constexpr = SHAPE.slots
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    ROWS: gl.constexpr = rows_at_once(size_of(K_PARTS, 0))
+    of_all = shared_memory(half, SPEC, SHAPE, 2)
+    if dtype == gl.bfloat16:
+        groups = as_tiles(of_all[3], dtype, SLOTS * (M // ROWS), ROWS, K_PARTS)  # what shared.q_tiles are made of
+        factors = gl.allocate_shared_memory(gl.float32, [SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        shared = Shared(*of_all[:3], groups, *of_all[4:], None, barriers(SLOTS, 1), factors)  # type: ignore[call-arg]
+    else:
+        shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
+    items = shared.items, shared.item_full, shared.item_empty
+    of_bytes = Shared(*items, None, None, *bytes_memory(BYTES), None, None, None, None)  # type: ignore[call-arg]
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (converter, (of_bytes, shared, E4M3, SHAPE, BYTES)),
+            (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+            (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+            (scheduler, (tensors, numbers, None, shared, SPEC, DIVISION, SHAPE)),
+            (producer, (descs, tensors.block_tables, numbers.table_stride, of_bytes, SPEC, BYTES)),
+        ],
+        [4, 4, 1, 1],
+        SHAPE.registers,
+    )

@@ -1,0 +1,296 @@
+"""Prompts and decodes of one batch side by side, on Hopper (sm_90) in Gluon.
+
+Prompts wait for tensor cores, and decodes for memory. So each program, one per multiprocessor, does both at a time: two
+warpgroups multiply the prompts' items as in dense.py, and a third, the decoder, takes an equal contiguous share of the
+key tiles of all decodes, whatever their lengths are, as split_kernel of decode.py does. Units that shares divide leave
+parts, which merge_kernel of decode.py merges.
+
+The decoder (hopper_decodes.py) needs few registers and little shared memory, so the consumers keep theirs. Three single
+warps bring everything: the scheduler items and their query rows, and one producer for each kind of tiles.
+
+Who arrives at a barrier, in each of its phases: ``item_full`` the scheduler, once an item and at the end;
+``item_empty`` both consumers and the items' producer, once an item each; ``rows_full`` the scheduler, once an item;
+``k_full`` and ``v_full`` the producer with its copies; ``k_empty`` and ``v_empty`` both consumers, once a tile each;
+``v_clean`` the first consumer, once an item; of the ring ``full`` its producer with its copies, and ``empty`` the
+decoder, once a chunk.
+
+Letters: as in dense.py. Bytes of a decode's key: 2 (D + Dv). FLOPs: 2 M (D + Dv) of a decode's key, 2 G (D + Dv) of
+each pair of a prompt's token and key. Ideas: POD-Attention (Kamath et al. 2024, arXiv:2410.18038), FlashAttention-3
+(Shah et al. 2024, arXiv:2407.08608), stream-K (Osama et al. 2023, arXiv:2301.03598).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import dense
+from paged_ops.lowerings.gpu.attention.hopper.dense import (
+    BLOCK_M,
+    HopperLaunch,
+    HopperShape,
+    Shared,
+    barriers,
+    shared_memory,
+)
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
+from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
+    KEYS,
+    ROWS,
+    decoder,
+    describe,
+    page_of,
+    producer_of_decodes,
+    ring_of,
+)
+from paged_ops.lowerings.gpu.attention.hopper.work import (
+    COUNT,
+    FIELDS,
+    bring_rows,
+    first_item,
+    key_tiles,
+    light_programs,
+    producer,
+    take,
+)
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
+from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.launch import Plan, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.target import Target
+
+SLOTS = 2  # items that are told ahead
+# Of a thread of the consumers and of the three single warps; the decoder has the rest, 64.
+REGISTERS = (208, 208, 32, 32, 32)
+COUNTERS = gl.constexpr(4)  # three of items, as dense.py's scheduler has them, and one of programs that are done
+# Sequences. More than a few, as their decodes are to take a while; with more than 512 ptxas (of triton 3.6) overwrites
+# the register with which global memory is addressed.
+FEWEST, MOST = 16, 256
+AT_ONCE = 64  # sequences that the scheduler's registers hold
+MOST_ROWS = 16  # on average; batches of that many rows per sequence may be speculation only
+# What was run on a GPU: K, G, tokens of a block, head sizes, dtype.
+TRIED = (
+    (8, 4, 16, (128, 128), torch.bfloat16),
+    (8, 8, 16, (128, 128), torch.bfloat16),
+    (8, 4, 16, (128, 128), torch.float16),
+    (8, 4, 64, (128, 128), torch.bfloat16),
+    (8, 4, 128, (128, 128), torch.bfloat16),
+)
+APPLIES = frozenset({"float16", "bfloat16"})  # of the names of spec.needs: causal attention and no other
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    call = spec.K, spec.G, spec.B, (spec.k_side.size, spec.v_side.size), spec.dtype
+    against = [] if call in TRIED else [f"expected one of {TRIED}, got {call}"]
+    return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return takes(tile_plan, spec, target, T, S)
+
+
+def takes(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> bool:
+    """Whether a batch may have prompts with an item for each program, and decodes."""
+    rows = T * spec.G
+    enough = rows // BLOCK_M * spec.K >= target.processors and rows > MOST_ROWS * S
+    return FEWEST <= S <= MOST and enough and not tile_plan.all_split
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
+    """Launches that serve every sequence of a batch; None if another kernel should."""
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
+    others = dense.plan(spec, target, shapes) if takes(tile_plan, spec, target, shapes.T, shapes.S) else None
+    if others is None:
+        return None
+    shape, copied, P = shape_of(spec, target.shared_memory), dense.are_copied(spec), target.processors
+    division = tuning.by_warps(tuning.division(ROWS, shapes.S))._replace(long=dense.SHORT, long_rows=2 * ROWS)
+    at_once = min(division.at_once, AT_ONCE)
+    division = division._replace(at_once=at_once, times=division.at_once * division.times // at_once)
+    tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
+    constants = {
+        "SPEC": dense.side_by_side(spec) if copied else spec,
+        "DIVISION": division,
+        "LIGHT": division._replace(rows=WARPGROUP.value),
+        "SHAPE": shape,
+        "TILE": tile,
+        "PROGRAMS": P,
+        **target.overlap(),
+        "num_warps": 4,
+    }
+    launcher = launcher_of(beside_kernel, constants, target.device)
+    launch = BesideLaunch(launcher, (P, 1, 1), None, copied, spec, shapes.N, shape.page)
+    own = decode.with_merge((launch,), P, tile, spec, target, division)
+    workspace = tuple(map(max, own.workspace, others.workspace))
+    return Plan(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
+
+
+def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
+    """One tile of query rows and two of keys and values, which leave the space of the ring."""
+    whole = dense.shape_of(spec, shared_memory)
+    return whole._replace(stages=2, slots=SLOTS, row_slots=1, registers=REGISTERS)
+
+
+class BesideLaunch(HopperLaunch):
+    """A launch of a kernel that leaves parts, takes work by counters that it leaves at zero, and has a descriptor for
+    chunks of each side."""
+
+    __slots__ = ()
+    not_taken = ("taken", *(each for each in dense.NOT_TAKEN if each not in ("parts", "part_lse", "arrived")))
+
+    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[TensorDescriptor | None]:
+        return [*super()._describe(cache, side, parts_of), describe(cache, side, self._spec, min(self._page, KEYS))]
+
+
+@gluon.jit
+def tiles_of_prompts(s, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, TOKENS: gl.constexpr):
+    """The tiles of query rows of sequences s, of one head; 0 for those that the decoder takes."""
+    live = s < batch.numbers.S
+    starts = batch.tensors.query_start_loc + s
+    q_len = gl.load(starts + 1, mask=live, other=0) - gl.load(starts, mask=live, other=0)
+    seq_len = gl.load(batch.tensors.seq_lens + s, mask=live, other=0)
+    many = q_len * SPEC.G > gl.where(seq_len > DIVISION.long, DIVISION.long_rows, DIVISION.rows)
+    return gl.where(many, gl.cdiv(q_len, TOKENS), 0)
+
+
+@gluon.jit
+def sequence_of(query_tile, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, TOKENS: gl.constexpr):
+    """The sequence that has a tile of query rows, and the number of tiles before it."""
+    lanes: gl.constexpr = gl.BlockedLayout([DIVISION.at_once // 32], [32], [1], [0])
+    s = 0
+    before = 0
+    total = 0
+    TIMES: gl.constexpr = DIVISION.times
+    for n in gl.static_range(TIMES):
+        s_ = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
+        ends = total + gl.associative_scan(tiles_of_prompts(s_, batch, SPEC, DIVISION, TOKENS), 0, add)
+        passed = (ends <= query_tile) & (s_ < batch.numbers.S)
+        s += gl.sum(passed.to(gl.int32), 0)
+        before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
+        total = gl.max(ends, 0)
+    return s, before
+
+
+@gluon.jit
+def not_kept(address):
+    """The same address. With what is added to it for each lane it would be kept on the stack, as it never changes."""
+    moved = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], address.dtype, is_pure=False, pack=1)
+    return gl.multiple_of(moved, 16)
+
+
+@gluon.jit
+def scheduler(
+    tiles, few, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PROGRAMS: gl.constexpr
+):  # fmt: skip
+    """Takes the prompts' items, of which there are ``tiles`` for each head, as dense.py's scheduler does. ``few``
+    programs first take sequences of few rows. Query rows are brought when those of the item before are no longer
+    needed."""
+    tensors, numbers = batch.tensors, batch.numbers
+    ITEMS: gl.constexpr = SHAPE.slots
+    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    last = tiles * SPEC.K - 1
+    reverse, start, item = first_item(few, PROGRAMS)
+    ticket = gl.program_id(0)
+    n = 0
+    while ticket <= last:
+        item = gl.where(reverse, last - item, item)
+        kh = item % SPEC.K
+        query_tile = tiles - 1 - item // SPEC.K  # later tiles see more keys, so they start first
+        s, before = sequence_of(query_tile, batch, SPEC, DIVISION, TOKENS)
+        first_token = (query_tile - before) * TOKENS
+        row_start = gl.load(tensors.query_start_loc + s)
+        q_len = gl.load(tensors.query_start_loc + s + 1) - row_start
+        seq_len = gl.load(tensors.seq_lens + s)
+        count, end_tile, full_start, full_end, oldest = key_tiles(
+            s, q_len, seq_len, first_token, tensors, numbers, SPEC, SHAPE
+        )
+        fields = kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
+        # The last items go to the programs that are free first, so they are not taken ahead.
+        ends = ticket + 2 * PROGRAMS > last
+        if not ends:
+            ticket, item = take(tensors.arrived, reverse, start, PROGRAMS, last)
+        slot = n % ITEMS
+        mbarrier.wait(shared.item_empty.index(slot), ((n // ITEMS) & 1) ^ 1)
+        for field in gl.static_range(FIELDS):
+            shared.items.index(slot * FIELDS + field).store(zero + fields[field])
+        mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
+        free = n + ITEMS - 1  # the item before, by the consumers
+        mbarrier.wait(shared.item_empty.index(free % ITEMS), ((free // ITEMS) & 1) ^ 1)
+        query = not_kept(tensors.query)
+        bring_rows(query, row_start, q_len, first_token, kh, shared.q_groups, 0, SPEC, SHAPE, 1)
+        mbarrier.arrive(shared.rows_full.index(0), count=1)
+        n += 1
+        if ends:
+            mbarrier.wait(shared.item_empty.index(slot), ((n - 1) // ITEMS) & 1)
+            ticket, item = take(tensors.arrived, reverse, start, PROGRAMS, last)
+    slot = n % ITEMS
+    mbarrier.wait(shared.item_empty.index(slot), ((n // ITEMS) & 1) ^ 1)
+    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items
+    mbarrier.arrive(shared.item_full.index(slot), count=1)
+    if gl.atomic_add(tensors.arrived + 3, 1) == PROGRAMS - 1:  # no program takes any more
+        for counter in gl.static_range(COUNTERS):
+            gl.store(tensors.arrived + counter, 0)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def beside_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    k_desc0, k_desc1, k_desc2, k_chunk_desc, v_desc0, v_desc1, v_desc2, v_chunk_desc,
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
+    PROGRAMS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    dtype: gl.constexpr = tensors.query.dtype.element_ty
+    TIMES: gl.constexpr = DIVISION.times
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    rows_full = barriers(1, 1)
+    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, rows_full, None)  # type: ignore[call-arg]
+    ring = ring_of(dtype, TILE.M, TILE.N, page_of(SHAPE))
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    batch = Batch(tensors, numbers, None)
+    share = share_of(gl.program_id(0), PROGRAMS, batch, SPEC, DIVISION, TILE)
+    tiles = 0
+    for n in gl.static_range(TIMES):
+        s = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
+        tiles += gl.sum(tiles_of_prompts(s, batch, SPEC, DIVISION, SHAPE.M // SPEC.G), 0)
+    # Sequences of more rows than a decode wait for memory as well, if one warpgroup multiplies them: by LIGHT.
+    least: gl.constexpr = TILE.M // SPEC.G
+    few = light_programs(tensors, S, DIVISION.long, PROGRAMS, SPEC.G, LIGHT, SHAPE.M, 4, least)
+    gl.warp_specialize(
+        [
+            (decoder, (batch, share, ring, SPEC, DIVISION, SHAPE, TILE)),
+            (dense.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+            (dense.second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+            (scheduler, (tiles, few, batch, shared, SPEC, DIVISION, SHAPE, PROGRAMS)),
+            (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            (
+                producer_of_decodes,
+                ((k_chunk_desc, v_chunk_desc), batch, share, ring, SPEC, DIVISION, SHAPE, TILE),
+            ),
+        ],
+        [4, 4, 1, 1, 1],
+        SHAPE.registers,
+    )

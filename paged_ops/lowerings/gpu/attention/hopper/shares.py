@@ -1,0 +1,324 @@
+"""Attention on Hopper (sm_90) in Gluon for several query rows per key/value head: the consumers of hopper_rows.py, with
+units that are divided by keys.
+
+With few query rows per sequence memory decides, whatever the lengths are, if all programs have equal shares. So one
+program per multiprocessor takes an equal contiguous share of the key tiles of all units, as split_kernel of decode.py
+does: the device counts the tiles, and one captured graph is balanced for any lengths. An item of a program is what its
+share has of a unit. An item that is a whole unit goes to the output. The others leave parts, which merge_kernel of
+decode.py merges.
+
+A tile has M packed query rows, 64 or 128, and one warpgroup for each 64 of them. A scheduler walks over the share and
+fetches query rows one item ahead; a producer warp brings keys and values. All programs wait for memory, so a number
+that comes from there takes longer than a tile: block ids are asked for several tiles ahead. Programs side by side take
+the same tiles of all key/value heads, so that the rows of a token, which lie together, are read at the same time.
+
+Bytes of a key in bfloat16: 2 (D + Dv); FLOPs of a key: 2 M (D + Dv). At 4.45 TB/s, one multiprocessor of an H200 has
+1.9 µs for a tile of 128 keys with heads of 128, and both products of 128 rows need 0.6 µs of them.
+
+Letters: as in dense.py. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), stream-K (Osama et al. 2023,
+arXiv:2301.03598).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import dense
+from paged_ops.lowerings.gpu.attention.hopper.dense import (
+    BLOCK_M,
+    HopperLaunch,
+    HopperShape,
+    Shared,
+    barriers,
+    shared_memory,
+)
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
+from paged_ops.lowerings.gpu.attention.hopper.work import (
+    COUNT,
+    END_TILE,
+    FIELDS,
+    KV_HEAD,
+    SEQ_LEN,
+    SEQUENCE,
+    await_rows,
+    begin_rows,
+    bring,
+    get,
+    rows_of,
+)
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch, oldest_key
+from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
+from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.launch import Plan, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.target import Target
+
+LEAST_ROWS = 9  # packed query rows; split_kernel has slices for fewer, which start and end faster
+LEAST_OF_MANY_UNITS = 4  # where units are so many, and heads so wide, that only the speed of reading counts:
+MANY_UNITS, WIDE = 512, 128
+LARGE_GROUP = 33  # rows, or query heads of a key/value head; split_kernel would load them again for each tile of keys
+START = 128  # keys: what the beginning of a unit costs
+FEW_STAGES = 3  # tiles of 128 keys that are worth having: with two, four or five of 64 are faster
+# Heads of keys and values that were run on a GPU; it compiles for all that dense.py serves.
+SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (256, 256)
+APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})  # names of spec.needs
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    sizes = spec.k_side.size, spec.v_side.size
+    against = [] if sizes in SIZES else [f"head sizes: expected one of {SIZES}, got {sizes}"]
+    return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return tile_rows(spec, T, S), has_beginnings(spec, target, S)
+
+
+def tile_rows(spec: Spec, T: int, S: int) -> int:
+    """The rows of a tile that has all of a sequence's packed query rows, if all sequences have as many tokens; 0 if
+    there is none, or if the rows are too few. Sequences of other lengths are served as well."""
+    tokens = max(T // S, 1) if T <= S or T % S == 0 else 0
+    rows = tokens * spec.G
+    # Only large groups: sequences that have many tokens may be one prompt and many decodes.
+    most = BLOCK_M if spec.G >= LARGE_GROUP else WARPGROUP.value
+    least = LEAST_ROWS
+    if S * spec.K >= MANY_UNITS and spec.K > 1 and spec.k_side.size >= WIDE:
+        least = LEAST_OF_MANY_UNITS
+    if spec.masks.window or spec.masks.chunk:  # units are short, and tiles of split_kernel have fewer keys
+        least = LARGE_GROUP
+    return 0 if not least <= rows <= most else max(WARPGROUP.value, tuning.power_of_2(rows))
+
+
+def has_beginnings(spec: Spec, target: Target, S: int) -> bool:
+    """Whether programs may have several beginnings of units, so that shares should count them."""
+    return 4 * S * spec.K >= target.processors
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
+    """Launches that serve every sequence of a batch; None if another kernel should."""
+    M = tile_rows(spec, shapes.T, shapes.S)
+    if not M or not dense.has_form(spec, shapes):
+        return None
+    shape, copied = shape_of(spec, M, target.shared_memory), dense.are_copied(spec)
+    P = tuning.programs_apart(spec.K, target.processors)
+    division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
+    start = START // shape.N if has_beginnings(spec, target, shapes.S) else 0
+    division = division._replace(aligned=True, heads_apart=P > 0, start=start)
+    P = P or target.processors
+    constants = {
+        "SPEC": dense.side_by_side(spec) if copied else spec,
+        "DIVISION": division,
+        "SHAPE": shape,
+        **target.overlap(),
+        "num_warps": 4,
+    }
+    launch = SharesLaunch(
+        launcher_of(shares_kernel, constants, target.device), (P, 1, 1), None, copied, spec, shapes.N, shape.page
+    )
+    merged = TileShape(M, shape.N, 0, tuning.padded(spec.v_side.size, spec.storage.dtype.itemsize), 0, False)
+    return decode.with_merge((launch,), P, merged, spec, target, division)
+
+
+def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
+    """128 keys per tile for heads of up to 128 if a few tiles fit, else 64; two tiles of query rows if two of keys and
+    values fit beside them; then as many of these as fit, so that many bytes are on their way."""
+    whole = dense.shape_of(spec, shared_memory)
+    D, width = spec.k_side.size, sum(whole.k_parts) + sum(whole.v_parts)
+    space, rows = (shared_memory - dense.OTHERS) // spec.dtype.itemsize, M * D
+    N = whole.N if width <= 256 and space - 2 * rows >= FEW_STAGES * whole.N * width else 64
+    slots = 2 if space - 2 * rows >= 2 * N * width else 1
+    stages = (space - slots * rows) // (N * width)
+    consumer, producer = whole.registers[1:]  # one consumer leaves the producer what its addresses need
+    registers = (consumer, consumer, producer) if M > WARPGROUP.value else (consumer, max(producer, 56))
+    whole = whole._replace(stages=stages, slots=slots, row_slots=slots, registers=registers)
+    return whole._replace(M=M, N=N, page=min(whole.page, N))
+
+
+class SharesLaunch(HopperLaunch):
+    """A launch of a kernel that leaves parts, and takes no work by counters."""
+
+    __slots__ = ()
+    not_taken = ("taken", *(each for each in dense.NOT_TAKEN if each not in ("parts", "part_lse")))
+
+
+@gluon.jit
+def prefetch_ids(block_tables, s, tile, seen, seq_len, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Bring the block ids of an item to the L2, before the producer asks for them."""
+    LINE: gl.constexpr = 32  # ids, of 128 bytes
+    first = tile * SHAPE.N // SPEC.B
+    end = gl.cdiv(gl.minimum((tile + seen) * SHAPE.N, seq_len), SPEC.B)
+    row = block_tables + s.to(gl.int64) * numbers.table_stride
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    for start in range(first, end, 128 * LINE):
+        at = row + gl.minimum(start + thread * LINE, end - 1) * SPEC.table
+        asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(asm, "=r,l", [at], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Brings the items' tiles of keys and values, the last of a sequence first. Each lane loads the id of one block, of
+    a group of tiles, and while these are brought, that of the next group."""
+    B: gl.constexpr = SPEC.B
+    N: gl.constexpr = SHAPE.N
+    PAGE: gl.constexpr = SHAPE.page
+    PAGES: gl.constexpr = N // PAGE
+    GROUP: gl.constexpr = 32 // PAGES
+    STAGES: gl.constexpr = SHAPE.stages
+    SLOTS: gl.constexpr = SHAPE.slots
+    K_PARTS: gl.constexpr = SHAPE.k_parts
+    V_PARTS: gl.constexpr = SHAPE.v_parts
+    K_MATRIX: gl.constexpr = SHAPE.k_matrix
+    V_MATRIX: gl.constexpr = SHAPE.v_matrix
+    K_SIDE: gl.constexpr = SPEC.k_side
+    V_SIDE: gl.constexpr = SPEC.v_side
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    of_lane = lane % PAGES * PAGE - lane // PAGES * N  # the first key of a lane's page, from that of the newest tile
+    mbarrier.wait(shared.item_full.index(0), 0)
+    count = get(shared.items, 0, COUNT, 1)
+    n = 0
+    total = 0
+    while count > 0:
+        slot = n % SLOTS
+        kh = get(shared.items, slot, KV_HEAD, 1)
+        block_table = block_tables + get(shared.items, slot, SEQUENCE, 1).to(gl.int64) * table_stride
+        seq_len = get(shared.items, slot, SEQ_LEN, 1)
+        end_tile = get(shared.items, slot, END_TILE, 1)
+        mbarrier.arrive(shared.item_empty.index(slot), count=1)
+        j = (end_tile - 1) * N + of_lane
+        next_ids = gl.load(block_table + gl.where((j >= 0) & (j < seq_len), j, 0) // B * SPEC.table)
+        for begin in range(0, count, GROUP):
+            ids = next_ids
+            j = (end_tile - 1 - begin - GROUP) * N + of_lane
+            next_ids = gl.load(block_table + gl.where((j >= 0) & (j < seq_len), j, 0) // B * SPEC.table)
+            for t in range(begin, gl.minimum(begin + GROUP, count)):
+                stage = (total + t) % STAGES
+                free = (((total + t) // STAGES) & 1) ^ 1
+                j = ((end_tile - 1 - t) * N + lane % PAGES * PAGE) % B
+                page = lane - (t - begin) * PAGES
+                k_rows = rows_of(ids, kh, j, page, PAGES, K_MATRIX)
+                v_rows = rows_of(ids, kh, j, page, PAGES, V_MATRIX)
+                mbarrier.wait(shared.k_empty.index(stage), free)
+                bring(
+                    descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, K_PARTS, K_MATRIX,
+                    K_SIDE, SHAPE,
+                )  # fmt: skip
+                mbarrier.wait(shared.v_empty.index(stage), free)
+                bring(
+                    descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, V_PARTS, V_MATRIX,
+                    V_SIDE, SHAPE,
+                )  # fmt: skip
+        total += count
+        n += 1
+        mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
+        count = get(shared.items, n % SLOTS, COUNT, 1)
+
+
+@gluon.jit
+def scheduler(
+    share, tensors, numbers, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Tells the others the items of the share, and brings their query rows."""
+    MASKS: gl.constexpr = SPEC.masks
+    N: gl.constexpr = SHAPE.N
+    SLOTS: gl.constexpr = SHAPE.slots
+    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    batch = Batch(tensors, numbers, None)
+    left, s, kh, first_token, tile = share
+    n = 0
+    while left > 0:
+        row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
+            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
+        )
+        left -= count
+        if q_len > 0:
+            first_i = seq_len - q_len + first_token
+            full_end = seq_len // N
+            full_start = 0
+            oldest = 0
+            if MASKS.causal:
+                full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
+            if MASKS.window or MASKS.chunk:
+                last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
+                oldest = oldest_key(first_i, numbers, MASKS)
+                full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+            from_start = tile == first_tile
+            place = share_index(SPEC, DIVISION) * 2 + from_start.to(gl.int32)
+            place = gl.where(from_start & (tile + count == end_tile), -1, place)
+            fields = kh, s, row_start, q_len, seq_len, first_token, seen, tile + seen, full_start, full_end, oldest
+            prefetch_ids(tensors.block_tables, s, tile, seen, seq_len, numbers, SPEC, SHAPE)
+            if n > 0:  # the rows of the item before, after the loads that this one began with
+                await_rows()
+                mbarrier.arrive(shared.rows_full.index((n - 1) % SLOTS), count=1)
+            slot = n % SLOTS
+            mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+            for field in gl.static_range(FIELDS):
+                shared.items.index(slot * FIELDS + field).store(zero + fields[field])
+            shared.places.index(slot).store(zero + place)
+            mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
+            begin_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
+            n += 1
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
+    if n > 0:
+        await_rows()
+        mbarrier.arrive(shared.rows_full.index((n - 1) % SLOTS), count=1)
+    slot = n % SLOTS
+    mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items
+    mbarrier.arrive(shared.item_full.index(slot), count=1)
+
+
+@gluon.jit(do_not_specialize=Numbers._fields)
+def shares_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    places = gl.allocate_shared_memory(gl.int32, [SHAPE.slots, 1], mbarrier.MBarrierLayout())
+    rows_full = barriers(SHAPE.slots, 1)
+    of_all = shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE)
+    shared = Shared(*of_all, places, rows_full, None)  # type: ignore[call-arg]
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    fence_async_shared()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    batch = Batch(tensors, numbers, None)
+    share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
+    if SHAPE.M == WARPGROUP:
+        gl.warp_specialize(
+            [
+                (scheduler, (share, tensors, numbers, shared, SPEC, DIVISION, SHAPE)),
+                (dense.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 1],
+            SHAPE.registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scheduler, (share, tensors, numbers, shared, SPEC, DIVISION, SHAPE)),
+                (dense.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (dense.second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            ],
+            [4, 4, 1],
+            SHAPE.registers,
+        )

@@ -1,0 +1,507 @@
+"""Decode and speculative widths: key tiles of all sequences in one row, cut into equal shares, and the merge.
+
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`. A *unit* is one key/value head of one sequence with one
+tile of packed query rows; a *share* is a program's contiguous part of all key tiles of all units.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.split_merge import INTEGERS, Divided, merge_if_last, note, noted
+from paged_ops.lowerings.gpu.attention.shared.tile import (
+    APPLIES,
+    Batch,
+    Keys,
+    Rows,
+    count_sink,
+    finish,
+    load_queries,
+    next_seen_tile,
+    oldest_key,
+    queries_for_fp8,
+    ranges_at,
+    reach_of_rows,
+    see_tile,
+    store_rows,
+    stripe_offset,
+)
+from paged_ops.lowerings.gpu.attention.shared.work_split import (
+    fit_whole,
+    locate,
+    next_unit,
+    program_of,
+    sequence,
+    shares,
+)
+from paged_ops.lowerings.gpu.attention.triton.slices import join_slices, nothing_summed, of_own_head, see_slices
+from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, in_units, not_applied
+from paged_ops.lowerings.gpu.target import Target
+
+
+class Cut(NamedTuple):
+    """A unit that shares divide: its programs first..last, which of them helps to merge and how many do, its first row,
+    its tokens, and its key/value head."""
+
+    first: Any
+    last: Any
+    helper: Any
+    helpers: Any
+    row_start: Any
+    tokens: Any
+    kh: Any
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    return not_applied(spec, APPLIES) + tuning.too_large(spec.k_side.size, spec.v_side.size)
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """On what :func:`plan` depends besides the spec, the target, the tiles and the count of sequences: equal values
+    have equal plans, whatever T and S are."""
+    P, K = tile_plan.programs, spec.K // tile_plan.heads
+    return tuning.whole_units(T, S, K, P, target), tuning.parts_fit(S, K, P)
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
+    """Launches that serve every sequence of a batch; None if this kernel should not take all of them."""
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
+    if not tile_plan.all_split:
+        return None
+    units = in_units(spec, tile_plan.heads)
+    division = tuning.division(tile_plan.split.block_m, shapes.S, everyone=True)
+    whole = tuning.whole_units(shapes.T, shapes.S, units.K, tile_plan.programs, target)
+    division = tuning.by_warps(division)._replace(whole=whole)
+    plan = plan_around((), spec, target, shapes, division)
+    fan = tuning.fan_of(split_shape(tile_plan, units), units, target, shapes.S, tile_plan.programs)
+    if not fan:
+        return plan
+    launch = split_launch(tile_plan, units, target, division, fan)
+    return Plan((launch,), plan.workspace, tile_plan.programs * INTEGERS.value, plan.launches)
+
+
+def plan_around(
+    between: tuple[Launch, ...], spec: Spec, target: Target, shapes: Shapes, division: Division, counted: bool = False
+) -> Plan:
+    """Launches that serve split_kernel's sequences by ``division``, around the launch for the others. ``counted``: that
+    one takes its work by counters."""
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
+    spec = in_units(spec, tile_plan.heads)
+    launch = split_launch(tile_plan, spec, target, division, 0, counted)
+    merged = tuning.shape(tile_plan.split, spec, weighed=False)
+    return with_merge((launch, *between), tile_plan.programs, merged, spec, target, division)
+
+
+def split_shape(tile_plan: tuning.Plan, spec: Spec) -> TileShape:
+    paired = spec.storage.paired
+    return tuning.shape(tile_plan.split, spec, slices=tile_plan.slices, paired=paired, heads=tile_plan.heads)
+
+
+def split_launch(
+    tile_plan: tuning.Plan, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
+) -> Launch:
+    """The launch of split_kernel. ``fan``: its programs merge so many parts at a time; 0: they merge none."""
+    constants = {
+        "SPEC": spec,
+        "DIVISION": division,
+        "TILE": split_shape(tile_plan, spec),
+        "FAN": fan,
+        **target.overlap(),
+        **tile_plan.split.options(target.backend != "hip"),
+    }
+    without = (*(() if counted else ("taken",)), *(() if fan else ("T", "arrived")))
+    launcher = launcher_of(split_kernel, constants, target.device, without)
+    return Launch(launcher, (tile_plan.programs, 1, 1), without)
+
+
+def with_merge(
+    launches: tuple[Launch, ...], P: int, tile: TileShape, spec: Spec, target: Target, division: Division
+) -> Plan:
+    """Launches of which the first has P programs that leave parts of the units that their shares divide, with tiles of
+    this shape; and the launch that merges them."""
+    constants = {
+        "SPEC": spec.of_merge(),
+        "DIVISION": division,
+        "TILE": tile._replace(D=0, W=0, paired=False, heads=1),
+        **target.overlap(),
+        **tuning.Tile(tile.M, tile.N, 4, 1).options(target.backend != "hip"),
+    }
+    helpers = HELPERS_OF_LATENTS if tile.Dv > tuning.LARGEST_HEAD else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
+    merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, helpers, 1), NOT_OF_MERGE)
+    to_lse = P * 2 * tile.M * spec.v_side.size
+    to_taken = to_lse + P * 2 * tile.M
+    return Plan((*launches, merge), (to_lse, to_taken, to_taken + 4))
+
+
+# Where values are wider (latents), or rows many, so many programs merge what one leaves: with one, that took too long.
+LARGEST_PLAIN, HELPERS_OF_LATENTS = tl.constexpr(tuning.LARGEST_HEAD), 8
+MANY_ROWS, HELPERS_OF_MANY = tl.constexpr(64), 4
+
+# The fields that merge_kernel does not get.
+NOT_OF_MERGE = (
+    *(
+        "taken",
+        "arrived",
+        "query",
+        "key_cache",
+        "value_cache",
+        "block_tables",
+        "alibi_slopes",
+        "sinks",
+        "k_scale",
+        "v_scale",
+    ),
+    *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
+    "table_stride",
+)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def split_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All key tiles of a share. Divided units leave parts: with FAN, whoever is last merges them (parts.py), and no
+    other kernel follows; without, merge_kernel does."""
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+        if not FAN:
+            gdc_launch_dependents()
+    p = tl.program_id(0)
+    P = tl.num_programs(0)
+    if tensors.taken is not None:
+        if p == 0:
+            tl.store(tensors.taken + tl.arange(0, 4), 0)
+    K: tl.constexpr = SPEC.K
+    G: tl.constexpr = SPEC.G
+    M: tl.constexpr = TILE.M
+    N: tl.constexpr = TILE.N
+    MASKS: tl.constexpr = SPEC.masks
+    H = K * G
+    TOKENS: tl.constexpr = M // G
+    r = tl.arange(0, M)
+    group_head = tl.arange(0, triton.next_power_of_2(G)) % G
+    ranges = None
+    if MASKS.ranges:
+        ranges = ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
+    batch = Batch(tensors, numbers, ranges)
+
+    start, end, share, longer = shares(p, P, batch, SPEC, DIVISION, TILE)
+    s, unit, part_tile = locate(start, batch, SPEC, DIVISION, TILE)
+    if DIVISION.whole:
+        whole = fit_whole(share, longer, P, batch, SPEC, DIVISION, TILE)
+        s = tl.where(whole, p // K, s)
+        unit = tl.where(whole, p % K, unit)
+        part_tile = tl.where(whole, 0, part_tile)
+    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
+    if DIVISION.whole:
+        start = tl.where(whole, 0, start)
+        end = tl.where(whole, tl.where(s < numbers.S, end_tile - first_tile, 0), end)
+    part_tile += first_tile  # the first tile of this program's part of the unit
+    tile = part_tile - 1
+    kh = unit % K
+    first_token = unit // K * TOKENS
+    if FAN:
+        first = p
+        last = p
+        if (part_tile > first_tile) & (start < end):
+            first = program_of(start + first_tile - part_tile, share, longer)
+            last = program_of(start + end_tile - part_tile - 1, share, longer)
+        begun = Divided(first, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS), kh)
+        note(tensors, p, begun, share, longer)
+    steps = end - start
+    skipped = 0
+    if MASKS.sparse:
+        steps = 0
+        position, walk_s, walk_kh, walk_token, walk_tile, walk_end = start, s, kh, first_token, part_tile, end_tile
+        walk_tokens, walk_first = q_len, seq_len - q_len
+        while position < end:
+            if walk_tile == walk_end:
+                walk_s, walk_kh, walk_token = next_unit(walk_s, walk_kh, walk_token, walk_tokens, K, TOKENS)
+                _, walk_tokens, walk_keys, walk_tile, walk_end = sequence(walk_s, batch, SPEC, DIVISION, N)
+                walk_first = walk_keys - walk_tokens
+            offsets = stripe_offset(walk_kh * G + group_head, numbers, MASKS)
+            seen_tile = next_seen_tile(walk_tile, walk_first + walk_token, offsets, numbers, N)
+            passed_tiles = tl.minimum(tl.minimum(seen_tile + 1, walk_end) - walk_tile, end - position)
+            position += passed_tiles
+            walk_tile += passed_tiles
+            steps += 1
+    factor = numbers.scale
+    if tensors.k_scale is not None:
+        factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
+    slopes = None
+    if SPEC.logits.alibi:
+        slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
+    HALVES: tl.constexpr = 2 if TILE.paired else 1
+    sums, m, l = nothing_summed(TILE)
+    CONVERTED: tl.constexpr = (
+        SPEC.storage.format == 0
+        and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
+        and tensors.query.dtype.element_ty == tl.bfloat16
+    )
+    if CONVERTED:
+        D: tl.constexpr = TILE.D
+        q = tl.zeros([M, D], tl.float16)
+        row_factor = tl.zeros([M, 1], tl.float32)
+    sees = None
+    if MASKS.ranges:
+        oldest = 0
+        sees = (tl.zeros([M], tl.int32), tl.zeros([M], tl.int32))
+    # One loop over all tiles of the share, so that loads of a unit start before the previous unit is finished.
+    for step in range(steps):
+        tile += 1
+        first_step = step == 0  # of a unit
+        if tile == end_tile:
+            first_step = True
+            before = s
+            s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
+            if s > before:
+                row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
+            tile = first_tile
+            part_tile = tile
+            if tensors.k_scale is not None:
+                factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
+            if SPEC.logits.alibi:
+                slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
+        token = first_token + r // G
+        row_live = (r < TOKENS * G) & (token < q_len)
+        row_head = kh * G + r % G
+        first_i = seq_len - q_len + first_token
+        seen = True
+        if MASKS.sparse:
+            # The last tile of a unit, or of a share, is always visited: results are stored there.
+            offsets = stripe_offset(kh * G + group_head, numbers, MASKS)
+            seen_tile = next_seen_tile(tile, first_i, offsets, numbers, N)
+            last = tl.minimum(end_tile - 1, tile + end - 1 - (start + step + skipped))
+            skipped += tl.minimum(seen_tile, last) - tile
+            tile = tl.minimum(seen_tile, last)
+            seen = seen & (seen_tile == tile)  # a mask: the interpreter of triton 3.9 takes `seen` alone for an int32
+        loaded = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
+        if CONVERTED:
+            if first_step:
+                q, row_factor = queries_for_fp8(loaded)
+        else:
+            q = loaded
+        i = seq_len - q_len + token
+        if MASKS.ranges == 0:
+            oldest = oldest_key(first_i, numbers, MASKS)
+        elif first_step:
+            last_i = seq_len - 1
+            sees = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+            oldest = tl.min(sees[0], 0)
+        block_table = tensors.block_tables + s.to(tl.int64) * numbers.table_stride
+        keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
+        values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
+        offset = stripe_offset(row_head, numbers, MASKS)
+        rows_factor = factor
+        if CONVERTED:
+            rows_factor = factor * row_factor if TILE.W == 0 else factor * tl.reshape(row_factor, (1, 1, M))
+        rows = Rows(q, i, sees, slopes, rows_factor, offset)
+        cache = Keys(seq_len, oldest, block_table, keys, values)
+        if TILE.W == 0:
+            acc, acc_odd = sums[0], sums[HALVES - 1]
+            acc, acc_odd, m, l = see_tile(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)
+            sums = (acc, acc_odd) if TILE.paired else (acc,)
+        else:
+            sums, m, l = see_slices(sums, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
+        if (tile + 1 == end_tile) | (start + step + skipped + 1 == end):
+            from_start = part_tile == first_tile
+            for half in tl.static_range(HALVES):
+                result, m_, l_ = sums[half], m, l
+                if TILE.W > 0:
+                    result, m_, l_ = join_slices(of_own_head(sums, half, SPEC, TILE), m, l)
+                if SPEC.logits.sinks:
+                    if from_start:  # the first part includes the sink
+                        result, m_, l_ = count_sink(result, m_, l_, tl.load(tensors.sinks + row_head))
+                result, lse2 = finish(result, m_, l_)
+                if tensors.v_scale is not None:
+                    result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
+                d = tl.arange(0, TILE.Dv // HALVES) * HALVES + half
+                if from_start & (tile + 1 == end_tile):
+                    store_rows(tensors, result, lse2, row_start + token, row_head, row_live, d, H, SPEC.v_side.size)
+                else:
+                    part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * M + r
+                    place = part_row[:, None] * SPEC.v_side.size + d[None, :]
+                    mask = row_live[:, None] & (d < SPEC.v_side.size)[None, :]
+                    tl.store(tensors.parts + place, result, mask=mask)
+                    tl.store(tensors.part_lse + part_row, lse2, mask=row_live)
+            sums, m, l = nothing_summed(TILE)
+    if FAN:
+        first_free = tl.load(tensors.query_start_loc + numbers.S)
+        begun, share, longer = noted(tensors, p)
+        last = p
+        if (start < end) & (tile + 1 < end_tile) & (tile - first_tile < end - start):
+            last = program_of(end + end_tile - tile - 2, share, longer)
+        left = Divided(p, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS), kh)
+        if (begun.first < begun.last) | (p < last):
+            merge_if_last(tensors, p, begun, left, SPEC, TILE, FAN)
+        one = tl.arange(0, 1)
+        store_padding(tensors, first_free + p, numbers.T, P, one, tl.arange(0, TILE.Dv), H, SPEC.v_side.size)
+        if PDL:
+            gdc_launch_dependents()  # last, as in merge_kernel
+
+
+@triton.jit
+def store_padding(tensors, first, T, step, one, d, H, Dv: tl.constexpr):
+    """Rows of padding, from ``first`` to T by ``step``: zero, and nothing seen."""
+    for t in range(first, T, step):
+        for h in range(0, H):
+            nothing = tl.zeros([1, d.shape[0]], tl.float32)
+            unseen = tl.full([1], float("-inf"), tl.float32)
+            store_rows(tensors, nothing, unseen, t + one, h + one, one == 0, d, H, Dv)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def merge_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merges the units that were divided. A unit's parts are the second part of its first program and the first parts
+    of later ones.
+
+    All programs of a unit except the last help. If they are few, a unit is merged token by token, else by slices of
+    rows. Also writes the rows of padding, which no other kernel writes. What needs no waiting is done before
+    split_kernel ends.
+    """
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    K: tl.constexpr = SPEC.K
+    G: tl.constexpr = SPEC.G
+    Dv: tl.constexpr = SPEC.v_side.size
+    DV_PAD: tl.constexpr = TILE.Dv
+    TOKENS: tl.constexpr = TILE.M // G
+    H: tl.constexpr = SPEC.heads
+    ranges = None
+    if SPEC.masks.ranges:
+        ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
+    batch = Batch(tensors, numbers, ranges)
+    p = tl.program_id(0)
+    program, programs = p, tl.num_programs(0)
+    LATENT: tl.constexpr = DV_PAD > LARGEST_PLAIN
+    MANY: tl.constexpr = TILE.M >= MANY_ROWS
+    if LATENT or MANY:  # programs along axis 1 share what one program of the first launch leaves
+        program, programs = p * tl.num_programs(1) + tl.program_id(1), programs * tl.num_programs(1)
+    one = tl.arange(0, 1)
+    d = tl.arange(0, DV_PAD)
+    first_free = tl.load(tensors.query_start_loc + numbers.S)
+    store_padding(tensors, first_free + program, numbers.T, programs, one, d, H, Dv)
+    # The unit in which this share ends, if it goes on: the programs whose shares have its first and its last tile.
+    start, end, share, longer = shares(p, tl.num_programs(0), batch, SPEC, DIVISION, TILE)
+    if DIVISION.whole:
+        if fit_whole(share, longer, tl.num_programs(0), batch, SPEC, DIVISION, TILE):
+            end = start
+    s, unit, tile = locate(end - 1, batch, SPEC, DIVISION, TILE)
+    row_start, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+    left = end_tile - first_tile - 1 - tile
+    first = program_of(end - 1 - tile, share, longer)
+    last = program_of(end - 1 + left, share, longer)
+    kh = unit % K
+    first_token = unit // K * TOKENS
+    row_start += first_token
+    tokens = tl.minimum(q_len - first_token, TOKENS)
+    helper, helpers = p - first, last - first
+    if LATENT or MANY:
+        helper, helpers = helper * tl.num_programs(1) + tl.program_id(1), helpers * tl.num_programs(1)
+    cut = Cut(first, last, helper, helpers, row_start, tokens, kh)
+    if PDL:
+        gdc_wait()
+    if (start == end) | (left == 0):
+        return
+    # Few parts are merged by whole rows, many by columns, so that every helper takes a share of the loads.
+    MOST: tl.constexpr = 2048 // DV_PAD
+    GROUP: tl.constexpr = triton.next_power_of_2(G)
+    ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # in triton 3.5 (torch 2.9) min() would give a tensor
+    WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
+    if LATENT:
+        if last - first < 8:
+            merge_items(tensors, cut, SPEC, TILE, 1, DV_PAD, 8, 1)
+        elif last - first < 16:
+            merge_items(tensors, cut, SPEC, TILE, 1, 128, 16, 1)
+        elif GROUP > 16:
+            merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
+        # few rows: no more items than programs, and as wide as that allows
+        elif last - first < 32:
+            merge_items(tensors, cut, SPEC, TILE, 1, 64, 32, 1)
+        elif last - first < 128:
+            merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
+        else:
+            merge_items(tensors, cut, SPEC, TILE, 1, 8, 256, 1)
+    elif MANY:
+        if last - first < 8:
+            merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
+        elif last - first < 64:
+            merge_items(tensors, cut, SPEC, TILE, 4, WIDTH, 32, 1)
+        else:
+            merge_items(tensors, cut, SPEC, TILE, 1, WIDTH, 32, 5)
+    elif cut.helpers < 8:
+        merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
+    elif cut.helpers < 64:
+        merge_items(tensors, cut, SPEC, TILE, 1, WIDTH, 64, 1)
+    else:
+        merge_items(tensors, cut, SPEC, TILE, 1, 8, 512, 1)
+    if PDL:
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+
+
+@triton.jit
+def merge_items(
+    tensors, cut, SPEC: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """The items of a unit that a helper merges: an item is ROWS heads of a token by WIDTH columns."""
+    G: tl.constexpr = SPEC.G
+    HEADS: tl.constexpr = (G + ROWS - 1) // ROWS
+    COLUMNS: tl.constexpr = TILE.Dv // WIDTH
+    Dv: tl.constexpr = SPEC.v_side.size
+    for item in range(cut.helper, cut.tokens * (HEADS * COLUMNS), cut.helpers):
+        token = item // (HEADS * COLUMNS)
+        g = item // COLUMNS % HEADS * ROWS + tl.arange(0, ROWS)
+        d = item % COLUMNS * WIDTH + tl.arange(0, WIDTH)
+        live = g < G
+        if SPEC.heads < SPEC.K * G:
+            live = live & (cut.kh * G + g < SPEC.heads)
+        result, lse2 = merged(tensors, cut, token * G + g, live, d, TILE.M, Dv, AT_ONCE, UNROLLED)
+        store_rows(tensors, result, lse2, cut.row_start + token + g * 0, cut.kh * G + g, live, d, SPEC.heads, Dv)
+
+
+@triton.jit
+def merged(
+    tensors, cut, row, row_live, d, M: tl.constexpr, Dv: tl.constexpr, AT_ONCE: tl.constexpr, UNROLLED: tl.constexpr
+):
+    """Columns d of packed rows ``row [M]`` of a unit, and their lse to base 2."""
+    acc = tl.zeros([row.shape[0], d.shape[0]], tl.float32)
+    m = tl.full([row.shape[0]], float("-inf"), tl.float32)
+    l = tl.zeros([row.shape[0]], tl.float32)
+    for begin in range(cut.first, cut.last + 1, AT_ONCE * UNROLLED):
+        for n in tl.static_range(UNROLLED):
+            program = begin + n * AT_ONCE + tl.arange(0, AT_ONCE)
+            place = (program * 2 + tl.where(program == cut.first, 1, 0)).to(tl.int64)[:, None] * M + row[None, :]
+            live = (program <= cut.last)[:, None] & row_live[None, :]
+            mask = live[:, :, None] & (d < Dv)[None, None, :]
+            lse2 = tl.load(tensors.part_lse + place, mask=live, other=float("-inf"))  # [AT_ONCE, M]
+            part = tl.load(tensors.parts + place[:, :, None] * Dv + d[None, None, :], mask=mask, other=0.0)
+            m_new = tl.maximum(m, tl.max(lse2, 0))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight = tl.exp2(lse2 - shift[None, :])
+            decay = tl.exp2(m - shift)
+            acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+            l = l * decay + tl.sum(weight, 0)
+            m = m_new
+    return finish(acc, m, l)

@@ -1,0 +1,272 @@
+"""Latent attention (MLA) on GPUs: decode, speculative widths and prefill over a cache ``[N, B, R + P]``.
+
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`; also R compressed and P rotated columns. Keys are whole
+rows of the cache and values their first R columns, for all H query heads: a tile of latents is loaded once, is
+multiplied with the queries as keys, and with the weights as values.
+
+Query heads are cut into groups, which take the place of key/value heads: a tile has M packed rows, of one group and as
+many tokens as fit. The last group may have fewer heads than the others. So units, shares and parts are those of
+decode.py, and its merge_kernel combines the parts. All groups of a sequence read the same latents, from the L2 cache
+but for the first. There is no other kernel for long queries: with M = 64 rows they use the tensor cores, too.
+
+A row takes ``2 * (2R + P)`` floating-point operations per key, which is ``(R + P) * itemsize`` bytes. Idea: the
+absorbed form of DeepSeek-V2 (arXiv:2405.04434), in which the latents are keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.tile import (
+    APPLIES,
+    Batch,
+    Keys,
+    Rows,
+    count_sink,
+    dot_keys,
+    finish,
+    load_tile,
+    next_seen_tile,
+    nothing_seen,
+    oldest_key,
+    ranges_at,
+    reach_of_rows,
+    store_rows,
+    stripe_offset,
+    weigh,
+)
+from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares
+from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.scaled_rows import load_scales, rotated_columns, times_scales
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.target import Target
+
+LARGEST_LATENT, LARGEST_ROTATED = 512, 128
+
+
+def too_large(R: int | None, P: int | None) -> list[str]:
+    """Why no tile holds latents of these sizes; None: not known."""
+    sizes = (("value_head_size", R, LARGEST_LATENT), ("head_size - value_head_size", P, LARGEST_ROTATED))
+    return [f"{name}: at most {most} of a latent cache, got {size}" for name, size, most in sizes if (size or 0) > most]
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    if spec.rotated is None:
+        return ["kv_cache: not latent"]
+    return not_applied(spec, APPLIES | {"latent", "row_scales"}) + too_large(spec.v_side.size, spec.rotated.size)
+
+
+def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
+    """As in decode.py."""
+    return tuning.latent_tile(spec, target, T, S)
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
+    """Launches that serve any batch."""
+    tile, programs = tuning.latent_tile(spec, target, shapes.T, shapes.S)
+    grouped = in_groups(spec, tile.block_m)
+    division = tuning.division(tile.block_m, shapes.S, everyone=True)
+    shape = tile_shape(tile, spec)
+    constants = {
+        "SPEC": grouped,
+        "DIVISION": division,
+        "TILE": shape,
+        **target.overlap(),
+        **tile.options(target.backend != "hip"),
+    }
+    launch = Launch(
+        launcher_of(latent_kernel, constants, target.device), (programs, 1, 1), ("T", "taken", "arrived", "value_cache")
+    )
+    return decode.with_merge((launch,), programs, shape, grouped, target, division)
+
+
+def in_groups(spec: Spec, rows: int) -> Spec:
+    """The spec with groups of query heads, of at most ``rows`` each, as key/value heads."""
+    G = min(tuning.power_of_2(spec.heads), rows)
+    return spec._replace(K=-(-spec.heads // G), G=G, v_side=spec.v_side._replace(run=1))
+
+
+def tile_shape(tile: tuning.Tile, spec: Spec) -> TileShape:
+    """The shape of a tile, whose D is the padded P here."""
+    assert spec.rotated is not None, "a latent cache"
+    itemsize = spec.storage.dtype.itemsize
+    P, R = (tuning.padded(size, itemsize) for size in (spec.rotated.size, spec.v_side.size))
+    return TileShape(tile.block_m, tile.block_n, P, R, 0, False)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def latent_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    p = tl.program_id(0)
+    K: tl.constexpr = SPEC.K
+    G: tl.constexpr = SPEC.G
+    M: tl.constexpr = TILE.M
+    N: tl.constexpr = TILE.N
+    R: tl.constexpr = SPEC.v_side.size
+    P: tl.constexpr = SPEC.rotated.size
+    R_PAD: tl.constexpr = TILE.Dv
+    P_PAD: tl.constexpr = TILE.D
+    MASKS: tl.constexpr = SPEC.masks
+    TOKENS: tl.constexpr = M // G
+    r = tl.arange(0, M)
+    d = tl.arange(0, R_PAD)
+    ranges = None
+    if MASKS.ranges:
+        ranges = ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
+    batch = Batch(tensors, numbers, ranges)
+    factor = numbers.scale
+    if tensors.k_scale is not None:
+        factor = numbers.scale * tl.load(tensors.k_scale)
+
+    position, end, _, _ = shares(p, tl.num_programs(0), batch, SPEC, DIVISION, TILE)
+    s, unit, tile = locate(position, batch, SPEC, DIVISION, TILE)
+    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
+    tile += first_tile
+    group = unit % K
+    first_token = unit // K * TOKENS
+    while position < end:
+        stop = tl.minimum(end_tile, tile + end - position)
+        token = first_token + r // G
+        head = group * G + r % G
+        row_live = token < q_len
+        if SPEC.heads < K * G:
+            row_live = row_live & (head < SPEC.heads)
+        q_latent = load_columns(tensors.query, row_start + token, head, row_live, 0, R, SPEC, R_PAD)
+        q_rotated = load_columns(tensors.query, row_start + token, head, row_live, R, P, SPEC, P_PAD)
+        slopes = None
+        if SPEC.logits.alibi:
+            slopes = tl.load(tensors.alibi_slopes + head, mask=row_live, other=0.0)
+        first_i = seq_len - q_len + first_token
+        i = seq_len - q_len + token
+        sees = None
+        oldest = oldest_key(first_i, numbers, MASKS)
+        if MASKS.ranges:
+            last_i = seq_len - 1
+            sees = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+            oldest = tl.min(sees[0], 0)
+        block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
+        offset = stripe_offset(head, numbers, MASKS)
+        rows = Rows(q_latent, i, sees, slopes, factor, offset)
+        if SPEC.storage.row_scales:
+            first_rotated = rotated_columns(tensors.key_cache)
+        else:
+            first_rotated = tensors.key_cache + R * SPEC.rotated.d
+        keys = Keys(seq_len, oldest, block_table, tensors.key_cache, first_rotated)
+        acc, m, l = nothing_seen(M, R_PAD, 0)
+        seen_end = stop
+        if MASKS.causal and MASKS.ranges == 0:  # its last row sees no later key
+            last_token = tl.minimum(first_token + TOKENS, q_len)
+            seen_end = tl.minimum(stop, tl.cdiv(tl.maximum(seq_len - q_len + last_token, 0), N))
+        for each in range(tile, seen_end):
+            seen = True
+            if MASKS.sparse:
+                seen = seen & (next_seen_tile(each, first_i, offset, numbers, N) == each)
+            acc, m, l = see_latents(acc, m, l, rows, q_rotated, keys, each, seen, numbers, SPEC, TILE)
+        from_start = tile == first_tile
+        if SPEC.logits.sinks:
+            if from_start:  # the first part includes the sink
+                acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
+        result, lse2 = finish(acc, m, l)
+        if tensors.k_scale is not None:
+            result = result * tl.load(tensors.k_scale)
+        if from_start & (stop == end_tile):
+            store_rows(tensors, result, lse2, row_start + token, head, row_live, d, SPEC.heads, R)
+        else:
+            part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * M + r
+            mask = row_live[:, None] & (d < R)[None, :]
+            tl.store(tensors.parts + part_row[:, None] * R + d[None, :], result, mask=mask)
+            tl.store(tensors.part_lse + part_row, lse2, mask=row_live)
+        position += stop - tile
+        s, group, first_token = next_unit(s, group, first_token, q_len, K, TOKENS)
+        row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
+        tile = first_tile
+
+
+@triton.jit
+def load_columns(
+    query, row_token, row_head, row_live, first: tl.constexpr, size: tl.constexpr, SPEC: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """``[M, PADDED]``: ``size`` columns of packed query rows, from column ``first`` on."""
+    d = tl.arange(0, PADDED)
+    row = row_token.to(tl.int64) * SPEC.query[0] + row_head.to(tl.int64) * SPEC.query[1]
+    mask = row_live[:, None] & (d < size)[None, :]
+    return tl.load(query + row[:, None] + (d + first)[None, :] * SPEC.query[2], mask=mask, other=0.0)
+
+
+@triton.jit
+def see_latents(
+    acc,  # [M, R]
+    m,
+    l,
+    rows,  # q has the R columns of the queries
+    q_rotated,  # [M, P]
+    keys,  # k is the first compressed column, v the first rotated one
+    tile,
+    seen,  # whether any row sees a key of the tile
+    numbers,
+    SPEC: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add one tile of latents to the rows, as ``see_tile`` of tile.py adds keys."""
+    q = rows.q
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
+    N: tl.constexpr = TILE.N
+    LATENT: tl.constexpr = SPEC.v_side
+    ROTATED: tl.constexpr = SPEC.rotated
+    R_PAD: tl.constexpr = TILE.Dv
+    P_PAD: tl.constexpr = TILE.D
+    FORMAT: tl.constexpr = SPEC.storage.format
+    ROTATED_FORMAT: tl.constexpr = 0 if SPEC.storage.row_scales else SPEC.storage.format
+    j = tile * N + tl.arange(0, N)
+    live = j < keys.seq_len
+    if SPEC.masks.window or SPEC.masks.chunk:
+        live = live & (j >= keys.oldest)
+    if SPEC.masks.sparse:
+        live = live & seen
+    if SPEC.B % N == 0:  # a tile lies in one block
+        exists = tile * N < keys.seq_len
+        block = tl.load(keys.block_table + (tile * N // SPEC.B) * SPEC.table, mask=exists, other=0)
+    else:
+        block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=live, other=0)
+    offset = j % SPEC.B
+    if SPEC.storage.row_scales:
+        stored = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, tl.float32)
+        latents = times_scales(stored, load_scales(keys.k, block, offset, live, LATENT)).to(q.dtype)
+    else:
+        latents = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, q.dtype)
+    qk = dot_keys(q, latents)
+    if ROTATED.size > 0:
+        rotated = load_tile(keys.v, block, offset, live, live, ROTATED, P_PAD, ROTATED_FORMAT, q.dtype)
+        qk += dot_keys(q_rotated, rotated)
+    slopes, sees = rows.slopes, rows.sees
+    offset_of_row = None
+    if slopes is not None:
+        slopes = slopes[:, None]
+    if SPEC.masks.sparse:
+        offset_of_row = rows.offset[:, None]
+    if sees is not None:
+        sees = (sees[0][:, None], sees[1][:, None])
+    across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
+    p, decay, m, l = weigh(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
+    return acc, m, l

@@ -1,0 +1,189 @@
+"""Prefill and chunks: one program per tile of query rows, for the sequences that decode.py does not serve.
+
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.tile import (
+    Batch,
+    Keys,
+    Rows,
+    count_sink,
+    finish,
+    load_queries,
+    next_seen_tile,
+    oldest_key,
+    queries_for_fp8,
+    ranges_at,
+    reach_of_rows,
+    see_tile,
+    store_rows,
+    stripe_offset,
+)
+from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.launch import Grid, Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
+from paged_ops.lowerings.gpu.target import Target
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    return decode.serves(spec, target)
+
+
+depends_on = decode.depends_on
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
+    """Launches that serve any batch: this kernel takes the longer sequences, decode.py the others."""
+    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
+    tile, division = tile_plan.prefill, tuning.division(tile_plan.split.block_m, shapes.S)
+    constants = {
+        "SPEC": spec,
+        "DIVISION": division,
+        "TILE": tuning.shape(tile, spec),
+        **target.overlap(),
+        **tile.options(target.backend != "hip"),
+    }
+    K, tokens = spec.K, tile.block_m // spec.G
+
+    def grid(numbers: Numbers) -> Grid:
+        return K * (numbers.T // tokens + numbers.S + 1), 1, 1
+
+    launcher = launcher_of(prefill_kernel, constants, target.device)
+    launch = Launch(launcher, grid, ("parts", "part_lse", "taken", "arrived", "T"))
+    return decode.plan_around((launch,), spec, target, shapes, division)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def prefill_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    K: tl.constexpr = SPEC.K
+    G: tl.constexpr = SPEC.G
+    M: tl.constexpr = TILE.M
+    N: tl.constexpr = TILE.N
+    MASKS: tl.constexpr = SPEC.masks
+    TOKENS: tl.constexpr = M // G
+    # In one dimension: the others are at most 65535.
+    kh = tl.program_id(0) % K
+    place = tl.program_id(0) // K
+    tiles = tl.num_programs(0) // K
+    H = tl.num_programs(0) // tiles * G  # K * G, but not as a constant, with which triton 3.7.1 spills in float32
+    # One tile more than any batch has, so that this grid ends after split_kernel, which runs at the same time.
+    if place == 0:
+        if PDL:
+            gdc_wait()
+        return
+    # Later tiles see more keys, so they start first.
+    query_tile = tiles - 1 - place
+    # Sequence s starts at tile query_start_loc[s] // TOKENS + s, which leaves room for its last, partial tile.
+    s = -1
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
+    for n in tl.static_range(TIMES):
+        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        tile_ = tl.load(tensors.query_start_loc + s_, mask=s_ < numbers.S, other=0) // TOKENS + s_
+        s += tl.sum(((tile_ <= query_tile) & (s_ < numbers.S)).to(tl.int32))
+    row_start = tl.load(tensors.query_start_loc + s)
+    q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
+    seq_len = tl.load(tensors.seq_lens + s)
+    first_token = (query_tile - row_start // TOKENS - s) * TOKENS
+    if (first_token >= q_len) | (q_len * G <= DIVISION.rows):
+        return
+
+    r = tl.arange(0, M)
+    token = first_token + r // G
+    row_live = (r < TOKENS * G) & (token < q_len)
+    row_head = kh * G + r % G
+    first_i = seq_len - q_len + first_token
+    last_i = seq_len - q_len + tl.minimum(first_token + TOKENS, q_len) - 1
+    i = seq_len - q_len + token
+    q = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
+    factor = numbers.scale
+    if tensors.k_scale is not None:
+        factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
+    converted: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
+    if converted and q.dtype == tl.bfloat16:
+        q, row_factor = queries_for_fp8(q)
+        factor *= row_factor
+    slopes = None
+    if SPEC.logits.alibi:
+        slopes = tl.load(tensors.alibi_slopes + row_head)
+    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, numbers, MASKS)
+    offset = stripe_offset(row_head, numbers, MASKS)
+    DV_PAD: tl.constexpr = TILE.Dv
+    acc = tl.zeros([M, DV_PAD], tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+
+    # Key tiles: masked ones, until every row sees all of a tile; full ones; and masked ones to the end.
+    oldest = oldest_key(first_i, numbers, MASKS)
+    sees = None
+    if MASKS.ranges:
+        batch = Batch(tensors, numbers, ranges_at(tensors.bidirectional_ranges, MASKS.ranges))
+        low, high = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+        sees = (low, high)
+        oldest = tl.min(low, 0)
+    first_tile = oldest // N
+    newest = seq_len
+    full_end = seq_len // N
+    if MASKS.ranges:
+        newest = tl.minimum(seq_len, tl.max(high, 0))
+        full_end = tl.minimum(tl.maximum(tl.min(high, 0), 0) // N, full_end)
+    elif MASKS.causal:
+        newest = tl.minimum(seq_len, last_i + 1)
+        full_end = tl.maximum(first_i + 1, 0) // N
+    end_tile = tl.maximum(tl.cdiv(newest, N), first_tile)
+    if MASKS.ranges:
+        full_first = tl.cdiv(tl.max(low, 0), N)
+    else:
+        full_first = tl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    full_first = tl.minimum(tl.maximum(full_first, first_tile), end_tile)
+    full_end = tl.minimum(tl.maximum(full_end, full_first), end_tile)
+
+    block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
+    keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
+    values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
+    rows = Rows(q, i, sees, slopes, factor, offset)
+    cache = Keys(seq_len, oldest, block_table, keys, values)
+    if MASKS.window or MASKS.chunk:
+        for tile in range(first_tile, full_first):
+            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+    if not MASKS.sparse:
+        for tile in range(full_first, full_end):
+            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, False)
+    if MASKS.sparse:
+        steps = 0  # counted first, so that there is one loop below, whose loads start early
+        tile = next_seen_tile(first_tile, first_i, head_offset, numbers, N)
+        while tile < end_tile:
+            steps += 1
+            tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
+        tile = first_tile - 1
+        for _step in range(steps):
+            tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
+            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+    else:
+        for tile in range(full_end, end_tile):
+            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+    if SPEC.logits.sinks:
+        acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
+    result, lse2 = finish(acc, m, l)
+    if tensors.v_scale is not None:
+        result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
+    columns = tl.arange(0, DV_PAD)
+    store_rows(tensors, result, lse2, row_start + token, row_head, row_live, columns, H, SPEC.v_side.size)

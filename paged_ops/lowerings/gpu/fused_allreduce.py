@@ -1,0 +1,303 @@
+"""The sum of all ranks' rows on GPUs, with the residual add and the RMSNorm that follow, in one kernel.
+
+Bytes per rank, for T rows of C elements of e bytes on W ranks: one shot sends and receives ``(W - 1)·T·C·e`` over the
+links, two shots ``2·(W - 1)/W·T·C·e``; both read the product and the residual once from the own memory and write two
+results, ``4·T·C·e``. About ``(W + 6)·T·C`` additions and products, which do not matter.
+
+*One shot*: a rank puts its rows into the memory of all others and sums what comes from them. *Two shots*: row t is
+summed by rank ``t % W`` alone, which puts the sum into the memory of the others. With two ranks both send the same
+bytes, and one shot waits once. All ranks sum in float32, in the order of the ranks, and round once: they hold the same
+bits.
+
+A gather of columns puts rows in the same way, and lays what comes side by side. There a row is one of N equal parts of
+a longer one: ``(W - 1)·T·C·e`` bytes over the links, and ``W·T·C·e`` written.
+
+Letters: T rows, C columns, W ranks, R rows that a workspace has room for, N parts of a row that is gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.launch import Launcher
+from paged_ops.lowerings.gpu.mailboxes import put, take
+from paged_ops.lowerings.gpu.target import Target, target_of
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_PER_PROCESSOR = 2  # programs on a multiprocessor
+
+
+class Places(NamedTuple):
+    """Where ranks put rows for each other: the same for all, made once.
+
+    Attributes:
+        by_rank: integers as wide as the dtype, ``[2, R, W, C]`` on each rank: two turns, R rows, of each sender.
+        turns: int32 ``[R]``, the half that is next, of this rank alone.
+        aborted: see :class:`paged_ops.parallel.symmetric.Workspace`.
+        rank: this one.
+    """
+
+    by_rank: tuple[Tensor, ...]
+    turns: Tensor
+    aborted: Tensor
+    rank: int
+
+
+def places(workspace: Any, rows: int, columns: int, dtype: torch.dtype) -> Places:
+    """The places in a :class:`paged_ops.parallel.symmetric.Workspace`."""
+    shape = 2, rows, workspace.size, columns
+    turns = torch.zeros(rows, dtype=torch.int32, device=workspace.device)
+    by_rank = workspace.views(_BITS[dtype.itemsize], *shape)
+    return Places(by_rank, turns, workspace.aborted, workspace.rank)
+
+
+def reduce_rows(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    summed: Tensor,
+    normed: Tensor | None,
+    places: Places | None,
+    *,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    rounds_first: bool = False,
+    inner_weight: Tensor | None = None,
+    inner_eps: float = 0.0,
+    two_shot: bool = False,
+    programs: int | None = None,
+    num_warps: int | None = None,
+    overlaps: bool = True,
+) -> None:
+    """Fills ``summed`` and, with a weight, ``normed``: see :mod:`paged_ops.parallel.reduce`. All are contiguous.
+
+    Without places ``x`` is the sum already. The other options are for measurements.
+    """
+    C = x.shape[-1]
+    T = x.numel() // max(C, 1)
+    if not T:
+        return
+    how = weight_offset, rounds_first, two_shot, programs, num_warps, overlaps
+    weights = None if weight is None else weight.dtype, None if inner_weight is None else inner_weight.dtype
+    R, W, rank = (1, 1, 0) if places is None else (*places.by_rank[0].shape[1:3], places.rank)
+    launcher, most = _launcher(C, R, W, rank, x.dtype, weights, residual is not None, how, x.device)
+    shared = (None, None) if places is None else (places.turns, places.aborted, *places.by_rank)
+    launcher((min(T, most), 1, 1), (x, residual, weight, inner_weight, summed, normed, *shared), (T, eps, inner_eps))
+
+
+@functools.lru_cache(maxsize=1024)
+def _launcher(
+    C: int,
+    R: int,
+    W: int,
+    rank: int,
+    dtype: torch.dtype,
+    weights: tuple[torch.dtype | None, torch.dtype | None],
+    adds: bool,
+    how: tuple[Any, ...],
+    device: torch.device,
+) -> tuple[Launcher, int]:
+    """The kernel for this kind of call, and the most programs of it."""
+    target = target_of(device)
+    weight_offset, rounds_first, two_shot, programs, num_warps, overlaps = how
+    BLOCK = triton.next_power_of_2(C)
+    num_warps = _warps(BLOCK, dtype) if num_warps is None else num_warps
+    if programs is None:
+        programs = max(1, target.processors) * _PER_PROCESSOR
+    constants = {
+        "C": C,
+        "BLOCK": BLOCK,
+        "R": R,
+        "W": W,
+        "RANK": rank,
+        "TWO_SHOT": two_shot,
+        "WEIGHT_OFFSET": weight_offset,
+        "ROUNDS_FIRST": rounds_first,
+        "ADDS": adds,
+        "NORMS": weights[0] is not None,
+        "NORMS_SUM": weights[1] is not None,
+        "num_warps": num_warps,
+        **(target.overlap() if overlaps else {"PDL": False}),
+    }
+    constants |= _residency(target, num_warps)
+    return Launcher(reduce_kernel, constants, device), programs
+
+
+def gather_columns(x: Tensor, out: Tensor, places: Places) -> None:
+    """Fills ``out [..., W·N·C]`` with the ranks' ``x [..., N·C]`` side by side. Both are contiguous."""
+    R, W, C = places.by_rank[0].shape[1:]
+    T, N = x.numel() // C, x.shape[-1] // C
+    if T:
+        launcher, most = _gather_launcher(C, R, W, places.rank, N, x.dtype, x.device)
+        launcher((min(T, most), 1, 1), (x, out, places.turns, places.aborted, *places.by_rank), (T,))
+
+
+@functools.lru_cache(maxsize=256)
+def _gather_launcher(
+    C: int, R: int, W: int, rank: int, N: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Launcher, int]:
+    target, BLOCK = target_of(device), triton.next_power_of_2(C)
+    num_warps = _warps(BLOCK, dtype)
+    constants = {"C": C, "BLOCK": BLOCK, "R": R, "W": W, "RANK": rank, "N": N}
+    constants |= {"num_warps": num_warps, **target.overlap(), **_residency(target, num_warps)}
+    return Launcher(gather_kernel, constants, device), max(1, target.processors) * _PER_PROCESSOR
+
+
+def _warps(BLOCK: int, dtype: torch.dtype) -> int:
+    """At least 16 bytes of a row for each thread, so that no element is polled by two warps, as one could put the
+    sentinel back before the other has looked. More than 8 warps were never faster."""
+    return max(1, min(8, BLOCK * dtype.itemsize // (32 * 16)))
+
+
+def _residency(target: Target, num_warps: int) -> dict[str, int]:
+    """A bound on registers, so that all programs run at once: they wait for those of other ranks."""
+    return {"maxnreg": min(255, 65536 // (32 * num_warps * _PER_PROCESSOR))} if target.backend == "cuda" else {}
+
+
+@triton.jit
+def _norm(
+    wide, scale, eps, C: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr, dtype: tl.constexpr
+):
+    """The RMSNorm of one row in float32, in ``dtype``."""
+    wide = wide * tl.rsqrt(tl.sum(wide * wide) / C + eps)
+    if ROUNDS_FIRST:
+        wide = wide.to(dtype).to(tl.float32)
+    if WEIGHT_OFFSET != 0.0:
+        wide = wide * (WEIGHT_OFFSET + scale.to(tl.float32))
+    else:
+        wide = wide * scale.to(tl.float32)
+    return wide.to(dtype)
+
+
+@triton.jit(do_not_specialize=["T", "eps", "inner_eps"])
+def reduce_kernel(
+    # x, residual [T, C], weight, inner weight [C], summed, normed [T, C], turns [R], aborted [1], then the places
+    # [2, R, W, C] by rank
+    tensors,
+    T,
+    eps,
+    inner_eps,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    RANK: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
+    NORMS_SUM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p: rows p, p + P, ... of P programs."""
+    x, residual, weight, inner_weight = tensors[0], tensors[1], tensors[2], tensors[3]
+    summed, normed, turns, aborted = tensors[4], tensors[5], tensors[6], tensors[7]
+    PLACES: tl.constexpr = 8  # from this index on
+    dtype: tl.constexpr = x.dtype.element_ty
+    c = tl.arange(0, BLOCK)
+    live = c < C
+    zero = tl.full([], 0, tl.int64)  # for addresses
+    if NORMS:  # a weight: no kernel before this one writes it
+        scale = tl.load(weight + c, mask=live, other=0.0)
+    if NORMS_SUM:
+        inner_scale = tl.load(inner_weight + c, mask=live, other=0.0)
+    if PDL:
+        gdc_wait()
+
+    # All rows are sent before any is waited for.
+    if W > 1:
+        for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+            own = tl.load(x + (zero + t) * C + c, mask=live, other=0.0)
+            place = ((zero + tl.load(turns + t) * R + t) * W + RANK) * C + c
+            for i in tl.static_range(1, W):
+                wanted = live
+                if TWO_SHOT:
+                    wanted = live & (t % W == (RANK + i) % W)
+                put(tensors[PLACES + (RANK + i) % W] + place, own, wanted)
+
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        row = (zero + t) * C + c
+        if ADDS:
+            left = tl.load(residual + row, mask=live, other=0.0).to(tl.float32)
+        own = tl.load(x + row, mask=live, other=0.0).to(tl.float32)
+        if W > 1:
+            turn = tl.load(turns + t)
+            from_all = tensors[PLACES + RANK] + (zero + turn * R + t) * W * C + c
+            wanted = live
+            if TWO_SHOT:
+                wanted = live & (t % W == RANK)
+            total = tl.zeros([BLOCK], tl.float32)
+            for r in tl.static_range(W):
+                if r == RANK:
+                    total += own
+                else:
+                    total += take(from_all + r * C, wanted, aborted, dtype).to(tl.float32)
+            if TWO_SHOT:  # what was summed here goes to all others, and the other sums come
+                place = ((zero + turn * R + t) * W + RANK) * C + c
+                for i in tl.static_range(1, W):
+                    put(tensors[PLACES + (RANK + i) % W] + place, total.to(dtype), wanted)
+                for r in tl.static_range(W):
+                    if r != RANK:
+                        came = take(from_all + r * C, live & (t % W == r), aborted, dtype)
+                        total = tl.where(t % W == r, came.to(tl.float32), total)
+            tl.store(turns + t, 1 - turn)
+        else:
+            total = own
+        result = total.to(dtype)
+        if NORMS_SUM:
+            result = _norm(result.to(tl.float32), inner_scale, inner_eps, C, WEIGHT_OFFSET, ROUNDS_FIRST, dtype)
+        if ADDS:
+            result = (left + result.to(tl.float32)).to(dtype)
+        tl.store(summed + row, result, mask=live)
+        if NORMS:
+            rows = _norm(result.to(tl.float32), scale, eps, C, WEIGHT_OFFSET, ROUNDS_FIRST, dtype)
+            tl.store(normed + row, rows, mask=live)
+    if PDL:
+        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
+
+
+@triton.jit(do_not_specialize=["T"])
+def gather_kernel(
+    tensors,  # x [T/N, N, C], out [T/N, W, N, C], turns [R], aborted [1], places [2, R, W, C] by rank
+    T,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    RANK: tl.constexpr,
+    N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p: rows p, p + P, ... of P programs."""
+    x, out, turns, aborted = tensors[0], tensors[1], tensors[2], tensors[3]
+    PLACES: tl.constexpr = 4  # from this index on
+    dtype: tl.constexpr = x.dtype.element_ty
+    c = tl.arange(0, BLOCK)
+    live = c < C
+    zero = tl.full([], 0, tl.int64)  # for addresses
+    if PDL:
+        gdc_wait()
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        own = tl.load(x + (zero + t) * C + c, mask=live, other=0.0)
+        place = ((zero + tl.load(turns + t) * R + t) * W + RANK) * C + c
+        for i in tl.static_range(1, W):
+            put(tensors[PLACES + (RANK + i) % W] + place, own, live)
+        tl.store(out + ((zero + t // N) * W * N + RANK * N + t % N) * C + c, own, mask=live)
+    for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        turn = tl.load(turns + t)
+        for r in tl.static_range(W):
+            if r != RANK:
+                place = ((zero + turn * R + t) * W + r) * C + c
+                came = take(tensors[PLACES + RANK] + place, live, aborted, dtype)
+                tl.store(out + ((zero + t // N) * W * N + r * N + t % N) * C + c, came, mask=live)
+        tl.store(turns + t, 1 - turn)
+    if PDL:
+        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read

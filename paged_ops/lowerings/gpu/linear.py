@@ -1,0 +1,159 @@
+"""Linear layers of decode steps with few rows, by a kernel that overlaps with the previous one.
+
+A product of up to 16 rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
+two kernels if it splits the sum. One Triton kernel that is launched before the previous kernel has ended (programmatic
+dependent launch) reads them faster. With up to 64 rows, it does so where there are many outputs.
+``torch.nn.functional.linear`` serves everything else.
+
+Letters: T rows, C input features, O output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.integrations.transformers.projections import FusedLinear
+from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
+
+FEW_ROWS, MOST_ROWS = 16, 64
+MANY_OUTPUTS = 8192  # from so many on, products of more than FEW_ROWS rows are served
+STEPS = 64, 256  # O and C are multiples of them
+
+_LIBRARY = torch.library.Library("paged_ops_products", "DEF")
+_LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
+
+
+def use_overlapping_products(model: nn.Module) -> int:
+    """Let the linear layers of a model use this kernel where it serves, in place; returns how many of them can.
+
+    These are layers without a bias, in bfloat16 or float16, also fused ones
+    (:func:`paged_ops.integrations.transformers.projections.fuse_projections`). Results differ only by rounding. Call
+    it before compiling.
+    """
+    found = 0
+    for module in model.modules():
+        part: Any = getattr(module, "paged_part", None)  # of a row-parallel product
+        if hasattr(part, "product") and (part.bias is None or part.sums is not None) and _weight_serves(part.weight):
+            part.product = linear
+            found += 1
+            continue
+        # one that is sharded has a hook of its own, which calls what it was
+        is_linear = isinstance(module, FusedLinear) or (type(module) is nn.Linear and "forward" not in vars(module))
+        if not (is_linear and module.bias is None and _weight_serves(module.weight)):
+            continue
+        found += 1
+        if isinstance(module, FusedLinear):
+            module.product = linear
+        else:
+            module.__class__ = OverlappingLinear
+    return found
+
+
+class OverlappingLinear(nn.Linear):
+    """``nn.Linear`` without a bias by :func:`linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
+    """``x [..., C]`` times ``weight [O, C]`` transposed: ``[..., O]`` in x's dtype, summed in float32."""
+    assert bias is None
+    return torch.ops.paged_ops_products.linear.default(x, weight)
+
+
+@torch.library.register_fake("paged_ops_products::linear", lib=_LIBRARY)
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.impl(_LIBRARY, "linear", "CPU")
+def _on_cpu(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+@torch.library.impl(_LIBRARY, "linear", "CUDA")
+def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    (T, C), target = rows.shape, target_of(x.device)
+    O = weight.shape[0]
+    serves = x.dtype == weight.dtype and _weight_serves(weight) and target.is_hopper
+    tile = tile_of(T, O, target.processors) if serves else None
+    if tile is None:
+        return F.linear(x, weight)
+    out = x.new_empty(*x.shape[:-1], O)
+    with on_device(target.device):
+        product_kernel[(O // tile["BN"],)](rows, weight, out, T, O, C, **tile, launch_pdl=True, **FUSED)
+    return out
+
+
+def tile_of(T: int, O: int, processors: int) -> dict[str, int] | None:
+    """The fastest tile for T rows and O outputs; None: torch's product is faster."""
+    if not 0 < T <= MOST_ROWS:
+        return None
+    if T > FEW_ROWS:
+        if O < MANY_OUTPUTS or O % 128:
+            return None
+        if O // 128 > processors:
+            return dict(ROWS=64, BN=128, BK=128, STAGES=4, num_warps=8)
+        return dict(ROWS=64, BN=128, BK=64, STAGES=5, num_warps=4)
+    # 32 outputs per program, if there is at most one program per multiprocessor; else 64, which reads x less often.
+    if 32 * processors >= O:
+        return dict(ROWS=16, BN=32, BK=256, STAGES=6, num_warps=4)
+    if O <= 8192 or O % 128:
+        return dict(ROWS=16, BN=64, BK=128, STAGES=5, num_warps=4)
+    return dict(ROWS=16, BN=128, BK=128, STAGES=4, num_warps=4)
+
+
+def _weight_serves(weight: Tensor) -> bool:
+    O, C = weight.shape
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    return is_half and weight.is_contiguous() and O % STEPS[0] == C % STEPS[1] == 0
+
+
+@triton.jit
+def product_kernel(
+    x,
+    weight,
+    out,
+    T,
+    O,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program p: outputs p*BN to (p+1)*BN of all rows. wgmma needs 64 rows on the left: those of the weight, if x has
+    fewer and the tile is wide."""
+    WEIGHT_LEFT: tl.constexpr = ROWS < 64 and BN > 32
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    c = tl.arange(0, BK)
+    t = tl.arange(0, ROWS)
+    x_at = x + t[:, None] * C + c[None, :]
+    weight_at = weight + n[:, None].to(tl.int64) * C + c[None, :]
+    # A kernel that starts from here on finds everything before this one complete.
+    gdc_wait()
+    gdc_launch_dependents()
+    if WEIGHT_LEFT:
+        total = tl.zeros([BN, ROWS], tl.float32)
+    else:
+        total = tl.zeros([ROWS, BN], tl.float32)
+    for start in tl.range(0, C, BK, num_stages=STAGES):
+        a = tl.load(x_at + start, mask=(t < T)[:, None], other=0.0)
+        b = tl.load(weight_at + start)
+        if WEIGHT_LEFT:
+            total = tl.dot(b, tl.trans(a), total)
+        else:
+            total = tl.dot(a, tl.trans(b), total)
+    if WEIGHT_LEFT:
+        total = tl.trans(total)
+    out_at = out + t[:, None] * O + n[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(t < T)[:, None])
