@@ -16,16 +16,28 @@ import torch
 from fuzz.allocator import Contents
 from test_generation import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
-from paged_ops.cache import KVCache, allocator, block_pool, turns
+from paged_ops.cache import KVCache, allocator, block_pool, lock
 from paged_ops.cache import kv_cache as cache
-from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, request, sampling
-from paged_ops.generation import commit as outcome
+from paged_ops.generation import (
+    GenerationLoop,
+    NewToken,
+    SamplingParams,
+    changes,
+    inbox,
+    model_step,
+    ranks,
+    request,
+    sampling,
+)
 from paged_ops.generation import loop as generation
 from paged_ops.generation import scheduler as scheduling
 
 FILES = {
     module.__file__
-    for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns)
+    for module in (
+        *(allocator, block_pool, cache, changes, generation, inbox, lock),
+        *(model_step, ranks, request, sampling, scheduling),
+    )
 }
 
 
@@ -48,7 +60,7 @@ class Alarm:
             sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "give_back"):
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "free_all"):
             return None
         if event == "call":
             frame.f_trace_opcodes = True
@@ -179,7 +191,7 @@ def test_an_interrupt_of_other_calls(call: str) -> None:
     step = max(1, alarm.count // 60)
     for at in range(1, alarm.count + 1, step):
         loop, alarm = prepare(), Alarm(at)
-        known = set(loop._requests)
+        known = set(loop._inbox._requests)
         try:
             with alarm.armed():
                 act(loop)
@@ -336,8 +348,8 @@ def test_changes_that_are_made_a_second_time_change_nothing(monkeypatch: pytest.
         if not arguments[-1]:
             raise KeyboardInterrupt  # so the next call makes them again
 
-    apply = generation.apply
-    monkeypatch.setattr(generation, "apply", apply_and_stop)
+    apply = generation.apply_changes
+    monkeypatch.setattr(generation, "apply_changes", apply_and_stop)
     loop, turns = made(), 0
     while loop.has_work:
         with contextlib.suppress(KeyboardInterrupt):
