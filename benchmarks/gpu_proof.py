@@ -35,7 +35,7 @@ from paged_ops.bench import measure
 from paged_ops.bench.cases import Case, host_case
 
 DEVICE = torch.device("cuda")
-HOPPER = sorted((Path(__file__).parents[1] / "paged_ops/lowerings/gpu/attention").glob("hopper*.py"))
+HOPPER = sorted((Path(__file__).parents[1] / "paged_ops/lowerings/gpu/attention/hopper").glob("*.py"))
 ONLY_THERE = [f"tests/test_{name}.py" for name in ("gpu_device", "gpu_hopper", "gpu_launch", "cache", "metadata")]
 # What to run, and with how many workers: caches of the cache ops' matrices take tens of gigabytes.
 PYTEST: dict[str, tuple[list[str], int]] = {

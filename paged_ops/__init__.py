@@ -16,7 +16,7 @@ from paged_ops.layouts import (
     split_joined_cache,
     split_kv_cache,
 )
-from paged_ops.lowerings.gpu.warm_up import WarmUp, warm_up
+from paged_ops.lowerings.warm_up import WarmUp, warm_up
 from paged_ops.masks import BlockSparse
 from paged_ops.metadata import (
     AttentionMetadata,

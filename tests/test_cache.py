@@ -778,7 +778,7 @@ def test_what_an_op_raises_loses_nothing(
     before, stats = state(cache), cache.stats()
     arguments = () if method == "flush_copies" else ("b",)
     with monkeypatch.context() as patched:
-        patched.setattr(paged_ops.cache, "copy_blocks" if method == "flush_copies" else "swap_blocks", fails)
+        patched.setattr(paged_ops.cache.kv_cache, "copy_blocks" if method == "flush_copies" else "swap_blocks", fails)
         with pytest.raises(raised, match="no memory"):
             getattr(cache, method)(*arguments)
     assert state(cache) == before
@@ -800,7 +800,7 @@ def test_a_swap_that_fails_forgets_what_its_target_held(monkeypatch: pytest.Monk
     admit_computed(cache, "b", [4, 5, 6])
     fails = unittest.mock.Mock(side_effect=RuntimeError("after a part of the blocks was written"))
     with monkeypatch.context() as patched:
-        patched.setattr(paged_ops.cache, "swap_blocks", fails)
+        patched.setattr(paged_ops.cache.kv_cache, "swap_blocks", fails)
         with pytest.raises(RuntimeError, match="a part"):
             cache.swap_out("b")
     check_invariants(cache)
@@ -911,13 +911,13 @@ def test_all_layers_move_in_one_call(layout: Layout, monkeypatch: pytest.MonkeyP
     calls: list[tuple[str, int, list[list[int]]]] = []
 
     def spy(name: str) -> None:
-        real = getattr(paged_ops.cache, name)
+        real = getattr(paged_ops.cache.kv_cache, name)
 
         def call(*args) -> None:
             calls.append((name, len(args[0]), args[-1].tolist()))
             real(*args)
 
-        monkeypatch.setattr(paged_ops.cache, name, call)
+        monkeypatch.setattr(paged_ops.cache.kv_cache, name, call)
 
     spy("copy_blocks")
     spy("swap_blocks")

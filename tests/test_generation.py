@@ -276,7 +276,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
         for after in (False, True):
             loop, calls = strained_loop(), 0
             where = {"cache": loop.kv_cache, "runner": loop._runner}.get(hook.partition(".")[0])
-            where = where or (paged_ops.generation if name == "choose" else paged_ops.generation.sampling)
+            where = where or (paged_ops.generation.loop if name == "choose" else paged_ops.generation.sampling)
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, hooked(getattr(where, name), at, after))
                 steps: list[list[NewToken]] = []
@@ -836,7 +836,7 @@ def test_tokens_by_one_transfer() -> None:
 
 
 def test_outputs_of_finished_requests_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_ops.generation, "KEPT_OUTPUTS", 3)
+    monkeypatch.setattr(paged_ops.generation.loop, "KEPT_OUTPUTS", 3)
     loop = make_loop()
     outputs = loop.generate(PROMPTS[:6], SamplingParams(max_new_tokens=2))
     assert outputs == [tokens[:2] for tokens in EXPECTED[:6]]

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from test_gpu_host import launched, step  # noqa: F401
 
 import paged_ops
-from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import launch, precompile, warm_up
+from paged_ops.lowerings import gpu, warm_up
+from paged_ops.lowerings.gpu import launch, precompile
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.target import settled
@@ -170,7 +170,7 @@ def test_alignment_and_absence_are_part_of_a_job(on_cuda):
 def test_keys_do_not_depend_on_the_order_of_calls(order):
     """Else a process would not find what another one compiled."""
     program = f"""
-from paged_ops.lowerings.gpu.attention import decode, prefill
+from paged_ops.lowerings.gpu.attention.triton import decode, prefill
 from paged_ops.lowerings.gpu.target import settled
 kernels = dict(merge=decode.merge_kernel, split=decode.split_kernel, prefill=prefill.prefill_kernel)
 keys = {{name: settled(kernels[name]).cache_key for name in {order.split()}}}

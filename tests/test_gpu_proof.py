@@ -44,7 +44,7 @@ def test_others_are_named(proof):
     other = line_of(proof, "def serves(")
     assert proof.unexplained_races(report(start, other)) == [f"Read {start} and Write {other}"]
     assert len(proof.unexplained_races(report(workers, start))) == 1
-    assert len(proof.unexplained_races(report(start, workers.replace("hopper", "decode")))) == 1
-    assert len(proof.unexplained_races(report("hopper.py:1000000", workers))) == 1
+    assert len(proof.unexplained_races(report(start, workers.replace("dense", "decode")))) == 1
+    assert len(proof.unexplained_races(report("dense.py:1000000", workers))) == 1
     written = report(start, workers).replace("Read access", "Write access")
     assert len(proof.unexplained_races(written)) == 1

@@ -150,7 +150,7 @@ def test_attention_of_each_device(machine, current):
         by_module = {module: constants for module, _, constants in machine.launches}
         assert [index for _, index, _ in machine.launches] == [where.index] * 3
         is_hopper = where == H200
-        assert by_module.keys() == {"decode", "hopper" if is_hopper else "prefill"}
+        assert by_module.keys() == {"decode", "dense" if is_hopper else "prefill"}
         assert [each["PDL"] for module, _, each in machine.launches if module == "decode"] == [is_hopper] * 2
         split = next(each for module, _, each in machine.launches if module == "decode")
         keys, warps, stages, *_ = target.read_tiles(PROPERTIES[where.index].name)["split"]["16bit"]["128"]

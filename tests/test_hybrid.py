@@ -195,7 +195,7 @@ def test_a_swap_that_fails_in_one_pool_is_undone_in_the_others(
     if name == "swap_in":
         cache.swap_out("a")
         walk.live["a"].swapped = True
-    real, calls = paged_ops.cache.swap_blocks, []
+    real, calls = paged_ops.cache.kv_cache.swap_blocks, []
 
     def fails(*args: object) -> None:
         calls.append(args)
@@ -204,7 +204,7 @@ def test_a_swap_that_fails_in_one_pool_is_undone_in_the_others(
         real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(paged_ops.cache, "swap_blocks", fails)
+        patched.setattr(paged_ops.cache.kv_cache, "swap_blocks", fails)
         with pytest.raises(RuntimeError, match="no memory"):
             getattr(cache, name)("a")
     walk.check()

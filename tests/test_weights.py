@@ -280,7 +280,9 @@ def test_training_mode_is_refused_by_the_step_itself() -> None:
 def test_training_mode_is_refused_of_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     paged = PagedCausalLM(model)
-    monkeypatch.setattr("paged_ops.generation.compile_step", lambda step, _: step._step)  # no code of ours runs in it
+    monkeypatch.setattr(
+        "paged_ops.generation.loop.compile_step", lambda step, _: step._step
+    )  # no code of ours runs in it
     loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 4), compile=True)
     loop.generate([PROMPT], GREEDY)
     model.train()

@@ -24,7 +24,7 @@ from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession
 from paged_ops.graphs.inputs import InputBuffers, StepInputs
 from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mode
 from paged_ops.graphs.pieces import Pieces, check_pieces_exist
-from paged_ops.lowerings.gpu.warm_up import WarmUp, prepare, warm_up, without_kernels
+from paged_ops.lowerings.warm_up import WarmUp, prepare, warm_up, without_kernels
 from paged_ops.metadata import AttentionMetadata, Batch, GraphSupport, advance_decodes
 
 Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]

@@ -60,7 +60,7 @@ from paged_ops.integrations.transformers.trial import DenseRun, DifferentLogitsE
 from paged_ops.integrations.transformers.weights import Weights
 from paged_ops.integrations.transformers.wrapping import NAME, CompiledLayer, StepCache, Wrapping, copy_of, run_layer
 from paged_ops.layouts import Layout, has_row_scales
-from paged_ops.lowerings.gpu.warm_up import prepare
+from paged_ops.lowerings.warm_up import prepare
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.parallel.context import Context, groups_of_context
 from paged_ops.parallel.rendezvous import RankError, Ranks

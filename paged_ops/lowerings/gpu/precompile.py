@@ -157,7 +157,7 @@ class Compiler:
         one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # forks need no more
         path = os.pathsep.join(each for each in sys.path if each)
         self._server = subprocess.Popen(
-            [sys.executable, "-c", f"from {__package__}.compiling import serve; serve()"],
+            [sys.executable, "-c", f"from {__package__}.precompile_workers import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **one, "PYTHONPATH": path},
