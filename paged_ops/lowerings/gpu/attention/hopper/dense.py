@@ -41,8 +41,8 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, producer, scheduler
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec, not_applied
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launcher, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Shapes, Side, Spec, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
@@ -86,32 +86,37 @@ def served_sizes() -> list[int]:
     return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    short = _short_of(tile_plan, spec, target, shapes.T, shapes.S)
-    if tile_plan.all_split and short < 0:
-        return None
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    short = _short_of(tiles, spec, target, shapes.T, shapes.S)
+    if tiles.all_split and short < 0:
+        return ALL_SPLIT
     if not has_form(spec, shapes):
-        return None
+        return NOT_TMA
     consumers = 2 if has_short_spans(spec, shapes.numbers) else consumers_of(spec, target, shapes.T)
+    return tiles, tuning.division(tiles.split.block_m, shapes.S, short), consumers
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    tiles, division, consumers = choice
     shape = shape_of(spec, target.shared_memory, consumers)
 
     def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
-        return HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
+        return HopperLaunch(launcher, grid, division.short, copied, spec, shapes.N, shape.page)
 
-    return plan_of_items(prefill_kernel, {"SHAPE": shape}, launch_of, spec, target, shapes, short)
+    return build_items(prefill_kernel, {"SHAPE": shape}, launch_of, spec, target, tiles, division)
 
 
-def plan_of_items(
-    kernel: Any, constants: dict[str, Any], launch_of: Any, spec: Spec, target: Target, shapes: Shapes, short: int,
-    at_once: int = 1024,
-) -> Plan:  # fmt: skip
+def build_items(
+    kernel: Any, constants: dict[str, Any], launch_of: Any, spec: Spec, target: Target, tiles: tuning.Tiles,
+    division: Division, at_once: int = 1024,
+) -> Launches:  # fmt: skip
     """Launches that serve every sequence of a batch, of which one is of a kernel that takes items: ``launch_of`` makes
-    it of a launcher, the grid, and whether query rows are copied. ``short``: see :func:`short_keys`. ``at_once``: the
-    most sequences that the kernel counts in one vector."""
+    it of a launcher, the grid, and whether query rows are copied. ``at_once``: the most
+    sequences that the kernel counts in one vector."""
     copied = are_copied(spec)
-    division = tuning.division(tuning.plan_of(spec, target, shapes.T, shapes.S).split.block_m, shapes.S, short)
     constants = {
         "SPEC": side_by_side(spec) if copied else spec,
         # These two are not constants here.
@@ -125,7 +130,12 @@ def plan_of_items(
         return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
 
     launch = launch_of(launcher_of(kernel, constants, target.device), grid, copied)
-    return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
+    return decode.build_around((launch,), spec, target, tiles, division, counted=True)
+
+
+# Why plan() refuses a batch.
+ALL_SPLIT = "every sequence fits a tile of split_kernel, which is faster"
+NOT_TMA = "scale, block_tables or kv_cache: expected a positive scale, block ids, and caches that TMA can address"
 
 
 def has_form(spec: Spec, shapes: Shapes) -> bool:
@@ -147,14 +157,9 @@ def side_by_side(spec: Spec) -> Spec:
     return spec._replace(query=(spec.K * spec.G * D, D, 1))
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return _short_of(tile_plan, spec, target, T, S), consumers_of(spec, target, T)
-
-
-def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
-    items = 0 if tile_plan.all_split else T * spec.G // BLOCK_M * spec.K
-    return short_keys(tile_plan.split.block_m, S * spec.K, items, target.processors)
+def _short_of(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> int:
+    items = 0 if tiles.all_split else T * spec.G // BLOCK_M * spec.K
+    return short_keys(tiles.split.block_m, S * spec.K, items, target.processors)
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:

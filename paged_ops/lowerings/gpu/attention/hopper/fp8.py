@@ -48,7 +48,7 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
 from paged_ops.lowerings.gpu.attention.hopper.work import COUNT, get, producer, scheduler
 from paged_ops.lowerings.gpu.fp8 import widen_words
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
-from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan
+from paged_ops.lowerings.gpu.launch import Choice, Launch, Launcher, Launches
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, Storage, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
@@ -86,11 +86,6 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return reasons or dense.serves(in_pairs(spec), target)
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return None
-
-
 def in_pairs(spec: Spec) -> Spec:
     """The spec of a cache of 16-bit numbers, with strides in pairs."""
     k_side, v_side = (
@@ -99,18 +94,26 @@ def in_pairs(spec: Spec) -> Spec:
     return spec._replace(storage=Storage(spec.dtype, 0, False), k_side=k_side, v_side=v_side)
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
-    pairs = in_pairs(spec)
-    if tuning.plan_of(spec, target, shapes.T, shapes.S).all_split or not dense.has_form(pairs, shapes):
-        return None
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    if tiles.all_split:
+        return dense.ALL_SPLIT
+    if not dense.has_form(in_pairs(spec), shapes):
+        return dense.NOT_TMA
+    return tiles, tuning.division(tiles.split.block_m, shapes.S)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    pairs, (tiles, division) = in_pairs(spec), choice
     shape, of_bytes = shapes_of(pairs, target.shared_memory)
     constants = {"SHAPE": shape, "BYTES": of_bytes, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
 
     def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
         return Fp8Launch(launcher, grid, None, copied, pairs, shapes.N, shape.page)
 
-    return dense.plan_of_items(fp8_kernel, constants, launch_of, spec, target, shapes, -1, AT_ONCE)
+    return dense.build_items(fp8_kernel, constants, launch_of, spec, target, tiles, division, AT_ONCE)
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
