@@ -33,6 +33,7 @@ from paged_ops import testing
 from paged_ops.bench import cases, measure
 from paged_ops.lowerings.gpu.attention import call, choose
 from paged_ops.lowerings.gpu.attention.hopper import dense
+from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch
 
 DEVICE = "cuda"
 SIZES = ((192, 128), (192, 192), (96, 96), (80, 80), (112, 112))
@@ -83,8 +84,8 @@ def checked(only: str = "") -> list[testing.AttentionCase]:
 def check(case: testing.AttentionCase) -> dict[str, Any]:
     """One case; ``served`` counts the launches of the Hopper kernel that go through Triton."""
     launches = []
-    launch = dense.HopperLaunch.__call__
-    dense.HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
+    launch = HopperLaunch.__call__
+    HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
     record: dict[str, Any] = {"part": "cases", "case": case.name}
     try:
         testing.check("paged_attention_with_lse", case, DEVICE)
@@ -93,7 +94,7 @@ def check(case: testing.AttentionCase) -> dict[str, Any]:
         traceback.print_exc(limit=-2)
         return {**record, "right": False, "served": len(launches), "error": f"{type(error).__name__}: {error}"[:400]}
     finally:
-        dense.HopperLaunch.__call__ = launch
+        HopperLaunch.__call__ = launch
 
 
 def views(D: int = 192, Dv: int = 128, K: int = 4) -> dict[str, Any]:

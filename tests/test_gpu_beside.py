@@ -175,7 +175,7 @@ def test_a_copy_brings_columns_of_a_block(layout):
     of_call, _ = planned(1, 1, layout=layout)
     for cached, side in ((paged.key.squeeze(3), of_call.k_side), (paged.value, of_call.v_side)):
         rows_n, rows_head, columns_head = dense.matrix_of(side, of_call)
-        descriptor = mixed_decodes.describe(cached, side, of_call, B)
+        descriptor = mixed_decodes.describe(side, of_call, B, cached)
         assert descriptor.block_shape == [B, 64]
         for block, kh, chunk in [(0, 0, 0), (N - 1, K - 1, 1), (2, 3, 1)]:
             row, column = block * rows_n + kh * rows_head, kh * columns_head + chunk * 64

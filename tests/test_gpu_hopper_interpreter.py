@@ -4,7 +4,7 @@
 """
 
 import os
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -86,7 +86,8 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
 
         return decode.build_around((StandIn(),), spec, target, tiles, division, counted=True)
 
-    hopper = SimpleNamespace(serves=lambda *_: [], plan=plan, build=build)
+    hopper = ModuleType("hopper")
+    vars(hopper).update(serves=lambda *_: [], plan=plan, build=build)
     here = torch.device("cpu")
     monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, target.DEFAULT, "interpreter", 0, 0, 0))
     monkeypatch.setattr(choose, "hopper_kernels", lambda: (hopper,))

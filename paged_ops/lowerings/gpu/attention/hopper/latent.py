@@ -36,9 +36,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper.dense import NOT_TMA, barriers, moved
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.latent_consumer import scores, values
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, moved
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index

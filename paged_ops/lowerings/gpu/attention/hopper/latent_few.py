@@ -32,9 +32,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.dense import NOT_TMA, barriers
 from paged_ops.lowerings.gpu.attention.hopper.latent import CACHE, KEYS, QUERY, STAGES, LatentLaunch, LatentShape
 from paged_ops.lowerings.gpu.attention.hopper.latent_consumer import bounds_of
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode

@@ -40,9 +40,10 @@ from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.dense import NOT_TMA, barriers
 from paged_ops.lowerings.gpu.attention.hopper.latent import CACHE, KEYS, LATENT, QUERY, ROTATED, LatentLaunch
 from paged_ops.lowerings.gpu.attention.hopper.latent_consumer import SLACK, bounds_of
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch, oldest_key
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index

@@ -21,39 +21,35 @@ each pair of a prompt's token and key. Ideas: POD-Attention (Kamath et al. 2024,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.dense import (
     BLOCK_M,
-    HopperLaunch,
     HopperShape,
     Shared,
-    barriers,
     shared_memory,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
+from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
     KEYS,
     ROWS,
+    chunk_descriptors,
     decoder,
-    describe,
     page_of,
     producer_of_decodes,
     ring_of,
 )
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     COUNT,
     FIELDS,
@@ -68,7 +64,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SLOTS = 2  # items that are told ahead
@@ -122,10 +118,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     """The launches of a choice."""
     division, others = choice
     others = dense.build(others, spec, target, shapes)
-    shape, copied, P = shape_of(spec, target.shared_memory), dense.are_copied(spec), target.processors
+    shape, P = shape_of(spec, target.shared_memory), target.processors
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     constants = {
-        "SPEC": dense.side_by_side(spec) if copied else spec,
+        "SPEC": dense.read_spec(spec),
         "DIVISION": division,
         "LIGHT": division._replace(rows=WARPGROUP.value),
         "SHAPE": shape,
@@ -135,7 +131,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         "num_warps": 4,
     }
     launcher = launcher_of(beside_kernel, constants, target.device)
-    launch = BesideLaunch(launcher, (P, 1, 1), None, copied, spec, shapes.N, shape.page)
+    described = [*dense.descriptors(spec, shape.page), *chunk_descriptors(spec, min(shape.page, KEYS))]
+    launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     own = decode.with_merge((launch,), P, tile, spec, target, division)
     workspace = tuple(map(max, own.workspace, others.workspace))
     return Launches(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
@@ -145,17 +142,6 @@ def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
     """One tile of query rows and two of keys and values, which leave the space of the ring."""
     whole = dense.shape_of(spec, shared_memory)
     return whole._replace(stages=2, slots=SLOTS, row_slots=1, registers=REGISTERS)
-
-
-class BesideLaunch(HopperLaunch):
-    """A launch of a kernel that leaves parts, takes work by counters that it leaves at zero, and has a descriptor for
-    chunks of each side."""
-
-    __slots__ = ()
-    not_taken = ("taken", *(each for each in dense.NOT_TAKEN if each not in ("parts", "part_lse", "arrived")))
-
-    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[TensorDescriptor | None]:
-        return [*super()._describe(cache, side, parts_of), describe(cache, side, self._spec, min(self._page, KEYS))]
 
 
 @gluon.jit
@@ -254,7 +240,7 @@ def beside_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
-    k_desc0, k_desc1, k_desc2, k_chunk_desc, v_desc0, v_desc1, v_desc2, v_chunk_desc,
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2, k_chunk_desc, v_chunk_desc,
     SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
     PROGRAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip

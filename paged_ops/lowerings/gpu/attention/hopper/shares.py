@@ -30,13 +30,13 @@ from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.dense import (
     BLOCK_M,
-    HopperLaunch,
     HopperShape,
     Shared,
-    barriers,
     shared_memory,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     COUNT,
     END_TILE,
@@ -102,7 +102,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     if not M:
         return "too few packed query rows per sequence, too many, or of unequal numbers"
     if not dense.has_form(spec, shapes):
-        return dense.NOT_TMA
+        return NOT_TMA
     division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
     return M, division, has_beginnings(spec, target, shapes.S)
 
@@ -110,21 +110,20 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
     M, division, beginnings = choice
-    shape, copied = shape_of(spec, M, target.shared_memory), dense.are_copied(spec)
+    shape = shape_of(spec, M, target.shared_memory)
     P = tuning.programs_apart(spec.K, target.processors)
     start = START // shape.N if beginnings else 0
     division = division._replace(aligned=True, heads_apart=P > 0, start=start)
     P = P or target.processors
     constants = {
-        "SPEC": dense.side_by_side(spec) if copied else spec,
+        "SPEC": dense.read_spec(spec),
         "DIVISION": division,
         "SHAPE": shape,
         **target.overlap(),
         "num_warps": 4,
     }
-    launch = SharesLaunch(
-        launcher_of(shares_kernel, constants, target.device), (P, 1, 1), None, copied, spec, shapes.N, shape.page
-    )
+    launcher, described = launcher_of(shares_kernel, constants, target.device), dense.descriptors(spec, shape.page)
+    launch = HopperLaunch(launcher, (P, 1, 1), PARTS, described, dense.rows_of(spec))
     merged = TileShape(M, shape.N, 0, tuning.padded(spec.v_side.size, spec.storage.dtype.itemsize), 0, False)
     return decode.with_merge((launch,), P, merged, spec, target, division)
 
@@ -142,13 +141,6 @@ def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
     registers = (consumer, consumer, producer) if M > WARPGROUP.value else (consumer, max(producer, 56))
     whole = whole._replace(stages=stages, slots=slots, row_slots=slots, registers=registers)
     return whole._replace(M=M, N=N, page=min(whole.page, N))
-
-
-class SharesLaunch(HopperLaunch):
-    """A launch of a kernel that leaves parts, and takes no work by counters."""
-
-    __slots__ = ()
-    not_taken = ("taken", *(each for each in dense.NOT_TAKEN if each not in ("parts", "part_lse")))
 
 
 @gluon.jit
