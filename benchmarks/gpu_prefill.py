@@ -31,8 +31,9 @@ import torch
 import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cases, measure
-from paged_ops.lowerings.gpu.attention import call as plan
+from paged_ops.lowerings.gpu.attention import call, choose
 from paged_ops.lowerings.gpu.attention.hopper import dense
+from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch
 
 DEVICE = "cuda"
 SIZES = ((192, 128), (192, 192), (96, 96), (80, 80), (112, 112))
@@ -83,8 +84,8 @@ def checked(only: str = "") -> list[testing.AttentionCase]:
 def check(case: testing.AttentionCase) -> dict[str, Any]:
     """One case; ``served`` counts the launches of the Hopper kernel that go through Triton."""
     launches = []
-    launch = dense.HopperLaunch.__call__
-    dense.HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
+    launch = HopperLaunch.__call__
+    HopperLaunch.__call__ = lambda self, *given: (launches.append(1), launch(self, *given))[1]
     record: dict[str, Any] = {"part": "cases", "case": case.name}
     try:
         testing.check("paged_attention_with_lse", case, DEVICE)
@@ -93,7 +94,7 @@ def check(case: testing.AttentionCase) -> dict[str, Any]:
         traceback.print_exc(limit=-2)
         return {**record, "right": False, "served": len(launches), "error": f"{type(error).__name__}: {error}"[:400]}
     finally:
-        dense.HopperLaunch.__call__ = launch
+        HopperLaunch.__call__ = launch
 
 
 def views(D: int = 192, Dv: int = 128, K: int = 4) -> dict[str, Any]:
@@ -133,10 +134,10 @@ def shaped(**changes: int) -> Callable[[], None]:
 
 
 def without_gluon() -> None:
-    plan._hopper = lambda: ()
+    choose.hopper_kernels = lambda: ()
 
 
-CHOSEN, HOPPER = dense.shape_of, plan._hopper
+CHOSEN, HOPPER = dense.shape_of, choose.hopper_kernels
 CHANGES: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "triton": without_gluon,
@@ -181,9 +182,9 @@ def all_jobs(only: str = "") -> list[Job]:
 
 
 def choose(change: str) -> None:
-    dense.shape_of, plan._hopper = CHOSEN, HOPPER
+    dense.shape_of, choose.hopper_kernels = CHOSEN, HOPPER
     CHANGES[change]()
-    plan.forget()
+    call.forget()
 
 
 def warm(job: Job) -> None:

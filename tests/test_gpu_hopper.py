@@ -16,8 +16,9 @@ from paged_ops import layouts, masks
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
 from paged_ops.lowerings.gpu.attention import call as attention
-from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper import consumer, dense, head_chunks, mixed, work
+from paged_ops.lowerings.gpu.attention import choose, tuning
+from paged_ops.lowerings.gpu.attention.hopper import consumer, dense, head_chunks, work
+from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch, aligned_rows, contiguous_rows
 from paged_ops.lowerings.gpu.attention.triton import prefill
 
 N, H = 5, 8
@@ -54,7 +55,7 @@ def test_kernels_that_zero_counters_have_launchers_of_their_own():
     of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 2048, 2
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), None, H, 2, 0.1, 2, S, T))
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
-    first, other = (module.plan(of_call, of_gpu, shapes).launches[0] for module in (dense, prefill))
+    first, other = (choose.launches_of(module, of_call, of_gpu, shapes).launches[0] for module in (dense, prefill))
     assert first._launcher._kernel is other._launcher._kernel and first._launcher is not other._launcher
     assert "taken" in other._without and "taken" not in first._without
 
@@ -84,7 +85,7 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
         rows_n, rows_head, columns_head = dense.matrix_of(side, call)
         for n, part in enumerate(parts):
             first = head_chunks.first_of(parts, n, side.size)
-            descriptor = dense.describe(cache, side, call, page, part)
+            descriptor = dense.describe(side, call, page, part, cache)
             box, strides = descriptor.block_shape, descriptor.strides
             assert box == [page // 8, max(part // 64, 1), 8, min(part, 64)]
             for block, kh, j in [(0, 0, 0), (N - 1, K - 1, B - page), (2, K // 2, B // page // 2 * page)]:
@@ -178,7 +179,7 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     starts, P = [0, *itertools.accumulate(q for q, _ in sequences)], of_gpu.processors
     T, S = starts[-1], len(sequences)
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), None, 32, 8, 0.1, 2, S, T))
-    _, launch, _ = dense.plan(call, of_gpu, shapes).launches
+    _, launch, _ = choose.launches_of(dense, call, of_gpu, shapes).launches
     constants, (short,) = launch._launcher._constants, launch._more
     as_torch(monkeypatch)
     tensors = SimpleNamespace(
@@ -264,7 +265,7 @@ class Launched:
     """In place of a launcher: what it was asked to launch past Triton, and by Triton."""
 
     def __init__(self):
-        self.past, self.by_triton, self.kept = [], [], {}
+        self.past, self.by_triton = [], []
 
     def at(self, grid, addresses, numbers, short, *descriptors):
         descriptors = [each for each in descriptors if each is not None]
@@ -292,7 +293,8 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     caches = [torch.zeros(N, 2, 16, 2, 128, dtype=torch.float16) for _ in range(2)]
     first, second = (call_of(torch.zeros(64, H, 128, dtype=torch.float16), each) for each in caches)
     launched = Launched()
-    launch = dense.HopperLaunch(launched, (1, 1, 1), -1, False, spec_of(first.key_cache, first.value_cache), N, 16)
+    described = dense.descriptors(spec_of(first.key_cache, first.value_cache), 16)
+    launch = HopperLaunch(launched, (1, 1, 1), (), described, more=(-1,))
     assert not launch.at(addresses_of(first), None)  # Triton looks at the first
     launch(first, spec.Numbers(*range(12)), addresses_of(first))
     assert launch.at(addresses_of(second), None)
@@ -318,9 +320,9 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
     )
     given = call_of(query, kv_cache)
     launched = Launched()
-    launch = dense.HopperLaunch(
-        launched, (1, 1, 1), -1, copied, spec_of(given.key_cache, given.value_cache, query), N, 16
-    )
+    of_call = spec_of(given.key_cache, given.value_cache, query)
+    rows = contiguous_rows if copied else aligned_rows
+    launch = HopperLaunch(launched, (1, 1, 1), (), dense.descriptors(of_call, 16), rows, (-1,))
     for _ in range(2):
         assert not launch.at(addresses_of(given), None)
         launch(given, spec.Numbers(*range(12)), addresses_of(given))
@@ -487,11 +489,9 @@ def check_against_triton(sequences, H, K, short, monkeypatch, D=128, Dv=None, **
     call = (query, kv_cache, tables.to(GPU), lens.to(GPU), starts.to(GPU), 0.1)
     bounds = []
 
-    assert issubclass(mixed.BesideLaunch, dense.HopperLaunch)  # imported before the name is replaced
-
-    def noted(launcher, grid, bound, *rest, launch=dense.HopperLaunch):
-        bounds.append(bound)
-        return launch(launcher, grid, bound, *rest)
+    def noted(*given):
+        bounds.extend(given[5])
+        return HopperLaunch(*given)
 
     monkeypatch.setattr(dense, "HopperLaunch", noted)
     attention.forget()

@@ -15,6 +15,7 @@ from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
 from paged_ops.lowerings.gpu.attention import call as attention
+from paged_ops.lowerings.gpu.attention import choose
 from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, head_chunks
 from paged_ops.lowerings.gpu.attention.triton import decode
 
@@ -64,14 +65,14 @@ def test_copies_read_the_bytes(layout, B, K, D, stored):
     assert not fp8.serves(of_call, H200) and dense.serves(of_call, H200)
     pairs = fp8.in_pairs(of_call)
     shape, of_bytes = fp8.shapes_of(pairs, 227 << 10)
-    launch = fp8.Fp8Launch(None, (1, 1, 1), None, False, pairs, N, shape.page)
-    page = shape.page
-    for cache, side, matrix, parts in (
-        (key.squeeze(3), pairs.k_side, of_bytes.k_matrix, of_bytes.k_parts),
-        (value, pairs.v_side, of_bytes.v_matrix, of_bytes.v_parts),
+    page, described = shape.page, fp8.descriptors(pairs, shape.page)
+    assert [each and each[0] for each in described] == ["key_cache", None, None, "value_cache", None, None]
+    for cache, (_, describe), matrix, parts in (
+        (key.squeeze(3), described[0], of_bytes.k_matrix, of_bytes.k_parts),
+        (value, described[3], of_bytes.v_matrix, of_bytes.v_parts),
     ):
-        descriptor, *others = launch._describe(cache, side, head_chunks.parts_of)
-        assert others == [None, None] and parts == (D // 2,)
+        descriptor = describe(cache)
+        assert parts == (D // 2,)
         for block, j, kh in [(0, 0, 0), (N - 1, B - page, K - 1), (2, 0, K - 1)]:
             row, rest = divmod(block * matrix.rows_n + kh * matrix.rows_head + j, 8)
             column = kh * matrix.columns_head
@@ -131,8 +132,8 @@ def test_batches_that_it_takes(T, S, taken):
     of_call = spec_of(*split_cache("NHD", 16, 2, 128), k_scale=torch.ones(1), v_scale=torch.ones(1))
     numbers = spec.numbers_of(Features(), None, 8, 2, 0.1, 2, S, T)
     plan = fp8.plan(of_call, H200, spec.Shapes(T, S, N, 2, True, numbers))
-    assert (plan is not None) == taken
-    kernels = list(attention._kernels(H200))
+    assert isinstance(plan, str) != taken
+    kernels = choose.kernels_of(H200)
     assert kernels.index(fp8) < kernels.index(decode)
 
 

@@ -33,12 +33,9 @@ class Launcher:
     known here. This class is the only place that knows how Triton (3.5 to 3.9) calls a compiled kernel.
 
     A launcher with ``can_wait`` does nothing where calls are only noted (:mod:`paged_ops.lowerings.gpu.precompile`).
-
-    Attributes:
-        kept: what its owners keep for further calls.
     """
 
-    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values", "can_wait", "kept")
+    __slots__ = ("_compiled", "_constants", "_device", "_index", "_kernel", "_stream", "_values", "can_wait")
 
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device, *, can_wait: bool = False) -> None:
         self.can_wait = can_wait
@@ -48,7 +45,6 @@ class Launcher:
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment
         self._device, self._index = device, device.index
         self._stream: Any = None
-        self.kept: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -132,7 +128,11 @@ class Launch:
         return given._replace(**dict.fromkeys(self._without.intersection(given._fields)))
 
 
-class Plan(NamedTuple):
+# What the ``plan`` of a kernel's module chose for a batch: a hashable value. Equal choices have equal launches.
+Choice = tuple[Any, ...]
+
+
+class Launches(NamedTuple):
     """What a call launches, in this order, and its workspace in float32s: the offset of the parts' lse, the offset of
     the counters of taken work, and the size. Some launches need so many ``counters`` of counters.py; if there are
     none, those ``without_counters`` do the same."""

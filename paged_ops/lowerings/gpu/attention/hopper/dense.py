@@ -18,6 +18,8 @@ serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +41,18 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     query_places,
     value_parts_of,
 )
+from paged_ops.lowerings.gpu.attention.hopper.launch import (
+    NOT_TMA,
+    Described,
+    HopperLaunch,
+    aligned_rows,
+    contiguous_rows,
+)
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, producer, scheduler
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Grid, Launch, Launcher, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Side, Spec, not_applied
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Side, Spec, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
@@ -86,34 +96,39 @@ def served_sizes() -> list[int]:
     return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    short = _short_of(tile_plan, spec, target, shapes.T, shapes.S)
-    if tile_plan.all_split and short < 0:
-        return None
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    short = _short_of(tiles, spec, target, shapes.T, shapes.S)
+    if tiles.all_split and short < 0:
+        return ALL_SPLIT
     if not has_form(spec, shapes):
-        return None
+        return NOT_TMA
     consumers = 2 if has_short_spans(spec, shapes.numbers) else consumers_of(spec, target, shapes.T)
+    return tiles, tuning.division(tiles.split.block_m, shapes.S, short), consumers
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    tiles, division, consumers = choice
     shape = shape_of(spec, target.shared_memory, consumers)
-
-    def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
-        return HopperLaunch(launcher, grid, short, copied, spec, shapes.N, shape.page)
-
-    return plan_of_items(prefill_kernel, {"SHAPE": shape}, launch_of, spec, target, shapes, short)
+    described = descriptors(spec, shape.page)
+    more = (division.short,)
+    return build_items(prefill_kernel, {"SHAPE": shape}, (), described, spec, target, tiles, division, more)
 
 
-def plan_of_items(
-    kernel: Any, constants: dict[str, Any], launch_of: Any, spec: Spec, target: Target, shapes: Shapes, short: int,
-    at_once: int = 1024,
-) -> Plan:  # fmt: skip
-    """Launches that serve every sequence of a batch, of which one is of a kernel that takes items: ``launch_of`` makes
-    it of a launcher, the grid, and whether query rows are copied. ``short``: see :func:`short_keys`. ``at_once``: the
-    most sequences that the kernel counts in one vector."""
-    copied = are_copied(spec)
-    division = tuning.division(tuning.plan_of(spec, target, shapes.T, shapes.S).split.block_m, shapes.S, short)
+def build_items(
+    kernel: Any, constants: dict[str, Any], takes: tuple[str, ...], described: list[Described], spec: Spec,
+    target: Target, tiles: tuning.Tiles, division: Division, more: tuple[int, ...] = (), at_once: int = 1024,
+) -> Launches:  # fmt: skip
+    """Launches that serve every sequence of a batch: that of a kernel that takes items, and split_kernel's.
+
+    Args:
+        takes, described, more: as in :class:`HopperLaunch`.
+        at_once: the most sequences that the kernel counts in one vector.
+    """
     constants = {
-        "SPEC": side_by_side(spec) if copied else spec,
+        "SPEC": read_spec(spec),
         # These two are not constants here.
         "DIVISION": division._replace(short=0, times=0, at_once=min(division.at_once, at_once)),
         **constants,
@@ -124,8 +139,12 @@ def plan_of_items(
     def grid(numbers: Numbers) -> Grid:
         return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
 
-    launch = launch_of(launcher_of(kernel, constants, target.device), grid, copied)
-    return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
+    launcher = launcher_of(kernel, constants, target.device)
+    launch = HopperLaunch(launcher, grid, ("taken", *takes), described, rows_of(spec), more)
+    return decode.build_around((launch,), spec, target, tiles, division, counted=True)
+
+
+ALL_SPLIT = "every sequence fits a tile of split_kernel, which is faster"  # why plan() refuses a batch
 
 
 def has_form(spec: Spec, shapes: Shapes) -> bool:
@@ -141,20 +160,20 @@ def are_copied(spec: Spec) -> bool:
     return bool(spec.query[0] % 16 or spec.query[1] % 16)
 
 
-def side_by_side(spec: Spec) -> Spec:
-    """The spec with query rows side by side, as a copy has them."""
+def rows_of(spec: Spec) -> Callable[[Tensor], Tensor]:
+    """How the kernel gets its query rows."""
+    return contiguous_rows if are_copied(spec) else aligned_rows
+
+
+def read_spec(spec: Spec) -> Spec:
+    """The spec with the strides of the query rows that the kernel reads."""
     D = spec.k_side.size
-    return spec._replace(query=(spec.K * spec.G * D, D, 1))
+    return spec._replace(query=(spec.K * spec.G * D, D, 1)) if are_copied(spec) else spec
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return _short_of(tile_plan, spec, target, T, S), consumers_of(spec, target, T)
-
-
-def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
-    items = 0 if tile_plan.all_split else T * spec.G // BLOCK_M * spec.K
-    return short_keys(tile_plan.split.block_m, S * spec.K, items, target.processors)
+def _short_of(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> int:
+    items = 0 if tiles.all_split else T * spec.G // BLOCK_M * spec.K
+    return short_keys(tiles.split.block_m, S * spec.K, items, target.processors)
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:
@@ -269,81 +288,19 @@ def _registers(spec: Spec) -> tuple[int, int, int]:
     return consumer, consumer, 40
 
 
-class Address:
-    """A base for a tensor descriptor that only has an address."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
+def descriptors(spec: Spec, page: int) -> list[Described]:
+    """Of each part of keys, then of values; None where there are fewer parts."""
+    made: list[Described] = []
+    for name, side, parts in (("key_cache", spec.k_side, parts_of), ("value_cache", spec.v_side, value_parts_of)):
+        each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(side.size)]
+        made += [*each, *[None] * (MOST_PARTS - len(each))]
+    return made
 
 
-QUERY, KEYS, VALUES = map(Pointers._fields.index, ("query", "key_cache", "value_cache"))
-# The pointers that the kernel does not get.
-NOT_TAKEN: tuple[str, ...] = (
-    "parts",
-    "part_lse",
-    "arrived",
-    "key_cache",
-    "value_cache",
-    "alibi_slopes",
-    "k_scale",
-    "v_scale",
-    "output_scale",
-)
-
-
-class HopperLaunch(Launch):
-    """Adds to :class:`Launch` the descriptors of the cache, ``short`` if there is one, and the requirement that query
-    rows lie at multiples of 16 bytes, as they are copied by 16 bytes."""
-
-    __slots__ = ("_N", "_copied", "_more", "_page", "_spec")
-    not_taken = NOT_TAKEN
-
-    def __init__(
-        self, launcher: Launcher, grid: Any, short: int | None, copied: bool, spec: Spec, N: int, page: int
-    ) -> None:
-        super().__init__(launcher, grid, self.not_taken)
-        self._more = () if short is None else (short,)
-        self._copied, self._spec, self._N, self._page = copied, spec, N, page
-
-    def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
-        described = self._launcher.kept.get(self._N)  # of a cache of so many blocks, after the first call
-        if described is None or self._copied or addresses[QUERY] & 15:
-            return False
-        descriptors = [each and moved(each, addresses[at]) for each, at in described]
-        return self._launcher.at(self.grid(numbers), addresses, numbers, *self._more, *descriptors)
-
-    def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
-        query = tensors.query
-        if self._copied:
-            query = query.clone(memory_format=torch.contiguous_format)
-        elif addresses[QUERY] & 15:
-            query = query.new_empty_strided(query.shape, query.stride()).copy_(query)
-        sides = (
-            (KEYS, tensors.key_cache.squeeze(3), self._spec.k_side, parts_of),
-            (VALUES, tensors.value_cache, self._spec.v_side, value_parts_of),
-        )
-        described = [(each, at) for at, cache, side, parts in sides for each in self._describe(cache, side, parts)]
-        descriptors = [each for each, _ in described]
-        # With the places of their addresses; a base would keep the cache alive.
-        self._launcher.kept[self._N] = [(each and {**vars(each), "base": None}, at) for each, at in described]
-        taken = self._taken(tensors._replace(query=query))
-        addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
-        self._launcher(self.grid(numbers), taken, numbers, *self._more, *descriptors, addresses=addresses)
-
-    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[TensorDescriptor | None]:
-        """Of each part of a side, and None where there are fewer parts."""
-        described = [describe(cache, side, self._spec, self._page, part) for part in parts_of(side.size)]
-        return [*described, *[None] * (MOST_PARTS - len(described))]
-
-
-def describe(cache: Tensor, side: Side, spec: Spec, page: int, part: int) -> TensorDescriptor:
+def describe(side: Side, spec: Spec, page: int, part: int, cache: Tensor) -> TensorDescriptor:
     """``[N, B, K, D]`` in groups of 8 rows by up to 64 columns, of which one copy brings ``part`` columns of ``page``
     tokens: groups at [row / 8, 0, 0, column]. Groups overlap, as they begin at any column."""
+    cache = pairs_of(cache)
     (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
     box, columns = box_of(page, part), (K - 1) * matrix.columns_head + D
     shape = _rows(side, spec, N) // 8, box[1], 8, columns
@@ -351,11 +308,10 @@ def describe(cache: Tensor, side: Side, spec: Spec, page: int, part: int) -> Ten
     return TensorDescriptor(groups, list(shape), list(groups.stride()), box, box_layout(part))
 
 
-def moved(described: dict[str, Any], address: int) -> TensorDescriptor:
-    """The same descriptor for a cache at another address; Triton's checks of new descriptors need not be repeated."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(described, base=Address(address))
-    return descriptor
+def pairs_of(cache: Tensor) -> Tensor:
+    """``[N, B, K, D]``; TMA brings two bytes of fp8 as one number of 16 bits."""
+    cache = cache.flatten(3)
+    return cache.view(torch.float16) if cache.itemsize == 1 else cache
 
 
 class Shared(NamedTuple):
@@ -394,15 +350,6 @@ def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.cons
 @gluon.jit
 def third_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     consumer(2, tensors, numbers, shared, SPEC, SHAPE)
-
-
-@gluon.jit
-def barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """``number`` barriers, each of which waits for ``arrivals``."""
-    made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(number):
-        mbarrier.init(made.index(n), count=arrivals)
-    return made
 
 
 @gluon.jit

@@ -18,10 +18,7 @@ whose producer transposes fp8 values.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -29,10 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.dense import (
-    HopperLaunch,
     HopperShape,
     Shared,
-    barriers,
     first_consumer,
     second_consumer,
     shared_memory,
@@ -45,11 +40,13 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     size_of,
     tile_layout,
 )
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, Described
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work import COUNT, get, producer, scheduler
 from paged_ops.lowerings.gpu.fp8 import widen_words
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
-from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, Storage, not_applied
+from paged_ops.lowerings.gpu.launch import Choice, Launches
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, Storage, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,11 +83,6 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return reasons or dense.serves(in_pairs(spec), target)
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return None
-
-
 def in_pairs(spec: Spec) -> Spec:
     """The spec of a cache of 16-bit numbers, with strides in pairs."""
     k_side, v_side = (
@@ -99,18 +91,29 @@ def in_pairs(spec: Spec) -> Spec:
     return spec._replace(storage=Storage(spec.dtype, 0, False), k_side=k_side, v_side=v_side)
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
-    pairs = in_pairs(spec)
-    if tuning.plan_of(spec, target, shapes.T, shapes.S).all_split or not dense.has_form(pairs, shapes):
-        return None
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    if tiles.all_split:
+        return dense.ALL_SPLIT
+    if not dense.has_form(in_pairs(spec), shapes):
+        return NOT_TMA
+    return tiles, tuning.division(tiles.split.block_m, shapes.S)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    pairs, (tiles, division) = in_pairs(spec), choice
     shape, of_bytes = shapes_of(pairs, target.shared_memory)
     constants = {"SHAPE": shape, "BYTES": of_bytes, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
+    takes, described = ("k_scale", "v_scale"), descriptors(pairs, shape.page)
+    return dense.build_items(fp8_kernel, constants, takes, described, spec, target, tiles, division, at_once=AT_ONCE)
 
-    def launch_of(launcher: Launcher, grid: Any, copied: bool) -> Launch:
-        return Fp8Launch(launcher, grid, None, copied, pairs, shapes.N, shape.page)
 
-    return dense.plan_of_items(fp8_kernel, constants, launch_of, spec, target, shapes, -1, AT_ONCE)
+def descriptors(pairs: Spec, page: int) -> list[Described]:
+    """As in dense.py, of heads of half as many pairs."""
+    k_side, v_side = (side._replace(size=side.size // 2) for side in (pairs.k_side, pairs.v_side))
+    return dense.descriptors(pairs._replace(k_side=k_side, v_side=v_side), page)
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
@@ -125,16 +128,6 @@ def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape
     taken = shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)
     stages = min(MOST_STAGES, (shared_memory - dense.OTHERS - itemsize * taken) // stage)
     return shape, shape._replace(stages=stages, k_parts=(D // 2,), v_parts=(Dv // 2,))
-
-
-class Fp8Launch(HopperLaunch):
-    """A launch whose copies bring pairs."""
-
-    __slots__ = ()
-    not_taken = tuple(each for each in dense.NOT_TAKEN if each not in ("k_scale", "v_scale"))
-
-    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[Any]:
-        return super()._describe(cache.view(torch.float16), side._replace(size=side.size // 2), parts_of)
 
 
 @gluon.constexpr_function

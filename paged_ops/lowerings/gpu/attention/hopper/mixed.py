@@ -21,39 +21,35 @@ each pair of a prompt's token and key. Ideas: POD-Attention (Kamath et al. 2024,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.dense import (
     BLOCK_M,
-    HopperLaunch,
     HopperShape,
     Shared,
-    barriers,
     shared_memory,
 )
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
+from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
     KEYS,
     ROWS,
+    chunk_descriptors,
     decoder,
-    describe,
     page_of,
     producer_of_decodes,
     ring_of,
 )
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work import (
     COUNT,
     FIELDS,
@@ -67,8 +63,8 @@ from paged_ops.lowerings.gpu.attention.hopper.work import (
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SLOTS = 2  # items that are told ahead
@@ -98,31 +94,34 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return takes(tile_plan, spec, target, T, S)
-
-
-def takes(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> bool:
+def takes(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> bool:
     """Whether a batch may have prompts with an item for each program, and decodes."""
     rows = T * spec.G
     enough = rows // BLOCK_M * spec.K >= target.processors and rows > MOST_ROWS * S
-    return FEWEST <= S <= MOST and enough and not tile_plan.all_split
+    return FEWEST <= S <= MOST and enough and not tiles.all_split
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve every sequence of a batch; None if another kernel should."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    others = dense.plan(spec, target, shapes) if takes(tile_plan, spec, target, shapes.T, shapes.S) else None
-    if others is None:
-        return None
-    shape, copied, P = shape_of(spec, target.shared_memory), dense.are_copied(spec), target.processors
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if another kernel should serve it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    if not takes(tiles, spec, target, shapes.T, shapes.S):
+        return "too few tiles of prompts, or too few or too many sequences, to compute both at the same time"
+    others = dense.plan(spec, target, shapes)
+    if isinstance(others, str):
+        return others
     division = tuning.by_warps(tuning.division(ROWS, shapes.S))._replace(long=dense.SHORT, long_rows=2 * ROWS)
     at_once = min(division.at_once, AT_ONCE)
-    division = division._replace(at_once=at_once, times=division.at_once * division.times // at_once)
+    return division._replace(at_once=at_once, times=division.at_once * division.times // at_once), others
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    division, others = choice
+    others = dense.build(others, spec, target, shapes)
+    shape, P = shape_of(spec, target.shared_memory), target.processors
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     constants = {
-        "SPEC": dense.side_by_side(spec) if copied else spec,
+        "SPEC": dense.read_spec(spec),
         "DIVISION": division,
         "LIGHT": division._replace(rows=WARPGROUP.value),
         "SHAPE": shape,
@@ -132,27 +131,17 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
         "num_warps": 4,
     }
     launcher = launcher_of(beside_kernel, constants, target.device)
-    launch = BesideLaunch(launcher, (P, 1, 1), None, copied, spec, shapes.N, shape.page)
+    described = [*dense.descriptors(spec, shape.page), *chunk_descriptors(spec, min(shape.page, KEYS))]
+    launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     own = decode.with_merge((launch,), P, tile, spec, target, division)
     workspace = tuple(map(max, own.workspace, others.workspace))
-    return Plan(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
+    return Launches(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
 
 
 def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
     """One tile of query rows and two of keys and values, which leave the space of the ring."""
     whole = dense.shape_of(spec, shared_memory)
     return whole._replace(stages=2, slots=SLOTS, row_slots=1, registers=REGISTERS)
-
-
-class BesideLaunch(HopperLaunch):
-    """A launch of a kernel that leaves parts, takes work by counters that it leaves at zero, and has a descriptor for
-    chunks of each side."""
-
-    __slots__ = ()
-    not_taken = ("taken", *(each for each in dense.NOT_TAKEN if each not in ("parts", "part_lse", "arrived")))
-
-    def _describe(self, cache: Tensor, side: Side, parts_of: Any) -> list[TensorDescriptor | None]:
-        return [*super()._describe(cache, side, parts_of), describe(cache, side, self._spec, min(self._page, KEYS))]
 
 
 @gluon.jit
@@ -251,7 +240,7 @@ def beside_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
-    k_desc0, k_desc1, k_desc2, k_chunk_desc, v_desc0, v_desc1, v_desc2, v_chunk_desc,
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2, k_chunk_desc, v_chunk_desc,
     SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
     PROGRAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip

@@ -9,6 +9,7 @@ Letters: as in hopper.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.dense import barriers, matrix_of
+from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
 from paged_ops.lowerings.gpu.attention.hopper.latent_few import store_columns, weights_of
+from paged_ops.lowerings.gpu.attention.hopper.launch import Described
+from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after
 from paged_ops.lowerings.gpu.attention.shared.work_split import sequence
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
@@ -37,8 +40,15 @@ SIDES = gl.constexpr(2)  # chunks of a tile of keys, and of one of values
 PLACES = gl.constexpr(7)  # of chunks: so many fit
 
 
-def describe(cache: Tensor, side: Side, spec: Spec, page: int) -> TensorDescriptor:
-    """``[N, B, K, D]`` as rows, as hopper.py's Matrix has it. One copy brings 64 columns of ``page`` tokens."""
+def chunk_descriptors(spec: Spec, page: int) -> list[Described]:
+    """Of keys and of values."""
+    sides = ("key_cache", spec.k_side), ("value_cache", spec.v_side)
+    return [(name, functools.partial(describe, side, spec, page)) for name, side in sides]
+
+
+def describe(side: Side, spec: Spec, page: int, cache: Tensor) -> TensorDescriptor:
+    """``[N, B, K, D]`` as rows: see dense.Matrix. One copy brings 64 columns of ``page`` tokens."""
+    cache = cache.flatten(3)
     (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
     shape = [(N - 1) * matrix.rows_n + (K - 1) * matrix.rows_head + spec.B, (K - 1) * matrix.columns_head + D]
     rows = cache.as_strided(shape, (side.b, 1))
