@@ -75,6 +75,16 @@ def test_named_files_exist(document):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_pages_named_in_the_code_exist():
+    sources = [
+        path for place in ("paged_ops", "benchmarks", "examples", "scripts") for path in (ROOT / place).rglob("*.py")
+    ]
+    pattern = r"\b(?:docs|benchmarks/notes)/[\w-]+\.md\b"
+    named = {(path.name, page) for path in sources for page in re.findall(pattern, path.read_text())}
+    assert len(named) > 5
+    assert [(name, page) for name, page in sorted(named) if not (ROOT / page).exists()] == []
+
+
 def test_folder_listing_is_complete():
     """The listing of docs/design.md names each module and package of paged_ops, and nothing else."""
     listing = re.search(r"\npaged_ops/\n(.*?)\nexamples/", (ROOT / "docs/design.md").read_text(), re.DOTALL)[1]
