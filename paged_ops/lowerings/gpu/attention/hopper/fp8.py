@@ -12,8 +12,8 @@ fence that makes what they store visible to the tensor cores (``fence.proxy.asyn
 
 Letters: as in dense.py. A pair is two bytes, which copies bring as one number of 16 bits. Serves what dense.py does,
 with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. Measurements:
-benchmarks/notes/gpu-kernels.md. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608),
-whose producer transposes fp8 values.
+benchmarks/notes/gpu-kernels.md. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024,
+arXiv:2407.08608), whose producer transposes fp8 values.
 """
 
 from __future__ import annotations
