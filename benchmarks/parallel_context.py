@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import paged_ops
-from paged_ops.cache.shard import Spread
+from paged_ops.cache.shard import TokenShard
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.metadata.step import ContextMetadata
 from paged_ops.parallel.context import Context, attend
@@ -179,18 +179,18 @@ class Long:
         self.starts = torch.arange(S + 1, dtype=torch.int32, device=device) * q_len
         self.lens = torch.zeros(S, dtype=torch.int32, device=device)
         self.own_lens = torch.zeros_like(self.lens)
-        self.spread = Spread(run.rank, W)
+        self.shard = TokenShard(run.rank, W)
         self.set([longest] * S)
 
     def set(self, lens: list[int]) -> None:
         self.lens.copy_(torch.tensor(lens, dtype=torch.int32))
-        self.own_lens.copy_(self.spread.lens(self.lens, B * self.spread.size))
+        self.own_lens.copy_(self.shard.lens(self.lens, B * self.shard.size))
 
     def alone(self, n: int) -> Tensor:
         return paged_ops.paged_attention(self.query[n], self.whole, self.tables, self.lens, self.starts, D**-0.5)
 
     def together(self, n: int, context: Context) -> Tensor:
-        step = ContextMetadata(self.own_lens, None, None, (self.spread,))
+        step = ContextMetadata(self.own_lens, None, None, (self.shard,))
         own = self.query[n][:, :K]  # not read: the newest token is in the cache
         batch = self.own_tables, self.starts, D**-0.5, step, context.handle
         return attend(self.query[n], own, own, self.mine, *batch)
@@ -324,16 +324,16 @@ def every_kind(run: Run) -> None:
             blocks = [[ids.pop() for _ in range(-(-n // block))] for n in lens]
             rows = [i for s, n in enumerate(lens) for i in range(sum(lens[:s]) + n - query_lens[s], sum(lens[: s + 1]))]
             out = []
-            for spread in (Spread(), Spread(run.rank, run.size)):
-                cache = torch.full((count, 2, block // spread.size, K, D), torch.nan, dtype=dtype, device=run.device)
+            for shard in (TokenShard(), TokenShard(run.rank, run.size)):
+                cache = torch.full((count, 2, block // shard.size, K, D), torch.nan, dtype=dtype, device=run.device)
                 sizes = len(lens) + 1, max(sum(lens), len(query)), 5000 // block + 1, run.device
-                builder = AttentionMetadataBuilder(block, *sizes, num_blocks=count, spreads=[spread])
+                builder = AttentionMetadataBuilder(block, *sizes, num_blocks=count, shards=[shard])
                 slots = builder.build(0, Batch(lens, [0] * len(lens), blocks)).slot_mapping
                 paged_ops.reshape_and_cache(keys, values, cache, slots)
                 step = builder.build(
                     0, Batch(query_lens, computed, blocks), num_reqs=len(lens) + 1, num_tokens=len(query)
                 )
-                if spread.size == 1:
+                if shard.size == 1:
                     batch = step.block_tables, step.seq_lens, step.query_start_loc
                     out.append(paged_ops.paged_attention(query, cache, *batch, D**-0.5))
                     host = [each.cpu() for each in (query.double(), cache, *batch)]
@@ -393,9 +393,9 @@ def loop(run: Run) -> None:
     params = [SamplingParams(max_new_tokens=int(n)) for n in torch.randint(8, 200, (40,), generator=generator)]
     texts, steps = [], []
     for context in (None, run.wide):
-        spread = Spread() if context is None else context.spread
+        shard = TokenShard() if context is None else context.shard
         cache = paged_ops.KVCache(
-            Toy.LAYERS, 300, B * run.size, K, D, dtype=torch.float32, device=run.device, spread=spread
+            Toy.LAYERS, 300, B * run.size, K, D, dtype=torch.float32, device=run.device, shard=shard
         )
         sizes = dict(max_num_seqs=16, max_num_tokens=256, max_model_len=1200, graph_mode="FULL_DECODE_ONLY")
         with GenerationLoop(Toy(run.device, context), cache, **sizes) as made:

@@ -35,7 +35,7 @@ sys.modules["aot"] = aot
 aot.install("cuda:90")
 import paged_ops
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import ahead
+from paged_ops.lowerings.gpu import precompile
 
 precompile.compiles_ahead = lambda: True
 kv_cache, key, query = aot.gpu(64, 2, 16, 8, 128), aot.gpu(7, 8, 128), aot.gpu(7, 32, 128)

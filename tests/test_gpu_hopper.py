@@ -16,7 +16,7 @@ from paged_ops import layouts, masks
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec, target
 from paged_ops.lowerings.gpu.attention import call as attention
-from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.hopper import consumer, dense, head_chunks, work
 from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch, aligned_rows, contiguous_rows
 from paged_ops.lowerings.gpu.attention.triton import prefill
@@ -55,7 +55,7 @@ def test_kernels_that_zero_counters_have_launchers_of_their_own():
     of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 2048, 2
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), None, H, 2, 0.1, 2, S, T))
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
-    first, other = (module.plan(of_call, of_gpu, shapes).launches[0] for module in (dense, prefill))
+    first, other = (choose.launches_of(module, of_call, of_gpu, shapes).launches[0] for module in (dense, prefill))
     assert first._launcher._kernel is other._launcher._kernel and first._launcher is not other._launcher
     assert "taken" in other._without and "taken" not in first._without
 
@@ -179,7 +179,7 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     starts, P = [0, *itertools.accumulate(q for q, _ in sequences)], of_gpu.processors
     T, S = starts[-1], len(sequences)
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), None, 32, 8, 0.1, 2, S, T))
-    _, launch, _ = dense.plan(call, of_gpu, shapes).launches
+    _, launch, _ = choose.launches_of(dense, call, of_gpu, shapes).launches
     constants, (short,) = launch._launcher._constants, launch._more
     as_torch(monkeypatch)
     tensors = SimpleNamespace(

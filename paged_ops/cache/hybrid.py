@@ -22,7 +22,7 @@ from torch import Tensor
 from paged_ops.cache.allocator import BlockAllocator
 from paged_ops.cache.block_pool import CacheStats, most_blocks_kept
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.cache.shard import WHOLE, Spread
+from paged_ops.cache.shard import UNSHARDED, TokenShard
 from paged_ops.cache.states import StateCache
 from paged_ops.cache.turns import Turns
 from paged_ops.checks import expect
@@ -99,7 +99,7 @@ class HybridCache:
         device: torch.device | str = "cpu",
         layout: Layout | str | None = None,
         states: StateCache | None = None,
-        spread: Spread = WHOLE,
+        shard: TokenShard = UNSHARDED,
     ) -> HybridCache:
         """A cache for a model's L layers, with one pool per window or chunk; layers that see everything have the first.
 
@@ -112,7 +112,7 @@ class HybridCache:
                 for so many sequences at once.
             num_host_blocks: of each pool.
             states: slots of further layers.
-            spread: as of ``KVCache``, for the layers that see everything; the others keep all their tokens.
+            shard: as of ``KVCache``, for the layers that see everything; the others keep all their tokens.
         """
         sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "value_head_size": value_head_size}
         windows, chunks = (_of_layers(num_layers, each) for each in (sliding_window, attention_chunk))
@@ -130,7 +130,7 @@ class HybridCache:
             options: dict[str, Any] = {**own, "dtype": dtype, "device": device, "layout": layout}
             options["kv_cache_dtype"] = kv_cache_dtype
             options |= {"sliding_window": kind[0], "attention_chunk": kind[1], "num_host_blocks": num_host_blocks}
-            options["spread"] = spread if kind == (0, 0) else WHOLE
+            options["shard"] = shard if kind == (0, 0) else UNSHARDED
             pools.append(KVCache(len(members), of_kind, block_size, **options))
         return cls(pools, pool_of_layer, states)
 
@@ -401,7 +401,7 @@ class _NoKeys(BlockAllocator):
     memory."""
 
     states = None
-    spread = WHOLE
+    shard = UNSHARDED
     nbytes = host_nbytes = 0
 
     def __init__(self, states: StateCache) -> None:

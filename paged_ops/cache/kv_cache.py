@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paged_ops.cache.allocator import BlockAllocator
 from paged_ops.cache.block_pool import OutOfBlocks
-from paged_ops.cache.shard import WHOLE, Spread
+from paged_ops.cache.shard import UNSHARDED, TokenShard
 from paged_ops.checks import at_least
 from paged_ops.device import with_index
 from paged_ops.layouts import (
@@ -64,7 +64,7 @@ class KVCache(BlockAllocator):
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
         sliding_window, attention_chunk: how far all layers see; blocks out of reach are given back. 0: everything.
             All layers share the blocks, so use :class:`paged_ops.HybridCache` for layers with different windows.
-        spread: this rank among those over which the tokens are spread (context parallelism): of each block of B tokens
+        shard: this rank among those over which the tokens are spread (context parallelism): of each block of B tokens
             it then holds B / W. All ranks have the same N, B and calls, and so the same block ids.
 
     Attributes:
@@ -99,16 +99,16 @@ class KVCache(BlockAllocator):
         num_host_blocks: int = 0,
         sliding_window: int = 0,
         attention_chunk: int = 0,
-        spread: Spread = WHOLE,
+        shard: TokenShard = UNSHARDED,
     ) -> None:
         super().__init__(
             num_blocks, block_size, num_host_blocks, sliding_window=sliding_window, attention_chunk=attention_chunk
         )
         sizes = _layer_sizes(num_layers, num_kv_heads, head_size, value_head_size)
         self.num_kv_heads, self.head_size, self.value_head_size = sizes
-        self.spread, in_memory = spread, spread.check(block_size)
-        if spread.size > 1 and (sliding_window or attention_chunk):
-            raise ValueError("spread: expected one rank for layers with a window or chunk, which each rank keeps whole")
+        self.shard, in_memory = shard, shard.check(block_size)
+        if shard.size > 1 and (sliding_window or attention_chunk):
+            raise ValueError("shard: expected one rank for layers with a window or chunk, which each rank keeps whole")
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
             raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
         self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
@@ -169,7 +169,7 @@ class KVCache(BlockAllocator):
         kv_cache_dtype: str = "auto",
     ) -> int:
         """How many blocks, keys and values of all layers, fit into ``num_bytes``; of LATENT keys that are values. Of a
-        cache that is spread over ranks, ``block_size`` is what one rank holds of a block."""
+        cache sharded over ranks, ``block_size`` is what one rank holds of a block."""
         at_least(1, block_size=block_size)
         sizes = zip(*_layer_sizes(num_layers, num_kv_heads, head_size, value_head_size), strict=True)
         check_storage(dtype, kv_cache_dtype)
@@ -203,12 +203,12 @@ class KVCache(BlockAllocator):
         return sum(layer.nbytes for layer in self.host_layers)
 
     def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
-        """As of ``BlockAllocator``; of a cache that is spread over ranks, -1 for tokens of other ranks."""
+        """As of ``BlockAllocator``; of a cache sharded over ranks, -1 for tokens of other ranks."""
         slots = super().slots(seq_id, start, stop)
-        if self.spread.size == 1:
+        if self.shard.size == 1:
             return slots
         all_slots = torch.tensor(slots, dtype=torch.int64, device="cpu")
-        mine: list[int] = self.spread.slots(all_slots // self.block_size, all_slots, self.block_size).tolist()
+        mine: list[int] = self.shard.slots(all_slots // self.block_size, all_slots, self.block_size).tolist()
         return mine
 
     def flush_copies(self) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are on which rank, when a cache is spread over ranks (context parallelism).
+"""Which tokens of a sequence are on which rank, when a cache is sharded over ranks (context parallelism).
 
 A block of a block table is ``block_size`` tokens over all W ranks, and b = block_size / W tokens in a row on each: the
 first b on rank 0, the next b on rank 1. So token j is on rank ``j // b % W``: block i of b tokens on rank ``i % W``. In
@@ -19,7 +19,7 @@ from torch import Tensor
 from paged_ops.checks import expect
 
 
-class Spread(NamedTuple):
+class TokenShard(NamedTuple):
     """This rank, among ``size`` ranks that each hold a part of every sequence's tokens."""
 
     rank: int = 0
@@ -31,8 +31,8 @@ class Spread(NamedTuple):
         Raises:
             ValueError: the ranks do not divide a block, or there is no such rank.
         """
-        expect(self.size >= 1, "spread", "one rank or more", self.size)
-        expect(0 <= self.rank < self.size, "spread", f"a rank from 0 to {self.size - 1}", self.rank)
+        expect(self.size >= 1, "shard", "one rank or more", self.size)
+        expect(0 <= self.rank < self.size, "shard", f"a rank from 0 to {self.size - 1}", self.rank)
         whole = block_size % self.size == 0
         expect(whole, "block_size", f"a multiple of the {self.size} ranks that share a block", block_size)
         return block_size // self.size
@@ -55,9 +55,9 @@ class Spread(NamedTuple):
         return slots if self.size == 1 else torch.where((offsets >= 0) & (offsets < b), slots, -1)
 
 
-WHOLE = Spread()  # every rank holds all
+UNSHARDED = TokenShard()  # every rank holds all
 
 
-def widest(spreads: Sequence[Spread]) -> Spread:
+def widest(shards: Sequence[TokenShard]) -> TokenShard:
     """That of the pools which are spread. All of them are spread alike; others are whole on each rank."""
-    return max(spreads, key=lambda spread: spread.size)
+    return max(shards, key=lambda shard: shard.size)

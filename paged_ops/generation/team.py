@@ -65,7 +65,7 @@ class Team:
         self.aborted: set[Request] = set()
         self.only_steps = False
         pools = tuple(
-            (pool.num_blocks, pool.block_size, len(pool.layers), *([pool.spread.size] * (pool.spread.size > 1)))
+            (pool.num_blocks, pool.block_size, len(pool.layers), *([pool.shard.size] * (pool.shard.size > 1)))
             for pool in loop.kv_cache.pools
         )
         sizes = loop.max_num_seqs, loop.max_num_tokens, loop.max_model_len, str(loop.graph_mode), pools

@@ -65,7 +65,7 @@ class InputBuffers:
             num_state_rows=0 if kv_cache.states is None else len(kv_cache.states.tensors[0]),
             graph_support=graph_support,
             with_inputs=True,
-            spreads=[pool.spread for pool in kv_cache.pools],
+            shards=[pool.shard for pool in kv_cache.pools],
         )
         self.max_num_tokens = max_num_tokens
 
@@ -107,7 +107,7 @@ class InputBuffers:
 
     def of_open_sizes(self, is_decode: bool = True) -> StepInputs:
         """A step without sequences whose sizes are marked dynamic, so that one compilation serves all sizes. If the
-        cache is spread over ranks, decodes and other steps are compiled apart."""
+        cache is sharded over ranks, decodes and other steps are compiled apart."""
         self._clear()
         S, T = self.OPEN_SEQS, self.OPEN_TOKENS
         inputs = self._step(S, T, self.builder.build(0, self._nothing(), num_reqs=S, num_tokens=T))

@@ -103,8 +103,8 @@ class DecodeGraphs:
         expect(most >= max_num_seqs * query_len, "max_num_tokens", "at least max_num_seqs * query_len", most)
         expect(sample is None or query_len == 1, "sample", "none for a query_len above 1", sample)
         self._keeps_state = kv_cache.states is not None
-        self._is_spread = any(pool.spread.size > 1 for pool in kv_cache.pools)
-        expect(not (self._is_spread and cascade), "cascade", "none for a cache that is spread over ranks", cascade)
+        self._is_sharded = any(pool.shard.size > 1 for pool in kv_cache.pools)
+        expect(not (self._is_sharded and cascade), "cascade", "none for a cache sharded over ranks", cascade)
         if self._keeps_state:  # only one token continues a state in a graph; chunks are the host's work
             graph_support = min(graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         if mode is None:
@@ -178,7 +178,7 @@ class DecodeGraphs:
         self._addresses = self._cache_addresses()
         self.compile_ahead(wait=False)
         if dynamic:
-            for is_decode in (True, False)[: 1 + self._is_spread]:
+            for is_decode in (True, False)[: 1 + self._is_sharded]:
                 with without_kernels():  # only the step is compiled: the kernels of these sizes may not be needed
                     self._run_step(self._inputs.of_open_sizes(is_decode))
         if not keys:
@@ -199,7 +199,7 @@ class DecodeGraphs:
         if self.kv_cache.device.type != "cuda":
             return warm_up(())
         captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
-        kinds = (True, False) if self._is_spread else (True,)
+        kinds = (True, False) if self._is_sharded else (True,)
         steps = [functools.partial(self._run_on_trial, is_decode) for is_decode in kinds]
         limits = {"max_num_tokens": self._inputs.max_num_tokens, "max_num_seqs": self._max_num_seqs}
         return warm_up(steps, sizes=captured, wait=wait, **limits)

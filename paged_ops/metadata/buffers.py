@@ -29,7 +29,7 @@ class Buffers:
     seq_lens: Tensor
     state_slots: Tensor | None
     bidirectional_ranges: Tensor | None
-    context_lens: tuple[Tensor, ...]  # if tokens are spread over ranks: this rank's of each sequence, and its history
+    context_lens: tuple[Tensor, ...]  # if tokens are sharded over ranks: this rank's of each sequence, and its history
     slot_mappings: tuple[Tensor, ...]  # of each pool
     packed: tuple[Tensor, ...]  # of each pool: the columns in use of its block tables, on their way
     all_block_tables: tuple[Tensor, ...]  # of each pool
@@ -44,7 +44,7 @@ class Buffers:
         with_inputs: bool,
         with_states: bool,
         num_ranges: int,
-        is_spread: bool,
+        is_sharded: bool,
         is_sent: bool,
         device: torch.device | str,
         pinned: bool,
@@ -59,7 +59,7 @@ class Buffers:
             (torch.int32, (max_num_seqs,)),
             *[(torch.int32, (max_num_seqs,))] * with_states,
             *[(torch.int32, (max_num_seqs, num_ranges, 2))] * (num_ranges > 0),
-            *[(torch.int32, (max_num_seqs,))] * (2 * is_spread),
+            *[(torch.int32, (max_num_seqs,))] * (2 * is_sharded),
             *[(torch.int64, (max_num_seqs,))] * with_inputs,
             *[(torch.int32, (max_num_seqs * (max_blocks // 2),))] * packed,
             *[(torch.int32, (max_num_seqs, max_blocks))] * num_pools,
@@ -87,7 +87,7 @@ class Buffers:
 
         input_ids, slot_mappings = take(with_inputs), take(num_pools)
         positions, query_start_loc, seq_lens = take(3)
-        state_slots, ranges, context_lens = take(with_states), take(num_ranges > 0), take(2 * is_spread)
+        state_slots, ranges, context_lens = take(with_states), take(num_ranges > 0), take(2 * is_sharded)
         last_rows, packs, tables = take(with_inputs), take(packed), take(num_pools)
         inputs = (input_ids[0], last_rows[0]) if with_inputs else None
         states = state_slots[0] if with_states else None

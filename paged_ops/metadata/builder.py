@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.cache.shard import WHOLE, Spread, widest
+from paged_ops.cache.shard import UNSHARDED, TokenShard, widest
 from paged_ops.cache.states import PADDING_ROW
 from paged_ops.checks import expect
 from paged_ops.device import with_index
@@ -62,7 +62,7 @@ class AttentionMetadataBuilder:
             that the host fills one while the device still reads the other.
         with_inputs: whether the buffers also have the step's token ids and the last row of each sequence:
             :meth:`inputs`.
-        spreads: of each pool, over which ranks its tokens are spread (``KVCache.spread``); by default over none. Steps
+        shards: of each pool, over which ranks its tokens are spread (``KVCache.shard``); by default over none. Steps
             then have a ``context``.
 
     Raises:
@@ -84,7 +84,7 @@ class AttentionMetadataBuilder:
         max_bidirectional_ranges: int = 0,
         num_staging_buffers: int | None = None,
         with_inputs: bool = False,
-        spreads: Sequence[Spread] | None = None,
+        shards: Sequence[TokenShard] | None = None,
     ):
         self.device = with_index(device)
         on_gpu = self.device.type == "cuda"
@@ -107,13 +107,13 @@ class AttentionMetadataBuilder:
         least = int(on_gpu)
         expect(num_staging_buffers >= least, "num_staging_buffers", f"{least} or more", num_staging_buffers)
 
-        self.spreads = (WHOLE,) * len(of_pools) if spreads is None else tuple(spreads)
-        expect(len(self.spreads) == len(of_pools), "spreads", f"one for each of {len(of_pools)} pools", spreads)
-        for spread in self.spreads:
-            spread.check(block_size)
-        self._spread = widest(self.spreads)
-        alike = all(spread in (WHOLE, self._spread) for spread in self.spreads)
-        expect(alike, "spreads", "pools that are spread over the same ranks, or not at all", spreads)
+        self.shards = (UNSHARDED,) * len(of_pools) if shards is None else tuple(shards)
+        expect(len(self.shards) == len(of_pools), "shards", f"one for each of {len(of_pools)} pools", shards)
+        for shard in self.shards:
+            shard.check(block_size)
+        self._shard = widest(self.shards)
+        alike = all(shard in (UNSHARDED, self._shard) for shard in self.shards)
+        expect(alike, "shards", "pools sharded over the same ranks, or not at all", shards)
 
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -127,14 +127,14 @@ class AttentionMetadataBuilder:
 
         def buffers(where: torch.device | str, pinned: bool = False) -> Buffers:
             sizes = max_num_seqs, max_num_tokens, max_blocks_per_seq, len(of_pools)
-            parts = with_inputs, num_state_rows > 0, max_bidirectional_ranges, self._spread.size > 1
+            parts = with_inputs, num_state_rows > 0, max_bidirectional_ranges, self._shard.size > 1
             return Buffers.allocate(*sizes, *parts, num_staging_buffers > 0, where, pinned)
 
         self._buffers = buffers(self.device)
         self._staging = [Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
         self._turns = itertools.cycle(self._staging)
         self._views: dict[tuple[int, int], Buffers] = {}
-        self._fills = not (num_state_rows or max_bidirectional_ranges or self._spread.size > 1)
+        self._fills = not (num_state_rows or max_bidirectional_ranges or self._shard.size > 1)
         self._fills &= unused_block_id is None
         self._fillers: dict[int, Filler] = {}  # by the buffers that they fill
         self._cascade: tuple[Tensor, ...] | None = None
@@ -210,8 +210,8 @@ class AttentionMetadataBuilder:
         state_slots = _NO_ROWS if has_none else self._state_slots(batch)
         ranges = self._bidirectional_ranges(batch, seq_lens)
         self._check_common_prefix(common_prefix_len, computed, blocks[0])
-        whole = common_prefix_len == 0 or self._spread.size == 1
-        expect(whole, "common_prefix_len", "0 for a cache that is spread over ranks", common_prefix_len)
+        whole = common_prefix_len == 0 or self._shard.size == 1
+        expect(whole, "common_prefix_len", "0 for a cache sharded over ranks", common_prefix_len)
 
         # The CPU is named because the user may have set another default device.
         query_start_loc = torch.full((S + 1,), t, dtype=torch.int32, device="cpu")
@@ -229,13 +229,12 @@ class AttentionMetadataBuilder:
             positions = (computed - query_start_loc[:n])[request] + torch.arange(t, device="cpu")
         columns = torch.div(positions, B, rounding_mode="trunc")
         slots = [
-            spread.slots(each[request, columns], positions, B)
-            for each, spread in zip(blocks, self.spreads, strict=True)
+            shard.slots(each[request, columns], positions, B) for each, shard in zip(blocks, self.shards, strict=True)
         ]
 
         self._write(query_start_loc, padded_lens, slots, positions, T, blocks, reach, state_slots, ranges, input_ids)
         metadata = self._metadata(query_start_loc, padded_lens, padded_computed, n, t, max_query_len, max_seq_len, T)
-        if self._spread.size > 1:
+        if self._shard.size > 1:
             self._fill_own_tables(S, T)
             metadata.context = self.context_of(S, T, is_decode=max_query_len <= 1)
         if common_prefix_len and not fast_build:
@@ -304,8 +303,8 @@ class AttentionMetadataBuilder:
         self._write(query_start_loc, seq_lens, slots, nothing, t, blocks, nothing, nothing, _NO_RANGES, None)
         max_seq_len = self.max_blocks_per_seq * self.block_size
         metadata = self._metadata(query_start_loc, seq_lens, computed, num_reqs, t, query_len, max_seq_len, t)
-        if self._spread.size > 1:
-            expect(not cascade, "cascade", "none for a cache that is spread over ranks", cascade)
+        if self._shard.size > 1:
+            expect(not cascade, "cascade", "none for a cache sharded over ranks", cascade)
             self._fill_own_tables(num_reqs, t)
             metadata.context = self.context_of(num_reqs, t, is_decode=query_len == 1)
         if cascade:
@@ -315,13 +314,13 @@ class AttentionMetadataBuilder:
     def context_of(self, S: int, T: int, is_decode: bool) -> ContextMetadata | None:
         """What this rank attends to in the step in the buffers, whose padded sizes are S and T; None if the cache is
         not spread over ranks. ``is_decode``: no sequence has more than one token. Otherwise it serves every step."""
-        if self._spread.size == 1:
+        if self._shard.size == 1:
             return None
         lens, history_lens = self._views_of(S, T).context_lens
         if is_decode:
-            return ContextMetadata(lens, None, None, self.spreads)
+            return ContextMetadata(lens, None, None, self.shards)
         assert self._own_tables is not None
-        return ContextMetadata(lens, history_lens, self._own_tables[0][:S, :T], self.spreads)
+        return ContextMetadata(lens, history_lens, self._own_tables[0][:S, :T], self.shards)
 
     def inputs(self, S: int, T: int) -> tuple[Tensor, Tensor]:
         """Where the token ids ``[T]`` and the last row of each sequence ``[S]`` of a step of these padded sizes lie,
@@ -443,7 +442,7 @@ class AttentionMetadataBuilder:
         if into.context_lens:
             query_lens = query_start_loc.diff()
             for part, each in zip(into.context_lens, (seq_lens, seq_lens - query_lens), strict=True):
-                part[:S] = self._spread.lens(each.clamp(min=0), self.block_size)
+                part[:S] = self._shard.lens(each.clamp(min=0), self.block_size)
         if into.bidirectional_ranges is not None:
             into.bidirectional_ranges[: len(ranges)] = ranges
             into.bidirectional_ranges[len(ranges) : S] = 0

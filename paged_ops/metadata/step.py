@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from paged_ops.cache.shard import WHOLE, Spread, widest
+from paged_ops.cache.shard import UNSHARDED, TokenShard, widest
 from paged_ops.checks import expect
 
 
@@ -40,7 +40,7 @@ class PoolMetadata:
 
 @dataclass
 class ContextMetadata:
-    """What a rank attends to if the cache's tokens are spread over ranks; see :mod:`paged_ops.parallel.context`.
+    """What a rank attends to if the cache's tokens are sharded over ranks; see :mod:`paged_ops.parallel.context`.
 
     In a step of at most one token for each sequence, each rank attends to all tokens that it holds, the step's among
     them: ``history_lens`` and ``own_tables`` are None. In any other, it attends to what it holds of the history, and
@@ -50,7 +50,7 @@ class ContextMetadata:
     lens: Tensor  # int32 [S]: the tokens of each sequence, this step's among them, that this rank holds
     history_lens: Tensor | None  # int32 [S]: those of them that were in the cache before this step
     own_tables: Tensor | None  # int32 [S, T]: the step's tokens of each sequence, by their rows, as blocks of one token
-    spreads: tuple[Spread, ...]  # of each pool: this rank, and over how many it is spread
+    shards: tuple[TokenShard, ...]  # of each pool: this rank, and over how many it is spread
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class AttentionMetadata:
             first pool alone.
         other_pools: of a cache with several pools, what ``block_tables`` and ``slot_mapping`` are in the second and
             further ones, else None; :meth:`pool` gives them by number.
-        context: present when the cache's tokens are spread over ranks. ``slot_mapping`` then is -1 for tokens of other
+        context: present when the cache's tokens are sharded over ranks. ``slot_mapping`` then is -1 for tokens of other
             ranks, and all other tensors are the same on all ranks.
     """
 
@@ -128,7 +128,7 @@ pytree.register_dataclass(CascadeMetadata, serialized_type_name="paged_ops.Casca
 pytree.register_dataclass(PoolMetadata, serialized_type_name="paged_ops.PoolMetadata")
 pytree.register_dataclass(ContextMetadata, serialized_type_name="paged_ops.ContextMetadata")
 pytree.register_dataclass(AttentionMetadata, serialized_type_name="paged_ops.AttentionMetadata")
-torch.serialization.add_safe_globals([CascadeMetadata, PoolMetadata, ContextMetadata, Spread, AttentionMetadata])
+torch.serialization.add_safe_globals([CascadeMetadata, PoolMetadata, ContextMetadata, TokenShard, AttentionMetadata])
 
 
 class GraphSupport(enum.IntEnum):
@@ -164,10 +164,10 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     last_column = metadata.block_tables.shape[1] - 1
     column = torch.div(positions, block_size, rounding_mode="trunc").clamp(max=last_column)  # no request goes past it
     context, pools = metadata.context, (metadata.pool(0), *(metadata.other_pools or ()))
-    spreads = (WHOLE,) * len(pools) if context is None else context.spreads
-    for pool, spread in zip(pools, spreads, strict=True):
+    shards = (UNSHARDED,) * len(pools) if context is None else context.shards
+    for pool, shard in zip(pools, shards, strict=True):
         block = pool.block_tables.gather(1, column[:, None])[:, 0]
-        pool.slot_mapping.copy_(torch.where(live, spread.slots(block, positions, block_size), -1))
+        pool.slot_mapping.copy_(torch.where(live, shard.slots(block, positions, block_size), -1))
     if metadata.state_slots is not None:
         metadata.state_slots.bitwise_xor_(live)
     metadata.positions.copy_(positions)
@@ -175,7 +175,7 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
     if metadata.cascade is not None:
         metadata.cascade.suffix_lens.add_(live)
     if context is not None:
-        context.lens.copy_(widest(context.spreads).lens(metadata.seq_lens, block_size))
+        context.lens.copy_(widest(context.shards).lens(metadata.seq_lens, block_size))
 
 
 def split_decodes_and_prefills(metadata: AttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:

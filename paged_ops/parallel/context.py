@@ -1,4 +1,4 @@
-"""Attention over a cache whose tokens are spread over ranks: context parallelism.
+"""Attention over a cache whose tokens are sharded over ranks: context parallelism.
 
 Long contexts with few key/value heads cannot be spread by heads any further: each rank then holds a part of every
 sequence's tokens. Block i of a sequence is on rank ``i % W`` (:mod:`paged_ops.cache.shard` has the rule). A rank
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_ops.cache.shard import Spread
+from paged_ops.cache.shard import TokenShard
 from paged_ops.checks import expect
 from paged_ops.fp8 import saturated
 from paged_ops.layouts import Layout, kv_cache_shape
@@ -70,7 +70,7 @@ class Context:
 
     Attributes:
         group: as given.
-        spread: this rank and how many there are: what ``KVCache`` takes.
+        shard: this rank and how many there are: what ``KVCache`` takes.
         exchange: how parts are merged; ``exchange.how`` says which way was chosen.
         handle: what :func:`attend` takes.
     """
@@ -88,8 +88,8 @@ class Context:
         self.group = group
         options: dict[str, Any] = {"rows": rows, "head_size": head_size, "dtype": dtype, "collectives": collectives}
         self.exchange = prepare(group, torch.device(device), **options)
-        self.spread = Spread(self.exchange.group.rank, self.exchange.group.size)
-        self.handle = Handle(f"{group.group_name}/{next(_numbers)}", *self.spread)
+        self.shard = TokenShard(self.exchange.group.rank, self.exchange.group.size)
+        self.handle = Handle(f"{group.group_name}/{next(_numbers)}", *self.shard)
         _exchanges[self.handle.name] = self.exchange
 
 
@@ -114,7 +114,7 @@ def attend(
     output_scale: Tensor | None = None,
     **cache: Any,
 ) -> Tensor:
-    """Attention ``[T, H, Dv]`` over a cache that is spread over ranks, the same on each of them.
+    """Attention ``[T, H, Dv]`` over a cache sharded over ranks, the same on each of them.
 
     Args:
         query: ``[T, H, D]``, the same on all ranks.
@@ -311,7 +311,7 @@ def groups_of_context(
 def context_of(metadata: AttentionMetadata, pool: int) -> ContextMetadata | None:
     """The context of a step for the layers of one pool; None if the pool is not spread."""
     context = metadata.context
-    return None if context is None or context.spreads[pool].size == 1 else context
+    return None if context is None or context.shards[pool].size == 1 else context
 
 
 def _with_lse(query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> tuple[Tensor, Tensor]:

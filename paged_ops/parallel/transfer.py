@@ -260,7 +260,7 @@ def _form(kv_cache: KVCache) -> dict[str, Any]:
         "layers": len(kv_cache.layers),
         "layout": kv_cache.layout.value,
         "block_size": kv_cache.block_size,
-        "spread": list(kv_cache.spread),
+        "shard": list(kv_cache.shard),
         "dtype": str(kv_cache.dtype),
         "kv_cache_dtype": kv_cache.kv_cache_dtype,
         "num_kv_heads": list(kv_cache.num_kv_heads),

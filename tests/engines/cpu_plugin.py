@@ -1,6 +1,6 @@
 """A plugin of vLLM, loaded in all processes of the engines under test: our backend on the CPU platform.
 
-That platform has no slots for a cache whose tokens are spread over ranks; what a GPU's kernel computes stands in.
+That platform has no slots for a cache whose tokens are sharded over ranks; what a GPU's kernel computes stands in.
 """
 
 from __future__ import annotations

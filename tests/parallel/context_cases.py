@@ -75,7 +75,7 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
         scales = {"k_scale": torch.tensor([0.02, 0.03]), "v_scale": torch.tensor([0.01])}
     context = Context(dist.group.WORLD, "cpu", head_size=width, dtype=dtype)
     whole = KVCache(1, 64, BLOCK, kv_heads, D, **stored)
-    mine = KVCache(1, 64, BLOCK, kv_heads, D, **stored, spread=context.spread)
+    mine = KVCache(1, 64, BLOCK, kv_heads, D, **stored, shard=context.shard)
     most, ids = max(sum(lens), sum(query_lens) + 2), torch.randperm(64).tolist()
     blocks = [[ids.pop() for _ in range(-(-n // BLOCK))] for n in lens]
     steps, caches = [], []
@@ -86,7 +86,7 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
         if stored["dtype"].itemsize > 1:
             cache.layers[0].fill_(torch.nan)
         builder = AttentionMetadataBuilder(
-            BLOCK, len(lens) + 1, most, 16, num_blocks=64, spreads=[cache.spread], unused_block_id=63
+            BLOCK, len(lens) + 1, most, 16, num_blocks=64, shards=[cache.shard], unused_block_id=63
         )
         slots = builder.build(0, Batch(lens, [0] * len(lens), blocks)).slot_mapping
         if is_latent:
@@ -159,7 +159,7 @@ class SpreadToy:
 
 def generates(rank: int, size: int, num_blocks: int = 128, num_host_blocks: int = 0, **options: Any) -> Any:
     toy = SpreadToy()
-    cache = KVCache(1, num_blocks, B, K, D, num_host_blocks=num_host_blocks, spread=toy.context.spread)
+    cache = KVCache(1, num_blocks, B, K, D, num_host_blocks=num_host_blocks, shard=toy.context.shard)
     assert cache.layers[0].shape[2] == B // size
     with GenerationLoop(toy, cache, rank_time_limit=LIMIT, **options) as loop:
         outputs = loop.generate(PROMPTS, GREEDY)
@@ -171,13 +171,13 @@ def advances(rank: int, size: int) -> Any:
     from paged_ops.metadata import advance_decodes
 
     context = Context(dist.group.WORLD, "cpu", head_size=D, dtype=torch.float32)
-    builder = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, spreads=[context.spread])
+    builder = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, shards=[context.shard])
     blocks = [[5, 9, 7], [1, 2, 3], [30, 31, 32]]
     metadata = builder.build(0, Batch([1] * 3, [0, 6, 15], blocks), num_reqs=4, num_tokens=4, lookahead=5)
     for n in range(1, 6):
         advance_decodes(metadata, 8)
         got = [each.clone() for each in (metadata.slot_mapping, metadata.context.lens, metadata.seq_lens)]
-        other = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, spreads=[context.spread])
+        other = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, shards=[context.shard])
         want = other.build(0, Batch([1] * 3, [n, 6 + n, 15 + n], blocks), num_reqs=4, num_tokens=4)
         for a, b in zip(got, (want.slot_mapping, want.context.lens, want.seq_lens), strict=True):
             assert torch.equal(a, b), (n, a, b)
@@ -239,7 +239,7 @@ def serves(rank: int, size: int, name: str, folder: str, how: str = "eager", ten
 
     with GenerationLoop(paged, cache, **options) as loop:
         texts = [list(each) for each in loop.generate(TEXTS, EIGHT)]
-    return expected, texts, [pool.spread.size for pool in cache.pools], paged.num_kv_heads
+    return expected, texts, [pool.shard.size for pool in cache.pools], paged.num_kv_heads
 
 
 def replays(rank: int, size: int) -> int:
@@ -292,9 +292,9 @@ def sharded_over_all(rank: int, size: int, folder: str) -> str:
 
 def refused(rank: int, size: int, folder: str) -> list[str]:
     context = Context(dist.group.WORLD, "cpu", head_size=D, dtype=torch.float32)
-    builder = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, spreads=[context.spread])
+    builder = AttentionMetadataBuilder(8, 5, 5, 16, num_blocks=64, shards=[context.shard])
     step = builder.build(0, Batch([1], [3], [[4]]))
-    cache = KVCache(1, 64, 8, K, D, spread=context.spread)
+    cache = KVCache(1, 64, 8, K, D, shard=context.shard)
     states = torch.zeros(1, K, D)
     ranges = torch.zeros(1, 1, 2, dtype=torch.int32)
 
@@ -310,8 +310,8 @@ def refused(rank: int, size: int, folder: str) -> list[str]:
         lambda: call(block_sparse=[8, 1, 1, 1, 0, 0, 1]),
         lambda: call(bidirectional_ranges=ranges),
         lambda: builder.build(8, Batch([1], [9], [[4, 5]])),
-        lambda: KVCache(1, 64, 9, K, D, spread=context.spread),
-        lambda: KVCache(1, 64, 8, K, D, spread=context.spread, sliding_window=4),
+        lambda: KVCache(1, 64, 9, K, D, shard=context.shard),
+        lambda: KVCache(1, 64, 8, K, D, shard=context.shard, sliding_window=4),
         lambda: PagedCausalLM(load(make("mistral", folder, rank)), context=dist.group.WORLD),
         lambda: GenerationLoop(llama, KVCache(2, 64, 8, 2, 16)),
         lambda: PagedCausalLM(llama.model, context="cp"),

@@ -6,7 +6,7 @@ from context_cases import BATCHES, FORMS
 from test_generation import EXPECTED, GREEDY, PROMPTS, make_loop
 
 from paged_ops.cache import KVCache
-from paged_ops.cache.shard import Spread
+from paged_ops.cache.shard import TokenShard
 
 
 @pytest.mark.parametrize(("size", "block_size"), [(1, 4), (2, 4), (2, 2), (3, 12), (4, 8)])
@@ -16,20 +16,20 @@ def test_each_token_is_on_one_rank(size, block_size):
     b = block_size // size
     owners = torch.full((50,), -1)
     for rank in range(size):
-        spread = Spread(rank, size)
-        assert spread.check(block_size) == b
-        slots = spread.slots(blocks, positions, block_size)
+        shard = TokenShard(rank, size)
+        assert shard.check(block_size) == b
+        slots = shard.slots(blocks, positions, block_size)
         held = slots >= 0
         assert (owners[held] == -1).all()
         owners[held] = rank
         assert torch.equal(slots[held], blocks[held] * b + positions[held] % b)
         for n in range(51):
-            assert int(spread.lens(torch.tensor(n), block_size)) == int(held[:n].sum())
+            assert int(shard.lens(torch.tensor(n), block_size)) == int(held[:n].sum())
     assert torch.equal(owners, positions // b % size)
 
 
 def test_slots_of_a_cache():
-    caches = [KVCache(1, 8, 6, 1, 4, spread=Spread(rank, 3)) for rank in range(3)]
+    caches = [KVCache(1, 8, 6, 1, 4, shard=TokenShard(rank, 3)) for rank in range(3)]
     for cache in caches:
         cache.admit("s", range(14))
         assert cache.block_ids("s") == [0, 1, 2]
@@ -78,16 +78,16 @@ def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("models"))
 
 
-def check(results, spread, heads):
+def check(results, shard, heads):
     expected = results[0][0]
     assert len({token for tokens in expected for token in tokens}) > 10, "its text varies"
-    for _, texts, spreads, num_kv_heads in results:
+    for _, texts, shards, num_kv_heads in results:
         assert texts == expected
-        assert (spreads, num_kv_heads) == (spread, heads)
+        assert (shards, num_kv_heads) == (shard, heads)
 
 
 @pytest.mark.parametrize(
-    ("size", "name", "spread"),
+    ("size", "name", "shard"),
     [
         (2, "llama", [2]),
         (2, "qwen3", [2]),
@@ -97,8 +97,8 @@ def check(results, spread, heads):
         (4, "qwen3", [4]),
     ],
 )
-def test_tokens_of_models_equal_those_of_one_process(run_on, folder, size, name, spread):
-    check(run_on("context_cases.serves", size, 60, name=name, folder=folder), spread, 2)
+def test_tokens_of_models_equal_those_of_one_process(run_on, folder, size, name, shard):
+    check(run_on("context_cases.serves", size, 60, name=name, folder=folder), shard, 2)
 
 
 def test_compiled_tokens_equal_those_of_one_process(run_on, folder):
@@ -134,11 +134,11 @@ def test_what_is_not_served_is_refused_by_name(run_on, folder):
         "attention_chunk: expected none with context parallelism",
         "block_sparse: expected none with context parallelism",
         "bidirectional_ranges: expected none with context parallelism",
-        "common_prefix_len: expected 0 for a cache that is spread over ranks, got 8",
+        "common_prefix_len: expected 0 for a cache sharded over ranks, got 8",
         "block_size: expected a multiple of the 2 ranks that share a block, got 9",
-        "spread: expected one rank for layers with a window or chunk",
+        "shard: expected one rank for layers with a window or chunk",
         "context: expected a model with layers that see everything, got MistralForCausalLM",
-        "kv_cache: expected Spread(rank=0, size=2) in layer 0",
+        "kv_cache: expected TokenShard(rank=0, size=2) in layer 0",
         'context: expected a process group, or a device mesh with a dimension "cp", got cp',
     ]
     for rank, messages in enumerate(run_on("context_cases.refused", 2, 60, folder=folder)):

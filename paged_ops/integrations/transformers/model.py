@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from paged_ops.cache.hybrid import HybridCache, pools_by_reach
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.cache.shard import WHOLE
+from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
 from paged_ops.checks import expect
 from paged_ops.integrations.transformers.attention_function import PROBE
@@ -300,8 +300,8 @@ class PagedCausalLM:
             num_host_state_slots: the swapped-out sequences; by default as many, if there are host blocks.
         """
         device = self.model.device
-        spread = WHOLE if self.context is None else self.context.spread
-        block_size = 16 * spread.size if block_size is None else block_size
+        shard = UNSHARDED if self.context is None else self.context.shard
+        block_size = 16 * shard.size if block_size is None else block_size
         sizes = self.num_layers, num_blocks, block_size, self.num_kv_heads, self.head_size
         row_scales = has_row_scales(kv_cache_dtype)
         options: dict[str, Any] = {
@@ -311,11 +311,11 @@ class PagedCausalLM:
             "device": device,
             "layout": layout if self.layout is None else self.layout,
             "num_host_blocks": num_host_blocks,
-            "spread": spread,
+            "shard": shard,
         }
         fits = layout is None or self.layout is None or Layout(layout) is self.layout
         expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
-        whole = not (keep_all and spread.size > 1 and len(set(self.pool_of_layer)) > 1)
+        whole = not (keep_all and shard.size > 1 and len(set(self.pool_of_layer)) > 1)
         expect(whole, "keep_all", "False with a context, as layers with a window are not spread", keep_all)
         if not keep_all and self.layers:
             windows, chunks = [spec.window for spec in self.layers], [spec.chunk for spec in self.layers]

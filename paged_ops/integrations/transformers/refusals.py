@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.cache.shard import WHOLE
+from paged_ops.cache.shard import UNSHARDED
 from paged_ops.checks import expect
 from paged_ops.integrations.transformers.probe import Probe
 from paged_ops.integrations.transformers.recurrent import StateLayers
@@ -149,8 +149,8 @@ def expect_cache_of_model(paged: Any, kv_cache: KVCache | HybridCache) -> None:
             )
         latent = pool.layout is Layout.LATENT
         expect(latent == spec.latent, "kv_cache", f"latents: {spec.latent}, in layer {layer}", pool.layout)
-        spread = WHOLE if paged.context is None or spec.window or spec.chunk else paged.context.spread
-        expect(pool.spread == spread, "kv_cache", f"{spread} in layer {layer}, as of the model", pool.spread)
+        shard = UNSHARDED if paged.context is None or spec.window or spec.chunk else paged.context.shard
+        expect(pool.shard == shard, "kv_cache", f"{shard} in layer {layer}, as of the model", pool.shard)
         for name, has, needs in (
             ("sliding_window", pool.sliding_window, spec.window),
             ("attention_chunk", pool.attention_chunk, spec.chunk),

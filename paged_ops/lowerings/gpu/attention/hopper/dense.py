@@ -4,8 +4,8 @@ It also takes sequences of few tokens in the same batch, or with many query head
 One program per multiprocessor takes items, which are tiles of query rows of one key/value head, the longest first. A
 scheduler takes items and fetches their query rows ahead. A producer warp brings keys and values to shared memory by
 TMA, one block of the cache at a time. Two or three consumer warpgroups multiply, with 64 of the rows each: while the
-tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. docs/gpu-designs.md has the
-designs that were measured.
+tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. The designs that
+were measured: benchmarks/notes/gpu-designs.md.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens per block. A tile has
 M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are kept as groups of 8
@@ -41,14 +41,20 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     query_places,
     value_parts_of,
 )
-from paged_ops.lowerings.gpu.attention.hopper.launch import Described, HopperLaunch, aligned_rows, contiguous_rows
+from paged_ops.lowerings.gpu.attention.hopper.launch import (
+    NOT_TMA,
+    Described,
+    HopperLaunch,
+    aligned_rows,
+    contiguous_rows,
+)
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.ring import ring_of, signal_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Grid, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, not_applied
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Side, Spec, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
@@ -92,33 +98,37 @@ def served_sizes() -> list[int]:
     return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    short = _short_of(tile_plan, spec, target, shapes.T, shapes.S)
-    if tile_plan.all_split and short < 0:
-        return None
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    short = _short_of(tiles, spec, target, shapes.T, shapes.S)
+    if tiles.all_split and short < 0:
+        return ALL_SPLIT
     if not has_form(spec, shapes):
-        return None
+        return NOT_TMA
     consumers = 2 if has_short_spans(spec, shapes.numbers) else consumers_of(spec, target, shapes.T)
+    return tiles, tuning.division(tiles.split.block_m, shapes.S, short), consumers
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    tiles, division, consumers = choice
     shape = shape_of(spec, target.shared_memory, consumers)
     described = descriptors(spec, shape.page)
-    return plan_of_items(dense_kernel, {"SHAPE": shape}, (), described, spec, target, shapes, short)
+    more = (division.short,)
+    return build_items(dense_kernel, {"SHAPE": shape}, (), described, spec, target, tiles, division, more)
 
 
-def plan_of_items(
+def build_items(
     kernel: Any, constants: dict[str, Any], takes: tuple[str, ...], described: list[Described], spec: Spec,
-    target: Target, shapes: Shapes, short: int | None, at_once: int = 1024,
-) -> Plan:  # fmt: skip
+    target: Target, tiles: tuning.Tiles, division: Division, more: tuple[int, ...] = (), at_once: int = 1024,
+) -> Launches:  # fmt: skip
     """Launches that serve every sequence of a batch: that of a kernel that takes items, and split_kernel's.
 
     Args:
-        takes, described: as in :class:`HopperLaunch`.
-        short: see :func:`short_keys`; None if the kernel takes no short sequences.
+        takes, described, more: as in :class:`HopperLaunch`.
         at_once: the most sequences that the kernel counts in one vector.
     """
-    bound = -1 if short is None else short
-    division = tuning.division(tuning.plan_of(spec, target, shapes.T, shapes.S).split.block_m, shapes.S, bound)
     constants = {
         "SPEC": read_spec(spec),
         # These two are not constants here.
@@ -131,9 +141,12 @@ def plan_of_items(
     def grid(numbers: Numbers) -> Grid:
         return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
 
-    launcher, more = launcher_of(kernel, constants, target.device), () if short is None else (short,)
+    launcher = launcher_of(kernel, constants, target.device)
     launch = HopperLaunch(launcher, grid, ("taken", *takes), described, rows_of(spec), more)
-    return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
+    return decode.build_around((launch,), spec, target, tiles, division, counted=True)
+
+
+ALL_SPLIT = "every sequence fits a tile of split_kernel, which is faster"  # why plan() refuses a batch
 
 
 def has_form(spec: Spec, shapes: Shapes) -> bool:
@@ -160,14 +173,9 @@ def read_spec(spec: Spec) -> Spec:
     return spec._replace(query=(spec.K * spec.G * D, D, 1)) if are_copied(spec) else spec
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return _short_of(tile_plan, spec, target, T, S), consumers_of(spec, target, T)
-
-
-def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
-    items = 0 if tile_plan.all_split else T * spec.G // BLOCK_M * spec.K
-    return short_keys(tile_plan.split.block_m, S * spec.K, items, target.processors)
+def _short_of(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> int:
+    items = 0 if tiles.all_split else T * spec.G // BLOCK_M * spec.K
+    return short_keys(tiles.split.block_m, S * spec.K, items, target.processors)
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:

@@ -11,14 +11,12 @@ The converting warps have no loads of the cache under way themselves, neither to
 fence that makes what they store visible to the tensor cores (``fence.proxy.async``) waits for all of a thread's loads.
 
 Letters: as in dense.py. A pair is two bytes, which copies bring as one number of 16 bits. Serves what dense.py does,
-with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. docs/gpu-attention.md has
-what was measured. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608),
-whose producer transposes fp8 values.
+with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. Measurements:
+benchmarks/notes/gpu-kernels.md. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024,
+arXiv:2407.08608), whose producer transposes fp8 values.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -37,7 +35,7 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     size_of,
     tile_layout,
 )
-from paged_ops.lowerings.gpu.attention.hopper.launch import Described
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.ring import (
     fill,
@@ -52,7 +50,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_words
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
-from paged_ops.lowerings.gpu.launch import Plan
+from paged_ops.lowerings.gpu.launch import Choice, Launches
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, Storage, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
@@ -90,11 +88,6 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return reasons or dense.serves(in_pairs(spec), target)
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return None
-
-
 def in_pairs(spec: Spec) -> Spec:
     """The spec of a cache of 16-bit numbers, with strides in pairs."""
     k_side, v_side = (
@@ -103,15 +96,23 @@ def in_pairs(spec: Spec) -> Spec:
     return spec._replace(storage=Storage(spec.dtype, 0, False), k_side=k_side, v_side=v_side)
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
-    pairs = in_pairs(spec)
-    if tuning.plan_of(spec, target, shapes.T, shapes.S).all_split or not dense.has_form(pairs, shapes):
-        return None
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    if tiles.all_split:
+        return dense.ALL_SPLIT
+    if not dense.has_form(in_pairs(spec), shapes):
+        return NOT_TMA
+    return tiles, tuning.division(tiles.split.block_m, shapes.S)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    pairs, (tiles, division) = in_pairs(spec), choice
     shape, of_bytes = shapes_of(pairs, target.shared_memory)
     constants = {"SHAPE": shape, "BYTES": of_bytes, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
     takes, described = ("k_scale", "v_scale"), descriptors(pairs, shape.page)
-    return dense.plan_of_items(fp8_kernel, constants, takes, described, spec, target, shapes, None, AT_ONCE)
+    return dense.build_items(fp8_kernel, constants, takes, described, spec, target, tiles, division, at_once=AT_ONCE)
 
 
 def descriptors(pairs: Spec, page: int) -> list[Described]:
@@ -255,7 +256,7 @@ def fp8_kernel(
     else:
         shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
     keys, values = bytes_of(BYTES.k.parts, BYTES), bytes_of(BYTES.v.parts, BYTES)
-    told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)
+    told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(

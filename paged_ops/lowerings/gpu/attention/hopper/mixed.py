@@ -21,8 +21,6 @@ each pair of a prompt's token and key. Ideas: POD-Attention (Kamath et al. 2024,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -58,7 +56,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work import (
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
@@ -89,28 +87,31 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return takes(tile_plan, spec, target, T, S)
-
-
-def takes(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> bool:
+def takes(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> bool:
     """Whether a batch may have prompts with an item for each program, and decodes."""
     rows = T * spec.G
     enough = rows // BLOCK_M * spec.K >= target.processors and rows > MOST_ROWS * S
-    return FEWEST <= S <= MOST and enough and not tile_plan.all_split
+    return FEWEST <= S <= MOST and enough and not tiles.all_split
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve every sequence of a batch; None if another kernel should."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    others = dense.plan(spec, target, shapes) if takes(tile_plan, spec, target, shapes.T, shapes.S) else None
-    if others is None:
-        return None
-    shape, P = shape_of(spec, target.shared_memory), target.processors
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if another kernel should serve it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    if not takes(tiles, spec, target, shapes.T, shapes.S):
+        return "too few tiles of prompts, or too few or too many sequences, to compute both at the same time"
+    others = dense.plan(spec, target, shapes)
+    if isinstance(others, str):
+        return others
     division = tuning.by_warps(tuning.division(ROWS, shapes.S))._replace(long=dense.SHORT, long_rows=2 * ROWS)
     at_once = min(division.at_once, AT_ONCE)
-    division = division._replace(at_once=at_once, times=division.at_once * division.times // at_once)
+    return division._replace(at_once=at_once, times=division.at_once * division.times // at_once), others
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    division, others = choice
+    others = dense.build(others, spec, target, shapes)
+    shape, P = shape_of(spec, target.shared_memory), target.processors
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     constants = {
         "SPEC": dense.read_spec(spec),
@@ -127,7 +128,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     own = decode.with_merge((launch,), P, tile, spec, target, division)
     workspace = tuple(map(max, own.workspace, others.workspace))
-    return Plan(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
+    return Launches(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
 
 
 def shape_of(spec: Spec, shared_memory: int) -> HopperShape:

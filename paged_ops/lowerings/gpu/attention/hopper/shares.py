@@ -21,8 +21,6 @@ arXiv:2301.03598).
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -33,7 +31,7 @@ from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
-from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
@@ -41,7 +39,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, par
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch, oldest_key
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
@@ -61,11 +59,6 @@ def serves(spec: Spec, target: Target) -> list[str]:
     sizes = spec.k_side.size, spec.v_side.size
     against = [] if sizes in SIZES else [f"head sizes: expected one of {SIZES}, got {sizes}"]
     return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
-
-
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return tile_rows(spec, T, S), has_beginnings(spec, target, S)
 
 
 def tile_rows(spec: Spec, T: int, S: int) -> int:
@@ -88,15 +81,23 @@ def has_beginnings(spec: Spec, target: Target, S: int) -> bool:
     return 4 * S * spec.K >= target.processors
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve every sequence of a batch; None if another kernel should."""
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if another kernel should serve it."""
     M = tile_rows(spec, shapes.T, shapes.S)
-    if not M or not dense.has_form(spec, shapes):
-        return None
+    if not M:
+        return "too few packed query rows per sequence, too many, or of unequal numbers"
+    if not dense.has_form(spec, shapes):
+        return NOT_TMA
+    division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
+    return M, division, has_beginnings(spec, target, shapes.S)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    M, division, beginnings = choice
     shape = shape_of(spec, M, target.shared_memory)
     P = tuning.programs_apart(spec.K, target.processors)
-    division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
-    start = START // shape.N if has_beginnings(spec, target, shapes.S) else 0
+    start = START // shape.N if beginnings else 0
     division = division._replace(aligned=True, heads_apart=P > 0, start=start)
     P = P or target.processors
     constants = {
