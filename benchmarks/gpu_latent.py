@@ -30,7 +30,7 @@ import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cache_ops, cases, measure, run, tune
 from paged_ops.layouts import FP8_DS_MLA
-from paged_ops.lowerings.gpu.attention import call as plan
+from paged_ops.lowerings.gpu.attention import choose as choose_kernel
 from paged_ops.lowerings.gpu.attention.triton import latent
 from paged_ops.lowerings.gpu.target import target_of
 from paged_ops.registry import OPS
@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
 }
 HEADS_OF_ROWS = {16: (16,), 32: (32, 128), 64: (64, 128)}
 DEVICE = "cuda"
-KERNELS = plan._kernels
+KERNELS = choose_kernel.kernels_of
 
 
 def latent_cases(only: str = "") -> list[tuple[str, Any]]:
@@ -137,11 +137,11 @@ def choose(kind: str, tile: tuple[int, tuple[int, ...]] | None, configured: dict
     """Use these numbers for tiles of so many rows; None: as configured."""
     tree = target_of(torch.device(DEVICE, torch.cuda.current_device())).tiles
     tree["latent"] = json.loads(json.dumps(configured))
-    plan._kernels = KERNELS
+    choose_kernel.kernels_of = KERNELS
     if tile is not None:  # as the largest tile, of the Triton kernel on Hopper, too
         rows, numbers = tile
         tree["latent"][kind] = {str(rows): list(numbers)}
-        plan._kernels = lambda target: iter((latent,))
+        choose_kernel.kernels_of = lambda target: (latent,)
     tune.forget()
 
 

@@ -31,7 +31,7 @@ import torch
 import paged_ops
 from paged_ops import testing
 from paged_ops.bench import cases, measure
-from paged_ops.lowerings.gpu.attention import call as plan
+from paged_ops.lowerings.gpu.attention import call, choose
 from paged_ops.lowerings.gpu.attention.hopper import dense
 from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch
 
@@ -134,10 +134,10 @@ def shaped(**changes: int) -> Callable[[], None]:
 
 
 def without_gluon() -> None:
-    plan._hopper = lambda: ()
+    choose.hopper_kernels = lambda: ()
 
 
-CHOSEN, HOPPER = dense.shape_of, plan._hopper
+CHOSEN, HOPPER = dense.shape_of, choose.hopper_kernels
 CHANGES: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "triton": without_gluon,
@@ -182,9 +182,9 @@ def all_jobs(only: str = "") -> list[Job]:
 
 
 def choose(change: str) -> None:
-    dense.shape_of, plan._hopper = CHOSEN, HOPPER
+    dense.shape_of, choose.hopper_kernels = CHOSEN, HOPPER
     CHANGES[change]()
-    plan.forget()
+    call.forget()
 
 
 def warm(job: Job) -> None:

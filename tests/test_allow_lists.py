@@ -91,9 +91,9 @@ def test_kernels_refuse_what_they_do_not_know():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from test_gpu_hopper_shares import H200
 
-    from paged_ops.lowerings.gpu.attention import call as plan
+    from paged_ops.lowerings.gpu.attention import choose
 
-    kernels = list(plan._kernels(H200))
+    kernels = choose.kernels_of(H200)
     of_calls = [*specs()]
     for kernel in kernels:
         served = [each for each in of_calls if not kernel.serves(each, H200)]

@@ -16,8 +16,7 @@ import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention import call as attention
-from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, mixed_decodes, shares, work
 
 RAGGED = [1, 2, 16, 17, 63, 64, 65, 128, 129, 777, 4096, 40000, 5000, 3, 300, 2047, 2048, 2049, 9999, 31]
@@ -91,18 +90,17 @@ def planned(T, S, H=32, K=8, D=128, B=16, dtype=torch.bfloat16, layout="NHD", **
 def test_batches_that_it_takes(T, S, takes):
     """With many items for few sequences; not if all may have 16 tokens, which others serve."""
     of_call, shapes = planned(T, S)
-    kernels = list(attention._kernels(H200))
+    kernels = list(choose.kernels_of(H200))
     assert kernels.index(shares) < kernels.index(mixed) < kernels.index(dense)
     assert not mixed.serves(of_call, H200)
-    plan = mixed.plan(of_call, H200, shapes)
-    assert (plan is not None) == takes
-    assert mixed.depends_on(tuning.plan_of(of_call, H200, T, S), of_call, H200, T, S) == takes
-    if plan is not None:
+    plan = choose.launches_of(mixed, of_call, H200, shapes)
+    assert isinstance(plan, str) != takes
+    if takes:
         launch, merge = plan.launches
         ours, its = launch._launcher._constants, merge._launcher._constants
         assert ours["TILE"]._replace(D=0) == its["TILE"] and ours["DIVISION"] == its["DIVISION"]
         assert launch.grid(None) == merge.grid(None) == (ours["PROGRAMS"], 1, 1) == (132, 1, 1)
-        others = dense.plan(of_call, H200, shapes)
+        others = choose.launches_of(dense, of_call, H200, shapes)
         assert [each._launcher for each in plan.without_counters] == [each._launcher for each in others.launches]
         assert all(own >= other for own, other in zip(plan.workspace, others.workspace, strict=True))
 
@@ -161,7 +159,7 @@ def test_each_tile_of_a_decode_has_one_program(name, monkeypatch):
     H, K = given.get("heads", (32, 8))
     tokens, lens, G = given["tokens"], given["lens"], H // K
     of_call, shapes = planned(sum(tokens) + given.get("padding", 0), len(lens), H, K)
-    plan = mixed.plan(of_call, SMALL, shapes)
+    plan = choose.launches_of(mixed, of_call, SMALL, shapes)
     short = [n * G <= (16 if keys > 4096 else 8) for n, keys in zip(tokens, lens, strict=True)]
     wanted = {
         (s, kh, token) for s in range(len(lens)) if short[s] for kh in range(K) for token in range(0, tokens[s], 8 // G)
@@ -236,4 +234,4 @@ def test_a_graph_serves_other_lengths():
 def took(T, S, H=32):
     """Whether this kernel serves so many tokens and sequences."""
     of_call, shapes = planned(T, S, H)
-    return mixed.plan(of_call, H200, shapes) is not None
+    return not isinstance(mixed.plan(of_call, H200, shapes), str)

@@ -4,7 +4,7 @@
 """
 
 import os
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import spec as specs
 from paged_ops.lowerings.gpu import target
 from paged_ops.lowerings.gpu.attention import call as attention
-from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, sequence, shares, unit_after
 from paged_ops.lowerings.gpu.attention.triton import decode
@@ -69,10 +69,13 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
 
     def plan(spec, target, shapes):
         assert spec.masks.causal
-        tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-        if tile_plan.all_split and short < 0:
-            return None
-        division = tuning.division(tile_plan.split.block_m, shapes.S, short)
+        tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+        if tiles.all_split and short < 0:
+            return "no longer sequences"
+        return tiles, tuning.division(tiles.split.block_m, shapes.S, short)
+
+    def build(choice, spec, target, shapes):
+        tiles, division = choice
 
         class StandIn:
             def at(self, addresses, numbers):
@@ -81,12 +84,13 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
             def __call__(self, tensors, numbers, addresses):
                 prefill(tensors, numbers.scale, division.rows)
 
-        return decode.plan_around((StandIn(),), spec, target, shapes, division, counted=True)
+        return decode.build_around((StandIn(),), spec, target, tiles, division, counted=True)
 
-    hopper = SimpleNamespace(serves=lambda *_: [], depends_on=lambda *_: None, plan=plan)
+    hopper = ModuleType("hopper")
+    vars(hopper).update(serves=lambda *_: [], plan=plan, build=build)
     here = torch.device("cpu")
     monkeypatch.setattr(attention, "target_of", lambda _: OnHopper(here, target.DEFAULT, "interpreter", 0, 0, 0))
-    monkeypatch.setattr(attention, "_hopper", lambda: (hopper,))
+    monkeypatch.setattr(choose, "hopper_kernels", lambda: (hopper,))
     attention.forget()
     try:
         case = testing.case_named("paged_attention_with_lse", name)

@@ -17,7 +17,7 @@ import paged_ops
 from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention import call as attention
+from paged_ops.lowerings.gpu.attention import choose
 from paged_ops.lowerings.gpu.attention.hopper import dense, shares, work, work_shares
 from paged_ops.lowerings.gpu.attention.shared import work_split
 from paged_ops.lowerings.gpu.attention.triton import decode
@@ -85,12 +85,12 @@ def planned(H, K, T, S, D=128, **features):
 )  # fmt: skip
 def test_batches_that_it_takes(H, K, T, S, rows):
     of_call, shapes = planned(H, K, T, S)
-    plan = shares.plan(of_call, H200, shapes)
-    assert (plan is not None) == (rows is not None)
-    kernels = list(attention._kernels(H200))
+    plan = choose.launches_of(shares, of_call, H200, shapes)
+    assert isinstance(plan, str) == (rows is None)
+    kernels = choose.kernels_of(H200)
     assert kernels.index(shares) < kernels.index(dense) < kernels.index(decode)
     assert not shares.serves(of_call, H200)
-    if plan is not None:
+    if rows is not None:
         launch, merge = plan.launches
         assert launch._launcher._constants["SHAPE"].M == merge._launcher._constants["TILE"].M == rows
         assert launch._launcher._constants["SHAPE"].N == merge._launcher._constants["TILE"].N
@@ -182,8 +182,8 @@ SMALL = Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 16, 227 << 10
 def test_each_tile_has_one_program(heads, tokens, lens, masks, monkeypatch):
     (H, K), T, S = heads, sum(tokens), len(lens)
     of_call, shapes = planned(H, K, T, S, **masks)
-    plan = shares.plan(of_call, SMALL, shapes)
-    if plan is None:
+    plan = choose.launches_of(shares, of_call, SMALL, shapes)
+    if isinstance(plan, str):
         assert masks.get("sliding_window") and H // K < shares.LARGE_GROUP
         return
     TOKENS = plan.launches[-1]._launcher._constants["TILE"].M // (H // K)
@@ -207,7 +207,7 @@ def test_leaves_to_others():
 def test_tiles_fit_shared_memory(D, M):
     of_call, _ = planned(71, 1, 4, 4, D)
     shape = shares.shape_of(of_call, M, 227 << 10)
-    used = shape.slots * M * D + shape.stages * shape.N * (sum(shape.k_parts) + sum(shape.v_parts))
+    used = shape.slots * M * D + shape.stages * shape.N * (sum(shape.k.parts) + sum(shape.v.parts))
     assert shape.M == M and shape.stages >= 2 and 2 * used + dense.OTHERS <= 227 << 10
 
 

@@ -157,13 +157,13 @@ def test_nan_reaches_the_rows_that_see_it(case):
 def test_key_tiles_are_sliced_where_they_can_be(sliced, changes, monkeypatch):
     """What chooses between the two ways to see a tile of keys; test_matches_reference runs both."""
     plans = []
-    plan = tuning.plan
+    plan = tuning.choose_tiles
 
     def noted(*arguments):
         plans.append(plan(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(tuning, "plan", noted)
+    monkeypatch.setattr(tuning, "choose_tiles", noted)
     settings = {
         "layout": "NHD",
         "B": 16,
@@ -197,13 +197,13 @@ def test_key_tiles_are_sliced_where_they_can_be(sliced, changes, monkeypatch):
 def test_slices_of_several_blocks_and_units_of_two_heads(heads, slices, together, features, monkeypatch):
     """As on GPUs whose tables say so. What is NaN in one head of a unit does not reach the rows of the other."""
     plans = []
-    plan = tuning.plan
+    plan = tuning.choose_tiles
 
     def changed(*arguments):
         plans.append(plan(*arguments)._replace(slices=slices, heads=together))
         return plans[-1]
 
-    monkeypatch.setattr(tuning, "plan", changed)
+    monkeypatch.setattr(tuning, "choose_tiles", changed)
     (H, K), B, D, lens = heads, 16, 32, [70, 0, 33, 5]
     torch.manual_seed(0)
     tables = torch.randperm(20, dtype=torch.int32).view(4, 5)

@@ -118,9 +118,9 @@ def test_without_counters_another_kernel_merges(monkeypatch):
 def test_which_calls_are_one_launch(S, sliced, fan):
     """With 8 key/value heads and 396 programs; a unit has three parts or more, and few."""
     spec = SimpleNamespace(K=8, storage=SimpleNamespace(dtype=torch.bfloat16))
-    tile = SimpleNamespace(W=4 if sliced else 0)
-    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=True), S, 396) == fan
-    assert FAN_OF(tile, spec, SimpleNamespace(is_hopper=False), S, 396) == 0
+    tiles = SimpleNamespace(slices=4 if sliced else 0, heads=1, programs=396)
+    assert FAN_OF(tiles, spec, SimpleNamespace(is_hopper=True), S) == fan
+    assert FAN_OF(tiles, spec, SimpleNamespace(is_hopper=False), S) == 0
 
 
 @pytest.mark.parametrize("without_counters", [False, True])

@@ -128,7 +128,11 @@ class Launch:
         return given._replace(**dict.fromkeys(self._without.intersection(given._fields)))
 
 
-class Plan(NamedTuple):
+# What the ``plan`` of a kernel's module chose for a batch: a hashable value. Equal choices have equal launches.
+Choice = tuple[Any, ...]
+
+
+class Launches(NamedTuple):
     """What a call launches, in this order, and its workspace in float32s: the offset of the parts' lse, the offset of
     the counters of taken work, and the size. Some launches need so many ``counters`` of counters.py; if there are
     none, those ``without_counters`` do the same."""

@@ -15,7 +15,7 @@ read once for all of them) and N keys of a tile.
 * ``prefill_kernel`` (prefill.py, or dense.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. dense.py also takes short sequences of fewer rows if that is faster: see its short_keys.
 * ``fp8_kernel`` (fp8.py) does the same over fp8 caches on Hopper, with heads of 64 and 128.
-* ``beside_kernel`` (mixed.py) replaces both on Hopper where prompts and decodes were measured side by side: it
+* ``mixed_kernel`` (mixed.py) replaces both on Hopper where prompts and decodes were measured side by side: it
   computes decodes by shares, and at the same time longer sequences by tiles of query rows.
 * ``shares_kernel`` (shares.py) replaces ``split_kernel`` on Hopper where all sequences have 9 to 128 rows, and
   with 4 or more if there are many units.
@@ -31,8 +31,6 @@ from FlashInfer (arXiv:2501.01005).
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -43,22 +41,21 @@ from paged_ops import checks, fake, masks
 from paged_ops.features import Features, refuse_others
 from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
 from paged_ops.lowerings.gpu import precompile
-from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.triton import decode, latent, prefill
+from paged_ops.lowerings.gpu.attention import choose, tuning
+from paged_ops.lowerings.gpu.attention.triton import latent
 from paged_ops.lowerings.gpu.cache import FORMATS
 from paged_ops.lowerings.gpu.counters import counters_of
-from paged_ops.lowerings.gpu.launch import MOST_KINDS, Plan
+from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launches
 from paged_ops.lowerings.gpu.spec import (
     OPTIONAL,
     Numbers,
     Pointers,
     Shapes,
-    Spec,
     numbers_of,
     readable,
     spec_of,
 )
-from paged_ops.lowerings.gpu.target import Target, target_of
+from paged_ops.lowerings.gpu.target import target_of
 
 # What attention applies here: the arguments of the op by their names, and formats of the cache.
 APPLIES = FORMATS | {
@@ -97,7 +94,7 @@ class Call(NamedTuple):
     """What is passed and launched for T tokens in S sequences."""
 
     numbers: Numbers
-    plan: Plan
+    plan: Launches
 
 
 @dataclasses.dataclass(slots=True)
@@ -113,21 +110,18 @@ class Form:
     target: Any = None  # Target
     shapes: Any = None  # Shapes, of the call that was described
     calls: dict[tuple[int, int], Call | None] = dataclasses.field(default_factory=dict)
-    plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)  # by all on which they depend
+    plans: dict[Any, Launches] = dataclasses.field(default_factory=dict)  # by kernel and choice
 
     def plan(self, T: int, S: int) -> Call | None:
         """The call for these numbers; None: there is nothing to compute."""
         call = None
         if self.kernels and T and S:
             spec, target, numbers = self.spec, self.target, self.shapes.numbers._replace(T=T, S=S)
-            division = tuning.division(0, S)
-            # Tables have no tiles of split_kernel for latents, whose kernels do not ask for them.
-            tile_plan = None if spec.rotated is not None else tuning.plan_of(spec, target, T, S)
-            kind = tile_plan, division, *(each.depends_on(tile_plan, spec, target, T, S) for each in self.kernels)
-            plan = self.plans.get(kind)
+            shapes = self.shapes._replace(T=T, S=S, numbers=numbers)
+            kernel, choice = choose.choose(self.kernels, spec, target, shapes)
+            plan = self.plans.get((kernel, choice))
             if plan is None:
-                shapes = self.shapes._replace(T=T, S=S, numbers=numbers)
-                plan = self.plans[kind] = _plan_launches(self.kernels, spec, target, shapes)
+                plan = self.plans[kernel, choice] = kernel.build(choice, spec, target, shapes)
             call = Call(numbers, plan)
         if len(self.calls) >= MOST_KINDS:
             self.calls.clear()
@@ -252,9 +246,9 @@ def _attend(
 
 
 def forget() -> None:
-    """Plan known forms of calls again: for tests and tuning, which change the results of :func:`tuning.plan`."""
+    """Plan known forms of calls again: for tests and tuning, which change what :func:`tuning.choose_tiles` returns."""
     _forms.clear()
-    tuning.plan.cache_clear()
+    tuning.choose_tiles.cache_clear()
 
 
 def _kind(value: Any) -> Any:
@@ -320,36 +314,5 @@ def _describe(
         key.data_ptr() - kv_cache.data_ptr(),
         value.data_ptr() - (kv_cache if f.value_cache is None else f.value_cache).data_ptr(),
     )
-    kernels = tuple(kernel for kernel in _kernels(target) if not kernel.serves(spec, target))
+    kernels = tuple(kernel for kernel in choose.kernels_of(target) if not kernel.serves(spec, target))
     return dataclasses.replace(form, offsets=offsets, kernels=kernels, spec=spec, target=target, shapes=shapes)
-
-
-def _plan_launches(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """The plan of the first kernel that takes these numbers of tokens and sequences."""
-    for kernel in kernels:
-        plan = kernel.plan(spec, target, shapes)
-        if plan is not None:
-            return plan
-    raise AssertionError("prefill.py serves whatever unsupported() lets through")
-
-
-def _kernels(target: Target) -> Iterator[ModuleType]:
-    """The kernels in order of preference; those in Gluon are imported only where they can run.
-
-    A module's ``serves(spec, target)`` gives the reasons against it. Its ``plan(spec, target, shapes)`` is what it
-    launches for a batch, or None if the next kernel should take it. Its ``depends_on`` says on what else
-    than the tiles and the count of sequences that depends. A new kernel is one more module here.
-    """
-    if target.has_hopper_gluon:
-        yield from _hopper()
-    yield latent
-    yield decode
-    yield prefill
-
-
-@functools.cache
-def _hopper() -> tuple[ModuleType, ...]:
-    from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, latent_few, latent_fp8, mixed, shares
-    from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
-
-    return shares, mixed, dense, fp8, latent_few, latent_hopper, latent_fp8

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **bound}
 
 
-class Plan(NamedTuple):
+class Tiles(NamedTuple):
     """What one call launches: the same for all batches of its shapes."""
 
     split: Tile
@@ -126,26 +126,26 @@ def parts_fit(S: int, K: int, programs: int) -> bool:
     return 3 * S * K <= programs <= FAN * S * K
 
 
-def fan_of(tile: TileShape, spec: Spec, target: Target, S: int, programs: int) -> int:
+def fan_of(tiles: Tiles, spec: Spec, target: Target, S: int) -> int:
     """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them.
 
-    By what was measured on an H200 (docs/gpu-designs.md): with fewer parts a program often merges two units, and with
+    Measured on an H200 (benchmarks/notes/gpu-designs.md): with fewer parts a program often merges two units, and with
     many, or large ones, one program takes longer than many do. Nothing was measured on other GPUs, and Triton 3.7
     does not compile it for ROCm (a pointer that changes in a loop).
     """
-    fast = target.is_hopper and tile.W and spec.storage.dtype.itemsize == 2
-    return FAN if fast and parts_fit(S, spec.K, programs) else 0
+    fast = target.is_hopper and tiles.slices and spec.storage.dtype.itemsize == 2
+    return FAN if fast and parts_fit(S, spec.K // tiles.heads, tiles.programs) else 0
 
 
-def plan_of(spec: Spec, target: Target, T: int, S: int) -> Plan:
-    """:func:`plan` for a call."""
+def tiles_of(spec: Spec, target: Target, T: int, S: int) -> Tiles:
+    """:func:`choose_tiles` for a call."""
     D, Dv, masks = spec.k_side.size, spec.v_side.size, spec.masks
     form = masks.sparse, is_sliceable(spec), spec.K if has_adjacent_heads(spec) else 0
-    return plan(spec.dtype, spec.storage.dtype, T, S, spec.G, D, Dv, target, *form)
+    return choose_tiles(spec.dtype, spec.storage.dtype, T, S, spec.G, D, Dv, target, *form)
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(
+def choose_tiles(
     dtype: torch.dtype,
     stored: torch.dtype,
     T: int,
@@ -157,7 +157,7 @@ def plan(
     sparse: bool = False,
     sliceable: bool = False,
     adjacent: int = 0,
-) -> Plan:
+) -> Tiles:
     """The tiles for T rows in S sequences. Lengths are not known: any batch of these shapes is computed correctly.
 
     ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.is_sliceable`. ``adjacent``: the number of key/value heads
@@ -200,7 +200,7 @@ def plan(
             split = Tile(split_m, split_n, 8 if one_fits else 4, max(1, min(split_stages, space // stage)))
         programs = per_sm * target.processors
     slices = min(split.block_n // SLICE, split.num_warps) if sliced else 0
-    return Plan(split, slices, 2 if together else 1, prefill, programs, all_split)
+    return Tiles(split, slices, 2 if together else 1, prefill, programs, all_split)
 
 
 def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows") -> tuple[Tile, int]:
@@ -223,10 +223,9 @@ def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows
 def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool = True) -> list[tuple[int, int]]:
     """Batches (T, S) that together launch every kernel of any batch with at most so many tokens and sequences.
 
-    They are all that :func:`plan`, :func:`whole_units`, :func:`parts_fit`, what the kernels' ``depends_on`` return,
-    and the count of sequences distinguish: S by powers of two, and between a few and many; T by equal lengths, by
-    fewer rows than sequences, and by unequal lengths with few and with many tiles of query rows. Once they have run, no
-    later batch waits for a compiler.
+    Sizes that the kernels' ``plan`` functions distinguish: S by powers of two, and between a few and many; T by equal
+    lengths, by fewer rows than sequences, and by unequal lengths with few and with many tiles of query rows. Once these
+    batches have run, no later batch waits for a compiler.
 
     ``equal_lengths`` False leaves out batches whose sequences may all have the same number of tokens, above one, and
     batches of fewer rows than sequences. Such batches are rare unless they are planned, and need half of all kernels.

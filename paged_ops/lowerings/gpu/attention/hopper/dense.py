@@ -4,8 +4,8 @@ It also takes sequences of few tokens in the same batch, or with many query head
 One program per multiprocessor takes items, which are tiles of query rows of one key/value head, the longest first. A
 scheduler takes items and fetches their query rows ahead. A producer warp brings keys and values to shared memory by
 TMA, one block of the cache at a time. Two or three consumer warpgroups multiply, with 64 of the rows each: while the
-tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. docs/gpu-designs.md has the
-designs that were measured.
+tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. The designs that
+were measured: benchmarks/notes/gpu-designs.md.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens per block. A tile has
 M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are kept as groups of 8
@@ -41,12 +41,20 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     query_places,
     value_parts_of,
 )
-from paged_ops.lowerings.gpu.attention.hopper.launch import Described, HopperLaunch, aligned_rows, contiguous_rows
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
-from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.launch import (
+    NOT_TMA,
+    Described,
+    HopperLaunch,
+    aligned_rows,
+    contiguous_rows,
+)
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.ring import ring_of, signal_of
+from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Grid, Plan, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Side, Spec, not_applied
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Side, Spec, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
@@ -90,33 +98,37 @@ def served_sizes() -> list[int]:
     return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve a batch; None if this kernel would take none of its sequences, or if the call forbids it."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    short = _short_of(tile_plan, spec, target, shapes.T, shapes.S)
-    if tile_plan.all_split and short < 0:
-        return None
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    short = _short_of(tiles, spec, target, shapes.T, shapes.S)
+    if tiles.all_split and short < 0:
+        return ALL_SPLIT
     if not has_form(spec, shapes):
-        return None
+        return NOT_TMA
     consumers = 2 if has_short_spans(spec, shapes.numbers) else consumers_of(spec, target, shapes.T)
+    return tiles, tuning.division(tiles.split.block_m, shapes.S, short), consumers
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    tiles, division, consumers = choice
     shape = shape_of(spec, target.shared_memory, consumers)
     described = descriptors(spec, shape.page)
-    return plan_of_items(prefill_kernel, {"SHAPE": shape}, (), described, spec, target, shapes, short)
+    more = (division.short,)
+    return build_items(dense_kernel, {"SHAPE": shape}, (), described, spec, target, tiles, division, more)
 
 
-def plan_of_items(
+def build_items(
     kernel: Any, constants: dict[str, Any], takes: tuple[str, ...], described: list[Described], spec: Spec,
-    target: Target, shapes: Shapes, short: int | None, at_once: int = 1024,
-) -> Plan:  # fmt: skip
+    target: Target, tiles: tuning.Tiles, division: Division, more: tuple[int, ...] = (), at_once: int = 1024,
+) -> Launches:  # fmt: skip
     """Launches that serve every sequence of a batch: that of a kernel that takes items, and split_kernel's.
 
     Args:
-        takes, described: as in :class:`HopperLaunch`.
-        short: see :func:`short_keys`; None if the kernel takes no short sequences.
+        takes, described, more: as in :class:`HopperLaunch`.
         at_once: the most sequences that the kernel counts in one vector.
     """
-    bound = -1 if short is None else short
-    division = tuning.division(tuning.plan_of(spec, target, shapes.T, shapes.S).split.block_m, shapes.S, bound)
     constants = {
         "SPEC": read_spec(spec),
         # These two are not constants here.
@@ -129,9 +141,12 @@ def plan_of_items(
     def grid(numbers: Numbers) -> Grid:
         return min((numbers.T // tokens + numbers.S) * K, most), 1, 1
 
-    launcher, more = launcher_of(kernel, constants, target.device), () if short is None else (short,)
+    launcher = launcher_of(kernel, constants, target.device)
     launch = HopperLaunch(launcher, grid, ("taken", *takes), described, rows_of(spec), more)
-    return decode.plan_around((launch,), spec, target, shapes, division, counted=True)
+    return decode.build_around((launch,), spec, target, tiles, division, counted=True)
+
+
+ALL_SPLIT = "every sequence fits a tile of split_kernel, which is faster"  # why plan() refuses a batch
 
 
 def has_form(spec: Spec, shapes: Shapes) -> bool:
@@ -158,14 +173,9 @@ def read_spec(spec: Spec) -> Spec:
     return spec._replace(query=(spec.K * spec.G * D, D, 1)) if are_copied(spec) else spec
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return _short_of(tile_plan, spec, target, T, S), consumers_of(spec, target, T)
-
-
-def _short_of(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> int:
-    items = 0 if tile_plan.all_split else T * spec.G // BLOCK_M * spec.K
-    return short_keys(tile_plan.split.block_m, S * spec.K, items, target.processors)
+def _short_of(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> int:
+    items = 0 if tiles.all_split else T * spec.G // BLOCK_M * spec.K
+    return short_keys(tiles.split.block_m, S * spec.K, items, target.processors)
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:
@@ -231,8 +241,16 @@ def _rows(side: Side, spec: Spec, N: int) -> int:
     return (N - 1) * matrix.rows_n + (spec.K - 1) * matrix.rows_head + spec.B
 
 
+class Columns(NamedTuple):
+    """The columns of keys or values of a head, in parts (see head_chunks.py), and their place in the cache."""
+
+    size: int
+    parts: tuple[int, ...]
+    matrix: Matrix
+
+
 class HopperShape(NamedTuple):
-    """The tile, how it is brought, and each side's parts and :class:`Matrix`."""
+    """The tile, and how it is brought."""
 
     M: int
     N: int
@@ -242,10 +260,8 @@ class HopperShape(NamedTuple):
     row_slots: int  # tiles of their query rows in shared memory
     heads: int  # key/value heads that are served at a time
     registers: tuple[int, ...]  # of a thread of all roles but the first, which has the rest
-    k_parts: tuple[int, ...]
-    v_parts: tuple[int, ...]
-    k_matrix: Matrix
-    v_matrix: Matrix
+    k: Columns
+    v: Columns
     warps: int  # of the scheduler
 
 
@@ -264,9 +280,9 @@ def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
     stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
     heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
     page = min(spec.B & -spec.B, N)
-    parts, matrices = (k_parts, v_parts), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
+    k, v = Columns(D, k_parts, matrix_of(spec.k_side, spec)), Columns(Dv, v_parts, matrix_of(spec.v_side, spec))
     registers, warps = (_registers(spec), 4) if consumers == 2 else (REGISTERS_OF_THREE, 1)
-    return HopperShape(M, N, page, stages, slots, slots, heads, registers, *parts, *matrices, warps)
+    return HopperShape(M, N, page, stages, slots, slots, heads, registers, k, v, warps)
 
 
 def _registers(spec: Spec) -> tuple[int, int, int]:
@@ -307,75 +323,55 @@ def pairs_of(cache: Tensor) -> Tensor:
 
 
 class Shared(NamedTuple):
-    """The contents of shared memory: the fields of items, tiles of query rows, keys and values, each a tuple of its
-    parts; and for each, barriers that say that it has arrived, and that its place is free."""
+    """The contents of shared memory."""
 
-    items: Any
-    item_full: Any
-    item_empty: Any
+    items: Any  # their fields
+    item_ring: Any
     q_groups: Any  # the query rows as the scheduler fetches them
     q_tiles: Any  # the same, as they are multiplied
-    k_pages: Any  # the keys as the producer brings them
-    k_tiles: Any
-    k_full: Any
-    k_empty: Any
-    v_pages: Any
-    v_tiles: Any
-    v_full: Any
-    v_empty: Any
-    v_clean: Any  # barriers: values that no row may see are zeroed
-    places: Any  # None, or, of items that are parts of units: see hopper_shares.py
-    rows_full: Any  # None, or barriers: the items' query rows have arrived apart from their fields
-    row_factors: Any  # None, or factors of the rows' scores: see hopper_fp8.py
-
-
-@gluon.jit
-def first_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    consumer(0, tensors, numbers, shared, SPEC, SHAPE)
-
-
-@gluon.jit
-def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    consumer(1, tensors, numbers, shared, SPEC, SHAPE)
-
-
-@gluon.jit
-def third_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    consumer(2, tensors, numbers, shared, SPEC, SHAPE)
+    k: Any  # Tiles
+    v: Any
+    newest_clean: Any  # per item: the values of its newest tile that no row may see are zeroed,
+    oldest_clean: Any  # and those of its oldest tile
+    places: Any  # None, or for items that are parts of units: see shares.py
+    rows_full: Any  # None, or per item: its query rows have arrived, later than its fields
+    row_factors: Any  # None, or factors of the rows' scores: see fp8.py
 
 
 @gluon.jit
 def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, READERS: gl.constexpr = 1):
     """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return. READERS: of
-    items, beside the consumers."""
+    items, in addition to the consumers."""
     M: gl.constexpr = SHAPE.M
     CONSUMERS: gl.constexpr = M // WARPGROUP
-    N: gl.constexpr = SHAPE.N
-    STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
-    K_PARTS: gl.constexpr = SHAPE.k_parts
-    V_PARTS: gl.constexpr = SHAPE.v_parts
-    pages: gl.constexpr = STAGES * (N // SHAPE.page)
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    RELEASES: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see release_tile
     q_groups = query_places(dtype, ROW_SLOTS * M, K_PARTS)
-    k_pages = places(dtype, pages, SHAPE.page, K_PARTS)
-    v_pages = places(dtype, pages, SHAPE.page, V_PARTS)
     q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
-    k_tiles = as_tiles(k_pages, dtype, STAGES, N, K_PARTS)
-    v_tiles = as_tiles(v_pages, dtype, STAGES, N, V_PARTS)
+    keys = tiles_of(dtype, K_PARTS, SHAPE, RELEASES)
+    values = tiles_of(dtype, SHAPE.v.parts, SHAPE, RELEASES)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
-    # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
-    RETURNS: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see give_back
-    CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
-    return (
-        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + READERS), q_groups, q_tiles,
-        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS),
-        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS), barriers(CLEAN, 1),
-    )  # fmt: skip
+    item_ring = ring_of(SLOTS, 1, CONSUMERS + READERS)
+    newest_clean = signal_of(SLOTS)
+    oldest_clean = newest_clean
+    if SPEC.masks.window or SPEC.masks.chunk:
+        oldest_clean = signal_of(SLOTS)
+    return items, item_ring, q_groups, q_tiles, keys, values, newest_clean, oldest_clean
 
 
+@gluon.jit
+def tiles_of(dtype: gl.constexpr, PARTS: gl.constexpr, SHAPE: gl.constexpr, RELEASES: gl.constexpr):
+    """A ring of tiles of keys, or of values, which is empty after RELEASES arrivals."""
+    STAGES: gl.constexpr = SHAPE.stages
+    pages = places(dtype, STAGES * (SHAPE.N // SHAPE.page), SHAPE.page, PARTS)
+    return Tiles(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
+
+
+# More than 20 parameters: Triton takes numbers that it shall not specialise on, and descriptors, one by one.
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
-def prefill_kernel(
+def dense_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
@@ -387,17 +383,18 @@ def prefill_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
+    batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if SHAPE.M > 2 * WARPGROUP:
         gl.warp_specialize(
             [
-                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (third_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, SHAPE)),
+                (consumer, (1, batch, shared, SPEC, SHAPE)),
+                (consumer, (2, batch, shared, SPEC, SHAPE)),
+                (scheduler, (batch, short, shared, SPEC, DIVISION, SHAPE)),
+                (producer, (descs, batch, shared, SPEC, SHAPE)),
             ],
             [4, 4, 1, 1],
             SHAPE.registers,
@@ -405,10 +402,10 @@ def prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+                (scheduler, (batch, short, shared, SPEC, DIVISION, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, SHAPE)),
+                (consumer, (1, batch, shared, SPEC, SHAPE)),
+                (producer, (descs, batch, shared, SPEC, SHAPE)),
             ],
             [4, 4, 1],
             SHAPE.registers,

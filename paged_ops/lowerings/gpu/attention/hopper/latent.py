@@ -38,14 +38,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.latent_consumer import scores, values
-from paged_ops.lowerings.gpu.attention.hopper.launch import moved
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, moved
 from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
-from paged_ops.lowerings.gpu.launch import Launch, Launcher, Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Launch, Launcher, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
@@ -76,20 +76,22 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py. A launch describes the rows of its queries, so each number of tokens has its own."""
-    return T, S
-
-
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve every sequence of a batch; None if this kernel cannot."""
-    side, R = spec.v_side, spec.v_side.size
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel cannot serve it. A launch describes the rows of its queries, so
+    each number of tokens has its own."""
     if not has_form(spec, shapes):
-        return None
+        return NOT_TMA
+    return shapes.T, tuning.division(ROWS, shapes.S, everyone=True)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    _, division = choice
+    side, R = spec.v_side, spec.v_side.size
     spec = packed(spec, ROWS)
     page, P = min(spec.B & -spec.B, KEYS), target.processors
     apart = spec.K > 1 and P % spec.K == 0
-    division = tuning.division(ROWS, shapes.S, everyone=True)._replace(heads_apart=apart, aligned=True)
+    division = division._replace(heads_apart=apart, aligned=True)
     constants = {
         "SPEC": spec,
         "DIVISION": division,

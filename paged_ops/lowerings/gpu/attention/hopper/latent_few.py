@@ -9,7 +9,7 @@ tile is chunks of 64 keys by 64 columns: the rotated columns first, then the lat
 TMA, and the query rows of the next unit ahead of time. One warpgroup multiplies.
 
 Letters: as in latent.py. Bytes of a key in bfloat16: 2 (R + P); FLOPs of a key and a query row: 2 (2 R + P).
-docs/latent.md has the designs that were measured.
+benchmarks/notes/latent.md has the designs that were measured.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from paged_ops.lowerings.gpu.attention.hopper import latent
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.latent import CACHE, KEYS, QUERY, STAGES, LatentLaunch, LatentShape
 from paged_ops.lowerings.gpu.attention.hopper.latent_consumer import bounds_of
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA
 from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
-from paged_ops.lowerings.gpu.launch import Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
@@ -50,17 +51,23 @@ REGISTERS = (40,)  # of the producer
 
 
 serves = latent.serves
-depends_on = latent.depends_on
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve every sequence of a batch; None if another kernel should."""
-    side, R = spec.v_side, spec.v_side.size
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if another kernel should serve it."""
     rows = tuning.power_of_2(-(-shapes.T // shapes.S)) * tuning.power_of_2(spec.heads)
-    if rows > ROWS or not latent.has_form(spec, shapes):
-        return None
+    if rows > ROWS:
+        return f"query: expected at most {ROWS} packed query rows per sequence, got {rows}"
+    if not latent.has_form(spec, shapes):
+        return NOT_TMA
+    return shapes.T, tuning.division(ROWS, shapes.S, everyone=True)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    _, division = choice
+    side, R = spec.v_side, spec.v_side.size
     spec = latent.packed(spec, ROWS)
-    division = tuning.division(ROWS, shapes.S, everyone=True)
     page, P = min(spec.B & -spec.B, KEYS), target.processors
     constants = {
         "SPEC": spec,

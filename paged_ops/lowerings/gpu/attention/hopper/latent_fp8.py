@@ -13,7 +13,8 @@ the weights, two more multiply the weights with half of the value columns each, 
 and merge are those of that module.
 
 Letters: as there; a group is 128 latent columns, a chunk is 64 columns. Bytes of a key: R + P, or 656 in rows that hold
-their scales (scaled_rows.py); FLOPs of a key and a query row: 2 (2 R + P). docs/latent.md has what was measured.
+their scales (scaled_rows.py); FLOPs of a key and a query row: 2 (2 R + P). Measurements:
+benchmarks/notes/latent.md.
 
 Longer than 500 lines: what the warps do depends on one order of bytes and columns in shared memory.
 """
@@ -42,6 +43,7 @@ from paged_ops.lowerings.gpu.attention.hopper import latent
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.latent import CACHE, KEYS, LATENT, QUERY, ROTATED, LatentLaunch
 from paged_ops.lowerings.gpu.attention.hopper.latent_consumer import SLACK, bounds_of
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA
 from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch, oldest_key
@@ -49,7 +51,7 @@ from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.fp8 import widen_halves, widen_pairs
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
-from paged_ops.lowerings.gpu.launch import Launcher, Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Launcher, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
@@ -68,8 +70,6 @@ APPLIES = frozenset(
     }
 )
 
-depends_on = latent.depends_on
-
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
@@ -86,17 +86,23 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve every sequence of a batch; None if this kernel cannot."""
-    side, R = spec.v_side, spec.v_side.size
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch; the reason if this kernel cannot serve it."""
     if not latent.has_form(spec, shapes):
-        return None
+        return NOT_TMA
     rows = tuning.power_of_2(-(-shapes.T // shapes.S)) * tuning.power_of_2(spec.heads)
     rows = min(max(rows, FEW), MANY)
+    return shapes.T, rows, tuning.division(rows, shapes.S, everyone=True)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    _, rows, division = choice
+    side, R = spec.v_side, spec.v_side.size
     spec = latent.packed(spec, rows)
     page, P = min(spec.B & -spec.B, KEYS), target.processors
     apart = spec.K > 1 and P % spec.K == 0
-    division = tuning.division(rows, shapes.S, everyone=True)._replace(heads_apart=apart, aligned=True)
+    division = division._replace(heads_apart=apart, aligned=True)
     stages, units, registers = SIZES[rows]
     if spec.storage.row_scales and rows > FEW:
         stages -= 1  # four tiles of weights rather than one

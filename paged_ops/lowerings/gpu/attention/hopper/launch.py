@@ -22,6 +22,9 @@ TAKEN = {"out", "lse", "query", "block_tables", "seq_lens", "query_start_loc", "
 
 PARTS = "parts", "part_lse"  # also those whose programs leave parts of units
 
+# The reason of plan() where has_form() says no.
+NOT_TMA = "scale, block_tables or kv_cache: expected a positive scale, block ids, and caches that TMA can address"
+
 
 def aligned_rows(query: Tensor) -> Tensor:
     """The query at a multiple of 16 bytes, with the same strides; a copy if necessary."""

@@ -40,7 +40,7 @@ from paged_ops.lowerings.gpu.attention.shared.work_split import (
     shares,
 )
 from paged_ops.lowerings.gpu.attention.triton.slices import join_slices, nothing_summed, of_own_head, see_slices
-from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, in_units, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
@@ -63,67 +63,69 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return not_applied(spec, APPLIES) + tuning.too_large(spec.k_side.size, spec.v_side.size)
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """On what :func:`plan` depends besides the spec, the target, the tiles and the count of sequences: equal values
-    have equal plans, whatever T and S are."""
-    P, K = tile_plan.programs, spec.K // tile_plan.heads
-    return tuning.whole_units(T, S, K, P, target), tuning.parts_fit(S, K, P)
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice for a batch whose sequences it should serve all, else the reason against it."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    if not tiles.all_split:
+        return f"sequences may have more than {tiles.split.block_m} packed query rows"
+    K, programs = spec.K // tiles.heads, tiles.programs
+    division = tuning.division(tiles.split.block_m, shapes.S, everyone=True)
+    whole = tuning.whole_units(shapes.T, shapes.S, K, programs, target)
+    fan = tuning.fan_of(tiles, spec, target, shapes.S)
+    return tiles, tuning.by_warps(division)._replace(whole=whole), fan
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan | None:
-    """Launches that serve every sequence of a batch; None if this kernel should not take all of them."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    if not tile_plan.all_split:
-        return None
-    units = in_units(spec, tile_plan.heads)
-    division = tuning.division(tile_plan.split.block_m, shapes.S, everyone=True)
-    whole = tuning.whole_units(shapes.T, shapes.S, units.K, tile_plan.programs, target)
-    division = tuning.by_warps(division)._replace(whole=whole)
-    plan = plan_around((), spec, target, shapes, division)
-    fan = tuning.fan_of(split_shape(tile_plan, units), units, target, shapes.S, tile_plan.programs)
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    tiles, division, fan = choice
+    launches = build_around((), spec, target, tiles, division)
     if not fan:
-        return plan
-    launch = split_launch(tile_plan, units, target, division, fan)
-    return Plan((launch,), plan.workspace, tile_plan.programs * INTEGERS.value, plan.launches)
+        return launches
+    launch = split_launch(tiles, in_units(spec, tiles.heads), target, division, fan)
+    return Launches((launch,), launches.workspace, tiles.programs * INTEGERS.value, launches.launches)
 
 
-def plan_around(
-    between: tuple[Launch, ...], spec: Spec, target: Target, shapes: Shapes, division: Division, counted: bool = False
-) -> Plan:
+def build_around(
+    between: tuple[Launch, ...],
+    spec: Spec,
+    target: Target,
+    tiles: tuning.Tiles,
+    division: Division,
+    counted: bool = False,
+) -> Launches:
     """Launches that serve split_kernel's sequences by ``division``, around the launch for the others. ``counted``: that
     one takes its work by counters."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    spec = in_units(spec, tile_plan.heads)
-    launch = split_launch(tile_plan, spec, target, division, 0, counted)
-    merged = tuning.shape(tile_plan.split, spec, weighed=False)
-    return with_merge((launch, *between), tile_plan.programs, merged, spec, target, division)
+    spec = in_units(spec, tiles.heads)
+    launch = split_launch(tiles, spec, target, division, 0, counted)
+    merged = tuning.shape(tiles.split, spec, weighed=False)
+    return with_merge((launch, *between), tiles.programs, merged, spec, target, division)
 
 
-def split_shape(tile_plan: tuning.Plan, spec: Spec) -> TileShape:
+def split_shape(tiles: tuning.Tiles, spec: Spec) -> TileShape:
     paired = spec.storage.paired
-    return tuning.shape(tile_plan.split, spec, slices=tile_plan.slices, paired=paired, heads=tile_plan.heads)
+    return tuning.shape(tiles.split, spec, slices=tiles.slices, paired=paired, heads=tiles.heads)
 
 
 def split_launch(
-    tile_plan: tuning.Plan, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
+    tiles: tuning.Tiles, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
 ) -> Launch:
     """The launch of split_kernel. ``fan``: its programs merge so many parts at a time; 0: they merge none."""
     constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "TILE": split_shape(tile_plan, spec),
+        "TILE": split_shape(tiles, spec),
         "FAN": fan,
         **target.overlap(),
-        **tile_plan.split.options(target.backend != "hip"),
+        **tiles.split.options(target.backend != "hip"),
     }
     without = (*(() if counted else ("taken",)), *(() if fan else ("T", "arrived")))
     launcher = launcher_of(split_kernel, constants, target.device, without)
-    return Launch(launcher, (tile_plan.programs, 1, 1), without)
+    return Launch(launcher, (tiles.programs, 1, 1), without)
 
 
 def with_merge(
     launches: tuple[Launch, ...], P: int, tile: TileShape, spec: Spec, target: Target, division: Division
-) -> Plan:
+) -> Launches:
     """Launches of which the first has P programs that leave parts of the units that their shares divide, with tiles of
     this shape; and the launch that merges them."""
     constants = {
@@ -137,7 +139,7 @@ def with_merge(
     merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, helpers, 1), NOT_OF_MERGE)
     to_lse = P * 2 * tile.M * spec.v_side.size
     to_taken = to_lse + P * 2 * tile.M
-    return Plan((*launches, merge), (to_lse, to_taken, to_taken + 4))
+    return Launches((*launches, merge), (to_lse, to_taken, to_taken + 4))
 
 
 # Where values are wider (latents), or rows many, so many programs merge what one leaves: with one, that took too long.

@@ -15,8 +15,6 @@ absorbed form of DeepSeek-V2 (arXiv:2405.04434), in which the latents are keys a
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -42,7 +40,7 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
 )
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.scaled_rows import load_scales, rotated_columns, times_scales
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
@@ -63,16 +61,16 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return not_applied(spec, APPLIES | {"latent", "row_scales"}) + too_large(spec.v_side.size, spec.rotated.size)
 
 
-def depends_on(tile_plan: tuning.Plan, spec: Spec, target: Target, T: int, S: int) -> Any:
-    """As in decode.py."""
-    return tuning.latent_tile(spec, target, T, S)
-
-
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """Launches that serve any batch."""
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
+    """The choice for any batch."""
     tile, programs = tuning.latent_tile(spec, target, shapes.T, shapes.S)
+    return tile, programs, tuning.division(tile.block_m, shapes.S, everyone=True)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    tile, programs, division = choice
     grouped = in_groups(spec, tile.block_m)
-    division = tuning.division(tile.block_m, shapes.S, everyone=True)
     shape = tile_shape(tile, spec)
     constants = {
         "SPEC": grouped,

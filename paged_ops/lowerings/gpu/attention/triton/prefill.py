@@ -27,7 +27,7 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
     stripe_offset,
 )
 from paged_ops.lowerings.gpu.attention.triton import decode
-from paged_ops.lowerings.gpu.launch import Grid, Launch, Plan, launcher_of
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
 from paged_ops.lowerings.gpu.target import Target
 
@@ -37,13 +37,16 @@ def serves(spec: Spec, target: Target) -> list[str]:
     return decode.serves(spec, target)
 
 
-depends_on = decode.depends_on
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
+    """The choice for any batch: this kernel takes the longer sequences, decode.py the others."""
+    tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
+    return tiles, tuning.division(tiles.split.block_m, shapes.S)
 
 
-def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
-    """Launches that serve any batch: this kernel takes the longer sequences, decode.py the others."""
-    tile_plan = tuning.plan_of(spec, target, shapes.T, shapes.S)
-    tile, division = tile_plan.prefill, tuning.division(tile_plan.split.block_m, shapes.S)
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    tiles, division = choice
+    tile = tiles.prefill
     constants = {
         "SPEC": spec,
         "DIVISION": division,
@@ -58,7 +61,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Plan:
 
     launcher = launcher_of(prefill_kernel, constants, target.device)
     launch = Launch(launcher, grid, ("parts", "part_lse", "taken", "arrived", "T"))
-    return decode.plan_around((launch,), spec, target, shapes, division)
+    return decode.build_around((launch,), spec, target, tiles, division)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)

@@ -1,0 +1,45 @@
+"""Which kernel serves a call: the modules of kernels in order of preference.
+
+A module's ``serves(spec, target)`` gives the reasons against it for a kind of call. Its ``plan(spec, target, shapes)``
+makes a hashable choice for one batch, or gives the reason why the next kernel should serve it. Its ``build(choice,
+spec, target, shapes)`` makes the launches of a choice; it takes T and S from the choice only, so that batches of equal
+choices share them. A new kernel is one more module here.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+from paged_ops.lowerings.gpu.attention.triton import decode, latent, prefill
+from paged_ops.lowerings.gpu.launch import Choice, Launches
+from paged_ops.lowerings.gpu.spec import Shapes, Spec
+from paged_ops.lowerings.gpu.target import Target
+
+
+def kernels_of(target: Target) -> tuple[ModuleType, ...]:
+    """The modules of all kernels of a target; those in Gluon are imported only where they can run."""
+    return (*(hopper_kernels() if target.has_hopper_gluon else ()), latent, decode, prefill)
+
+
+@functools.cache
+def hopper_kernels() -> tuple[ModuleType, ...]:
+    from paged_ops.lowerings.gpu.attention.hopper import dense, fp8, latent_few, latent_fp8, mixed, shares
+    from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
+
+    return shares, mixed, dense, fp8, latent_few, latent_hopper, latent_fp8
+
+
+def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: Shapes) -> tuple[ModuleType, Choice]:
+    """The first of the kernels that takes a batch, and its choice."""
+    for kernel in kernels:
+        choice = kernel.plan(spec, target, shapes)
+        if not isinstance(choice, str):
+            return kernel, choice
+    raise AssertionError("prefill.py serves whatever unsupported() lets through")
+
+
+def launches_of(kernel: ModuleType, spec: Spec, target: Target, shapes: Shapes) -> Launches | str:
+    """What a kernel would launch for a batch, or its reason against it."""
+    choice = kernel.plan(spec, target, shapes)
+    return choice if isinstance(choice, str) else kernel.build(choice, spec, target, shapes)  # type: ignore[no-any-return]
