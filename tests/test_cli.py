@@ -197,12 +197,12 @@ def test_every_feature_of_the_page_is_one_that_supports_knows() -> None:
         (
             ["generate", "--model", str(demo.DEMO_MODEL), "--prompt", "x", "--prompt", ""],
             1,
-            "--prompt: expected text, got '' as prompt 2 of 2",
+            "--prompt: expected at least one token, got '' as prompt 2 of 2",
         ),
         (
             ["bench", "--device", "cpu", "--cases", "nonsense"],
             1,
-            "finds some of cpu 32/8 8x2048 float32; cpu 32/8 ragged16",
+            "matches some of cpu 32/8 8x2048 float32; cpu 32/8 ragged16",
         ),
         (["bench", "--device", "cpu", "--list", "--cases", "nonsense"], 1, "ragged16 bfloat16; cpu 32/8 1x256 prefill"),
         (["bench", "--device", "cpu", "--cases", "("], 1, "--cases: expected a regular expression, got (: missing )"),
@@ -247,7 +247,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a config": (_cut("config.json", 20), "config.json' is not a valid JSON file"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "Should have a `model_type` key"),
     "a config of wrong types": (_with_config(hidden_size="many"), "Field 'hidden_size' expected int, got str"),
-    "fewer layers than the config": (_with_config(num_hidden_layers=9), "its weights lack 27 tensors that its config"),
+    "fewer layers than the config": (_with_config(num_hidden_layers=9), "its weights miss 27 tensors that its config"),
     "other sizes than the config": (_with_config(intermediate_size=48), "its weights have other sizes of 18 tensors"),
     "half a tokenizer": (_cut("tokenizer.json", 500), "Expecting value: line 1 column 500"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "Couldn't instantiate the backend tokenizer"),

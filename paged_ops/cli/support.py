@@ -1,4 +1,4 @@
-"""``paged-ops support``: which op and which feature runs on which device; the page docs/support.md."""
+"""``paged-ops support``: the devices of each op and feature; the page docs/support.md."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def support(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/support.md.")] = False,
 ) -> None:
-    """Which op and which feature runs on which device, and why not."""
+    """Print the devices of each op and feature, and the reasons why not."""
     if json:
         print(json_module.dumps(support_of_ops()))
     elif markdown:
