@@ -106,9 +106,9 @@ def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, An
 # What racecheck reports of the Hopper kernel although barriers order it, by the text of the lines that read and write:
 # benchmarks/notes/gpu-kernels.md names the barriers, and the evidence.
 ORDERED = (
-    ("def prefill_kernel(", "def prefill_kernel("),
-    ("def prefill_kernel(", "gl.warp_specialize("),
-    ("return gl.sum(items.index(", "shared.items.index("),
+    ("def dense_kernel(", "def dense_kernel("),
+    ("def dense_kernel(", "gl.warp_specialize("),
+    ("return gl.sum(shared.items.index(", "shared.items.index("),
 )
 
 

@@ -26,21 +26,21 @@ def line_of(proof, start):
 
 
 def report(read, *writes):
-    first = f"========= Error: Race reported between Read access at prefill_kernel+0x130 in {read}\n"
+    first = f"========= Error: Race reported between Read access at dense_kernel+0x130 in {read}\n"
     return first + "".join(
-        f"=========     and Write access at prefill_kernel+0x11920 in {write} [4 hazards]\n" for write in writes
+        f"=========     and Write access at dense_kernel+0x11920 in {write} [4 hazards]\n" for write in writes
     )
 
 
 def test_ordered_races_are_known(proof):
-    start, workers = line_of(proof, "def prefill_kernel("), line_of(proof, "gl.warp_specialize(")
-    read, write = line_of(proof, "return gl.sum(items.index("), line_of(proof, "shared.items.index(")
+    start, workers = line_of(proof, "def dense_kernel("), line_of(proof, "gl.warp_specialize(")
+    read, write = line_of(proof, "return gl.sum(shared.items.index("), line_of(proof, "shared.items.index(")
     assert proof.unexplained_races(report(start, start, workers) + report(read, f"/somewhere/{write}")) == []
     assert proof.unexplained_races("no hazards") == []
 
 
 def test_others_are_named(proof):
-    start, workers = line_of(proof, "def prefill_kernel("), line_of(proof, "gl.warp_specialize(")
+    start, workers = line_of(proof, "def dense_kernel("), line_of(proof, "gl.warp_specialize(")
     other = line_of(proof, "def serves(")
     assert proof.unexplained_races(report(start, other)) == [f"Read {start} and Write {other}"]
     assert len(proof.unexplained_races(report(workers, start))) == 1

@@ -81,7 +81,7 @@ def check_copies(key: torch.Tensor, value: torch.Tensor) -> None:
     """Of each part of the columns, what a copy brings, by the strides of its descriptor."""
     call = spec_of(key, value, torch.zeros(64, key.shape[2], key.shape[4], dtype=key.dtype))
     shape, B, K = dense.shape_of(call, 227 << 10), key.shape[1], key.shape[2]
-    page, sides = shape.page, ((key.squeeze(3), call.k_side, shape.k_parts), (value, call.v_side, shape.v_parts))
+    page, sides = shape.page, ((key.squeeze(3), call.k_side, shape.k.parts), (value, call.v_side, shape.v.parts))
     for cache, side, parts in sides:
         rows_n, rows_head, columns_head = dense.matrix_of(side, call)
         for n, part in enumerate(parts):
@@ -114,7 +114,7 @@ def test_tiles_fit_shared_memory(D, Dv, shape, monkeypatch):
     key, value = (torch.zeros(N, 16, 2, size, dtype=torch.float16) for size in (D, Dv))
     chosen = dense.shape_of(spec_of(key.unsqueeze(3), value, torch.zeros(1, H, D, dtype=torch.float16)), 227 << 10)
     assert (chosen.N, chosen.stages, chosen.slots) == shape
-    used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (D + sum(chosen.v_parts))
+    used = chosen.slots * chosen.M * D + chosen.stages * chosen.N * (D + sum(chosen.v.parts))
     assert 2 * used + dense.OTHERS <= 227 << 10
 
 
@@ -187,7 +187,8 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
         seq_lens=Pointer(torch.tensor([n for _, n in sequences], dtype=torch.int32)),
         query_start_loc=Pointer(torch.tensor(starts, dtype=torch.int32)),
     )
-    few = work.light_programs(tensors, S, short, P, call.G, constants["DIVISION"], constants["SHAPE"].M, 4)
+    batch = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=S))
+    few = work.light_programs(batch, short, P, call.G, constants["DIVISION"], constants["SHAPE"].M, 4)
     begun: dict[bool, list[int]] = {False: [], True: []}
     followed = {}
     for program in range(P):
@@ -376,7 +377,7 @@ def as_torch(monkeypatch):
     )
     monkeypatch.setattr("paged_ops.lowerings.gpu.attention.shared.tile.tl", language)
     monkeypatch.setattr(work, "LIGHT", work.LIGHT.value)
-    functions = "oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile"
+    functions = "oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile", "as_column"
     for module in (work, consumer):
         monkeypatch.setattr(module, "gl", language)
         for name in (*functions, "light_programs", "first_item"):
@@ -401,7 +402,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     done = torch.zeros(int(starts[-1]), dtype=torch.bool)
     seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1)
     constants = (
-        SimpleNamespace(masks=seen, K=K, G=G),
+        SimpleNamespace(masks=seen, K=K, G=G, logits=SimpleNamespace(soft_cap=False)),
         tuning.division(0, 64),
         SimpleNamespace(M=32, N=BLOCK_N, heads=heads),
         4,
@@ -410,10 +411,10 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
         seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=Pointer(ranges)
     )
     numbers = SimpleNamespace(window=window, chunk=chunk, S=len(sequences))
-    for item in range(num_tiles * K):
-        kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end, oldest = (
-            int(each) for each in work.work_item(item, num_tiles, tensors, numbers, -1, *constants)
-        )
+    batch = SimpleNamespace(tensors=tensors, numbers=numbers)
+    for at in range(num_tiles * K):
+        item = work.work_item(at, num_tiles, batch, -1, *constants)
+        kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end, oldest = map(int, item)
         if count == 0 or kh:
             continue
         tokens = torch.arange(first_token, min(first_token + TOKENS, q_len))
@@ -431,7 +432,8 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
             masked = tile == end_tile - 1 or tile >= full_end or (bounded and tile < full_start)
             nothing = torch.full((len(i),), -torch.inf)
             qk = torch.zeros(len(i), BLOCK_N)
-            p, *_ = consumer.softmax_tile(qk, nothing, 1.0, (0, 0), last, low, j, n, masked, True, bounded, False)
+            rows = consumer.Rows(0, 0, last, low, 1.0, (0, 0))
+            p, *_ = consumer.softmax_tile(qk, nothing, rows, j, n, masked, False, constants[0])
             got[:, j] = p > 0
         assert torch.equal(got[:, :n], want[:, : got.shape[1]]) and not want[:, got.shape[1] :].any()
         assert not got[:, n:].any()
@@ -450,9 +452,10 @@ def test_items_are_each_tile_of_each_head_once(K, heads, monkeypatch):
     found = []
     for item in range(num_tiles * K):
         shape, numbers = SimpleNamespace(M=32, N=16, heads=heads), SimpleNamespace(window=0, chunk=0, S=3)
-        fields = work.work_item(item, num_tiles, tensors, numbers, -1, *constants, shape, 4)
-        if int(fields[work.COUNT]):
-            found.append(tuple(int(fields[n]) for n in (work.KV_HEAD, work.SEQUENCE, work.FIRST_TOKEN)))
+        batch = SimpleNamespace(tensors=tensors, numbers=numbers)
+        given = work.work_item(item, num_tiles, batch, -1, *constants, shape, 4)
+        if int(given.tiles):
+            found.append((int(given.kh), int(given.s), int(given.first_token)))
     tiles = [(s, first) for s, q_len in enumerate((40, 1, 16)) for first in range(0, q_len, 8)]
     groups = [range(first, first + heads) for first in range(0, K, heads)]
     assert found == [(kh, *tile) for group in groups for tile in reversed(tiles) for kh in group]

@@ -69,8 +69,8 @@ def test_copies_read_the_bytes(layout, B, K, D, stored):
     page, described = shape.page, fp8.descriptors(pairs, shape.page)
     assert [each and each[0] for each in described] == ["key_cache", None, None, "value_cache", None, None]
     for cache, (_, describe), matrix, parts in (
-        (key.squeeze(3), described[0], of_bytes.k_matrix, of_bytes.k_parts),
-        (value, described[3], of_bytes.v_matrix, of_bytes.v_parts),
+        (key.squeeze(3), described[0], of_bytes.k.matrix, of_bytes.k.parts),
+        (value, described[3], of_bytes.v.matrix, of_bytes.v.parts),
     ):
         descriptor = describe(cache)
         assert parts == (D // 2,)

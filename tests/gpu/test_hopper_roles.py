@@ -14,13 +14,18 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+import triton
+
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
-from paged_ops.lowerings.gpu.attention.hopper import fp8, work
+from paged_ops.lowerings.gpu.attention.hopper import fp8, producer, ring, work
 from paged_ops.lowerings.gpu.attention.hopper.dense import Shared
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
+from paged_ops.lowerings.gpu.attention.hopper.ring import Ring
+from paged_ops.lowerings.gpu.attention.hopper.work import Item
 
 E4M3 = torch.float8_e4m3fn
-COUNT, ROW_START, FIELDS = (getattr(work, name).value for name in ("COUNT", "ROW_START", "FIELDS"))
+FIELDS, ROW_START, TILES = len(Item._fields), Item._fields.index("row_start"), Item._fields.index("tiles")
 TORN = "half written"
 
 
@@ -129,9 +134,10 @@ class Number(int):
 def by_code(monkeypatch, told, loaded):
     """The roles' functions, with what they call replaced."""
     language = SimpleNamespace(
-        full=lambda *_: 0, arange=lambda *_: 0, maximum=max, load=lambda *_: 0, where=lambda c, a, b: a if c else b,
+        full=lambda *_: 0, arange=lambda *_: 0, minimum=min, sum=lambda given, _: Number(given),
+        load=lambda *_: 0, where=lambda c, a, b: a if c else b,
         static_range=range, num_programs=lambda _: 1, program_id=lambda _: 0, join=lambda first, last: Joined(first),
-        BlockedLayout=lambda *_: None, int32=None, int64=None,
+        BlockedLayout=lambda *_: None, int32=None, int64=None, constexpr=object, tuple=tuple,
     )  # fmt: skip
     barrier = SimpleNamespace(
         wait=lambda each, parity: each.wait(parity), arrive=lambda each, count: each.arrive(), expect=lambda *_: None
@@ -142,35 +148,34 @@ def by_code(monkeypatch, told, loaded):
         ticket = next(tickets)
         return ticket, ticket
 
-    def bring_rows(query, row_start, q_len, first_token, kh, groups, slot, *_):
-        groups.index(slot).store((row_start, "given"))
+    def begin_rows(query, item, groups, slot, *_):
+        groups.index(slot).store((item.row_start, "given"))
 
-    def bring(descs, rows, kh, full, pages, stage, *_):
-        pages[0].index(stage).store(loaded[id(pages)])
-        loaded[id(pages)] += 1
-        full.arrive()
+    def bring(descs, rows, kh, to, n, *_):
+        ring.wait_empty(to.ring, n)
+        to.pages[0].index(ring.stage_of(to.ring, n)).store(loaded[id(to.pages)])
+        loaded[id(to.pages)] += 1
+        ring.full_of(to.ring, n).arrive()
 
-    def halve_rows(slot, shared, SHAPE):
-        n, state = shared.q_groups.index(slot).content
+    def halve_rows(n, shared, SHAPE):
+        place = shared.q_groups.index(ring.stage_of(shared.item_ring, n))
+        of, state = place.content
         assert state == "given"
-        shared.q_groups.index(slot).store((n, "halved"))
-        shared.rows_full.index(slot).arrive()
+        place.store((of, "halved"))
+        ring.fill(shared.rows_full, n)
 
     stubs = {
-        "gl": language, "mbarrier": barrier, "FIELDS": FIELDS, "take": take, "bring_rows": bring_rows, "bring": bring,
-        "work_item": lambda item, *_: told[item], "light_programs": lambda *_: 0,
-        "first_item": lambda *_: (False, 0, 0), "rows_of": lambda *_: None,
-        "get": lambda items, slot, field, _: Number(items.index(slot * FIELDS + field).content),
+        "gl": language, "mbarrier": barrier, "FIELDS": FIELDS, "COUNT": TILES, "take": take, "begin_rows": begin_rows,
+        "await_rows": lambda: None, "bring": bring, "light_programs": lambda *_: 0,
+        "first_item": lambda *_: (False, 0, 0), "rows_of": lambda *_: None, "work_item": lambda item, *_: told[item],
         "fence_async_shared": lambda: None, "halve_rows": halve_rows, "as_words": lambda given, *_: given,
-        "widen_words": lambda words, _: (words, words), "convert": fp8.convert.fn,
+        "widen_words": lambda words, _: (words, words),
     }  # fmt: skip
-    names = "COUNT", "KV_HEAD", "SEQUENCE", "SEQ_LEN", "END_TILE", "ROW_START", "Q_LEN", "FIRST_TOKEN"
-    stubs |= {name: getattr(work, name).value for name in names}
-    for module in (work, fp8):
-        for name, stub in stubs.items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stub)
-    return work.scheduler.fn, work.producer.fn, fp8.converter.fn
+    for module in (ring, work, producer, fp8):
+        for name, given in list(vars(module).items()):
+            stub = stubs.get(name, getattr(given, "fn", given) if isinstance(given, triton.JITFunction) else given)
+            monkeypatch.setattr(module, name, stub)
+    return producer.scheduler, producer.producer, fp8.converter
 
 
 class Joined:
@@ -182,49 +187,52 @@ class Joined:
 
 
 def consumer(which, told, shared):
-    """The order in which hopper_rows.py waits, reads and gives back. ``told``: of each item the tiles of keys, and
-    whether the second consumer has rows."""
-    counts = [fields[COUNT] for fields, _ in told]
+    """The order in which consumer.py waits, reads and releases. ``told``: of each item the tiles of keys, and whether
+    the second consumer has rows."""
     state = "given" if shared.row_factors is None else "halved"
-    slots, places, stages = (shared.slots, shared.row_slots, shared.stages)
+    items, k, v = shared.item_ring, shared.k, shared.v
 
-    def wait_for(full, tiles, at):
-        full.index(at % stages).wait(at // stages & 1)
-        assert tiles.index(at % stages).content == at
+    def check(tiles, at):
+        assert tiles.tiles[0].index(ring.stage_of(tiles.ring, at)).content == at
+
+    def wait_for(tiles, at):
+        ring.wait_full(tiles.ring, at)
+        check(tiles, at)
 
     def run():
         at = 0
-        for n, count in enumerate(counts):
-            shared.item_full.index(n % slots).wait(n // slots & 1)
-            assert shared.items.index(n % slots * FIELDS + ROW_START).content == n
-            if which and not told[n][1]:
-                for t in range(at, at + count):
-                    wait_for(shared.k_full, shared.k_tiles[0], t)
-                    shared.k_empty.index(t % stages).arrive()
-                    wait_for(shared.v_full, shared.v_tiles[0], t)
-                    shared.v_empty.index(t % stages).arrive()
-                shared.item_empty.index(n % slots).arrive()
+        for n, (item, has_rows) in enumerate(told):
+            ring.wait_full(items, n)
+            assert shared.items.index(ring.stage_of(items, n) * FIELDS + ROW_START).content == n
+            end = at + item.tiles
+            if which and not has_rows:
+                for t in range(at, end):
+                    for tiles in (k, v):
+                        wait_for(tiles, t)
+                        ring.release(tiles.ring, t)
+                ring.release(items, n)
             else:
                 if shared.rows_full is not None:
-                    shared.rows_full.index(n % places).wait(n // places & 1)
-                for t in range(at, at + count):
-                    wait_for(shared.k_full, shared.k_tiles[0], t)
-                    assert shared.q_groups.index(n % places).content == (n, state)
+                    ring.wait_full(shared.rows_full, n)
+                rows = shared.q_groups.index(ring.stage_of(items, n))
+                for t in range(at, end):
+                    wait_for(k, t)
+                    assert rows.content == (n, state)
                     if t > at:
-                        wait_for(shared.v_full, shared.v_tiles[0], t - 1)
-                    assert shared.q_groups.index(n % places).content == (n, state)
-                    assert shared.k_tiles[0].index(t % stages).content == t
-                    shared.k_empty.index(t % stages).arrive()
+                        wait_for(v, t - 1)
+                    assert rows.content == (n, state)
+                    check(k, t)
+                    ring.release(k.ring, t)
                     if t > at:
-                        assert shared.v_tiles[0].index((t - 1) % stages).content == t - 1
-                        shared.v_empty.index((t - 1) % stages).arrive()
-                shared.item_empty.index(n % slots).arrive()
-                wait_for(shared.v_full, shared.v_tiles[0], at + count - 1)
-                shared.v_empty.index((at + count - 1) % stages).arrive()
-            at += count
-        n = len(counts)
-        shared.item_full.index(n % slots).wait(n // slots & 1)
-        assert shared.items.index(n % slots * FIELDS + COUNT).content == 0
+                        check(v, t - 1)
+                        ring.release(v.ring, t - 1)
+                ring.release(items, n)
+                wait_for(v, end - 1)
+                ring.release(v.ring, end - 1)
+            at = end
+        n = len(told)
+        ring.wait_full(items, n)
+        assert shared.items.index(ring.stage_of(items, n) * FIELDS + TILES).content == 0
 
     return run
 
@@ -246,40 +254,39 @@ def run_once(monkeypatch, seed, pairs, shape, of_bytes, halved):
     counts = [chance.choice([0, 1, 1, 2, 3, 5]) for _ in range(chance.randrange(1, 8))]
     told, items = [], []
     for count in counts:
-        fields = [0] * FIELDS
-        fields[COUNT], fields[ROW_START] = count, len(told)
-        items.append(tuple(fields))
+        items.append(Item(*[0] * FIELDS)._replace(tiles=count, row_start=len(told)))
         if count:
-            told.append((fields, chance.random() < 0.5))
+            told.append((items[-1], chance.random() < 0.5))
 
     def places():
-        return Places(lambda: Place(turns), 1, 1, 2)
+        return Places(lambda: Place(turns), 1, 128, 2)
 
-    def barriers(arrivals=1):
-        return Places(lambda: Barrier(turns, arrivals))
+    def barriers(stages, arrivals):
+        return Places(lambda: Barrier(turns, arrivals), stages)
 
-    ahead = shape.row_slots < shape.slots
-    items_of = places(), barriers(), barriers(4)
-    rows, arrived, ready = places(), barriers() if ahead else None, barriers() if halved else None
-    tiles = [(places(),), (places(),)]
+    def ring_of(stages, releases):
+        return Ring(barriers(stages, 1), barriers(stages, releases))
+
+    def tiles_of(stages, releases):
+        pages = (places(),)
+        return Tiles(pages, pages, ring_of(stages, releases))
+
+    item_ring, rows = ring_of(shape.slots, 4), places()
+    keys, values = tiles_of(of_bytes.stages, 1), tiles_of(of_bytes.stages, 1)
+    ready = (ring_of(shape.slots, 1), rows) if halved else (None, None)
     shared = Shared(
-        *items_of, rows, rows, None, tiles[0], barriers(), barriers(2), None, tiles[1], barriers(), barriers(2), None,
-        None, ready if halved else arrived, rows if halved else None,
-    )  # fmt: skip
-    given = shared._replace(rows_full=arrived)
-    pages = (places(),), (places(),)
-    of_all_bytes = Shared(
-        *items_of, None, None, pages[0], pages[0], barriers(), barriers(), pages[1], pages[1], barriers(), barriers(),
-        None, None, arrived, None,
-    )  # fmt: skip
-    scheduler, producer, converter = by_code(monkeypatch, items, {id(each): 0 for each in pages})
-    numbers = SimpleNamespace(T=0, S=len(items), table_stride=0)
-    tensors = SimpleNamespace(query=None, taken=None)
-    stand_in = SimpleNamespace(**shared._asdict(), slots=shape.slots, row_slots=shape.row_slots, stages=shape.stages)
+        places(), item_ring, rows, rows, tiles_of(shape.stages, 2), tiles_of(shape.stages, 2), None, None, None, *ready
+    )
+    scheduler, produce, converter = by_code(monkeypatch, items, {id(each.pages): 0 for each in (keys, values)})
+    numbers, tensors = (
+        SimpleNamespace(T=0, S=len(items), table_stride=0),
+        SimpleNamespace(query=None, taken=None, block_tables=0),
+    )
+    batch = SimpleNamespace(tensors=tensors, numbers=numbers)
     turns.run(
-        lambda: scheduler(tensors, numbers, None, given, pairs, None, shape),
-        lambda: producer((None, None), 0, 0, of_all_bytes, pairs, of_bytes),
-        lambda: converter(of_all_bytes, shared, True, shape, of_bytes),
-        consumer(0, told, stand_in),
-        consumer(1, told, stand_in),
+        lambda: scheduler(batch, None, shared, pairs, None, shape),
+        lambda: produce((None, None), batch, shared._replace(k=keys, v=values), pairs, of_bytes),
+        lambda: converter(keys, values, shared, True, shape),
+        consumer(0, told, shared),
+        consumer(1, told, shared),
     )

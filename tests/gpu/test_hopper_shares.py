@@ -208,7 +208,7 @@ def test_leaves_to_others():
 def test_tiles_fit_shared_memory(D, M):
     of_call, _ = planned(71, 1, 4, 4, D)
     shape = shares.shape_of(of_call, M, 227 << 10)
-    used = shape.slots * M * D + shape.stages * shape.N * (sum(shape.k_parts) + sum(shape.v_parts))
+    used = shape.slots * M * D + shape.stages * shape.N * (sum(shape.k.parts) + sum(shape.v.parts))
     assert shape.M == M and shape.stages >= 2 and 2 * used + dense.OTHERS <= 227 << 10
 
 

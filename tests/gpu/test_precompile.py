@@ -63,7 +63,7 @@ def test_first_launches_find_what_was_compiled(tmp_path):
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {"write_kernel", "split_kernel", "prefill_kernel"} <= set(found["jobs"])
+    assert {"write_kernel", "split_kernel", "dense_kernel"} <= set(found["jobs"])
     assert sorted(found["launched"]) == found["jobs"]
     assert found["report"] == [len(found["jobs"]), len(found["jobs"]), []]
     assert 0 < found["again"][0] < len(found["jobs"])
@@ -108,7 +108,7 @@ def test_noting_launches_nothing_and_gives_zeros(on_cuda):
     assert {job.target for job in kinds} == {("cuda", 90, 32)}
     on_cuda.clear()
     call()
-    assert {name for name, *_ in on_cuda} == {job.name for job in kinds} >= {"write_kernel", "prefill_kernel"}
+    assert {name for name, *_ in on_cuda} == {job.name for job in kinds} >= {"write_kernel", "dense_kernel"}
 
 
 def test_the_kernels_of_a_call_are_compiled_at_the_same_time(on_cuda, monkeypatch):
