@@ -45,7 +45,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "71 query heads, one key/value head": {"num_heads": 71, "num_kv_heads": 1},
 }
 
-# Number of kernel variants that tests/aot.py compiles per AMD architecture; the first list contains the others.
+# Number of kernel variants that tests/aot compiles per AMD architecture; the first list contains the others.
 _COMPILED_FOR_AMD = {"gfx942": 46, "gfx90a": 21, "gfx950": 21, "gfx1100": 21}
 
 

@@ -15,7 +15,7 @@ read once for all of them) and N keys of a tile.
 * ``prefill_kernel`` (prefill.py, or dense.py if that serves) takes the longer sequences by tiles of query rows, those
   that see most keys first. dense.py also takes short sequences of fewer rows if that is faster: see its short_keys.
 * ``fp8_kernel`` (fp8.py) does the same over fp8 caches on Hopper, with heads of 64 and 128.
-* ``beside_kernel`` (mixed.py) replaces both on Hopper where prompts and decodes were measured side by side: it
+* ``mixed_kernel`` (mixed.py) replaces both on Hopper where prompts and decodes were measured side by side: it
   computes decodes by shares, and at the same time longer sequences by tiles of query rows.
 * ``shares_kernel`` (shares.py) replaces ``split_kernel`` on Hopper where all sequences have 9 to 128 rows, and
   with 4 or more if there are many units.
