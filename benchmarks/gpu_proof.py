@@ -103,7 +103,7 @@ def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, An
 
 
 # What racecheck reports of the Hopper kernel although barriers order it, by the text of the lines that read and write:
-# docs/gpu-attention.md says which barriers, and what shows it.
+# benchmarks/notes/gpu-kernels.md names the barriers, and the evidence.
 ORDERED = (
     ("def prefill_kernel(", "def prefill_kernel("),
     ("def prefill_kernel(", "gl.warp_specialize("),

@@ -251,9 +251,10 @@ def markdown() -> str:
     lines = [
         "# Supported versions of torch",
         "",
-        "`make test-versions` writes this page from [versions.jsonl](../benchmarks/data/versions.jsonl): the last run",
-        "of a short suite with each supported torch, on a CPU. `make test-versions VERSIONS=2.15` runs one again.",
-        "A cell has the number of tests that passed. Tests that failed are named below the table.",
+        "torch 2.9 to 2.15 are supported. The table has the last run of a short suite with each, on a CPU: the number",
+        "of tests that passed. Failed tests are named below the table. `make test-versions` writes this page from",
+        "[versions.jsonl](../benchmarks/data/versions.jsonl); `make test-versions VERSIONS=2.15` runs one",
+        "version again.",
         "",
         "| torch | triton | numpy | Python | " + " | ".join(PARTS) + " | date | commit |",
         "|" + "---|" * (len(PARTS) + 6),
@@ -280,22 +281,23 @@ def markdown() -> str:
 
 
 NOTES = """\
-| part | what is tested |
+| column | tests |
 |---|---|
-| ops | the ops, compared with their references; opcheck; schemas |
-| compile | compiled calls, compared with eager ones; no copy of the cache; exports and packages |
+| ops | the ops against their references; opcheck; schemas |
+| compile | compiled calls against eager ones; no copy of the cache; exports and packages |
 | cache, metadata | the allocator, the cache, the metadata builder |
 | graphs | captured steps, on a CPU |
-| versions | what the code does for each Triton |
+| versions | the code paths of each Triton |
 | interpreter | some Triton kernels, in Triton's interpreter |
-| aot | every variant of the kernels, compiled ahead of time for sm_90: its instructions, and what it spills |
+| aot | every variant of the kernels, compiled ahead of time for sm_90: its instructions and spills |
 
 `make test-aot-versions` repeats the last part with Triton 3.6 alone, in CI.
 
 The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same source compiles with Triton
-3.5, 3.6, 3.7.1, 3.8 and 3.9; how fast it is there has not been measured. Known differences, all for sm_90:
+3.5, 3.6, 3.7.1, 3.8 and 3.9; its speed there has not been measured. Known differences, all for sm_90:
 
-* Triton 3.5 (torch 2.9) lacks parts of Gluon that the Hopper kernels need: all calls take the plain Triton kernels.
+* Triton 3.5 (torch 2.9) does not have the parts of Gluon that the Hopper kernels need: all calls take
+  the Triton kernels.
 * Triton 3.8 and 3.9 need more registers. Where decode would spill, its tiles are smaller or have one key/value head
   rather than two, or fewer programs share a multiprocessor
   (`triton` in `paged_ops/lowerings/gpu/configs/attention_nvidia_h200.json`).

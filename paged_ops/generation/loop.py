@@ -125,7 +125,7 @@ class GenerationLoop:
         expect(hasattr(kv_cache, "layers"), "kv_cache", needed, kv_cache)
         expect(kv_cache.num_blocks >= 1, "num_blocks", "at least 1 in the cache", kv_cache.num_blocks)
         ahead = getattr(step, "prompts_see_ahead", False)
-        expect(not ahead, "step", "a model of causal prompts (docs/transformers.md has steps for others)", "prefixes")
+        expect(not ahead, "step", "a model of causal prompts (docs/models.md has steps for others)", "prefixes")
         check_kv_cache = getattr(step, "check_kv_cache", None)
         if check_kv_cache is not None:
             check_kv_cache(kv_cache)

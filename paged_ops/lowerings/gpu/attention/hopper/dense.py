@@ -4,8 +4,8 @@ It also takes sequences of few tokens in the same batch, or with many query head
 One program per multiprocessor takes items, which are tiles of query rows of one key/value head, the longest first. A
 scheduler takes items and fetches their query rows ahead. A producer warp brings keys and values to shared memory by
 TMA, one block of the cache at a time. Two or three consumer warpgroups multiply, with 64 of the rows each: while the
-tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. docs/gpu-designs.md has the
-designs that were measured.
+tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. The designs that
+were measured: benchmarks/notes/gpu-designs.md.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens per block. A tile has
 M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are kept as groups of 8

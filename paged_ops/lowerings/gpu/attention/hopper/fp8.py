@@ -11,9 +11,9 @@ The converting warps have no loads of the cache under way themselves, neither to
 fence that makes what they store visible to the tensor cores (``fence.proxy.async``) waits for all of a thread's loads.
 
 Letters: as in dense.py. A pair is two bytes, which copies bring as one number of 16 bits. Serves what dense.py does,
-with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. docs/gpu-attention.md has
-what was measured. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608),
-whose producer transposes fp8 values.
+with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. Measurements:
+benchmarks/notes/gpu-kernels.md. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024,
+arXiv:2407.08608), whose producer transposes fp8 values.
 """
 
 from __future__ import annotations
