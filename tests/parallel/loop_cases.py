@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_generation import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 
 import paged_ops
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
+from tests.generation.test_loop import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 
 LIMIT = 5.0
 
 
 class ShardedToy:
-    """The toy model of tests/test_generation.py: H / size query heads at each rank, key/value heads repeated."""
+    """The toy model of tests/generation/test_loop.py: H / size query heads at each rank, key/value heads repeated."""
 
     def __init__(self, rank: int, size: int) -> None:
         heads = H // size
