@@ -264,15 +264,10 @@ def test_leaves_what_tma_cannot_address_to_triton():
 
 
 class Launched:
-    """In place of a launcher: what it was asked to launch past Triton, and by Triton."""
+    """In place of a launcher: what Triton was asked to launch."""
 
     def __init__(self):
-        self.past, self.by_triton = [], []
-
-    def at(self, grid, addresses, numbers, short, *descriptors):
-        descriptors = [each for each in descriptors if each is not None]
-        self.past.append((addresses, [each.base.data_ptr() for each in descriptors], descriptors))
-        return True
+        self.by_triton = []
 
     def __call__(self, grid, tensors, numbers, short, *descriptors, addresses):
         assert len(descriptors) == 2 * dense.MOST_PARTS
@@ -297,10 +292,12 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     launched = Launched()
     described = dense.descriptors(spec_of(first.key_cache, first.value_cache), 16)
     launch = HopperLaunch(launched, (1, 1, 1), (), described, more=(-1,))
-    assert not launch.at(addresses_of(first), None)  # Triton looks at the first
+    assert launch.more(addresses_of(first)) is None  # Triton looks at the first
     launch(first, spec.Numbers(*range(12)), addresses_of(first))
-    assert launch.at(addresses_of(second), None)
-    (tensors, _, described), (_, bases, moved) = launched.by_triton[0], launched.past[0]
+    (tensors, _, described), (short, *moved) = launched.by_triton[0], launch.more(addresses_of(second))
+    moved = [each for each in moved if each is not None]
+    bases = [each.base.data_ptr() for each in moved]
+    assert short == -1
     assert [each is None for each in tensors] == [name != "query" for name in spec.Pointers._fields]
     assert bases == [second.key_cache.data_ptr(), second.value_cache.data_ptr()]
     for before, after in zip(described, moved, strict=True):
@@ -326,14 +323,13 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
     rows = contiguous_rows if copied else aligned_rows
     launch = HopperLaunch(launched, (1, 1, 1), (), dense.descriptors(of_call, 16), rows, (-1,))
     for _ in range(2):
-        assert not launch.at(addresses_of(given), None)
+        assert launch.more(addresses_of(given)) is None
         launch(given, spec.Numbers(*range(12)), addresses_of(given))
         tensors, addresses, _ = launched.by_triton[-1]
         assert torch.equal(tensors.query, query)
         assert tensors.query.data_ptr() % 16 == 0
         assert addresses[spec.Pointers._fields.index("query")] == tensors.query.data_ptr()
         assert tensors.query.stride() == ((H * 128, 128, 1) if copied else query.stride())
-    assert not launched.past
 
 
 class Pointer:

@@ -73,7 +73,7 @@ def random_sizes(count):
 def test_steps_of_any_size_are_checked_and_described_once(launched, monkeypatch):
     described, planned, writes = [], [], []
     for module, name, noted in (
-        (attention, "_describe", described),
+        (attention, "describe", described),
         (cache, "_plan_write", writes),
     ):
         real = getattr(module, name)
