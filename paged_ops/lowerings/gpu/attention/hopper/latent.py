@@ -44,8 +44,9 @@ from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, Counts, LatentShape, Messages, Tiles
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, Counts, LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index

@@ -9,7 +9,7 @@ chunks of 64 keys by 64 columns: the rotated columns first, then the latents. A 
 prefetches the query rows of the next unit. One warpgroup computes.
 
 Letters: as in latent.py. Bytes of a key in bfloat16: 2 (R + P); FLOPs of a key and a query row: 2 (2 R + P).
-docs/latent.md has the designs that were measured.
+benchmarks/notes/latent.md has the designs that were measured.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import Counts, LatentShape
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
@@ -277,7 +278,7 @@ def latent_columns_kernel(
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     q_ring = ring.ring_of(SHAPE.units, 1, 1)
     shared = Shared(
-        queries, q_ring, roles.Tiles(pages, chunks, ring.ring_of(SHAPE.stages, PAGES, 1)), eights, weights
+        queries, q_ring, Tiles(pages, chunks, ring.ring_of(SHAPE.stages, PAGES, 1)), eights, weights
     )  # fmt: skip
     fence_async_shared()
     if PDL:

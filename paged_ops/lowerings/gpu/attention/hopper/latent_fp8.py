@@ -13,7 +13,7 @@ softmax, two more multiply the weights with half of the value columns each, as i
 as in that module.
 
 Letters: as there; a group is 128 latent columns, a chunk is 64 columns. Bytes of a key: R + P, or 656 in rows with
-scales (scaled_rows.py); FLOPs of a key and a query row: 2 (2 R + P). docs/latent.md has what was measured.
+scales (scaled_rows.py); FLOPs of a key and a query row: 2 (2 R + P). Measurements: benchmarks/notes/latent.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, Counts, LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
-from paged_ops.lowerings.gpu.attention.shared.tile import Batch, oldest_key
+from paged_ops.lowerings.gpu.attention.shared.masks import oldest_key
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.fp8 import widen_halves, widen_pairs
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret

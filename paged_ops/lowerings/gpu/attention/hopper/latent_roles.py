@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of
-from paged_ops.lowerings.gpu.attention.shared.tile import oldest_key
+from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 
 # The maximum in use is replaced only by one that is larger by more than this, to base 2: see softmax_tile.
@@ -33,14 +33,6 @@ class LatentShape(NamedTuple):
     registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
     e4m3: bool = False  # the fp8 format; else e5m2
     outstanding: int = 0  # matmuls in flight, whose left operands occupy registers
-
-
-class Tiles(NamedTuple):
-    """A ring of tiles. Pages and tiles are the same memory."""
-
-    pages: Any  # as TMA writes them
-    tiles: Any  # as matmuls read them
-    ring: Any
 
 
 class Part(NamedTuple):
@@ -137,20 +129,10 @@ class Rows(NamedTuple):
 def rows_of(part, r, factor, cap, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """:class:`Rows` of a unit whose packed rows are r."""
     MASKS: gl.constexpr = SPEC.masks
-    N: gl.constexpr = SHAPE.N
     first_i = part.seq_len - part.q_len + part.first_token
-    i = first_i + r // SPEC.G
-    low = i
-    full_start = 0
-    oldest = 0
-    full_end = part.seq_len // N
-    if MASKS.causal:
-        full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
-    if MASKS.window or MASKS.chunk:
-        low = oldest_key(i, numbers, MASKS)
-        oldest = oldest_key(first_i, numbers, MASKS)
-        last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
-        full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
+    full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, numbers, MASKS, SHAPE.N)
+    low, i = keys_of_rows(first_i + r // SPEC.G, part.s, None, numbers, MASKS)
     return Rows(factor, cap, part.seq_len, oldest, i, low, full_start, full_end)
 
 
@@ -169,10 +151,7 @@ def factor_of(numbers, SPEC: gl.constexpr):
 def is_masked(rows, tile, SPEC: gl.constexpr):
     """Whether some row does not see some key of a tile."""
     MASKS: gl.constexpr = SPEC.masks
-    masked = tile >= rows.full_end
-    if MASKS.window or MASKS.chunk:
-        masked = masked | (tile < rows.full_start)
-    return masked
+    return needs_mask(tile, rows.full_start, rows.full_end, MASKS)
 
 
 @gluon.jit
@@ -181,12 +160,7 @@ def keep(qk, rows, begin, AXIS: gl.constexpr, SPEC: gl.constexpr):
     MASKS: gl.constexpr = SPEC.masks
     keys: gl.constexpr = gl.SliceLayout(1 - AXIS, qk.type.layout)
     j = gl.expand_dims(begin + gl.arange(0, qk.shape[AXIS], keys), 1 - AXIS)
-    kept = j < rows.seq_len
-    if MASKS.causal:
-        kept = kept & (j <= gl.expand_dims(rows.i, AXIS))
-    if MASKS.window or MASKS.chunk:
-        kept = kept & (j >= gl.expand_dims(rows.low, AXIS))
-    return kept
+    return keep_seen(j, gl.expand_dims(rows.low, AXIS), gl.expand_dims(rows.i, AXIS), rows.seq_len, MASKS)
 
 
 @gluon.jit
