@@ -10,9 +10,13 @@ from gpu_under_test import GPU
 from torch import nn
 
 from paged_ops.inspection import CompileReport
-from paged_ops.integrations.transformers.projections import FusedPart, fuse_projections, split_projections
+from paged_ops.integrations.transformers.projections import (
+    FusedPart,
+    fuse_projections,
+    split_projections,
+    use_overlapping_products,
+)
 from paged_ops.lowerings.gpu import linear as products
-from paged_ops.lowerings.gpu.linear import use_overlapping_products
 
 
 class Block(nn.Module):

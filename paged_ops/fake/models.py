@@ -1,0 +1,49 @@
+"""Fakes of the ops of whole models: collectives, and linear layers. Letters: C columns, O output features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops import checks
+from paged_ops.checks import expect
+from paged_ops.layouts import MODEL_DTYPES
+from paged_ops.parallel.prepared import NormOptions, reducer_of
+
+
+def all_reduce(x: Tensor, reducer: str) -> Tensor:
+    columns = reducer_of(x, reducer).columns
+    expect(x.shape[-1] == columns, "x", f"{columns} columns, as its reducer", x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
+    known = reducer_of(x, reducer)
+    expect(x.shape[-1] % known.columns == 0, "x", f"a multiple of {known.columns} columns, as its reducer", x)
+    return x.new_empty(*x.shape[:-1], known.size * x.shape[-1])
+
+
+def all_reduce_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, reducer: str, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    options = NormOptions(*args, **kwargs)
+    summed = all_reduce(x, reducer)
+    checks.tensor("residual", residual, x.shape, x.dtype, x.device, "[..., C]")
+    dtypes = x.dtype if options.rounds_first else MODEL_DTYPES
+    checks.tensor("weight", weight, x.shape[-1:], dtypes, x.device, "[C]")
+    expect(eps >= 0, "eps", "0 or more", eps)
+    if options.inner_weight is not None:
+        dtypes = weight.dtype if options.rounds_first else MODEL_DTYPES
+        checks.tensor("inner_weight", options.inner_weight, x.shape[-1:], dtypes, x.device, "[C]")
+    expect(options.inner_eps >= 0, "inner_eps", "0 or more", options.inner_eps)
+    return summed, torch.empty_like(summed)
+
+
+def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(part), torch.empty_like(lse)
+
+
+def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
