@@ -76,7 +76,7 @@ COLD = ("plain", "transformers", "transformers_whole")
 BLOCK_SIZE, REPLAYS = 16, 40
 BYTES_PER_SECOND, FLOPS = 4556e9, 700e12
 PARTS = {  # of a step, by the names of its kernels
-    "attention": "split_kernel|merge_kernel|prefill_kernel|decode_kernel|paged_attention|attn|flash|fmha",
+    "attention": "split_kernel|merge_kernel|(prefill|dense|mixed|shares|decode)_kernel|paged_attention|attn|flash|fmha",
     "products": "nvjet|cublas|gemm|gemv|splitK|product_kernel|_mm_|triton_tem",
     "cache write": "write_kernel",
 }

@@ -22,7 +22,7 @@ MOVED = {
     "paged_ops.states": "paged_ops.cache.states",
     "paged_ops.model_step": "paged_ops.generation.model_step",
     "paged_ops.request": "paged_ops.generation.request",
-    "paged_ops.sampling": "paged_ops.generation.sampling",
+    "paged_ops.sampling": "paged_ops.generation.params",
     "paged_ops.integrations.attention_function": f"{_HF}.attention_function",
     "paged_ops.integrations.continuous_batching": f"{_HF}.continuous_batching",
     "paged_ops.integrations.projections": f"{_HF}.projections",

@@ -1,4 +1,4 @@
-"""What the documents say is true: names and links exist, the support table is the generated one. Their programs and
+"""Names, links and anchors of the documents exist, and the support table is the generated one. Their programs and
 commands run in tests/user."""
 
 import operator
@@ -13,7 +13,15 @@ from paged_ops.cache import kv_cache as cache
 from paged_ops.registry import OPS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/notes/*.md")]
+)
+MOST_PAGES = 15  # docs/*.md, and docs/api as one
+
+
+def test_there_are_few_pages():
+    assert len(list(ROOT.glob("docs/*.md"))) + 1 <= MOST_PAGES
 
 
 def test_every_public_name_is_in_the_reference():
@@ -24,10 +32,40 @@ def test_every_public_name_is_in_the_reference():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_relative_links_exist(document):
-    text = (ROOT / document).read_text()
-    targets = re.findall(r"\]\(([^)#]+)", text) + re.findall(r"^\[[^]]+\]: (\S+)", text, re.MULTILINE)
-    missing = [t for t in targets if "://" not in t and not (ROOT / document).parent.joinpath(t).exists()]
+    text = without_code((ROOT / document).read_text())
+    targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"^\[[^]]+\]: (\S+)", text, re.MULTILINE)
+    missing = []
+    for target in targets:
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            page = (ROOT / document).parent / name if name else ROOT / document
+            if not page.exists() or (anchor and anchor not in anchors(page)):
+                missing.append(target)
     assert missing == []
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("folder", ["benchmarks/data", "benchmarks/notes", "docs"])
+def test_every_file_is_named(folder):
+    """Each record, note and plot is named by a page, a script or a test."""
+    readers = [ROOT / document for document in DOCUMENTS]
+    readers += [
+        path for place in ("benchmarks", "scripts", "tests", "paged_ops") for path in (ROOT / place).rglob("*.py")
+    ]
+    text = "\n".join(path.read_text() for path in readers)
+    files = [path.name for path in (ROOT / folder).iterdir() if path.is_file()]
+    by_program = r"(bench|targets)_\w+\.jsonl?"  # paged-ops bench reads these of each device
+    unnamed = [name for name in files if name not in text and not re.fullmatch(by_program, name)]
+    assert unnamed == []
 
 
 @pytest.mark.parametrize("document", ["docs/design.md", "CONTRIBUTING.md"])
@@ -35,6 +73,16 @@ def test_named_files_exist(document):
     named = re.findall(r"`((?:paged_ops|tests|docs|scripts)/[\w./]+)`", (ROOT / document).read_text())
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_pages_named_in_the_code_exist():
+    sources = [
+        path for place in ("paged_ops", "benchmarks", "examples", "scripts") for path in (ROOT / place).rglob("*.py")
+    ]
+    pattern = r"\b(?:docs|benchmarks/notes)/[\w-]+\.md\b"
+    named = {(path.name, page) for path in sources for page in re.findall(pattern, path.read_text())}
+    assert len(named) > 5
+    assert [(name, page) for name, page in sorted(named) if not (ROOT / page).exists()] == []
 
 
 def test_folder_listing_is_complete():
@@ -50,8 +98,8 @@ def test_folder_listing_is_complete():
 
 
 def equivalents() -> list[str]:
-    """What the second columns of docs/coming-from-vllm.md name: identifiers in backticks, without their arguments."""
-    tables = (ROOT / "docs/coming-from-vllm.md").read_text().partition("## PagedAttention")[2]
+    """The identifiers in the second columns of docs/comparison.md, without their arguments."""
+    tables = (ROOT / "docs/comparison.md").read_text().partition("### PagedAttention")[2]
     rows = [line.strip("|").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
     code = [name for row in rows if row[1] != "paged_ops" for name in re.findall(r"`([^`]+)`", row[1])]
     return sorted({re.split(r"[(=]", name)[0].removeprefix("paged_ops.") for name in code})

@@ -1,6 +1,6 @@
-"""Tables and plots of the records. One command regenerates them from data, so that documents stay true.
+"""Tables and a plot of the records. One command regenerates them from data, so that the documents stay true.
 
-A document marks the place of a table by ``<!-- bench: GROUP, DEVICE -->`` before and ``<!-- /bench -->`` after it.
+A document marks a table by ``<!-- bench: GROUP, DEVICE -->`` before and ``<!-- /bench -->`` after it.
 """
 
 from __future__ import annotations
@@ -14,34 +14,22 @@ from typing import Any
 Record = dict[str, Any]
 BLOCK = re.compile(r"(<!-- bench: (?P<group>[\w-]+), (?P<device>[^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OURS = "paged_ops"
-PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA")  # whose versions are told: the others are torch's
-SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot that has all providers
-DENSE = "SDPA dense"  # which has no blocks, and so is no peer
+PEERS = ("FlashAttention-3", "FlashInfer", "FlashMLA")  # their versions are printed; the others are part of torch
+SHOWN = {"heads": "32/8", "block_size": 16}  # the cases of the plot
+DENSE = "SDPA dense"  # has no blocks, so it is not a peer
 COLOURS = ("#d1495b", "#3d7ea6", "#6a994e", "#5c677d", "#b08ea2", "#e3a857")
 COLOUR_OF = dict(zip((OURS, *PEERS, "FlexAttention", DENSE), COLOURS, strict=True))
-# Tables of chosen cases: of each its words, group, heads and name.
-CHOSEN = {
-    "summary": (
-        ("decode, 64 sequences of 4096 tokens", "decode", "32/8", "64x4096"),
-        ("decode, 128 sequences of 16 to 16384 tokens", "decode", "32/8", "ragged128"),
-        ("decode, one key/value head, 64 sequences of 4096 tokens", "decode", "8/1", "64x4096"),
-        ("prefill of 8192 tokens", "prefill", "32/8", "1x8192 block 16"),
-        ("prefill of 2048 tokens and 63 decodes in one batch", "prefill", "32/8", "2048@8192+63x4096 block 16"),
-        ("decode with an fp8 cache, 64 × 4096", "fp8", "32/8", "64x4096"),
-        ("latent decode (MLA), 16 heads, 64 × 4096, blocks of 64", "latent", "16/1", "64x4096 block 64"),
-    ),
-    "comparison": (
-        *((f"decode {name.replace('x', ' × ')}", "decode", "32/8", name) for name in ("1x131072", "8x8192", "64x4096")),
-        ("decode 256 × 1024", "decode", "32/8", "256x1024"),
-        ("decode, 128 sequences of 16 to 16384", "decode", "32/8", "ragged128"),
-        ("prefill of 8192 tokens", "prefill", "32/8", "1x8192 block 16"),
-        ("the same, blocks of 128", "prefill", "32/8", "1x8192 block 128"),
-        ("prefill 8 × 1024 after 3072", "prefill", "32/8", "8x1024@4096 block 16"),
-        ("prefill of 2048 at 8192, and 63 decodes at 4096", "prefill", "32/8", "2048@8192+63x4096 block 16"),
-        ("decode 64 × 4096, fp8 cache", "fp8", "32/8", "64x4096"),
-    ),
-}
-BEHIND = 0.01  # by which share of its time a case must be slower than a peer to be called behind
+# The table of README: description, group, heads, case.
+SUMMARY = (
+    ("decode, 64 sequences of 4096 tokens", "decode", "32/8", "64x4096"),
+    ("decode, 128 sequences of 16 to 16384 tokens", "decode", "32/8", "ragged128"),
+    ("decode, one key/value head, 64 sequences of 4096 tokens", "decode", "8/1", "64x4096"),
+    ("prefill of 8192 tokens", "prefill", "32/8", "1x8192 block 16"),
+    ("prefill of 2048 tokens and 63 decodes in one batch", "prefill", "32/8", "2048@8192+63x4096 block 16"),
+    ("decode with an fp8 cache, 64 × 4096", "fp8", "32/8", "64x4096"),
+    ("latent decode (MLA), 16 heads, 64 × 4096, blocks of 64", "latent", "16/1", "64x4096 block 64"),
+)
+BEHIND = 0.01  # a case is behind if it is slower than a peer by more than this share
 
 
 def file_name(device: str) -> str:
@@ -50,7 +38,7 @@ def file_name(device: str) -> str:
 
 
 def load(data: Path) -> list[Record]:
-    """All records of a folder's ``bench_*.jsonl``, in the order in which they were measured."""
+    """All records of a folder's ``bench_*.jsonl``, in the order of their dates."""
     lines = [line for path in sorted(data.glob("bench_*.jsonl")) for line in path.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda record: record["date"])
 
@@ -65,7 +53,7 @@ def latest(records: Iterable[Record], device: str, group: str) -> list[Record]:
 
 
 def key(record: Record) -> tuple[str, str, str]:
-    """The key by which a case is found."""
+    """The key of a case."""
     return record["group"], record.get("heads", ""), record["case"]
 
 
@@ -76,10 +64,10 @@ def load_others(data: Path, device: str) -> dict[tuple[str, str, str], Record]:
 
 
 def table(records: Sequence[Record], device: str, group: str, others: dict[tuple[str, str, str], Record]) -> str:
-    """A group, or chosen cases, as a Markdown table, one row per case and one column per provider; below it the
-    versions and commits. A time with a * is not of the run that measured this package."""
-    if group in CHOSEN:
-        return _chosen_table(records, device, group)
+    """A group, or the summary, as a Markdown table, one row per case and one column per provider; below it the
+    versions and commits. A time with a * is from another run than this package's."""
+    if group == "summary":
+        return _summary_table(records, device)
     if group == "behind":
         return _behind_table(records, device)
     chosen = latest(records, device, group)
@@ -124,20 +112,19 @@ def _by_case(chosen: Iterable[Record]) -> dict[tuple[str, str, str], dict[str, R
     return by_case
 
 
-def _is_beside(record: Record, row: dict[str, Record]) -> bool:
+def _in_same_run(record: Record, row: dict[str, Record]) -> bool:
     """Whether a record is of the run that measured this package."""
     return OURS not in row or record["commit"] == row[OURS]["commit"]
 
 
 def _peers(row: dict[str, Record]) -> list[Record]:
-    """Others that were measured beside this package, the fastest first."""
-    beside = [each for name, each in row.items() if name not in (OURS, DENSE) and _is_beside(each, row)]
-    return sorted(beside, key=lambda record: record["us"])
+    """Others that were measured in the run of this package, the fastest first."""
+    peers = [each for name, each in row.items() if name not in (OURS, DENSE) and _in_same_run(each, row)]
+    return sorted(peers, key=lambda record: record["us"])
 
 
-def _chosen_table(records: Sequence[Record], device: str, name: str) -> str:
-    entries = CHOSEN[name]
-    wanted = {(group, heads, case): words for words, group, heads, case in entries}
+def _summary_table(records: Sequence[Record], device: str) -> str:
+    wanted = {(group, heads, case): words for words, group, heads, case in SUMMARY}
     groups = dict.fromkeys(case[0] for case in wanted)
     chosen = [each for group in groups for each in latest(records, device, group) if key(each) in wanted]
     chosen = [each for each in chosen if each["provider"] != DENSE]
@@ -145,18 +132,11 @@ def _chosen_table(records: Sequence[Record], device: str, name: str) -> str:
     rows = {words: by_case[case] for case, words in wanted.items() if OURS in by_case.get(case, {})}
     if not rows:
         return f"No records on {device} yet.\n"
-    providers = _providers(chosen)
-    header = ["", "floor", *(["paged_ops", "fastest other"] if name == "summary" else providers)]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    lines = ["|  | floor | paged_ops | fastest other |", "|---" * 4 + "|"]
     for words, row in rows.items():
-        cells = [words, _number(row[OURS]["floor_us"])]
-        if name == "summary":
-            fastest = min((each for each in _peers(row) or _others(row)), key=lambda each: each["us"], default=None)
-            said = "–" if fastest is None else f"{_us(fastest, row)} ({fastest['provider']})"
-            cells += [_us(row[OURS], row), said]
-        else:
-            cells += ["–" if provider not in row else _us(row[provider], row) for provider in providers]
-        lines.append("| " + " | ".join(cells) + " |")
+        fastest = min((each for each in _peers(row) or _others(row)), key=lambda each: each["us"], default=None)
+        said = "–" if fastest is None else f"{_us(fastest, row)} ({fastest['provider']})"
+        lines.append(f"| {words} | {_number(row[OURS]['floor_us'])} | {_us(row[OURS], row)} | {said} |")
     return "\n".join(lines) + "\n" + _source(chosen)
 
 
@@ -165,7 +145,7 @@ def _others(row: dict[str, Record]) -> list[Record]:
 
 
 def _behind_table(records: Sequence[Record], device: str) -> str:
-    """The cases in which a peer was faster in the same run, the worst first."""
+    """The cases that a peer won in the same run, the worst first."""
     groups = dict.fromkeys(record["group"] for record in records if record["device"] == device)
     by_case = _by_case(
         each for group in groups if group != "host" for each in latest(records, device, group) if "provider" in each
@@ -174,7 +154,7 @@ def _behind_table(records: Sequence[Record], device: str) -> str:
     behind = {case: ours["us"] / peer["us"] - 1 for case, (ours, peer) in compared.items()}
     behind = {case: share for case, share in behind.items() if share > BEHIND}
     if not compared:
-        return f"No peer was measured beside paged_ops on {device} yet.\n"
+        return f"No peer was measured in the same run as paged_ops on {device} yet.\n"
     good = len(compared) - len(behind)
     lines = [f"Cases with a peer in the same run: {len(compared)}. Not behind by more than 1%: {good}."]
     if behind:
@@ -187,7 +167,7 @@ def _behind_table(records: Sequence[Record], device: str) -> str:
 
 
 def _us(record: Record, row: dict[str, Record]) -> str:
-    return _number(record["us"]) + "*" * (not _is_beside(record, row))
+    return _number(record["us"]) + "*" * (not _in_same_run(record, row))
 
 
 def _number(us: float | None) -> str:
@@ -213,8 +193,8 @@ def _source(chosen: Sequence[Record]) -> str:
     last = ours[-1]
     triton = f", triton {last['triton']}" if last.get("triton") else ""
     rows = _by_case(record for record in chosen if "provider" in record).values()
-    apart = [each["commit"] for row in rows for each in row.values() if not _is_beside(each, row)]
-    star = f" * In another run ({', '.join(dict.fromkeys(apart))})." if apart else ""
+    other_runs = [each["commit"] for row in rows for each in row.values() if not _in_same_run(each, row)]
+    star = f" * In another run ({', '.join(dict.fromkeys(other_runs))})." if other_runs else ""
     return f"\n{last['device']}, torch {last['torch']}{triton}{peers}; commit {commits}; {dates}.{star}\n"
 
 
@@ -231,7 +211,7 @@ def rewrite(document: Path, records: Sequence[Record], data: Path) -> int:
 
 
 def plots(records: Sequence[Record], data: Path, folder: Path) -> list[Path]:
-    """Draws what each device's records allow: percent of the floor, time by context and by batch, the roofline.
+    """Draws one plot per device: the share of the floor that each case reaches.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -244,15 +224,13 @@ def plots(records: Sequence[Record], data: Path, folder: Path) -> list[Path]:
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "paged_ops", "svg.fonttype": "none", "font.size": 9}
     matplotlib.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
-    kinds = {"percent": _percent, "context": _by_context, "batch": _by_batch, "roofline": _roofline}
     written = []
     for device in dict.fromkeys(record["device"] for record in records):
-        for name, draw in kinds.items():
-            figure = draw(records, device, load_others(data, device))
-            if figure is not None:
-                path = folder / f"bench_{file_name(device)}_{name}.svg"
-                figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-                written.append(path)
+        figure = _percent(records, device, load_others(data, device))
+        if figure is not None:
+            path = folder / f"bench_{file_name(device)}_percent.svg"
+            figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+            written.append(path)
     return written
 
 
@@ -270,12 +248,12 @@ def _providers(chosen: Iterable[Record]) -> list[str]:
     return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
 
 
-def _look(provider: str, is_beside: bool) -> dict[str, Any]:
-    return {"color": COLOUR_OF.get(provider, "black"), "alpha": 1.0 if is_beside else 0.35}
+def _look(provider: str, in_same_run: bool) -> dict[str, Any]:
+    return {"color": COLOUR_OF.get(provider, "black"), "alpha": 1.0 if in_same_run else 0.35}
 
 
-def _label(provider: str, is_beside: bool) -> str:
-    return provider if is_beside else f"{provider}, another run"
+def _label(provider: str, in_same_run: bool) -> str:
+    return provider if in_same_run else f"{provider}, another run"
 
 
 def _percent(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
@@ -294,7 +272,7 @@ def _percent(records: Sequence[Record], device: str, others: dict[tuple[str, str
         there = [name for name in providers if name in of_case]
         height = min(0.8 / len(there), 0.3)
         row = labels.index(key(record)) + height * (there.index(record["provider"]) - (len(there) - 1) / 2)
-        look = record["provider"], _is_beside(record, of_case)
+        look = record["provider"], _in_same_run(record, of_case)
         drawn[look] = None
         axes.barh(row, record["percent"], height * 0.9, **_look(*look))
     best_us = {label: others.get(label, {}).get("best us") for label in labels if not _peers(by_case[label])}
@@ -313,61 +291,4 @@ def _percent(records: Sequence[Record], device: str, others: dict[tuple[str, str
     axes.set_xlabel("% of the floor (bytes at the read ceiling, or operations at the matmul ceiling)")
     axes.set_title(device, loc="left")
     figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
-    return figure
-
-
-def _lines(records: Sequence[Record], device: str, group: str, x: str, label: str) -> Any:
-    chosen = latest(records, device, group)
-    if not chosen:
-        return None
-    providers = _providers(chosen)
-    figure, axes = _figure(5, 3.2)
-    by_case = _by_case(chosen)
-    for provider in providers:
-        of_provider = [record for record in chosen if record["provider"] == provider]
-        points = sorted((record[x], record["us"]) for record in of_provider)
-        look = provider, all(_is_beside(record, by_case[key(record)]) for record in of_provider)
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=_label(*look), **_look(*look))
-    floor = sorted({(r[x], r["floor_us"]) for r in chosen})
-    axes.plot(*zip(*floor, strict=True), color="black", linestyle=":", label="floor")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel(label)
-    axes.set_ylabel("µs")
-    axes.set_title(f"{device}: decode, 32/8 heads, bf16", loc="left")
-    axes.legend(frameon=False)
-    return figure
-
-
-def _by_context(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
-    return _lines(records, device, "context", "context", "context of each of 8 sequences")
-
-
-def _by_batch(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
-    return _lines(records, device, "batch", "batch", "sequences of 4096 tokens")
-
-
-def _roofline(records: Sequence[Record], device: str, others: dict[tuple[str, str, str], Record]) -> Any:
-    """Operations per second by operations per byte, under the two ceilings."""
-    groups = ("decode", "fp8", "prefill", "sizes")
-    chosen = [r for group in groups for r in latest(records, device, group) if r["provider"] == OURS]
-    ceiling = {record["case"]: record for record in latest(records, device, "ceiling")}
-    if not chosen or not {"read", "matmul"} <= set(ceiling):
-        return None
-    read, matmul = ceiling["read"]["gbps"] / 1e3, ceiling["matmul"]["tflops"]
-    figure, axes = _figure(5, 3.4)
-    knee = matmul / read
-    intensities = [record["flops"] / record["bytes"] for record in chosen]
-    xs = [min(intensities) / 2, knee, 2 * max(knee, *intensities)]
-    axes.plot(xs, [min(x * read, matmul) for x in xs], color="black", linewidth=1)
-    names = list(dict.fromkeys(record["group"] for record in chosen))
-    for n, name in enumerate(names):
-        points = [(r["flops"] / r["bytes"], r["tflops"]) for r in chosen if r["group"] == name]
-        axes.scatter(*zip(*points, strict=True), s=14, color=COLOURS[n % len(COLOURS)], label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("operations a byte")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{device}: paged_ops under the ceilings", loc="left")
-    axes.legend(frameon=False)
     return figure

@@ -1,4 +1,4 @@
-"""``paged-ops support``: which op and which feature runs on which device; the page docs/support.md."""
+"""``paged-ops support``: the devices of each op and feature; the page docs/support.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paged_ops.testing.cases import FEATURES
 
 Rows = dict[str, dict[str, dict[str, Any]]]  # row -> device -> {"ok": bool, "reasons": [...]}
 
-# The features of paged_attention that are asked about, one row each.
+# The features of paged_attention in the table, one row each.
 _FEATURES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "float16": {"dtype": torch.float16},
@@ -33,7 +33,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "fp8 e4m3 cache with scales": {"cache_dtype": torch.float8_e4m3fn, "k_scale": True, "v_scale": True},
     "fp8 e5m2 cache with scales": {"cache_dtype": torch.float8_e5m2, "k_scale": True, "v_scale": True},
     "fp8 in uint8 storage": {"cache_dtype": torch.uint8, "kv_cache_dtype": "fp8"},
-    "latent rows that hold their scales (fp8_ds_mla)": {"cache_dtype": torch.uint8, "kv_cache_dtype": FP8_DS_MLA},
+    "latent rows with their own scales (fp8_ds_mla)": {"cache_dtype": torch.uint8, "kv_cache_dtype": FP8_DS_MLA},
     "fp8 output": {"output_scale": True},
     **{f"cache layout {layout}": {"layout": layout} for layout in paged_ops.Layout},
     "separate key and value caches": {"value_cache": True},
@@ -45,7 +45,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "71 query heads, one key/value head": {"num_heads": 71, "num_kv_heads": 1},
 }
 
-# The kernel variants that tests/aot.py compiles for each architecture of AMD. All are among those of the first.
+# Number of kernel variants that tests/aot compiles per AMD architecture; the first list contains the others.
 _COMPILED_FOR_AMD = {"gfx942": 46, "gfx90a": 21, "gfx950": 21, "gfx1100": 21}
 
 
@@ -53,7 +53,7 @@ def support(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/support.md.")] = False,
 ) -> None:
-    """Which op and which feature runs on which device, and why not."""
+    """Print the devices of each op and feature, and the reasons why not."""
     if json:
         print(json_module.dumps(support_of_ops()))
     elif markdown:
@@ -102,16 +102,17 @@ def support_page() -> str:
     lines = [
         "# What runs where",
         "",
-        "`paged-ops support --markdown` writes this page: the answers of `paged_ops.supports(op, device, **features)`.",
-        "A number is that of a reason below. ROCm runs the CUDA kernels; xla is a TPU.",
+        "ROCm runs the CUDA kernels; xla is a TPU. A number in a table refers to a reason at the end.",
+        "`paged_ops.supports(op, device, **features)` answers for any call. `paged-ops support --markdown` writes this",
+        "page.",
         "",
         "How far each device was tested:",
         "",
         "- cpu: by the whole suite, in CI.",
-        "- cuda: by the whole suite on an H200, at the commits that `benchmarks/data/gpu_proof*.json` name; later by",
-        "  the tests that `benchmarks/data/gpu_tests_nvidia_h200.json` lists. In CI all kernels are compiled for",
-        "  sm_80, sm_90 and sm_100. Those in Triton run in its interpreter; Gluon, in which the Hopper kernels are",
-        "  written, has none.",
+        "- cuda: by the whole suite on an H200, at the commit of `benchmarks/data/gpu_proof_nvidia_h200.json`; later",
+        "  by the tests in `benchmarks/data/gpu_tests_nvidia_h200.json`. In CI all kernels are compiled for sm_80,",
+        "  sm_90 and sm_100, and the Triton kernels run in its interpreter. The Hopper kernels are in Gluon, which",
+        "  has none.",
         f"- rocm: never run. In CI {variants} variants of the kernels are compiled for {most}: all ops, in all dtypes;",
         f"  and fewer for other architectures ({fewer}): bfloat16,",
         "  fp8, head size 256, block-sparse, ranges and latents. Some kernels for gfx1100 spill registers.",

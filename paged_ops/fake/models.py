@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,17 +11,29 @@ from torch import Tensor
 from paged_ops import checks
 from paged_ops.checks import expect
 from paged_ops.layouts import MODEL_DTYPES
-from paged_ops.parallel.prepared import NormOptions, reducer_of
+
+# What the ranks of a group prepared together, by the name that ops take: a schema has no process group.
+# The reducers are a paged_ops.parallel.all_reduce.AllReduce each, the contexts a paged_ops.parallel.exchange.Exchange.
+PREPARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+class NormOptions(NamedTuple):
+    """The last arguments of :func:`paged_ops.ops.all_reduce_add_norm`."""
+
+    weight_offset: float = 0.0
+    rounds_first: bool = False
+    inner_weight: Tensor | None = None
+    inner_eps: float = 0.0
 
 
 def all_reduce(x: Tensor, reducer: str) -> Tensor:
-    columns = reducer_of(x, reducer).columns
+    columns = _reducer(x, reducer).columns
     expect(x.shape[-1] == columns, "x", f"{columns} columns, as its reducer", x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
-    known = reducer_of(x, reducer)
+    known = _reducer(x, reducer)
     expect(x.shape[-1] % known.columns == 0, "x", f"a multiple of {known.columns} columns, as its reducer", x)
     return x.new_empty(*x.shape[:-1], known.size * x.shape[-1])
 
@@ -47,3 +60,13 @@ def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, T
 
 def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _reducer(x: Tensor, name: str) -> Any:
+    found = PREPARED.get(name)
+    if found is None:
+        raise ValueError(f"reducer: expected the name of an AllReduce that is not closed, got {name}")
+    expect(x.dim() >= 1, "x", "rows [..., C]", x)
+    expect(x.dtype == found.dtype, "x", f"a tensor of {found.dtype}, as its reducer", x)
+    expect(x.device == found.device, "x", f"a tensor on {found.device}, as its reducer", x)
+    return found

@@ -33,10 +33,10 @@ from torch import Tensor
 
 from paged_ops import checks
 from paged_ops.checks import expect
+from paged_ops.fake.models import PREPARED, NormOptions
 from paged_ops.layouts import MODEL_DTYPES
 from paged_ops.lowerings.collectives import rms_norm
 from paged_ops.parallel import symmetric
-from paged_ops.parallel.prepared import REDUCERS, NormOptions
 
 __all__ = ["AllReduce", "prepare_all_reduce", "rms_norm"]
 
@@ -109,7 +109,11 @@ class AllReduce:
 
     def close(self) -> None:
         """Gives the memory back. Graphs that were captured with it must not run any more."""
-        REDUCERS.pop(self.name, None)
+        for each in (_made, PREPARED):
+            each.pop(self.name, None)
+
+
+_made: dict[str, AllReduce] = {}
 
 
 def prepare_all_reduce(
@@ -134,9 +138,9 @@ def prepare_all_reduce(
     expect(device.index is not None or device.type == "cpu", "device", "a device with its index", device)
     # The number of ranks is in the name because compilers cache graphs by it, on disk too.
     name = f"{group.group_name} {group.size()} {columns} {dtype} {device} {max_rows}"
-    found = REDUCERS.get(name)
+    found = _made.get(name)
     if found is None or found.group is not group:
-        found = REDUCERS[name] = AllReduce(name, group, columns, dtype, device, max_rows)
+        found = _made[name] = PREPARED[name] = AllReduce(name, group, columns, dtype, device, max_rows)
         if device.type == "cuda" and max_rows and found.reason is not None:
             warnings.warn(f"paged_ops: sums over ranks go through the backend: {found.reason}", stacklevel=2)
     return found

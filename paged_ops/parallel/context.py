@@ -38,11 +38,11 @@ from torch import Tensor
 
 from paged_ops.cache.shard import TokenShard
 from paged_ops.checks import expect
+from paged_ops.fake.models import PREPARED
 from paged_ops.fp8 import saturated
 from paged_ops.layouts import Layout, kv_cache_shape
 from paged_ops.metadata.step import AttentionMetadata, ContextMetadata
 from paged_ops.parallel.exchange import Exchange, prepare
-from paged_ops.parallel.prepared import EXCHANGES
 
 _FP8 = torch.float8_e4m3fn
 REFUSED = ("alibi_slopes", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges")
@@ -90,7 +90,7 @@ class Context:
         self.exchange = prepare(group, torch.device(device), **options)
         self.shard = TokenShard(self.exchange.group.rank, self.exchange.group.size)
         self.handle = Handle(f"{group.group_name}/{next(_numbers)}", *self.shard)
-        EXCHANGES[self.handle.name] = self.exchange
+        PREPARED[self.handle.name] = self.exchange
 
 
 _numbers = itertools.count()

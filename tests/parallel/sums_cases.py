@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_cases import load, make
 
 from paged_ops import reference
 from paged_ops.integrations.transformers import PagedCausalLM
 from paged_ops.lowerings.collectives import rms_norm
 from paged_ops.parallel import symmetric
 from paged_ops.parallel.all_reduce import prepare_all_reduce
+from tests.parallel.model_cases import load, make
 
 KINDS: tuple[dict[str, Any], ...] = (
     dict(eps=1e-5, rounds_first=True),

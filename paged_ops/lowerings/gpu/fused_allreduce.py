@@ -27,11 +27,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import fake
+from paged_ops.fake.models import PREPARED, NormOptions
 from paged_ops.lowerings import collectives
 from paged_ops.lowerings.gpu.launch import Launcher
 from paged_ops.lowerings.gpu.mailboxes import put, take
 from paged_ops.lowerings.gpu.target import Target, target_of
-from paged_ops.parallel.prepared import REDUCERS, NormOptions
 
 _BITS = {2: torch.int16, 4: torch.int32}
 _PER_PROCESSOR = 2  # programs on a multiprocessor
@@ -62,7 +62,7 @@ def places(workspace: Any, rows: int, columns: int, dtype: torch.dtype) -> Place
 
 
 def all_reduce(x: Tensor, reducer: str) -> Tensor:
-    summed, known = fake.all_reduce(x, reducer), REDUCERS[reducer]
+    summed, known = fake.all_reduce(x, reducer), PREPARED[reducer]
     rows = x.numel() // known.columns
     if known.places is None or rows > known.max_rows:
         return collectives.all_reduce(x, reducer)
@@ -71,7 +71,7 @@ def all_reduce(x: Tensor, reducer: str) -> Tensor:
 
 
 def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
-    out, known = fake.all_gather_columns(x, reducer), REDUCERS[reducer]
+    out, known = fake.all_gather_columns(x, reducer), PREPARED[reducer]
     if known.places is None or x.numel() > known.max_rows * known.columns:
         return collectives.all_gather_columns(x, reducer)
     gather_columns(x.contiguous(), out, known.places)
@@ -83,7 +83,7 @@ def all_reduce_add_norm(
 ) -> tuple[Tensor, Tensor]:
     options = NormOptions(*args, **kwargs)
     summed, normed = fake.all_reduce_add_norm(x, residual, weight, eps, reducer, *options)
-    known = REDUCERS[reducer]
+    known = PREPARED[reducer]
     rows, x, places = x.numel() // known.columns, x.contiguous(), known.places
     if places is None or rows > known.max_rows:
         x, places = collectives.all_reduce(x, reducer), None

@@ -129,7 +129,7 @@ def parts_fit(S: int, K: int, programs: int) -> bool:
 def fan_of(tiles: Tiles, spec: Spec, target: Target, S: int) -> int:
     """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them.
 
-    By what was measured on an H200 (docs/gpu-designs.md): with fewer parts a program often merges two units, and with
+    Measured on an H200 (benchmarks/notes/gpu-designs.md): with fewer parts a program often merges two units, and with
     many, or large ones, one program takes longer than many do. Nothing was measured on other GPUs, and Triton 3.7
     does not compile it for ROCm (a pointer that changes in a loop).
     """

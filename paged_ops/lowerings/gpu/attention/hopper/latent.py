@@ -137,11 +137,10 @@ class LatentLaunch(Launch):
         self._spec, self._N, self._page, self._rows = spec, N, page, rows
         self._described: tuple[dict[str, Any], ...] = ()  # descriptors, after the first call
 
-    def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
+    def more(self, addresses: tuple[int, ...]) -> tuple[Any, ...] | None:
         if not self._described or addresses[QUERY] & 15:
-            return False
-        descriptors = map(moved, self._described, (addresses[each] for each in self.described))
-        return self._launcher.at(self.grid(numbers), addresses, numbers, *descriptors)
+            return None
+        return tuple(map(moved, self._described, (addresses[each] for each in self.described)))
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
         query = tensors.query

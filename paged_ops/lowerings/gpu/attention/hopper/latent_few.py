@@ -9,7 +9,7 @@ tile is chunks of 64 keys by 64 columns: the rotated columns first, then the lat
 TMA, and the query rows of the next unit ahead of time. One warpgroup multiplies.
 
 Letters: as in latent.py. Bytes of a key in bfloat16: 2 (R + P); FLOPs of a key and a query row: 2 (2 R + P).
-docs/latent.md has the designs that were measured.
+benchmarks/notes/latent.md has the designs that were measured.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ the weights, two more multiply the weights with half of the value columns each, 
 and merge are those of that module.
 
 Letters: as there; a group is 128 latent columns, a chunk is 64 columns. Bytes of a key: R + P, or 656 in rows that hold
-their scales (scaled_rows.py); FLOPs of a key and a query row: 2 (2 R + P). docs/latent.md has what was measured.
+their scales (scaled_rows.py); FLOPs of a key and a query row: 2 (2 R + P). Measurements:
+benchmarks/notes/latent.md.
 
 Longer than 500 lines: what the warps do depends on one order of bytes and columns in shared memory.
 """
