@@ -8,17 +8,28 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from paged_ops.cache import KVCache, allocator, block_pool, turns
+from paged_ops.cache import KVCache, allocator, block_pool, lock
 from paged_ops.cache import kv_cache as cache
-from paged_ops.generation import GenerationLoop, SamplingParams, request, sampling
-from paged_ops.generation import commit as outcome
+from paged_ops.generation import (
+    GenerationLoop,
+    SamplingParams,
+    changes,
+    inbox,
+    model_step,
+    ranks,
+    request,
+    sampling,
+)
 from paged_ops.generation import loop as generation
 from paged_ops.generation import scheduler as scheduling
 from tests.generation.toy import PROMPTS, B, D, K, toy_step
 
 FILES = {
     module.__file__
-    for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns)
+    for module in (
+        *(allocator, block_pool, cache, changes, generation, inbox, lock),
+        *(model_step, ranks, request, sampling, scheduling),
+    )
 }
 
 
@@ -41,7 +52,7 @@ class Alarm:
             sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "give_back"):
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "free_all"):
             return None
         if event == "call":
             frame.f_trace_opcodes = True

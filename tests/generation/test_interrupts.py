@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from paged_ops.cache import KVCache
-from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
+from paged_ops.generation import (
+    GenerationLoop,
+    NewToken,
+    SamplingParams,
+)
 from paged_ops.generation import loop as generation
 from tests.fuzz.allocator import Contents
 from tests.generation.alarm import Alarm, make_loop
@@ -109,7 +113,7 @@ def test_an_interrupt_of_other_calls(call: str) -> None:
     step = max(1, alarm.count // 60)
     for at in range(1, alarm.count + 1, step):
         loop, alarm = prepare(), Alarm(at)
-        known = set(loop._requests)
+        known = set(loop._inbox._requests)
         try:
             with alarm.armed():
                 act(loop)
@@ -266,8 +270,8 @@ def test_changes_that_are_made_a_second_time_change_nothing(monkeypatch: pytest.
         if not arguments[-1]:
             raise KeyboardInterrupt  # so the next call makes them again
 
-    apply = generation.apply
-    monkeypatch.setattr(generation, "apply", apply_and_stop)
+    apply = generation.apply_changes
+    monkeypatch.setattr(generation, "apply_changes", apply_and_stop)
     loop, turns = made(), 0
     while loop.has_work:
         with contextlib.suppress(KeyboardInterrupt):

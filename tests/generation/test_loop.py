@@ -238,7 +238,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
     for at in (1, 3, 8, 21, 55):
         for after in (False, True):
             loop, calls = strained_loop(), 0
-            where = {"cache": loop.kv_cache, "runner": loop._runner}.get(hook.partition(".")[0])
+            where = {"cache": loop.kv_cache, "runner": loop._model.graphs}.get(hook.partition(".")[0])
             where = where or (paged_ops.generation.loop if name == "choose" else paged_ops.generation.sampling)
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, hooked(getattr(where, name), at, after))
@@ -249,7 +249,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
                         steps.append(loop.step())
                     except Interrupt:
                         counts = {key: value for key, value in before.items() if key.endswith("tokens")}
-                        if loop._outcome is None and not loop._events:
+                        if loop._changes is None and not loop._inbox.events:
                             assert {key: getattr(loop.stats, key) for key in counts} == counts
                     assert len(steps) < 500
             assert tokens_by_request(steps) == of_request, (hook, at, after)
@@ -799,11 +799,11 @@ def test_tokens_by_one_transfer() -> None:
 
 
 def test_outputs_of_finished_requests_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_ops.generation.loop, "KEPT_OUTPUTS", 3)
+    monkeypatch.setattr(paged_ops.generation.inbox, "KEPT_OUTPUTS", 3)
     loop = make_loop()
     outputs = loop.generate(PROMPTS[:6], SamplingParams(max_new_tokens=2))
     assert outputs == [tokens[:2] for tokens in EXPECTED[:6]]
-    assert len(loop._requests) == 3
+    assert len(loop._inbox._requests) == 3
     assert loop.output(5) == EXPECTED[5][:2]
     with pytest.raises(ValueError, match="request_id: expected one of the last 3"):
         loop.output(0)
@@ -833,7 +833,7 @@ def test_the_loop_asks_of_the_cache_only_what_a_cache_of_several_pools_has() -> 
         *("swap_out", "swap_in", "can_swap_out", "can_swap_in", "flush_copies", "recover", "stats", "states"),
         *("block_ids", "num_tokens", "num_computed_tokens", "is_swapped_out", "num_used_blocks", "max_seq_len"),
         *("layers", "num_blocks", "block_size", "device", "pools", "num_given_back", "reserves_in_parts"),
-        *("turns", "weights_version"),
+        *("lock", "weights_version"),
     }
     assert used <= allowed, used - allowed
 
