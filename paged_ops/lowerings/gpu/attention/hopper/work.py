@@ -30,6 +30,16 @@ class Item(NamedTuple):
     oldest: Any  # the oldest key that a row sees
 
 
+class Work(NamedTuple):
+    """The items of a batch, and how programs take them."""
+
+    tiles: Any  # of query rows, per key/value head; some may be no items
+    few: Any  # programs that first take short sequences of few rows: see light_programs
+    programs: Any
+    counters: Any  # of items that are taken: all, from the front, and from the back
+    short: Any  # see dense.short_keys; None: there are none
+
+
 FIELDS, COUNT, OLDEST = map(gl.constexpr, (len(Item._fields), Item._fields.index("tiles"), len(Item._fields) - 1))
 # The weight of a key with few rows, relative to a key with a whole tile of rows, when programs are divided between the
 # two. Measured: half of this weight and one and a half times this weight are slower.
@@ -51,14 +61,12 @@ def reach_of_ranges(ranges, s, first_i, last_i, low, end, RANGES: gl.constexpr):
 
 
 @gluon.jit
-def work_item(
-    item, tiles, batch, short, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr
-):
+def work_item(item, work, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The item-th tile of query rows as an :class:`Item`, without key tiles if this kernel does not serve it."""
-    tensors, numbers = batch.tensors, batch.numbers
+    tensors, numbers, tiles = batch.tensors, batch.numbers, work.tiles
     G: gl.constexpr = SPEC.G
     TOKENS: gl.constexpr = SHAPE.M // G
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [SHAPE.warps], [0])
     HEADS: gl.constexpr = SHAPE.heads
     first_head = item // (tiles * HEADS) * HEADS
     item -= first_head * tiles
@@ -76,10 +84,10 @@ def work_item(
     count, end_tile, full_start, full_end, oldest = key_tiles(
         s, q_len, seq_len, first_token, tensors, numbers, SPEC, SHAPE
     )
-    if short is None:
+    if work.short is None:
         mine = (first_token < q_len) & (q_len * G > DIVISION.rows)
     else:
-        mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
+        mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= work.short))
     count = gl.where(mine, count, 0)
     return Item(kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest)
 
