@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_cases import load, make
 
 from paged_ops.integrations.transformers import PagedCausalLM
 from paged_ops.parallel import symmetric
 from paged_ops.parallel.reduce import rms_norm, row_sums
+from tests.parallel.model_cases import load, make
 
 KINDS: tuple[dict[str, Any], ...] = (
     dict(eps=1e-5, rounds_first=True),

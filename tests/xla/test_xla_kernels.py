@@ -4,12 +4,12 @@ not read, within the same error budget as every lowering."""
 import pytest
 import torch
 import torch_xla
-import tpu_interpreter
 
 import paged_ops
 from paged_ops import testing
 from paged_ops.lowerings.tpu import ragged, write
 from paged_ops.testing import BATCHES, F8_E4M3, F8_E5M2, FEATURES, AttentionCase, CacheSpec, WriteCase
+from tests.xla import tpu_interpreter
 
 pytestmark = pytest.mark.xla
 
