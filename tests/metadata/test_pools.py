@@ -16,7 +16,7 @@ from paged_ops.graphs import DecodeGraphs, InputBuffers
 from paged_ops.inspection import CompileReport
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, advance_decodes
 from paged_ops.metadata.buffers import Sizes
-from tests.graphs.test_runner import ImitatedGraph, ImitatedSession
+from tests.graphs.imitated import ImitatedGraph, ImitatedSession
 from tests.graphs.walk import LAYERS, B, D, H, K, Toy, Walk
 
 POOLS = (40, 12, 25)  # blocks
