@@ -86,6 +86,22 @@ VARIANTS = [
         spills={(3, 8): 8, (3, 9): 184},
     ),
     Variant(
+        "hopper-mixed-hnd-d64-g7-chunk-cap-sinks-fp16",
+        prefill("HND", 64, 28, 4, torch.float16, True, T=2511, S=64, attention_chunk=300, soft_cap=30.0),
+        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry mixed_kernel")},
+    ),
+    Variant(
+        "hopper-mixed-nhd-d128-g8-window-cap-sinks",
+        prefill("NHD", 128, 64, 8, sinks=True, T=2111, S=64, sliding_window=100, soft_cap=30.0),
+        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry mixed_kernel")},
+        spills={(3, 7): 8},  # the thread's number, stored once at the start
+    ),
+    Variant(
+        "hopper-mixed-nhd-d128-g1-noncausal",
+        prefill("NHD", 128, 16, 16, T=2111, S=64, causal=False),
+        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry mixed_kernel")},
+    ),
+    Variant(
         "hopper-prefill-hnd-d64-g8-sinks-fp16-and-over-fp8",
         both(
             prefill("HND", 64, 64, 8, torch.float16, True, causal=False),

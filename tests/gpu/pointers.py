@@ -48,7 +48,7 @@ def as_torch(monkeypatch):
         int64=torch.int64,
         float32=torch.float32,
     )
-    monkeypatch.setattr("paged_ops.lowerings.gpu.attention.shared.tile.tl", language)
+    monkeypatch.setattr("paged_ops.lowerings.gpu.attention.shared.masks.tl", language)
     monkeypatch.setattr(work, "LIGHT", work.LIGHT.value)
     functions = "oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile", "as_column"
     for module in (work, consumer):
