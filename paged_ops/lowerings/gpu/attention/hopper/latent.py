@@ -11,7 +11,8 @@ sums of 64 rows by 512 columns fit their registers. Meanwhile the first multipli
 three parts (two halves of the latents, the rotated columns), each with its own ring.
 
 If there are more heads than rows, the key tiles of one group of heads come first for all sequences (``heads_apart``):
-neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of equal length are not divided if that makes shares little longer (``aligned``).
+neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of
+equal length are not divided if that makes shares little longer (``aligned``).
 
 Letters: R latent columns, which are keys and values, P rotated columns, which are keys only, G query heads per unit,
 B tokens per block. A unit's 64 query rows are packed (row r is token ``r // G``, head ``r % G``).
