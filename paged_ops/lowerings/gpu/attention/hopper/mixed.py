@@ -43,7 +43,7 @@ from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer, take_items
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
-from paged_ops.lowerings.gpu.attention.hopper.work import Item, Work, key_tiles, light_programs
+from paged_ops.lowerings.gpu.attention.hopper.work import Work, item_at, light_programs
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
@@ -182,10 +182,7 @@ def prompt_item(at, work, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
     row_start = gl.load(tensors.query_start_loc + s)
     q_len = gl.load(tensors.query_start_loc + s + 1) - row_start
     seq_len = gl.load(tensors.seq_lens + s)
-    tiles, end_tile, full_start, full_end, oldest = key_tiles(
-        s, q_len, seq_len, first_token, tensors, batch.numbers, SPEC, SHAPE
-    )
-    return Item(at % SPEC.K, s, row_start, q_len, seq_len, first_token, tiles, end_tile, full_start, full_end, oldest)
+    return item_at(at % SPEC.K, s, row_start, q_len, seq_len, first_token, True, batch, SPEC, SHAPE)
 
 
 @gluon.jit
