@@ -10,8 +10,8 @@ TWO := -n 2 --dist worksteal
 # op's schema or kernels, so tests never read them; tests/conftest.py keeps what is compiled from C++ for one run.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FX_GRAPH_CACHE=0 TORCHINDUCTOR_AUTOGRAD_CACHE=0 \
   TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-INTERPRETER_TESTS := $(wildcard tests/test_gpu_*interpreter.py)
-AOT_TESTS := $(wildcard tests/test_gpu_*aot.py)
+INTERPRETER_TESTS := $(wildcard tests/gpu/test_*interpreter.py)
+AOT_TESTS := $(wildcard tests/aot/test_*.py)
 
 # The Triton of torch 2.10 and 2.11, with which the GPU kernels were tuned; the environment has a newer one.
 OLDER_TRITON := 3.6.0
@@ -40,7 +40,7 @@ test-parallel: compiler $(INSTALLED)
 	$(TEST_ENV) $(PYTEST) -m "not gpu" tests/parallel
 
 test-fuzz: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) $(TWO) -m fuzz tests/test_fuzz.py
+	$(TEST_ENV) $(PYTEST) $(TWO) -m fuzz tests/fuzz/test_fuzz.py
 
 # At length: what is found is printed with the command that runs it again, and lies in .fuzz/ with all counts.
 fuzz: compiler $(INSTALLED)
@@ -56,7 +56,7 @@ test-aot: compiler $(INSTALLED)
 
 # XLA has an environment of its own: torch_xla needs an older torch. 8 GB, and not part of `test`.
 test-xla: compiler .venv-xla/.installed
-	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -n 2 tests/xla
+	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -n 2 -m "xla or tpu" tests/xla
 
 # vLLM's build for CPUs has an environment of its own: its torch and transformers are pinned. 4 GB and 5 to 10 minutes,
 # not part of `test`. The result is recorded by

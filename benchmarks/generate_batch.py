@@ -30,10 +30,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching import model_runner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from tiny_models import MODELS, PAGE_SIZE, PROMPTS, SHAPE, tiny_model
-
 from paged_ops.integrations.transformers.continuous_batching import use_paged_attention
+from tests.integrations.transformers.tiny_models import MODELS, PAGE_SIZE, PROMPTS, SHAPE, tiny_model
 
 LLAMA_8B = {
     "vocab_size": 128256,

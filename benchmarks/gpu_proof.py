@@ -36,12 +36,13 @@ from paged_ops.bench.cases import Case, host_case
 
 DEVICE = torch.device("cuda")
 HOPPER = sorted((Path(__file__).parents[1] / "paged_ops/lowerings/gpu/attention/hopper").glob("*.py"))
-ONLY_THERE = [f"tests/test_{name}.py" for name in ("gpu_device", "gpu_hopper", "gpu_launch", "cache", "metadata")]
+FILES = ("gpu/test_device", "gpu/test_hopper", "gpu/test_launch", "cache/test_kv_cache", "metadata/test_metadata")
+ONLY_THERE = [f"tests/{name}.py" for name in FILES]
 # What to run, and with how many workers: caches of the cache ops' matrices take tens of gigabytes.
 PYTEST: dict[str, tuple[list[str], int]] = {
     "suite": (["tests/test_ops.py", "--device", "cuda"], 14),
-    "peers_attention": (["tests/test_gpu_peers.py"], 10),
-    "peers_cache": (["tests/test_gpu_peers_cache.py"], 4),
+    "peers_attention": (["tests/gpu/test_peers.py"], 10),
+    "peers_cache": (["tests/gpu/test_peers_cache.py"], 4),
     "only_there": (["-m", "gpu", *ONLY_THERE], 2),
     # Without the tests of packages that are loaded elsewhere: they are of the CPU whatever the device.
     "compile": (["tests/test_compile.py", "--device", "cuda", "-k", "not elsewhere"], 12),
@@ -105,9 +106,9 @@ def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, An
 # What racecheck reports of the Hopper kernel although barriers order it, by the text of the lines that read and write:
 # benchmarks/notes/gpu-kernels.md names the barriers, and the evidence.
 ORDERED = (
-    ("def prefill_kernel(", "def prefill_kernel("),
-    ("def prefill_kernel(", "gl.warp_specialize("),
-    ("return gl.sum(items.index(", "shared.items.index("),
+    ("def dense_kernel(", "def dense_kernel("),
+    ("def dense_kernel(", "gl.warp_specialize("),
+    ("return gl.sum(shared.items.index(", "shared.items.index("),
 )
 
 

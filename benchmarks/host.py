@@ -194,10 +194,10 @@ def plan() -> None:
                     began = time.perf_counter()
                     call()
                     us.setdefault(f"{op}_{turn}_us", []).append(1e6 * (time.perf_counter() - began))
-    forms = len(attention._forms) if hasattr(attention, "_forms") else None
+    signatures = len(attention._signatures)
     medians = {name: round(statistics.median(each), 1) for name, each in us.items()}
     assert not checks.debug_checks()
-    emit(part="plan", sizes=len(sizes) - 60, forms=forms, **medians)
+    emit(part="plan", sizes=len(sizes) - 60, signatures=signatures, **medians)
 
 
 def run_part(part: str, limit: float) -> list[dict[str, Any]]:

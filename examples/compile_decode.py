@@ -8,7 +8,7 @@ prints, with random weights::
     paged   9 more tokens, the same as without a cache: True
     graphs  6 compiled, 3 recompiled, for 4 layers and 9 steps
 
-Three parts are compiled, however many layers there are, each of them twice: a step of one token has code of its own.
+Three parts are compiled, whatever the number of layers, each of them twice: a step of one token has its own code.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x [T, heads, D]`` by the angles of its positions; ``cos`` and ``sin``, its first half negated, ``[T, D]``."""
+    """Rotates ``x [T, heads, D]`` by ``cos`` and ``sin [T, D]``; the first half of ``sin`` is negated."""
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
 
@@ -59,13 +59,13 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor, angles: tuple[Tensor, Tensor], kv_cache: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """``x + delta`` is the residual stream: adding later puts the sum into the kernel of the norm that follows."""
+        """``x + delta`` is the residual stream: the addition is fused with the norm that follows."""
         x = x + delta
         qkv = self.qkv(rms_norm(x, self.norm1)).unflatten(-1, (-1, self.head_size))
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
         qk = rotate(qk, *angles)
         rows = self.attend(qk[:, : self.heads], qk[:, self.heads :], value, kv_cache, metadata)
-        # In float32, or inductor would make the sum part of the product, at the price of a copy of x.
+        # In float32: inductor would otherwise fuse the addition into the matmul (addmm), which copies x.
         x = (x.float() + self.out(rows.flatten(1)).float()).to(x.dtype)
         gate, up = self.gate_up(rms_norm(x, self.norm2)).chunk(2, -1)
         return x, self.down(F.silu(gate) * up)
@@ -93,7 +93,7 @@ class Llama(nn.Module):
         self.begin, self.run_layer, self.end = self._begin, self.layer_type.forward, self._end
 
     def compile_parts(self, dynamic: bool | None = None, **options: object) -> "Llama":
-        """Compile what comes before the layers, one layer for all of them, and what comes after."""
+        """Compile three parts: before the layers, one layer for all of them, after the layers."""
         # Rotated queries and keys become one tensor, made by one kernel.
         options = {"realize_reads_threshold": 3, **options}
         for name in ("begin", "run_layer", "end"):
@@ -134,7 +134,7 @@ def main() -> None:
 
     prompt = list(range(1, 8))
     expected = list(prompt)
-    for _ in range(9):  # every step computes all tokens anew
+    for _ in range(9):  # every step computes all tokens again
         expected.append(step(expected, 0))
     model.compile_parts(dynamic=True)
     tokens = list(prompt)

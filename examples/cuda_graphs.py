@@ -1,4 +1,4 @@
-"""Decode from captured CUDA graphs: the model of ``compile_decode.py``, replayed with one launch a step.
+"""Decode from captured CUDA graphs: the model of ``compile_decode.py``, replayed with one launch per step.
 
     python examples/cuda_graphs.py
 
@@ -8,7 +8,7 @@ prints on a GPU (times vary)::
     replayed    48 steps, 0 plain, 25 % padding
     the same tokens as without graphs: True
 
-and the same without captures and replays on a CPU, which has no graphs.
+and the same without captures and replays on a CPU.
 """
 
 import torch
@@ -22,10 +22,10 @@ STEPS = 48
 
 
 def generate(run: DecodeGraphs, kv_cache: KVCache) -> list[list[int]]:
-    """Greedy continuations: one step for the prompts, then launches alone."""
+    """Greedy continuations: one step for the prompts, then only replays."""
     for seq, prompt in enumerate(PROMPTS):
         kv_cache.admit(seq, prompt)
-        kv_cache.append(seq, [0] * STEPS)  # room for what is to come
+        kv_cache.append(seq, [0] * STEPS)  # room for the new tokens
     blocks = [kv_cache.block_ids(seq) for seq in range(len(PROMPTS))]
     lengths = [len(prompt) for prompt in PROMPTS]
     run.replay(Batch(lengths, [0] * len(PROMPTS), blocks), [token for prompt in PROMPTS for token in prompt])

@@ -1,4 +1,4 @@
-"""One process computes prompts, another decodes: the blocks of the cache go from the first to the second.
+"""One process computes prompts, another decodes: the cache blocks are sent from the first to the second.
 
     torchrun --nproc-per-node 2 examples/disaggregated.py
 
@@ -7,7 +7,7 @@ prints::
     blocks received: 11, prompt tokens computed again: 4 of 72
     the same tokens as in one process: True
 
-With two GPUs each process has one, and the blocks go by NCCL; otherwise both run on the CPU, by gloo. An engine would
+With two GPUs each process has one, and NCCL sends the blocks; otherwise both run on the CPU, with gloo. An engine would
 send a request along with its blocks; here both processes know the prompts.
 
 The model's weights are bfloat16, but it runs in float32. A prompt computed at once and one computed partly from cached
@@ -37,7 +37,7 @@ def make_loop(model: PagedCausalLM) -> GenerationLoop:
 
 
 def send_prompt(kv_cache: KVCache, prompt: list[int]) -> None:
-    """What of a computed prompt lies in full blocks, without those that the other process has already."""
+    """Sends the full blocks of a computed prompt that the other process does not have yet."""
     num_tokens = kv_cache.admit("sent", prompt)
     had = torch.empty(1, dtype=torch.int64, device=kv_cache.device)
     dist.recv(had, DECODE)
@@ -47,7 +47,7 @@ def send_prompt(kv_cache: KVCache, prompt: list[int]) -> None:
 
 
 def receive_prompt(kv_cache: KVCache, prompt: list[int]) -> int:
-    """The same blocks, received: they are in the prefix cache then, where the request will find them."""
+    """Receives these blocks into the prefix cache, where the request will find them."""
     block_size = kv_cache.block_size
     num_tokens = (len(prompt) - 1) // block_size * block_size  # at least one token is left to compute
     cached = kv_cache.admit("received", prompt[: num_tokens + 1])  # all but the last token may be cached already

@@ -33,7 +33,7 @@ print("elsewhere   equal to eager:", torch.allclose(run(caches, *batch), expecte
 
 
 class Program(nn.Module):
-    """The model as a function of tensors alone."""
+    """The model as a function of tensors only."""
 
     def __init__(self, model: Llama) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Program(nn.Module):
 
     def forward(self, kv_caches: list[Tensor], input_ids: Tensor, last_rows: Tensor, *batch: Tensor) -> Tensor:
         positions, slots, tables, lens, starts = batch
-        host = torch.empty(0, dtype=torch.int32)  # numbers of the host that a model does not read
+        host = torch.empty(0, dtype=torch.int32)  # host numbers, which a model does not read
         metadata = AttentionMetadata(
             query_start_loc_cpu=host,
             query_start_loc=starts,

@@ -1,4 +1,4 @@
-"""A plain Llama-shaped model spread over ranks by torch.distributed.tensor.parallel, served by one loop on each rank.
+"""A plain Llama-shaped model, sharded over ranks by torch.distributed.tensor.parallel, served by one loop on each rank.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
@@ -7,8 +7,8 @@ prints, with random weights::
     heads   4 of 8 query heads and 2 of 4 key/value heads on each of 2 ranks
     tokens  the same as on one rank: True
 
-The model does not know of ranks: its projections give a rank's own heads, the cache is allocated for them, and the
-last projection of each half of a layer sums over the ranks. One process per GPU, or on the CPU where there is none.
+The model has no code for ranks: its projections return a rank's own heads, the cache is allocated for them, and the
+last projection of each half of a layer ends with an all-reduce. One process per GPU, or on the CPU without GPUs.
 """
 
 import os
@@ -88,7 +88,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     torch.manual_seed(0)
     model = Model().to(device).eval()
-    expected = generate(model, device)  # by each rank alone
+    expected = generate(model, device)  # on each rank alone
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.layers:
         parallelize_module(layer, mesh, PLAN)

@@ -10,8 +10,8 @@ prints, with random weights::
     openxla    12 more tokens each, the same as on the CPU: True
     compiled   2 graphs, one for the prompts and one for all decode steps; caches written in place: 4 of 4
 
-torch_xla comes before paged_ops, which then makes its mutating ops known to XLA. Counts travel as tensors of padded
-sizes, so no step compiles again. Each layer's cache is one whole tensor: XLA can then write into its buffer.
+Import torch_xla before paged_ops, which then registers its mutating ops for XLA. Lengths are tensors of padded sizes,
+so no step compiles again. Each layer's cache is one whole tensor, so XLA can write into its buffer.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from torch import Tensor
 from paged_ops import AttentionMetadata, AttentionMetadataBuilder, Batch, KVCache, min_tpu_block_size
 
 PROMPT_TOKENS, SEQS, MAX_LEN = 64, 4, 128
-# Heads of 128 are what the TPU's kernel is compiled for.
+# The TPU's kernel is compiled for heads of 128 only.
 CONFIG = Config(layers=4, hidden=256, heads=8, kv_heads=2, head_size=128)
 
 
@@ -36,7 +36,7 @@ def on_device(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
     return dataclasses.replace(metadata, **{name: getattr(metadata, name).to(device) for name in names})
 
 
-@torch.inference_mode(False)  # in which torch_xla has no views of weights that were made outside of it
+@torch.inference_mode(False)  # torch_xla cannot make views of weights in inference mode
 @torch.no_grad()
 def generate(model: Callable[..., Tensor], prompts: list[list[int]], steps: int, device: str) -> list[list[int]]:
     """Greedy continuations of up to SEQS prompts: one step for all prompts, then one for each token."""
@@ -46,7 +46,7 @@ def generate(model: Callable[..., Tensor], prompts: list[list[int]], steps: int,
         CONFIG.layers, SEQS * width, block_size, CONFIG.kv_heads, CONFIG.head_size, device=device, layout="INTERLEAVED"
     )
     if device != "cpu":
-        torch_xla.sync()  # a buffer that is there can be written in place, zeros that are still to be made cannot
+        torch_xla.sync()  # allocates the buffers: only these can be written in place
     builder = AttentionMetadataBuilder(block_size, SEQS, PROMPT_TOKENS, width, num_blocks=SEQS * width)
     tables = torch.arange(SEQS * width, dtype=torch.int32).view(SEQS, width).flip(0)[: len(prompts)]
     tokens, cached = [list(prompt) for prompt in prompts], [0] * len(prompts)

@@ -1,5 +1,6 @@
 """Paged attention and paged-cache ops as first-class PyTorch operators."""
 
+from paged_ops import moved
 from paged_ops.cache.allocator import BlockAllocator, OutOfBlocks
 from paged_ops.cache.hybrid import HybridCache, blocks_within_reach
 from paged_ops.cache.kv_cache import KVCache
@@ -45,6 +46,8 @@ from paged_ops.ops import (
 from paged_ops.support import supports
 
 __version__ = "0.1.0"
+
+moved.install()
 
 __all__ = [
     "AttentionMetadata",

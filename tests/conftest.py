@@ -5,9 +5,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import gpu_under_test
 import pytest
 import torch
+
+from tests.helpers import gpu
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -20,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--device")
     if name.startswith("cuda:"):
-        gpu_under_test.GPU = torch.device(name)
+        gpu.GPU = torch.device(name)
     # Tables that were tuned on this machine are read only if the variable is set outside.
     os.environ.setdefault("PAGED_OPS_CONFIGS", str(Path(__file__).parent / "no_configs"))
     # Precompiled headers are half the time of a compilation: the processes of a run share them, and no two runs do.

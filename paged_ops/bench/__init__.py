@@ -1,6 +1,5 @@
-"""Measurements of attention: cases × providers, records as data, tables and plots of them, and the tuning of tiles.
+"""Benchmarks of attention: cases × providers give records, tables and a plot; tuning of tiles.
 
-``cases`` says what is measured, ``providers`` by whom, ``measure`` how, ``cache_ops`` measures the ops of the cache,
-``run`` puts all together, ``report`` makes tables and plots of the records, ``tune`` sweeps the tiles of the GPU
-kernels.
+``cases``: the workloads. ``providers``: the implementations. ``measure``: timing and verification. ``cache_ops``: ops
+of the cache. ``run``: cases × providers. ``report``: tables and plot. ``tune``: a sweep of the GPU kernels' tiles.
 """

@@ -1,8 +1,8 @@
-"""The cache ops on the current GPU, measured: rows of an op, a case, its time and bytes, and whether it was right.
+"""Measures the cache ops on the current GPU. A row has the op, the case, time, bytes, and whether the result was right.
 
 Device ops: CUDA-graph replays over buffers several times the L2, median of 30, outputs filled with NaN first and
-compared afterwards. Swaps cannot be captured: events around calls that wait for a busy GPU, which is the time that
-they add to a stream; ``call_us`` is that of a call which finds the GPU idle, the host's share in it.
+compared afterwards. Swaps cannot be captured: events around calls on a busy GPU give the time that they add to a
+stream, and ``call_us`` is a call on an idle GPU, with the host's share.
 
 Letters as in :mod:`paged_ops.ops`.
 """
@@ -21,7 +21,6 @@ from torch import Tensor
 
 import paged_ops
 from paged_ops import layouts, reference
-from paged_ops.bench import measure
 from paged_ops.registry import lowering
 
 DEVICE = "cuda"
@@ -53,8 +52,8 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 30) -> float:
 
 
 def call_us(call: Callable[[], Any], busy_cycles: int = 0, repeats: int = 12) -> float:
-    """Microseconds of one eager call until its end on the device: from its start on the host, or, with a GPU that is
-    busy for so many cycles (longer than the host takes), from where the stream comes to it."""
+    """Microseconds of one eager call until its end on the device: from its start on the host, or, if the GPU is first
+    kept busy for ``busy_cycles`` (longer than the host takes), from its start on the stream."""
     call()
     times = []
     for _ in range(repeats):
@@ -72,18 +71,6 @@ def call_us(call: Callable[[], Any], busy_cycles: int = 0, repeats: int = 12) ->
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
-
-
-def ceilings() -> Iterator[Row]:
-    source, target = (torch.empty(1 << 28, dtype=torch.float32, device=DEVICE).fill_(n) for n in (1, 2))
-    us = graph_us([lambda: torch.add(source, 1, out=target)])
-    yield {"op": "ceiling", "case": "copy by a kernel", "us": us, "bytes": 2 * source.nbytes, "right": True}
-    host = torch.empty(1 << 26, dtype=torch.float32, pin_memory=True)
-    part = source[: 1 << 26]
-    us = call_us(lambda: host.copy_(part, non_blocking=True))
-    yield {"op": "ceiling", "case": "device to pinned host", "us": us, "bytes": host.nbytes, "right": True}
-    us = call_us(lambda: part.copy_(host, non_blocking=True))
-    yield {"op": "ceiling", "case": "pinned host to device", "us": us, "bytes": host.nbytes, "right": True}
 
 
 def write_row(
@@ -301,36 +288,10 @@ def gathers() -> Iterator[Row]:
     yield {"op": "gather_kv", "case": "8 x 1024 latents of fp8_ds_mla", "us": us, "bytes": nbytes, "right": right}
 
 
-def hosts() -> Iterator[Row]:
-    """Host time of eager calls, and of torch.add(out=) on the same machine."""
-    device = torch.device(DEVICE)
-    a = torch.randn(256, device=DEVICE)
-    yield {
-        "op": "host",
-        "case": "torch.add(out=)",
-        "us": measure.host_us(lambda: torch.add(a, a, out=a), device),
-        "right": True,
-    }
-    key = torch.randn(64, K, D, dtype=torch.bfloat16, device=DEVICE)
-    kv_cache = torch.zeros(64, 2, B, K, D, dtype=torch.bfloat16, device=DEVICE)
-    slots = torch.arange(64, device=DEVICE)
-    with torch.no_grad():
-        us = measure.host_us(lambda: paged_ops.reshape_and_cache(key, key, kv_cache, slots), device)
-        yield {"op": "host", "case": "reshape_and_cache", "us": us, "target_us": 17.0, "right": True}
-        mapping = torch.tensor([[0, 1]], device=DEVICE)
-        us = measure.host_us(lambda: paged_ops.copy_blocks([kv_cache], mapping), device)
-        yield {"op": "host", "case": "copy_blocks, 1 layer", "us": us, "right": True}
-        out, lse = torch.randn(64, 32, D, device=DEVICE), torch.randn(64, 32, device=DEVICE)
-        us = measure.host_us(lambda: paged_ops.merge_attention_states(out, lse, out, lse), device)
-        yield {"op": "host", "case": "merge_attention_states", "us": us, "right": True}
-
-
 PARTS = {
-    "ceiling": ceilings,
     "write": writes,
     "copy": copies,
     "merge": merges,
     "gather": gathers,
     "swap": swaps,
-    "host": hosts,
 }

@@ -1,4 +1,4 @@
-"""What is measured: batches by shape, the bytes and operations that they need, and their inputs."""
+"""The measured cases: batches by shape, their bytes and operations, and their inputs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None  # None: dtype
-    captured_len: int | None = None  # seq_lens all this long at capture, the true lengths at replay
+    captured_len: int | None = None  # all seq_lens at capture; replays have the true lengths
     value_head_size: int | None = None
-    kv_cache_dtype: str = "auto"  # fp8_ds_mla: latent rows that hold their scales, uint8 [N, B, 656]
+    kv_cache_dtype: str = "auto"  # fp8_ds_mla: latent rows with their own scales, uint8 [N, B, 656]
 
     @property
     def key(self) -> str:
-        """The case in words, unique: ``--cases`` matches it, and records are found by it."""
+        """A unique description, which ``--cases`` matches and records are found by."""
         return f"{self.group} {self.num_heads}/{self.num_kv_heads} {self.name}"
 
     @property
@@ -53,8 +53,8 @@ class Case:
         return self.value_head_size is not None and self.num_kv_heads == 1
 
     @property
-    def apart(self) -> bool:
-        """Whether keys and values are two caches, of heads of different sizes."""
+    def separate(self) -> bool:
+        """Whether keys and values are two caches, with different head sizes."""
         return self.value_head_size is not None and not self.latent
 
     @property
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Operations of both products, over the pairs of query and key that causality allows."""
+        """Operations of both matmuls, over the pairs of query and key that causality allows."""
         pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in self.seqs)
         return 2 * self.num_heads * self._both_sizes * pairs
 
@@ -91,15 +91,15 @@ class Case:
 
 @dataclasses.dataclass
 class Inputs:
-    """The arguments of one call: those of :func:`paged_ops.paged_attention`."""
+    """The arguments of one call of :func:`paged_ops.paged_attention`."""
 
     case: Case
     query: Tensor  # [T, H, D]
-    kv_cache: Tensor  # [N, 2, B, K, D], apart [N, B, K, D], latent [N, B, D] or rows of bytes
+    kv_cache: Tensor  # [N, 2, B, K, D], separate [N, B, K, D], latent [N, B, D] or rows of bytes
     block_tables: Tensor  # int32 [S, M]
     seq_lens: Tensor  # int32 [S]
     query_start_loc: Tensor  # int32 [S + 1]
-    value_cache: Tensor | None = None  # apart [N, B, K, Dv]
+    value_cache: Tensor | None = None  # separate [N, B, K, Dv]
 
     @property
     def scale(self) -> float:
@@ -113,12 +113,12 @@ class Inputs:
     def kwargs(self) -> dict[str, Any]:
         name = self.case.kv_cache_dtype
         named: dict[str, Any] = {} if name == "auto" else {"kv_cache_dtype": name}
-        if self.case.apart:
+        if self.case.separate:
             return {**named, "value_cache": self.value_cache}
         return {**named, "value_head_size": self.case.value_size} if self.case.latent else named
 
     def keys_and_values(self, s: int) -> tuple[Tensor, Tensor]:
-        """Of a sequence, ``[n, K, D]`` and ``[n, K, Dv]`` in the model's dtype."""
+        """Keys ``[n, K, D]`` and values ``[n, K, Dv]`` of a sequence, in the model's dtype."""
         if self.case.latent:
             rows = self._tokens(self.kv_cache, s)[:, None]
             scaled, dtype = has_row_scales(self.case.kv_cache_dtype), self.case.dtype
@@ -131,18 +131,18 @@ class Inputs:
         return key, value
 
     def sequence(self, s: int) -> Tensor:
-        """Keys and values of a sequence, ``[2, n, K, D]`` in the model's dtype, of a cache that has both."""
+        """Keys and values of a sequence in a combined cache, ``[2, n, K, D]`` in the model's dtype."""
         return self._tokens(self.kv_cache.transpose(1, 2), s).transpose(0, 1).to(self.case.dtype)
 
     def _tokens(self, cache: Tensor, s: int) -> Tensor:
-        """Of a sequence, ``[n, ...]`` of a cache ``[N, B, ...]``."""
+        """The entries ``[n, ...]`` of a sequence in a cache ``[N, B, ...]``."""
         n = self.case.seqs[s][1]
         blocks = self.block_tables[s, : -(-n // self.case.block_size)].long()
         return cache[blocks].flatten(0, 1)[:n]
 
 
 def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 256) -> list[Inputs]:
-    """Calls over different blocks of one cache, in random order, with ``cache_bytes`` of keys and values or more.
+    """Calls over different blocks of one cache, in random order, with at least ``cache_bytes`` of keys and values.
 
     Args:
         case: the batch.
@@ -153,10 +153,10 @@ def make_inputs(case: Case, device: torch.device, cache_bytes: int, most: int = 
     needed = [-(-seq_len // case.block_size) for _, seq_len in case.seqs]
     calls = min(max(2, math.ceil(cache_bytes / case.kv_bytes)), most)
     blocks, B = calls * sum(needed), case.block_size
-    K, planes = case.num_kv_heads, () if case.apart or case.latent else (2,)
+    K, planes = case.num_kv_heads, () if case.separate or case.latent else (2,)
     heads = () if case.latent else (K,)
     kv_cache = _random_cache((blocks, *planes, B, *heads, case.head_size), case, device)
-    value_cache = _random_cache((blocks, B, K, case.value_size), case, device) if case.apart else None
+    value_cache = _random_cache((blocks, B, K, case.value_size), case, device) if case.separate else None
     ids = torch.randperm(blocks, dtype=torch.int32)
     starts = [0, *itertools.accumulate(q_len for q_len, _ in case.seqs)]
     made = []
@@ -192,7 +192,7 @@ def decode(batch: int, context: int) -> tuple[tuple[int, int], ...]:
 
 
 def ragged(batch: int, shortest: int = 16, longest: int = 16384) -> tuple[tuple[int, int], ...]:
-    """A decode batch with lengths between two bounds, log-uniform, always the same."""
+    """A decode batch with log-uniform lengths between two bounds; always the same lengths."""
     generator = random.Random(0)
     bounds = math.log(shortest), math.log(longest)
     return tuple((1, int(math.exp(generator.uniform(*bounds)))) for _ in range(batch))
@@ -211,7 +211,7 @@ PREFILL = {
     "8x1024@4096": ((1024, 4096),) * 8,
     "2048@8192+63x4096": ((2048, 8192), *decode(63, 4096)),
 }
-GROUPS = {  # of decode, for many query heads on one key/value head
+GROUPS = {  # decode with many query heads per key/value head
     "1x131072": DECODE["1x131072"],
     "50x6000": decode(50, 6000),
     "4x65536+124x512": (*decode(4, 65536), *decode(124, 512)),
@@ -224,7 +224,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def gpu_cases() -> list[Case]:
-    """The cases of docs/performance.md, one group per table, and cases for which the kernels were not tuned."""
+    """The cases of docs/performance.md, one group per table; the kernels are not tuned for all of them."""
     cases = [
         Case("decode", name, seqs, H, K)
         for H, K in ((32, 8), (64, 8), (32, 32), (8, 1))
@@ -244,11 +244,8 @@ def gpu_cases() -> list[Case]:
     cases += [Case("sizes", f"64x4096 {n} tokens each", ((n, 4096),) * 64) for n in (4, 16)]
     cases += [Case("sizes", "64x4096 float16", many, dtype=torch.float16)]
     cases += [Case("sizes", f"1x8192 D {D}", PREFILL["1x8192"], head_size=D) for D in (64, 80, 96, 112, 192, 256)]
-    apart: dict[str, Any] = {
-        "head_size": 192,
-        "value_head_size": 128,
-    }  # DeepSeek-V2 and V3, with keys and values of all heads
-    cases += [Case("sizes", "1x8192 D 192 and 128", PREFILL["1x8192"], H, H, **apart) for H in (16, 128)]
+    separate: dict[str, Any] = {"head_size": 192, "value_head_size": 128}  # DeepSeek-V2 and V3, not absorbed
+    cases += [Case("sizes", "1x8192 D 192 and 128", PREFILL["1x8192"], H, H, **separate) for H in (16, 128)]
     cases += [Case("groups", name, seqs, H, 1) for H in (48, 64, 71) for name, seqs in GROUPS.items()]
     cases += [Case("groups", "ragged128, 16 tokens each", tuple((16, n + 16) for _, n in DECODE["ragged128"]))]
     cases += [Case("fp8", f"64x4096 D {D}", many, head_size=D, cache_dtype=FP8) for D in (64, 256)]

@@ -1,10 +1,10 @@
 """How a case is measured: graph replays over rotated inputs, poisoned and verified results, ceilings of the same run.
 
-On a GPU all calls of a case are captured in one CUDA graph, one call per set of inputs, and the sets together are
-several times the last cache. The results are filled with NaN, the graph is replayed, and the first and the last result
-are compared with a float32 reference before anything is timed. A replay is timed by events; a read of other memory goes
-before it, so that the launch of the graph is not in the time and nothing is left in the cache. Times are medians, taken
-twice. On a CPU the calls run one after the other, in memory that is filled with NaN where it is uninitialised.
+On a GPU all calls of a case are captured in one CUDA graph, one call per set of inputs; together the sets are several
+times as large as the last-level cache. The results are filled with NaN, the graph is replayed, and the first and the
+last result are compared with a float32 reference before anything is timed. Events time a replay. Other memory is read
+before it, which hides the launch of the graph and empties the cache. Times are medians, taken twice. On a CPU the calls
+run one after the other, and uninitialised memory is filled with NaN.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Call = Callable[[], Tensor]
 CPU_CACHE_BYTES = 64 << 20
 LARGEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 LOGITS_AT_ONCE = 1 << 28  # elements of the reference's logits
-REST_SECONDS = 0.02  # between replays that are bound by arithmetic, so that the power limit does not act
+REST_SECONDS = 0.02  # between compute-bound replays, so that the power limit does not act
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches in this run: bytes per second read or copied, operations per second of bf16 products."""
+    """The device's ceilings in this run: bytes per second read or copied, operations per second of a bf16 matmul."""
 
     read: float
     copy: float
@@ -48,7 +48,7 @@ class Ceilings:
 
 
 class WrongResultError(RuntimeError):
-    """A provider's result differs from the reference, so its time means nothing."""
+    """A provider's result differs from the reference."""
 
 
 def device_name(device: torch.device) -> str:
@@ -56,24 +56,24 @@ def device_name(device: torch.device) -> str:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of the last cache."""
+    """The size of the last-level cache."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE_BYTES
 
 
 def inputs_of(case: Case, device: torch.device) -> list[Inputs]:
-    """Sets of inputs that together are four times the last cache."""
+    """Sets of inputs that together are four times as large as the last-level cache."""
     torch.manual_seed(0)
     return make_inputs(case, device, 4 * cache_bytes(device), most=256 if device.type == "cuda" else 2)
 
 
 class Replay:
-    """Several calls that can be run again: as a CUDA graph, or on a CPU one after the other."""
+    """Calls that can be repeated: as a CUDA graph, or on a CPU one after the other."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         self._calls = calls
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.results = [call() for call in calls]  # so that everything is compiled
+        self.results = [call() for call in calls]  # compiles everything
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
@@ -156,8 +156,8 @@ def reference(inputs: Inputs) -> Tensor:
             q = inputs.query[part].float().view(count, -1, G, case.head_size).permute(1, 2, 0, 3)  # [K, G, q, D]
             logits = (q.flatten(1, 2) @ k.transpose(1, 2)).view(*q.shape[:3], seq_len) * inputs.scale
             weights = logits.masked_fill_(j > i[:, None], -torch.inf).softmax(-1)
-            products = (weights.flatten(1, 2) @ v).view(*q.shape[:3], case.value_size)
-            out[part] = products.permute(2, 0, 1, 3).flatten(1, 2)
+            outputs = (weights.flatten(1, 2) @ v).view(*q.shape[:3], case.value_size)
+            out[part] = outputs.permute(2, 0, 1, 3).flatten(1, 2)
         start += q_len
     return out
 
@@ -171,7 +171,7 @@ def verify(replay: Replay, sets: Sequence[Inputs]) -> float:
     """The larger of the errors of the first and the last call, run into poisoned memory.
 
     Raises:
-        WrongResultError: an error is beyond what the dtype explains, or a result was not written.
+        WrongResultError: an error exceeds the limit of the dtype, or a result was not written.
     """
     results = replay.run_poisoned()
     ends = dict.fromkeys((0, len(sets) - 1))
@@ -232,7 +232,7 @@ def host_us(call: Callable[[], object], device: torch.device, calls: int = 20, r
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Read, copy and bf16 product (float32 on a CPU) at their best, in bursts."""
+    """The best speed of reads, copies and a bf16 matmul (float32 on a CPU), in bursts."""
     cuda = device.type == "cuda"
     floats = (1 << 30) if cuda else (1 << 25)
     source = torch.randn(floats // 64, device=device).repeat(64)

@@ -1,8 +1,8 @@
-"""The implementations of attention that are compared: this package and others, behind one protocol.
+"""The compared implementations of attention: this package and others, behind one protocol.
 
-A provider is a class with a name, reasons why it does not serve a case, and ``prepare``, which turns the inputs of a
-case into one call each. Whatever is not the call itself (plans, masks, other layouts of the same data) is made there,
-and is not timed. To add a provider, write such a class and add it to ``PROVIDERS``.
+A provider is a class with a name, reasons why it does not serve a case, and ``prepare``, which makes one call per set
+of inputs. Plans, masks, and other layouts of the same data are made there, and are not timed.
+To add a provider, write such a class and add it to ``PROVIDERS``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Provider(Protocol):
 
     @property
     def distribution(self) -> str:
-        """The package whose version a record has."""
+        """The package whose version is recorded."""
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
         """Why it cannot compute the case on the device; empty if it can."""
@@ -80,7 +80,7 @@ class FlashInfer:
         if importlib.util.find_spec("flashinfer") is None:
             reasons.append("flashinfer is not installed")
         if case.captured_len is not None:
-            reasons.append("a plan is for the lengths that it was made for")
+            reasons.append("a plan is made for fixed lengths")
         if case.dtype == torch.float32:
             reasons.append("no float32")
         if case.value_head_size is not None or case.head_size not in (64, 128, 256):
@@ -93,7 +93,7 @@ class FlashInfer:
         return [self._prepare(each, workspace)[1] for each in sets]
 
     def plan(self, inputs: Inputs) -> Callable[[], object]:
-        """What an engine calls once per step, on the host, before the first layer."""
+        """The call that an engine makes once per step, on the host, before the first layer."""
         workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.query.device)
         return self._prepare(inputs, workspace)[0]
 
@@ -110,7 +110,7 @@ class FlashInfer:
         if all(q_len == 1 for q_len, _ in case.seqs):
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=case.num_heads > case.num_kv_heads, backend="fa2"
-            )  # fa3, which it would choose on Hopper, does not split sequences: ten times slower
+            )  # fa3, its default on Hopper, does not split sequences: ten times slower
             plan = functools.partial(wrapper.plan, indptr, indices, last, *heads, *rest, **types)
         else:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
@@ -122,7 +122,7 @@ class FlashInfer:
 
 
 class FlashAttention3:
-    """FlashAttention-3 over the same cache, as vLLM builds it, with the schedule made before for these lengths."""
+    """FlashAttention-3 over the same cache, as vLLM builds it, with a schedule for these lengths."""
 
     name = "FlashAttention-3"
     distribution = "vllm"
@@ -139,7 +139,7 @@ class FlashAttention3:
         if case.value_head_size is not None or case.head_size > 256 or case.head_size % 8:
             reasons.append("head size: multiples of 8 up to 256")
         if case.captured_len is not None:
-            reasons.append("a schedule is for the lengths that it was made for")
+            reasons.append("a schedule is made for fixed lengths")
         return reasons
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
@@ -207,7 +207,7 @@ class FlashMLA:
         if len({q_len for q_len, _ in case.seqs}) > 1:
             reasons.append("queries of one length")
         if case.captured_len is not None:
-            reasons.append("a plan is for the lengths that it was made for")
+            reasons.append("a plan is made for fixed lengths")
         return reasons
 
     def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
@@ -234,7 +234,7 @@ class FlashMLA:
             )
             return out
 
-        call()  # which finishes the plan, in versions that make it then
+        call()  # some versions finish the plan here
         return call
 
 
@@ -254,7 +254,7 @@ class Flex:
         if case.stored.itemsize == 1:
             reasons.append("no fp8 cache")
         if case.captured_len is not None:
-            reasons.append("a mask is for the lengths that it was made for")
+            reasons.append("a mask is made for fixed lengths")
         if case.value_head_size is not None or case.head_size & (case.head_size - 1):
             reasons.append("head size: a power of two")
         if (case.num_heads // case.num_kv_heads) & (case.num_heads // case.num_kv_heads - 1):
@@ -312,11 +312,11 @@ class DenseSDPA:
         if len(set(case.seqs)) > 1:
             reasons.append("sequences of one shape")
         if case.seqs[0][0] not in (1, case.seqs[0][1]):
-            reasons.append("one query a sequence, or as many as keys")
+            reasons.append("one query per sequence, or equally many queries and keys")
         if case.stored.itemsize == 1:
             reasons.append("no fp8")
         if case.value_head_size is not None:
-            reasons.append("keys and values apart, of one size")
+            reasons.append("keys and values of one size, not shared")
         if case.captured_len is not None:
             reasons.append("lengths are shapes")
         return reasons

@@ -13,7 +13,7 @@ PROGRAMS_A_PROCESSOR, TILE, WARPS = 4, 8192, 8
 
 @triton.jit
 def read_kernel(source, sink, num_tiles, TILE: tl.constexpr):
-    """Sums of float32, one tile per step; every program writes one number."""
+    """Adds float32 numbers, one tile per step; every program writes one number."""
     total = tl.zeros([TILE], tl.float32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         total += tl.load(source + tile * TILE + tl.arange(0, TILE))

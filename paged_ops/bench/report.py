@@ -38,7 +38,7 @@ def file_name(device: str) -> str:
 
 
 def load(data: Path) -> list[Record]:
-    """All records of a folder's ``bench_*.jsonl``, in the order in which they were measured."""
+    """All records of a folder's ``bench_*.jsonl``, in the order of their dates."""
     lines = [line for path in sorted(data.glob("bench_*.jsonl")) for line in path.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda record: record["date"])
 
@@ -53,7 +53,7 @@ def latest(records: Iterable[Record], device: str, group: str) -> list[Record]:
 
 
 def key(record: Record) -> tuple[str, str, str]:
-    """The key by which a case is found."""
+    """The key of a case."""
     return record["group"], record.get("heads", ""), record["case"]
 
 
@@ -145,7 +145,7 @@ def _others(row: dict[str, Record]) -> list[Record]:
 
 
 def _behind_table(records: Sequence[Record], device: str) -> str:
-    """The cases in which a peer was faster in the same run, the worst first."""
+    """The cases that a peer won in the same run, the worst first."""
     groups = dict.fromkeys(record["group"] for record in records if record["device"] == device)
     by_case = _by_case(
         each for group in groups if group != "host" for each in latest(records, device, group) if "provider" in each

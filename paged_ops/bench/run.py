@@ -1,4 +1,4 @@
-"""Runs cases × providers, and the other costs (host, cache ops), and yields records."""
+"""Runs cases × providers, the host costs and the cache ops, and yields records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from paged_ops.bench.measure import Ceilings
 from paged_ops.bench.providers import FlashInfer, Provider
 
 Record = dict[str, Any]
-CACHE_PARTS = ("write", "copy", "merge", "gather", "swap")
 
 
 def about(device: torch.device, commit: str | None = None) -> Record:
@@ -83,7 +82,7 @@ def describe(case: Case) -> Record:
 def attention_records(
     case: Case, providers: Iterable[Provider], device: torch.device, ceilings: Ceilings, repeats: int
 ) -> Iterator[Record]:
-    """One record per provider that serves the case. The record of a failure says why, and has no speed."""
+    """One record per provider that serves the case. The record of a failure has the reason instead of a speed."""
     able = [provider for provider in providers if not provider.reasons_against(case, device)]
     if not able:
         return
@@ -140,8 +139,8 @@ def _host_write_records(device: torch.device) -> Iterator[Record]:
 
 def cache_records(ceilings: Ceilings) -> Iterator[Record]:
     """The cache ops on the current GPU; swaps have no floor."""
-    for part in CACHE_PARTS:
-        for row in cache_ops.PARTS[part]():
+    for part, rows in cache_ops.PARTS.items():
+        for row in rows():
             record: Record = {"group": "cache", "case": f"{row['op']}, {row['case']}", "provider": "paged_ops"}
             if not row["right"]:
                 yield {**record, "failed": "WrongResultError: the result differs from the reference"}

@@ -1,9 +1,9 @@
-"""Tuning the tiles of the GPU kernels on the present device: descent along one number at a time.
+"""Tunes the tiles of the GPU kernels on the current device: coordinate descent, one number at a time.
 
-The numbers are those of ``lowerings/gpu/configs/*.json``: any tree of objects, lists and whole numbers. This module
-does not know what a number means. A workload is run once with a tree that notes which of its numbers are read. Then
-each of these is replaced by its neighbours, and a neighbour is kept if the workloads that read it are right, and faster
-by more than the noise. Values that do not compile, or that give a wrong result, are dropped.
+The numbers come from ``lowerings/gpu/configs/*.json``: any tree of objects, lists and integers. This module does not
+know their meaning. A workload is run once with a tree that records which numbers are read. Then each of these is
+replaced by its neighbours. A neighbour is kept if the workloads that read it are right, and faster by more than the
+noise. Values that do not compile, or that give a wrong result, are dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paged_ops.lowerings.gpu.target import Target
 
 GAIN = 0.015  # a neighbour must be faster by this share
-Place = tuple[str, ...]  # where a number is in the tree
+Place = tuple[str, ...]  # the path of a number in the tree
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class Workload:
 
     name: str
     make: Callable[[], tuple[list[Call], Callable[[Replay], object]]]
-    num_bytes: int = 0  # of its inputs on the device, about
+    num_bytes: int = 0  # approximate size of its inputs on the device
 
     def us(self, device: torch.device, repeats: int) -> float:
         """Microseconds of a call.
@@ -55,7 +55,7 @@ class Workload:
 
 
 class Watched(dict[str, Any]):
-    """An object of the tree that notes which of its numbers are read."""
+    """An object of the tree that records which of its numbers are read."""
 
     def __init__(self, items: dict[str, Any], place: Place, seen: set[Place]) -> None:
         super().__init__({name: watch(value, (*place, name), seen) for name, value in items.items()})
@@ -69,7 +69,7 @@ class Watched(dict[str, Any]):
 
 
 class WatchedList(list[Any]):
-    """A list of numbers that notes when it is read."""
+    """A list of numbers that records when it is read."""
 
     def __init__(self, items: Sequence[int], place: Place, seen: set[Place]) -> None:
         super().__init__(items)
@@ -85,7 +85,7 @@ class WatchedList(list[Any]):
 
 
 def watch(tree: Any, place: Place, seen: set[Place]) -> Any:
-    """The same tree, which adds the places of numbers that are read to ``seen``."""
+    """The same tree, which adds the paths of numbers that are read to ``seen``."""
     if isinstance(tree, dict):
         return Watched(tree, place, seen)
     return WatchedList(tree, place, seen) if isinstance(tree, list) else tree
@@ -110,7 +110,7 @@ def neighbours(n: int) -> list[int]:
 
 
 def forget() -> None:
-    """Makes the lowering read the numbers again: drops the plans of earlier calls, but not the trees."""
+    """Drops the plans of earlier calls, so that the lowering reads the numbers again."""
     for name, module in list(sys.modules.items()):
         if name.startswith("paged_ops.lowerings.gpu"):
             for each in list(vars(module).values()):
@@ -120,12 +120,12 @@ def forget() -> None:
             getattr(module, "forget", lambda: None)()
 
 
-LOADERS = {"target_of"}  # their results hold the trees, which are changed in place
+LOADERS = {"target_of"}  # their results have the trees, which are changed in place
 
 
 @dataclasses.dataclass
 class Step:
-    """A number that was changed, and what it gained."""
+    """A changed number, and the gain."""
 
     place: Place
     before: int
@@ -203,11 +203,11 @@ READ_EACH, TRIED_EACH = 7, 3
 
 
 def forecast(workloads: Sequence[Workload], device: torch.device) -> str:
-    """What :func:`descend` will take, in words. It says more when it knows which numbers the workloads read."""
+    """The expected cost of :func:`descend`, in words. ``descend`` says more once it knows which numbers are read."""
     minutes = len(workloads) * (1 + READ_EACH * TRIED_EACH) * SECONDS_EACH / 60
     gib = (max((each.num_bytes for each in workloads), default=0) + 8 * measure.cache_bytes(device)) / 2**30
     return (
-        f"{len(workloads)} workloads, of which each number that they read is tried with its neighbours: roughly"
+        f"{len(workloads)} workloads; each number that they read is tried with its neighbours: roughly"
         f" {minutes:.0f} minutes, and up to {gib:.1f} GiB on {device} with nothing else running there"
     )
 
@@ -333,11 +333,11 @@ def cache_workloads(device: torch.device) -> dict[str, list[Workload]]:
 
 def _expect_equal(got: Tensor, want: Tensor) -> None:
     if not torch.equal(got, want):
-        raise WrongResultError("the result differs from what was written")
+        raise WrongResultError("the result differs from the written data")
 
 
 def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> str:
-    """JSON in which each part that fits on a line, after ``before``, is on one line."""
+    """JSON with each value on one line if it fits there after ``before``."""
     line = json.dumps(tree)
     if not isinstance(tree, dict) or (before and len(before) + len(line) <= width):
         return line
@@ -349,13 +349,13 @@ def render(tree: Any, indent: str = "", before: str = "", width: int = 118) -> s
 
 def write(folder: Path, kind: str, target: Target, tree: dict[str, Any]) -> Path:
     """Writes ``<kind>_<device>.json``, which the lowering reads on devices of that name; other entries of the file are
-    kept. What the package's file has for newer Tritons is written, too."""
+    kept. The entries of the package's file for newer Tritons are written, too."""
     from paged_ops.lowerings.gpu.target import config_path, later, packaged
 
     path = config_path(folder, kind, target.name)
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
-    # The tree has what holds for this Triton.
+    # The tree has the numbers for this Triton.
     newer = later(before if path.exists() else json.loads(packaged(kind, target.name, target.stand_in).read_text()))
     if newer or "triton" in before:
         before["triton"] = newer

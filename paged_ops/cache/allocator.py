@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from paged_ops.cache.block_pool import BlockPool, CacheStats, Prefix, most_blocks_kept
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
-from paged_ops.cache.turns import Turns
+from paged_ops.cache.lock import CacheLock
 from paged_ops.checks import at_least
 from paged_ops.masks import oldest_key
 
@@ -82,7 +82,7 @@ class BlockAllocator:
         # A key holds the parent of its value, so an ancestor's identity survives the eviction of the ancestor's block.
         self._prefixes: weakref.WeakValueDictionary[tuple[Prefix | None, tuple[Hashable, ...]], Prefix]
         self._prefixes = weakref.WeakValueDictionary()
-        self.turns = Turns()
+        self.lock = CacheLock()
         self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
 
     def admit(

@@ -75,7 +75,7 @@ class KVCache(BlockAllocator):
         num_kv_heads, head_size, value_head_size: of each layer.
         kv_cache_dtype: as given.
         pools, pool_of_layer, states: as of a :class:`paged_ops.HybridCache` that has this pool alone.
-        turns: of the calls of generation loops that change the cache.
+        lock: held by calls of generation loops that change the cache.
 
     Raises:
         ValueError: a size is not positive, there is not one for each layer, or the layout does not serve them.

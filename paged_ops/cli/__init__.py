@@ -1,7 +1,7 @@
 """``paged-ops demo | generate | support | bench | tune``: see it work, run a model, ask what runs where and how fast.
 
-Text for people goes to stdout; the statistics of ``generate`` go to stderr. With ``--json`` all of it goes to stderr,
-and stdout has one line, a JSON object.
+Output for people is on stdout, the statistics of ``generate`` on stderr. With ``--json`` all of it is on stderr, and
+stdout has one line, a JSON object.
 """
 
 from __future__ import annotations

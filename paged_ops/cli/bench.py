@@ -25,19 +25,20 @@ Lines = list[dict[str, Any]]
 
 
 def bench(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default as for demo.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda, else cpu.")] = None,
     groups: Annotated[str, typer.Option(help="Groups of cases, with commas between; by default all.")] = "",
-    match: Annotated[str, typer.Option("--cases", help="A regular expression; the cases that it finds.")] = "",
+    match: Annotated[str, typer.Option("--cases", help="A regular expression that selects cases.")] = "",
     providers: Annotated[str, typer.Option(help="With commas between; by default all that are installed.")] = "",
     repeats: Annotated[int, typer.Option(help="Measurements whose median is taken, twice.")] = 30,
     data: Annotated[Path | None, typer.Option(help="Append records to bench_<device>.jsonl in this folder.")] = None,
-    commit: Annotated[str | None, typer.Option(help="What the records name; by default what git says.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit in the records; by default from git.")] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Time nothing: one call of each case in an NVTX range, for a profiler.")
+        bool, typer.Option("--once", help="Time nothing: one call per case in an NVTX range, for a profiler.")
     ] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and who serves them.")] = False,
     write_report: Annotated[
-        bool, typer.Option("--report", help="Measure nothing: rewrite the tables and plots in docs/ from the records.")
+        bool,
+        typer.Option("--report", help="Measure nothing: rewrite the tables and the plot in docs/ from the records."),
     ] = False,
     docs: Annotated[Path, typer.Option(help="Where --report writes.")] = Path("docs"),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
@@ -52,8 +53,8 @@ def bench(
         return
     target = choose_device(device)
     known = cases.gpu_cases() if target.type == "cuda" else cases.cpu_cases()
-    beside = [] if target.type == "cpu" else ["host", "cache"]
-    all_groups = [*dict.fromkeys(case.group for case in known), *beside]
+    others = [] if target.type == "cpu" else ["host", "cache"]
+    all_groups = [*dict.fromkeys(case.group for case in known), *others]
     wanted = groups.split(",") if groups else all_groups
     for group in wanted:
         expect(group in all_groups, "--groups", f"some of {', '.join(all_groups)}", group)
@@ -88,13 +89,13 @@ def bench(
             with path.open("a") as file:
                 file.write(json_module.dumps(records[-1]) + "\n")
         if "failed" in record:
-            text = f"{record['provider']}, {record.get('heads', '')} {record['case']}: {record['failed']}"
-            console.print(f"[red]failed:[/] {escape(text)}", highlight=False, soft_wrap=True)
+            line = f"{record['provider']}, {record.get('heads', '')} {record['case']}: {record['failed']}"
+            console.print(f"[red]failed:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=console, transient=True)
     with progress, torch.no_grad(), as_current(target):
-        task = progress.add_task("ceilings", total=1 + len(chosen) + sum(each in wanted for each in beside))
+        task = progress.add_task("ceilings", total=1 + len(chosen) + sum(each in wanted for each in others))
         ceilings = measure.measure_ceilings(target)
         for record in run.ceiling_records(ceilings):
             keep(record)
@@ -104,7 +105,7 @@ def bench(
             for record in run.attention_records(case, asked, target, ceilings, repeats):
                 keep(record)
             progress.advance(task)
-        for group in beside:
+        for group in others:
             if group in wanted:
                 progress.update(task, description=group)
                 made = run.host_records(asked, target) if group == "host" else run.cache_records(ceilings)
@@ -131,21 +132,20 @@ def tune_tiles(
         ),
     ] = None,
     only: Annotated[str, typer.Option(help="attention or cache; by default both.")] = "",
-    match: Annotated[str, typer.Option("--workloads", help="A regular expression; the workloads that it finds.")] = "",
+    match: Annotated[str, typer.Option("--workloads", help="A regular expression that selects workloads.")] = "",
     repeats: Annotated[int, typer.Option(help="Measurements whose median is taken.")] = 10,
 ) -> None:
     """Sweep the tiles of the GPU kernels on this device and write the best as its configuration.
 
-    Takes the GPU, with nothing else running on it, up to 5 GiB of its memory, and time: about an hour for everything,
-    a quarter of one with --only cache, some minutes for one of --workloads. It says first how long, and where it
-    writes.
+    Needs an otherwise idle GPU and up to 5 GiB of its memory. Takes about an hour for everything, 15 minutes with
+    --only cache, some minutes for one of --workloads. Prints first how long it will take, and where it writes.
 
-    Every result is verified. Starts from the device's own configuration, or that of its architecture. Each improvement
-    is written at once: Ctrl-C loses nothing.
+    Every result is verified. Starts from the device's own configuration, or its architecture's. Each improvement is
+    written at once: Ctrl-C loses nothing.
     """
     console = Console()
     target = choose_device(device)
-    expect(target.type == "cuda", "--device", "a GPU, whose kernels have tiles to tune", str(target))
+    expect(target.type == "cuda", "--device", "a GPU", str(target))
     expect(only in ("", "attention", "cache"), "--only", "attention or cache", only)
     expect(repeats >= 1, "--repeats", "at least 1", repeats)
     from paged_ops.lowerings.gpu.target import config_path, target_of, user_configs
@@ -191,12 +191,12 @@ def tune_tiles(
 
 
 def _found(option: str, pattern: str, names: list[str]) -> list[str]:
-    """The names that a regular expression matches: all names if it is empty. A match of none is an error."""
+    """The names that a regular expression matches, all if it is empty. No match is an error."""
     try:
         found = [name for name in names if re.search(pattern, name)]
     except re.error as error:
         raise ValueError(f"{option}: expected a regular expression, got {pattern}: {error}") from None
-    expect(bool(found) or not pattern, option, f"a regular expression that finds some of {'; '.join(names)}", pattern)
+    expect(bool(found) or not pattern, option, f"a regular expression that matches some of {'; '.join(names)}", pattern)
     return found
 
 

@@ -1,5 +1,4 @@
-"""``paged-ops demo`` and ``paged-ops generate``: a model of transformers over a paged cache, with its text as it is
-generated."""
+"""``paged-ops demo`` and ``paged-ops generate``: a model of transformers over a paged cache, with streamed output."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ Compile = Annotated[bool, typer.Option("--compile/--eager", help="Run the model 
 
 
 def demo(
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
-    num_blocks: Annotated[int, typer.Option(help="Blocks of the cache; with few, sequences are swapped out.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64,
+    num_blocks: Annotated[int, typer.Option(help="Blocks of the cache; with few, sequences are swapped.")] = 128,
     device: Device = None,
     compile: Compile = True,
     graphs: Graphs = None,
@@ -58,13 +57,13 @@ def demo(
 ) -> None:
     """Serve a ragged batch of prompts with the embedded model, and check every token against transformers.
 
-    Greedy, in float32 with TF32 off. Exit code 1 if a token differs from what model.generate() gives.
+    Greedy, in float32 with TF32 off. Exit code 1 if a token differs from model.generate().
     """
     console = Console(stderr=json)
     params = SamplingParams(max_new_tokens=max_new_tokens)
     target = choose_device(device)
     if target.type == "cpu":
-        torch.set_num_threads(1)  # for so small a model, threads would wait longer than they compute
+        torch.set_num_threads(1)  # the model is so small that threads would mostly wait
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     prompts: list[str] = json_module.loads((DEMO_MODEL / "prompts.json").read_text())
@@ -105,26 +104,24 @@ def demo(
 
 
 def generate(
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
+    prompt: Annotated[list[str], typer.Option(help="A prompt; repeat the option for a batch.")],
     model: Annotated[
         str,
         typer.Option(help="A local folder, or the id of a model on the Hugging Face hub; demo is the embedded one."),
     ] = "demo",
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens per prompt.")] = 64,
     temperature: Annotated[
         float | None,
-        typer.Option(help="0 takes the likeliest token; more varies more. By default as the model's config."),
+        typer.Option(help="0 is greedy; by default from the model's config."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from that many of the likeliest tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens of this total probability.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the samples: prompt i uses seed + i. By default each run differs.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Prompt i uses seed + i; by default each run differs.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; by default the model's own.")] = None,
     num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the cache; by default what the batch needs.")
+        int | None, typer.Option(help="Blocks of the cache; by default enough for the batch.")
     ] = None,
     device: Device = None,
     compile: Compile = True,
@@ -135,7 +132,7 @@ def generate(
 
     Prompts and continuations go to stdout, progress and statistics to stderr.
 
-    Under torchrun the model is spread over the processes (tensor parallelism), and the first of them prints:
+    Under torchrun the model is sharded over the processes (tensor parallelism), and rank 0 prints:
     torchrun --nproc-per-node 2 -m paged_ops.cli generate --model ... --prompt ...
     """
     rank, num_ranks = ranks_of_torchrun()
@@ -151,10 +148,10 @@ def generate(
     with log.status(f"Loading {model}"):
         loaded, tokenizer = load(name, target, DTYPES[dtype] if dtype else "auto", num_ranks)
     prompt_ids = [tokenizer(each).input_ids for each in prompt]
-    for number, (text, ids) in enumerate(zip(prompt, prompt_ids, strict=True), 1):
+    for number, (string, ids) in enumerate(zip(prompt, prompt_ids, strict=True), 1):
         if not ids:
             raise ValueError(
-                f"--prompt: expected text, got {text!r} as prompt {number} of {len(prompt)}: it has no tokens"
+                f"--prompt: expected at least one token, got {string!r} as prompt {number} of {len(prompt)}"
             )
     if num_blocks is None:
         num_blocks = sum(-(-(len(ids) + max_new_tokens) // BLOCK_SIZE) for ids in prompt_ids[:MAX_NUM_SEQS]) + 1
@@ -176,8 +173,8 @@ def one_line(error: Exception) -> str:
 
 
 def load(name: str, device: torch.device, dtype: torch.dtype | str, num_ranks: int = 1) -> tuple[Any, Any]:
-    """A causal language model in evaluation mode and its tokenizer, from a folder or the hub; prints nothing. Spread
-    over the processes of torchrun if they are several."""
+    """A causal language model in evaluation mode and its tokenizer, from a folder or the hub; prints nothing. With
+    several ranks the model is sharded over the processes of torchrun."""
     try:
         import transformers
     except ImportError:
@@ -188,25 +185,25 @@ def load(name: str, device: torch.device, dtype: torch.dtype | str, num_ranks: i
         raise ValueError(f"--model: expected a folder or the id of a model on the hub, got {name}, which is no folder")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    spread: dict[str, Any] = {}
+    sharding: dict[str, Any] = {}
     if num_ranks > 1:
         from paged_ops.integrations.transformers import sharded
 
-        spread = sharded(num_ranks)
+        sharding = sharded(num_ranks)
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **spread
+            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **sharding
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # readers of damaged files raise all kinds of errors
         raise ValueError(f"--model: cannot load {name}: {one_line(error)}") from None
-    # transformers would fill them with random numbers.
-    for what, keys in (("lack", found["missing_keys"]), ("have other sizes of", found["mismatched_keys"])):
+    # transformers would initialise them with random numbers.
+    for what, keys in (("miss", found["missing_keys"]), ("have other sizes of", found["mismatched_keys"])):
         if keys:
             first = min(key if isinstance(key, str) else key[0] for key in keys)
             message = f"its weights {what} {len(keys)} tensors that its config asks for, {first} among them"
             raise ValueError(f"--model: cannot load {name}: {message}")
-    return (model if spread else model.to(device)).eval(), tokenizer
+    return (model if sharding else model.to(device)).eval(), tokenizer
 
 
 @torch.no_grad()
@@ -218,7 +215,7 @@ def reference(model: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> lis
 
 
 class Result:
-    """What a run generated, and its numbers."""
+    """The outputs of a run, and its statistics."""
 
     def __init__(self, outputs: Sequence[list[int]], numbers: dict[str, Any]) -> None:
         self.outputs = outputs
@@ -267,8 +264,8 @@ def serve(
     compile: bool,
     graphs: bool | None,
 ) -> Result:
-    """Generates for all prompts by continuous batching, to the model's end of text. Text is shown on ``console`` as it
-    is generated, progress on ``log``."""
+    """Generates for all prompts by continuous batching, up to a stop token. Streams outputs to ``console``, progress to
+    ``log``."""
     from paged_ops.inspection import CompileReport
     from paged_ops.integrations.transformers import PagedCausalLM
 
@@ -276,13 +273,13 @@ def serve(
     kv_cache = paged.allocate_kv_cache(num_blocks, BLOCK_SIZE, num_host_blocks=num_blocks)
     if graphs is None:
         graphs = kv_cache.device.type == "cuda"
-    loop = GenerationLoop(  # of all ranks, if the model is spread over several
+    loop = GenerationLoop(
         paged,
         kv_cache,
         max_num_seqs=MAX_NUM_SEQS,
         compile=compile,
         graph_mode=GraphMode.FULL_DECODE_ONLY if graphs else GraphMode.NONE,
-        generation_config={"num_return_sequences": None},  # one text for each prompt, whatever the model's config says
+        generation_config={"num_return_sequences": None},  # one output per prompt, whatever the model's config says
         tokenizer=tokenizer,
     )
     with CompileReport(kv_cache.layers) as report, ExitStack() as stack:
@@ -337,7 +334,7 @@ def _progress(console: Console) -> Progress:
 
 
 class StreamView:
-    """Text as it streams and a progress bar: live on a terminal, else each text when it is complete."""
+    """Streamed outputs and a progress bar: live on a terminal, else each output when it is complete."""
 
     def __init__(self, console: Console, tokenizer: Any, prompts: Sequence[str], total: int) -> None:
         self._console = console
@@ -370,7 +367,7 @@ class StreamView:
                     self._print_whole(i)
 
     def add(self, new: NewToken) -> None:
-        """Takes a token; the callback of :meth:`GenerationLoop.generate`."""
+        """The callback of :meth:`GenerationLoop.generate`."""
         if new.token is not None:
             self._tokens[new.request_id].append(new.token)
             self._progress.advance(self._task)
@@ -386,11 +383,11 @@ class StreamView:
         self._console.print(Text.assemble((start, "dim"), (self._text(i), "bold")), end="\n\n", soft_wrap=True)
 
     def _render(self) -> Group:
-        """The end of each text on its own line, as many as the screen has, and the bar."""
+        """The end of each output on its own line, as far as the screen reaches, and the bar."""
         width, height = self._console.size
         lines = []
         for i in range(min(len(self._prompts), max(1, height - 3))):
-            start, text = self._prompts[i][-width // 3 :].replace("\n", " "), self._text(i).replace("\n", " ")
+            start, output = self._prompts[i][-width // 3 :].replace("\n", " "), self._text(i).replace("\n", " ")
             room = max(8, width - len(start) - 4)
-            lines.append(Text.assemble((start, "dim"), text[-room:], no_wrap=True, overflow="ellipsis"))
+            lines.append(Text.assemble((start, "dim"), output[-room:], no_wrap=True, overflow="ellipsis"))
         return Group(*lines, self._progress)

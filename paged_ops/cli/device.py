@@ -1,4 +1,4 @@
-"""The device that ``--device`` names, and what must be there for it."""
+"""The device of ``--device``, and its requirements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Device = Annotated[
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of that name with its index, or cuda if it is there and the ops run on it, else cpu.
+    """The named device with its index; without a name, cuda if the ops run on it, else cpu.
 
     Raises:
-        ValueError: the device does not exist here, or the ops do not run on it: with the reasons.
+        ValueError: the device does not exist here, or the ops do not run on it (with the reasons).
     """
     if name is None:
         usable = torch.cuda.is_available() and not _reasons_against("cuda")
@@ -41,7 +41,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def ranks_of_torchrun() -> tuple[int, int]:
-    """This process among those that torchrun started, and how many they are: (0, 1) without it."""
+    """Rank and world size under torchrun; (0, 1) without it."""
     if not torch.distributed.is_torchelastic_launched():
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""``paged-ops support``: which op and which feature runs on which device; the page docs/support.md."""
+"""``paged-ops support``: the devices of each op and feature; the page docs/support.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "71 query heads, one key/value head": {"num_heads": 71, "num_kv_heads": 1},
 }
 
-# Number of kernel variants that tests/aot.py compiles per AMD architecture; the first list contains the others.
+# Number of kernel variants that tests/aot compiles per AMD architecture; the first list contains the others.
 _COMPILED_FOR_AMD = {"gfx942": 46, "gfx90a": 21, "gfx950": 21, "gfx1100": 21}
 
 
@@ -53,7 +53,7 @@ def support(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/support.md.")] = False,
 ) -> None:
-    """Which op and which feature runs on which device, and why not."""
+    """Print the devices of each op and feature, and the reasons why not."""
     if json:
         print(json_module.dumps(support_of_ops()))
     elif markdown:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from processes import Processes
+
+from tests.parallel.processes import Processes
 
 
 class Pool:

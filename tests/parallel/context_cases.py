@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_cases import LIMIT, stats_of
-from model_cases import load, make, texts_of
-from test_generation import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 
 import paged_ops
 from paged_ops import reference
@@ -20,6 +17,9 @@ from paged_ops.layouts import split_joined_cache
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.parallel.context import Context, attend
 from paged_ops.testing.compare import assert_close
+from tests.generation.toy import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
+from tests.parallel.loop_cases import LIMIT, stats_of
+from tests.parallel.model_cases import load, make, texts_of
 
 # Tokens of the step, and of the history, for each sequence. Blocks have 8 tokens, 4 or 2 on each rank.
 BATCHES = {
@@ -141,7 +141,7 @@ def attends(rank: int, size: int, batch: str, form: str) -> bool:
 
 
 class SpreadToy:
-    """The toy model of tests/test_generation.py, whole on each rank, over a cache that is spread."""
+    """The toy model of tests/generation/test_loop.py, whole on each rank, over a cache that is spread."""
 
     def __init__(self) -> None:
         self.context = Context(dist.group.WORLD, "cpu", head_size=D, dtype=torch.float32)
@@ -234,8 +234,8 @@ def serves(rank: int, size: int, name: str, folder: str, how: str = "eager", ten
     if "captured" in how:
         assert paged.context.exchange.how == "symmetric memory"
         options["graph_mode"] = "FULL_DECODE_ONLY"
-    from model_cases import GREEDY as EIGHT
-    from model_cases import TEXTS
+    from tests.parallel.model_cases import GREEDY as EIGHT
+    from tests.parallel.model_cases import TEXTS
 
     with GenerationLoop(paged, cache, **options) as loop:
         texts = [list(each) for each in loop.generate(TEXTS, EIGHT)]

@@ -43,7 +43,7 @@ class Processes:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="paged_ops_ranks_")
         context: Any = multiprocessing.get_context("spawn" if torch.cuda.device_count() >= size else "forkserver")
-        context.set_forkserver_preload(["loop_cases", "model_cases"])
+        context.set_forkserver_preload(["tests.parallel.loop_cases", "tests.parallel.model_cases"])
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where the server finds them
         self._pipes, self.processes = [], []
         for rank in range(size):
@@ -106,7 +106,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Any) -> None:
             os._exit(0)
         module, function = case.rsplit(".", 1)
         try:
-            result = getattr(importlib.import_module(module), function)(rank, size, **options)
+            result = getattr(importlib.import_module(f"tests.parallel.{module}"), function)(rank, size, **options)
         except BaseException as error:
             notes = getattr(error, "__notes__", [])
             result = Raised(type(error).__name__, "\n".join([str(error), *notes]), traceback.format_exc())

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from context_cases import BATCHES, FORMS
-from test_generation import EXPECTED, GREEDY, PROMPTS, make_loop
 
 from paged_ops.cache import KVCache
 from paged_ops.cache.shard import TokenShard
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, make_loop
+from tests.parallel.context_cases import BATCHES, FORMS
 
 
 @pytest.mark.parametrize(("size", "block_size"), [(1, 4), (2, 4), (2, 2), (3, 12), (4, 8)])

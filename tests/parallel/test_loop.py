@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from test_generation import EXPECTED, GREEDY, PROMPTS, make_loop
+
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, make_loop
 
 SECONDS = 30.0  # within which every failure is told to all
 

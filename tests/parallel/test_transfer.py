@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transfer_cases import FORMS, cache
 
 from paged_ops.parallel.transfer import memory_regions
+from tests.parallel.transfer_cases import FORMS, cache
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "disaggregated.py"
 

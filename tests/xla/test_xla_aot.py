@@ -1,5 +1,5 @@
 """The TPU branch compiled ahead of time for TPUs that are not here, by libtpu: kernels alone and the decode graph of a
-Llama. `python tests/xla/test_xla_aot.py` appends what the compiler says of memory to benchmarks/data/tpu_aot.jsonl."""
+Llama. `python -m tests.xla.test_xla_aot` appends what the compiler says of memory to benchmarks/data/tpu_aot.jsonl."""
 
 import datetime
 import json
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    import conftest  # noqa: F401 - the environment that libtpu needs
+    from tests.xla import conftest  # noqa: F401 - the environment that libtpu needs
 import torch
 import torch_xla
-import tpu_compiler
 
 import paged_ops
 from paged_ops.lowerings.tpu import ragged
+from tests.xla import tpu_compiler
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_compile as forms
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 
 import paged_ops
+from tests.helpers import cache_forms as forms
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -48,8 +48,10 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import (
     aligned_rows,
     contiguous_rows,
 )
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
-from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.ring import ring_of, signal_of
+from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Side, Spec, not_applied
@@ -114,7 +116,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     shape = shape_of(spec, target.shared_memory, consumers)
     described = descriptors(spec, shape.page)
     more = (division.short,)
-    return build_items(prefill_kernel, {"SHAPE": shape}, (), described, spec, target, tiles, division, more)
+    return build_items(dense_kernel, {"SHAPE": shape}, (), described, spec, target, tiles, division, more)
 
 
 def build_items(
@@ -239,8 +241,16 @@ def _rows(side: Side, spec: Spec, N: int) -> int:
     return (N - 1) * matrix.rows_n + (spec.K - 1) * matrix.rows_head + spec.B
 
 
+class Columns(NamedTuple):
+    """The columns of keys or values of a head, in parts (see head_chunks.py), and their place in the cache."""
+
+    size: int
+    parts: tuple[int, ...]
+    matrix: Matrix
+
+
 class HopperShape(NamedTuple):
-    """The tile, how it is brought, and each side's parts and :class:`Matrix`."""
+    """The tile, and how it is brought."""
 
     M: int
     N: int
@@ -250,10 +260,8 @@ class HopperShape(NamedTuple):
     row_slots: int  # tiles of their query rows in shared memory
     heads: int  # key/value heads that are served at a time
     registers: tuple[int, ...]  # of a thread of all roles but the first, which has the rest
-    k_parts: tuple[int, ...]
-    v_parts: tuple[int, ...]
-    k_matrix: Matrix
-    v_matrix: Matrix
+    k: Columns
+    v: Columns
     warps: int  # of the scheduler
 
 
@@ -272,9 +280,9 @@ def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
     stages = min(MOST_STAGES, (space - (slots - 1) * M * D) // stage)
     heads = max(each for each in range(1, min(spec.K, HEADS) + 1) if spec.K % each == 0)
     page = min(spec.B & -spec.B, N)
-    parts, matrices = (k_parts, v_parts), (matrix_of(spec.k_side, spec), matrix_of(spec.v_side, spec))
+    k, v = Columns(D, k_parts, matrix_of(spec.k_side, spec)), Columns(Dv, v_parts, matrix_of(spec.v_side, spec))
     registers, warps = (_registers(spec), 4) if consumers == 2 else (REGISTERS_OF_THREE, 1)
-    return HopperShape(M, N, page, stages, slots, slots, heads, registers, *parts, *matrices, warps)
+    return HopperShape(M, N, page, stages, slots, slots, heads, registers, k, v, warps)
 
 
 def _registers(spec: Spec) -> tuple[int, int, int]:
@@ -315,75 +323,55 @@ def pairs_of(cache: Tensor) -> Tensor:
 
 
 class Shared(NamedTuple):
-    """The contents of shared memory: the fields of items, tiles of query rows, keys and values, each a tuple of its
-    parts; and for each, barriers that say that it has arrived, and that its place is free."""
+    """The contents of shared memory."""
 
-    items: Any
-    item_full: Any
-    item_empty: Any
+    items: Any  # their fields
+    item_ring: Any
     q_groups: Any  # the query rows as the scheduler fetches them
     q_tiles: Any  # the same, as they are multiplied
-    k_pages: Any  # the keys as the producer brings them
-    k_tiles: Any
-    k_full: Any
-    k_empty: Any
-    v_pages: Any
-    v_tiles: Any
-    v_full: Any
-    v_empty: Any
-    v_clean: Any  # barriers: values that no row may see are zeroed
-    places: Any  # None, or, of items that are parts of units: see hopper_shares.py
-    rows_full: Any  # None, or barriers: the items' query rows have arrived apart from their fields
-    row_factors: Any  # None, or factors of the rows' scores: see hopper_fp8.py
-
-
-@gluon.jit
-def first_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    consumer(0, tensors, numbers, shared, SPEC, SHAPE)
-
-
-@gluon.jit
-def second_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    consumer(1, tensors, numbers, shared, SPEC, SHAPE)
-
-
-@gluon.jit
-def third_consumer(tensors, numbers, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    consumer(2, tensors, numbers, shared, SPEC, SHAPE)
+    k: Any  # Tiles
+    v: Any
+    newest_clean: Any  # per item: the values of its newest tile that no row may see are zeroed,
+    oldest_clean: Any  # and those of its oldest tile
+    places: Any  # None, or for items that are parts of units: see shares.py
+    rows_full: Any  # None, or per item: its query rows have arrived, later than its fields
+    row_factors: Any  # None, or factors of the rows' scores: see fp8.py
 
 
 @gluon.jit
 def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, READERS: gl.constexpr = 1):
     """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return. READERS: of
-    items, beside the consumers."""
+    items, in addition to the consumers."""
     M: gl.constexpr = SHAPE.M
     CONSUMERS: gl.constexpr = M // WARPGROUP
-    N: gl.constexpr = SHAPE.N
-    STAGES: gl.constexpr = SHAPE.stages
     SLOTS: gl.constexpr = SHAPE.slots
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
-    K_PARTS: gl.constexpr = SHAPE.k_parts
-    V_PARTS: gl.constexpr = SHAPE.v_parts
-    pages: gl.constexpr = STAGES * (N // SHAPE.page)
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    RELEASES: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see release_tile
     q_groups = query_places(dtype, ROW_SLOTS * M, K_PARTS)
-    k_pages = places(dtype, pages, SHAPE.page, K_PARTS)
-    v_pages = places(dtype, pages, SHAPE.page, V_PARTS)
     q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
-    k_tiles = as_tiles(k_pages, dtype, STAGES, N, K_PARTS)
-    v_tiles = as_tiles(v_pages, dtype, STAGES, N, V_PARTS)
+    keys = tiles_of(dtype, K_PARTS, SHAPE, RELEASES)
+    values = tiles_of(dtype, SHAPE.v.parts, SHAPE, RELEASES)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
-    # One for each item's newest tile of values, and, with a window or chunk, one for its oldest.
-    RETURNS: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see give_back
-    CLEAN: gl.constexpr = SLOTS * (2 if SPEC.masks.window or SPEC.masks.chunk else 1)
-    return (
-        items, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS + READERS), q_groups, q_tiles,
-        k_pages, k_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS),
-        v_pages, v_tiles, barriers(STAGES, 1), barriers(STAGES, RETURNS), barriers(CLEAN, 1),
-    )  # fmt: skip
+    item_ring = ring_of(SLOTS, 1, CONSUMERS + READERS)
+    newest_clean = signal_of(SLOTS)
+    oldest_clean = newest_clean
+    if SPEC.masks.window or SPEC.masks.chunk:
+        oldest_clean = signal_of(SLOTS)
+    return items, item_ring, q_groups, q_tiles, keys, values, newest_clean, oldest_clean
 
 
+@gluon.jit
+def tiles_of(dtype: gl.constexpr, PARTS: gl.constexpr, SHAPE: gl.constexpr, RELEASES: gl.constexpr):
+    """A ring of tiles of keys, or of values, which is empty after RELEASES arrivals."""
+    STAGES: gl.constexpr = SHAPE.stages
+    pages = places(dtype, STAGES * (SHAPE.N // SHAPE.page), SHAPE.page, PARTS)
+    return Tiles(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
+
+
+# More than 20 parameters: Triton takes numbers that it shall not specialise on, and descriptors, one by one.
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
-def prefill_kernel(
+def dense_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
@@ -395,17 +383,18 @@ def prefill_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
+    batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if SHAPE.M > 2 * WARPGROUP:
         gl.warp_specialize(
             [
-                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (third_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, SHAPE)),
+                (consumer, (1, batch, shared, SPEC, SHAPE)),
+                (consumer, (2, batch, shared, SPEC, SHAPE)),
+                (scheduler, (batch, short, shared, SPEC, DIVISION, SHAPE)),
+                (producer, (descs, batch, shared, SPEC, SHAPE)),
             ],
             [4, 4, 1, 1],
             SHAPE.registers,
@@ -413,10 +402,10 @@ def prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (scheduler, (tensors, numbers, short, shared, SPEC, DIVISION, SHAPE)),
-                (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+                (scheduler, (batch, short, shared, SPEC, DIVISION, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, SHAPE)),
+                (consumer, (1, batch, shared, SPEC, SHAPE)),
+                (producer, (descs, batch, shared, SPEC, SHAPE)),
             ],
             [4, 4, 1],
             SHAPE.registers,

@@ -21,17 +21,12 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
-from paged_ops.lowerings.gpu.attention.hopper.dense import (
-    HopperShape,
-    Shared,
-    first_consumer,
-    second_consumer,
-    shared_memory,
-)
+from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
+from paged_ops.lowerings.gpu.attention.hopper.dense import Columns, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     WARPGROUP,
     as_tiles,
@@ -41,8 +36,18 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     tile_layout,
 )
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, Described
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
-from paged_ops.lowerings.gpu.attention.hopper.work import COUNT, get, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.ring import (
+    fill,
+    release,
+    ring_of,
+    signal_of,
+    stage_of,
+    wait_empty,
+    wait_full,
+)
+from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_words
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Launches
@@ -127,7 +132,12 @@ def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape
     shape = shape._replace(registers=(*CONSUMERS, *(OTHERS_OF_MASKS if masked else OTHERS)), warps=1)
     taken = shape.slots * shape.M * D + shape.stages * shape.N * (D + Dv)
     stages = min(MOST_STAGES, (shared_memory - dense.OTHERS - itemsize * taken) // stage)
-    return shape, shape._replace(stages=stages, k_parts=(D // 2,), v_parts=(Dv // 2,))
+    return shape, shape._replace(stages=stages, k=in_one_part(shape.k), v=in_one_part(shape.v))
+
+
+def in_one_part(columns: Columns) -> Columns:
+    """The columns of a head as pairs."""
+    return columns._replace(size=columns.size // 2, parts=(columns.size // 2,))
 
 
 @gluon.constexpr_function
@@ -144,44 +154,38 @@ def as_words(given, number: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def convert(
-    at, of_bytes, bytes_full, bytes_empty, tiles, full, empty, E4M3: gl.constexpr, SHAPE: gl.constexpr,
-    BYTES: gl.constexpr,
-):  # fmt: skip
-    """The at-th tile of keys, or of values, when its bytes have arrived and its place is free."""
-    # Eight rows side by side in a warp: threads that load or store at once do not meet in a bank.
+def convert(at, bytes, to, E4M3: gl.constexpr):
+    """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty."""
+    # Eight rows next to each other in a warp: threads that load or store at once do not meet in a bank.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
     ROWS: gl.constexpr = 64  # at once
-    N: gl.constexpr = SHAPE.N
-    D: gl.constexpr = tiles.shape[2]
-    BYTE_STAGES: gl.constexpr = BYTES.stages
-    STAGES: gl.constexpr = SHAPE.stages
-    place = at % BYTE_STAGES
-    stage = at % STAGES
-    mbarrier.wait(bytes_full.index(place), (at // BYTE_STAGES) & 1)
-    from_ = as_words(of_bytes, BYTE_STAGES, N, D // 2).index(place)
-    to = as_words(tiles, STAGES, N, D).index(stage)
+    N: gl.constexpr = to.tiles[0].shape[1]
+    D: gl.constexpr = to.tiles[0].shape[2]
+    wait_full(bytes.ring, at)
+    from_ = as_words(bytes.pages[0], bytes.ring.full.shape[0], N, D // 2).index(stage_of(bytes.ring, at))
+    tile = as_words(to.tiles[0], to.ring.full.shape[0], N, D).index(stage_of(to.ring, at))
     for piece in gl.static_range(N // ROWS):
         words = from_.slice(piece * ROWS, ROWS, dim=0).load(layout)
         if piece == 0:
-            mbarrier.wait(empty.index(stage), ((at // STAGES) & 1) ^ 1)
+            wait_empty(to.ring, at)
         first, last = widen_words(words, E4M3)
-        to.slice(piece * ROWS, ROWS, dim=0).store(gl.join(first, last).reshape([ROWS, D // 2]))
+        tile.slice(piece * ROWS, ROWS, dim=0).store(gl.join(first, last).reshape([ROWS, D // 2]))
     fence_async_shared()
-    mbarrier.arrive(full.index(stage), count=1)
-    mbarrier.arrive(bytes_empty.index(place), count=1)  # only now: a load may still be under way when it is passed
+    fill(to.ring, at)
+    release(bytes.ring, at)  # only now: a load may still be under way when a barrier is passed
 
 
 @gluon.jit
-def halve_rows(slot, shared, SHAPE: gl.constexpr):
-    """bfloat16 query rows of an item as float16, in place. Each row is divided by its factor, a power of two, so that
-    its largest element is less than 2."""
+def halve_rows(n, shared, SHAPE: gl.constexpr):
+    """bfloat16 query rows of the n-th item as float16, in place. Each row is divided by its factor, a power of two, so
+    that its largest element is less than 2."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = gl.bfloat16
     TILES: gl.constexpr = SHAPE.M // WARPGROUP
-    K_PARTS: gl.constexpr = SHAPE.k_parts
+    K_PARTS: gl.constexpr = SHAPE.k.parts
     ROWS: gl.constexpr = 16  # at once
     EACH: gl.constexpr = WARPGROUP // ROWS
+    slot = stage_of(shared.item_ring, n)
     rows = as_tiles(shared.q_groups, dtype, SHAPE.slots * TILES, WARPGROUP, K_PARTS)[0]
     for piece in gl.static_range(SHAPE.M // ROWS):
         tile = slot * TILES + piece // EACH
@@ -192,54 +196,36 @@ def halve_rows(slot, shared, SHAPE: gl.constexpr):
         shared.q_tiles[0].index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).store(half)
         shared.row_factors.index(slot).slice(piece * ROWS, ROWS).store(power.to(gl.float32, bitcast=True))
     fence_async_shared()
-    mbarrier.arrive(shared.rows_full.index(slot), count=1)
+    fill(shared.rows_full, n)
 
 
 @gluon.jit
-def converter(of_bytes, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr):
-    """Converts the items' tiles, in the order in which the consumers take them: keys a tile ahead of values."""
-    SLOTS: gl.constexpr = SHAPE.slots
-    mbarrier.wait(shared.item_full.index(0), 0)
-    count = get(shared.items, 0, COUNT, 4)
+def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr):
+    """Converts the items' tiles from the bytes of keys and values, in the order in which the consumers take them: keys
+    a tile ahead of values."""
+    count = next_tiles(shared, 0, 4)
     n = 0
     total = 0
     while count > 0:
         if shared.row_factors is not None:
-            halve_rows(n % SLOTS, shared, SHAPE)
-        mbarrier.arrive(shared.item_empty.index(n % SLOTS), count=1)
+            halve_rows(n, shared, SHAPE)
+        release(shared.item_ring, n)
         for t in range(count + 1):
             if t < count:
-                convert(
-                    total + t, of_bytes.k_pages[0], of_bytes.k_full, of_bytes.k_empty, shared.k_tiles[0],
-                    shared.k_full, shared.k_empty, E4M3, SHAPE, BYTES,
-                )  # fmt: skip
+                convert(total + t, keys, shared.k, E4M3)
             if t > 0:
-                convert(
-                    total + t - 1, of_bytes.v_pages[0], of_bytes.v_full, of_bytes.v_empty, shared.v_tiles[0],
-                    shared.v_full, shared.v_empty, E4M3, SHAPE, BYTES,
-                )  # fmt: skip
+                convert(total + t - 1, values, shared.v, E4M3)
         total += count
         n += 1
-        mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
-        count = get(shared.items, n % SLOTS, COUNT, 4)
+        count = next_tiles(shared, n, 4)
 
 
 @gluon.jit
-def bytes_memory(BYTES: gl.constexpr):
-    """What the producer fills and the converter reads, with barriers: the fields of :class:`Shared` from ``k_pages``
-    to ``v_empty``; nobody multiplies it, so there are no tiles."""
-    dtype: gl.constexpr = gl.float16
-    STAGES: gl.constexpr = BYTES.stages
-    K_PARTS: gl.constexpr = BYTES.k_parts
-    V_PARTS: gl.constexpr = BYTES.v_parts
-    PAGE: gl.constexpr = BYTES.page
-    pages: gl.constexpr = STAGES * (BYTES.N // PAGE)
-    k_pages = places(dtype, pages, PAGE, K_PARTS)
-    v_pages = places(dtype, pages, PAGE, V_PARTS)
-    return (
-        k_pages, k_pages, barriers(STAGES, 1), barriers(STAGES, 1), v_pages, v_pages, barriers(STAGES, 1),
-        barriers(STAGES, 1),
-    )  # fmt: skip
+def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
+    """A ring of tiles of bytes, as pairs; the converter takes its pages."""
+    half: gl.constexpr = gl.float16
+    pages = places(half, BYTES.stages * (BYTES.N // BYTES.page), BYTES.page, PARTS)
+    return Tiles(pages, pages, ring_of(BYTES.stages, 1, 1))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -256,30 +242,30 @@ def fp8_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
+    batch = Batch(tensors, numbers, None)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16
-    M: gl.constexpr = SHAPE.M
-    SLOTS: gl.constexpr = SHAPE.slots
-    K_PARTS: gl.constexpr = SHAPE.k_parts
-    ROWS: gl.constexpr = rows_at_once(size_of(K_PARTS, 0))
+    ROWS: gl.constexpr = rows_at_once(size_of(SHAPE.k.parts, 0))
     of_all = shared_memory(half, SPEC, SHAPE, 2)
     if dtype == gl.bfloat16:
-        groups = as_tiles(of_all[3], dtype, SLOTS * (M // ROWS), ROWS, K_PARTS)  # what shared.q_tiles are made of
-        factors = gl.allocate_shared_memory(gl.float32, [SLOTS, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        shared = Shared(*of_all[:3], groups, *of_all[4:], None, barriers(SLOTS, 1), factors)  # type: ignore[call-arg]
+        # what shared.q_tiles are made of
+        groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, SHAPE.k.parts)
+        factors = gl.allocate_shared_memory(gl.float32, [SHAPE.slots, SHAPE.M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        rows = signal_of(SHAPE.slots)
+        shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
     else:
         shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
-    items = shared.items, shared.item_full, shared.item_empty
-    of_bytes = Shared(*items, None, None, *bytes_memory(BYTES), None, None, None, None)  # type: ignore[call-arg]
+    keys, values = bytes_of(BYTES.k.parts, BYTES), bytes_of(BYTES.v.parts, BYTES)
+    told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (converter, (of_bytes, shared, E4M3, SHAPE, BYTES)),
-            (first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (scheduler, (tensors, numbers, None, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (descs, tensors.block_tables, numbers.table_stride, of_bytes, SPEC, BYTES)),
+            (converter, (keys, values, shared, E4M3, SHAPE)),
+            (consumer, (0, batch, shared, SPEC, SHAPE)),
+            (consumer, (1, batch, shared, SPEC, SHAPE)),
+            (scheduler, (batch, None, shared, SPEC, DIVISION, SHAPE)),
+            (producer, (descs, batch, told, SPEC, BYTES)),
         ],
         [4, 4, 1, 1],
         SHAPE.registers,

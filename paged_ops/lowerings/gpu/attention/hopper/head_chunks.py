@@ -54,13 +54,13 @@ def first_of(parts, n, size):
 
 
 @gluon.constexpr_function
-def products_of(parts):
+def widths_of(parts):
     """The columns of the products with values: of a part or, if it is too wide, of pieces of it."""
     return tuple(min(size, WIDEST) for size in parts for _ in range(0, size, WIDEST))
 
 
 @gluon.constexpr_function
-def part_of(parts, n):
+def part_with(parts, n):
     """The part in which the n-th product's columns lie."""
     return [part for part, size in enumerate(parts) for _ in range(0, size, WIDEST)][n]
 

@@ -24,20 +24,13 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
-from paged_ops.lowerings.gpu.attention.hopper.dense import (
-    BLOCK_M,
-    HopperShape,
-    Shared,
-    shared_memory,
-)
+from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
+from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
@@ -49,16 +42,16 @@ from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
     producer_of_decodes,
     ring_of,
 )
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, producer
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, wait_empty
 from paged_ops.lowerings.gpu.attention.hopper.work import (
-    COUNT,
-    FIELDS,
-    bring_rows,
+    Item,
+    end_items,
     first_item,
     key_tiles,
     light_programs,
-    producer,
     take,
+    write_item,
 )
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -130,7 +123,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         **target.overlap(),
         "num_warps": 4,
     }
-    launcher = launcher_of(beside_kernel, constants, target.device)
+    launcher = launcher_of(mixed_kernel, constants, target.device)
     described = [*dense.descriptors(spec, shape.page), *chunk_descriptors(spec, min(shape.page, KEYS))]
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     own = decode.with_merge((launch,), P, tile, spec, target, division)
@@ -185,20 +178,18 @@ def scheduler(
     tiles, few, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PROGRAMS: gl.constexpr
 ):  # fmt: skip
     """Takes the prompts' items, of which there are ``tiles`` for each head, as dense.py's scheduler does. ``few``
-    programs first take sequences of few rows. Query rows are brought when those of the item before are no longer
+    programs first take sequences of few rows. Query rows are copied when those of the item before are no longer
     needed."""
     tensors, numbers = batch.tensors, batch.numbers
-    ITEMS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
-    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     last = tiles * SPEC.K - 1
-    reverse, start, item = first_item(few, PROGRAMS)
+    reverse, start, at = first_item(few, PROGRAMS)
     ticket = gl.program_id(0)
     n = 0
     while ticket <= last:
-        item = gl.where(reverse, last - item, item)
-        kh = item % SPEC.K
-        query_tile = tiles - 1 - item // SPEC.K  # later tiles see more keys, so they start first
+        at = gl.where(reverse, last - at, at)
+        kh = at % SPEC.K
+        query_tile = tiles - 1 - at // SPEC.K  # later tiles see more keys, so they start first
         s, before = sequence_of(query_tile, batch, SPEC, DIVISION, TOKENS)
         first_token = (query_tile - before) * TOKENS
         row_start = gl.load(tensors.query_start_loc + s)
@@ -207,36 +198,29 @@ def scheduler(
         count, end_tile, full_start, full_end, oldest = key_tiles(
             s, q_len, seq_len, first_token, tensors, numbers, SPEC, SHAPE
         )
-        fields = kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
+        item = Item(kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest)
         # The last items go to the programs that are free first, so they are not taken ahead.
         ends = ticket + 2 * PROGRAMS > last
         if not ends:
-            ticket, item = take(tensors.arrived, reverse, start, PROGRAMS, last)
-        slot = n % ITEMS
-        mbarrier.wait(shared.item_empty.index(slot), ((n // ITEMS) & 1) ^ 1)
-        for field in gl.static_range(FIELDS):
-            shared.items.index(slot * FIELDS + field).store(zero + fields[field])
-        mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
-        free = n + ITEMS - 1  # the item before, by the consumers
-        mbarrier.wait(shared.item_empty.index(free % ITEMS), ((free // ITEMS) & 1) ^ 1)
-        query = not_kept(tensors.query)
-        bring_rows(query, row_start, q_len, first_token, kh, shared.q_groups, 0, SPEC, SHAPE, 1)
-        mbarrier.arrive(shared.rows_full.index(0), count=1)
+            ticket, at = take(tensors.arrived, reverse, start, PROGRAMS, last)
+        write_item(shared, n, item, 1)
+        fill(shared.item_ring, n)  # keys can come before the query rows are there
+        wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before, by the consumers
+        begin_rows(not_kept(tensors.query), item, shared.q_groups, 0, SPEC, SHAPE, 1)
+        await_rows()
+        fill(shared.rows_full, n)
         n += 1
         if ends:
-            mbarrier.wait(shared.item_empty.index(slot), ((n - 1) // ITEMS) & 1)
-            ticket, item = take(tensors.arrived, reverse, start, PROGRAMS, last)
-    slot = n % ITEMS
-    mbarrier.wait(shared.item_empty.index(slot), ((n // ITEMS) & 1) ^ 1)
-    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items
-    mbarrier.arrive(shared.item_full.index(slot), count=1)
+            wait_empty(shared.item_ring, n + SHAPE.slots - 1)
+            ticket, at = take(tensors.arrived, reverse, start, PROGRAMS, last)
+    end_items(shared, n, 1)
     if gl.atomic_add(tensors.arrived + 3, 1) == PROGRAMS - 1:  # no program takes any more
         for counter in gl.static_range(COUNTERS):
             gl.store(tensors.arrived + counter, 0)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
-def beside_kernel(
+def mixed_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
@@ -251,15 +235,14 @@ def beside_kernel(
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     TIMES: gl.constexpr = DIVISION.times
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    rows_full = barriers(1, 1)
-    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, rows_full, None)  # type: ignore[call-arg]
+    batch = Batch(tensors, numbers, None)
+    shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
     ring = ring_of(dtype, TILE.M, TILE.N, page_of(SHAPE))
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    batch = Batch(tensors, numbers, None)
     share = share_of(gl.program_id(0), PROGRAMS, batch, SPEC, DIVISION, TILE)
     tiles = 0
     for n in gl.static_range(TIMES):
@@ -267,14 +250,14 @@ def beside_kernel(
         tiles += gl.sum(tiles_of_prompts(s, batch, SPEC, DIVISION, SHAPE.M // SPEC.G), 0)
     # Sequences of more rows than a decode wait for memory as well, if one warpgroup multiplies them: by LIGHT.
     least: gl.constexpr = TILE.M // SPEC.G
-    few = light_programs(tensors, S, DIVISION.long, PROGRAMS, SPEC.G, LIGHT, SHAPE.M, 4, least)
+    few = light_programs(batch, DIVISION.long, PROGRAMS, SPEC.G, LIGHT, SHAPE.M, 4, least)
     gl.warp_specialize(
         [
             (decoder, (batch, share, ring, SPEC, DIVISION, SHAPE, TILE)),
-            (dense.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-            (dense.second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
+            (consumer, (0, batch, shared, SPEC, SHAPE)),
+            (consumer, (1, batch, shared, SPEC, SHAPE)),
             (scheduler, (tiles, few, batch, shared, SPEC, DIVISION, SHAPE, PROGRAMS)),
-            (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+            (producer, (descs, batch, shared, SPEC, SHAPE)),
             (
                 producer_of_decodes,
                 ((k_chunk_desc, v_chunk_desc), batch, share, ring, SPEC, DIVISION, SHAPE, TILE),

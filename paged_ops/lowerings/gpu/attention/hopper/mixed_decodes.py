@@ -25,8 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
-from paged_ops.lowerings.gpu.attention.hopper.latent_few import store_columns, weights_of
+from paged_ops.lowerings.gpu.attention.hopper.latent_few import softmax_tile, store_columns
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
+from paged_ops.lowerings.gpu.attention.hopper.producer import rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after
 from paged_ops.lowerings.gpu.attention.shared.work_split import sequence
@@ -98,16 +99,6 @@ def bring_chunks(
 
 
 @gluon.jit
-def rows_of(ids, kh, j, lane, PAGES: gl.constexpr, MATRIX: gl.constexpr):
-    """The rows at which the pages of a tile begin."""
-    first = ids * MATRIX.rows_n + kh * MATRIX.rows_head + j
-    rows: gl.tuple = ()
-    for page in gl.static_range(PAGES):
-        rows += (gl.sum(gl.where(lane == page, first, 0), 0),)
-    return rows
-
-
-@gluon.jit
 def producer_of_decodes(
     descs, batch, share, ring, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr
 ):
@@ -116,8 +107,8 @@ def producer_of_decodes(
     N: gl.constexpr = TILE.N
     PAGE: gl.constexpr = page_of(SHAPE)
     PAGES: gl.constexpr = N // PAGE
-    K_MATRIX: gl.constexpr = SHAPE.k_matrix
-    V_MATRIX: gl.constexpr = SHAPE.v_matrix
+    K_MATRIX: gl.constexpr = SHAPE.k.matrix
+    V_MATRIX: gl.constexpr = SHAPE.v.matrix
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     left, s, kh, first_token, tile = share
     at = 0
@@ -130,8 +121,8 @@ def producer_of_decodes(
             j = tile * N + lane % PAGES * PAGE
             ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
             for _t in range(count):
-                k_rows = rows_of(ids, kh, j % B, lane, PAGES, K_MATRIX)
-                v_rows = rows_of(ids, kh, j % B, lane, PAGES, V_MATRIX)
+                k_rows = rows_of(ids, kh, j % B, lane, PAGES, K_MATRIX, 1)
+                v_rows = rows_of(ids, kh, j % B, lane, PAGES, V_MATRIX, 1)
                 # block ids of the next tile, ahead of time; keys past the end are masked
                 j += N
                 ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
@@ -233,11 +224,11 @@ def decoder(
                     begin = (tile + t) * N
                     j = begin + gl.arange(0, N, gl.SliceLayout(1, layout))
                     kept = (j[:, None] < seq_len) & (j[:, None] <= i[None, :])
-                    p, m, decay = weights_of(qk, m, factor, (0.0, 0.0), kept, True, False)
+                    p, m, decay = softmax_tile(qk, m, factor, (0.0, 0.0), kept, True, False)
                     if begin + N > seq_len:
                         zero_unseen(at + SIDES, begin, seq_len, ring, page_of(SHAPE), N // page_of(SHAPE))
                 else:
-                    p, m, decay = weights_of(qk, m, factor, (0.0, 0.0), True, False, False)
+                    p, m, decay = softmax_tile(qk, m, factor, (0.0, 0.0), True, False, False)
                 l = l * decay[None, :] + p
                 ring.weights.permute((1, 0)).store(p.to(ring.weights.dtype))
                 fence_async_shared()

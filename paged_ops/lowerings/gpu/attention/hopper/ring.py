@@ -40,6 +40,13 @@ def ring_of(stages: gl.constexpr, fills: gl.constexpr, releases: gl.constexpr):
 
 
 @gluon.jit
+def signal_of(stages: gl.constexpr):
+    """A ring for messages that nobody takes away: it is only filled, once per filling."""
+    full = barriers(stages, 1)
+    return Ring(full, full)
+
+
+@gluon.jit
 def stage_of(ring, n):
     """The place of the n-th filling."""
     return n % ring.full.shape[0]

@@ -28,28 +28,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense
-from paged_ops.lowerings.gpu.attention.hopper.dense import (
-    BLOCK_M,
-    HopperShape,
-    Shared,
-    shared_memory,
-)
+from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
+from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, HopperLaunch
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
-from paged_ops.lowerings.gpu.attention.hopper.work import (
-    COUNT,
-    END_TILE,
-    FIELDS,
-    KV_HEAD,
-    SEQ_LEN,
-    SEQUENCE,
-    await_rows,
-    begin_rows,
-    bring,
-    get,
-    rows_of,
-)
+from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, producer
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
+from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch, oldest_key
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -132,7 +117,7 @@ def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
     """128 keys per tile for heads of up to 128 if a few tiles fit, else 64; two tiles of query rows if two of keys and
     values fit beside them; then as many of these as fit, so that many bytes are on their way."""
     whole = dense.shape_of(spec, shared_memory)
-    D, width = spec.k_side.size, sum(whole.k_parts) + sum(whole.v_parts)
+    D, width = spec.k_side.size, sum(whole.k.parts) + sum(whole.v.parts)
     space, rows = (shared_memory - dense.OTHERS) // spec.dtype.itemsize, M * D
     N = whole.N if width <= 256 and space - 2 * rows >= FEW_STAGES * whole.N * width else 64
     slots = 2 if space - 2 * rows >= 2 * N * width else 1
@@ -144,12 +129,12 @@ def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
 
 
 @gluon.jit
-def prefetch_ids(block_tables, s, tile, seen, seq_len, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Bring the block ids of an item to the L2, before the producer asks for them."""
+def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Bring the block ids of an item, whose first key tile is ``tile``, to the L2 before the producer asks for them."""
     LINE: gl.constexpr = 32  # ids, of 128 bytes
     first = tile * SHAPE.N // SPEC.B
-    end = gl.cdiv(gl.minimum((tile + seen) * SHAPE.N, seq_len), SPEC.B)
-    row = block_tables + s.to(gl.int64) * numbers.table_stride
+    end = gl.cdiv(gl.minimum((tile + item.tiles) * SHAPE.N, item.seq_len), SPEC.B)
+    row = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     for start in range(first, end, 128 * LINE):
         at = row + gl.minimum(start + thread * LINE, end - 1) * SPEC.table
@@ -158,75 +143,13 @@ def prefetch_ids(block_tables, s, tile, seen, seq_len, numbers, SPEC: gl.constex
 
 
 @gluon.jit
-def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Brings the items' tiles of keys and values, the last of a sequence first. Each lane loads the id of one block, of
-    a group of tiles, and while these are brought, that of the next group."""
-    B: gl.constexpr = SPEC.B
-    N: gl.constexpr = SHAPE.N
-    PAGE: gl.constexpr = SHAPE.page
-    PAGES: gl.constexpr = N // PAGE
-    GROUP: gl.constexpr = 32 // PAGES
-    STAGES: gl.constexpr = SHAPE.stages
-    SLOTS: gl.constexpr = SHAPE.slots
-    K_PARTS: gl.constexpr = SHAPE.k_parts
-    V_PARTS: gl.constexpr = SHAPE.v_parts
-    K_MATRIX: gl.constexpr = SHAPE.k_matrix
-    V_MATRIX: gl.constexpr = SHAPE.v_matrix
-    K_SIDE: gl.constexpr = SPEC.k_side
-    V_SIDE: gl.constexpr = SPEC.v_side
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    of_lane = lane % PAGES * PAGE - lane // PAGES * N  # the first key of a lane's page, from that of the newest tile
-    mbarrier.wait(shared.item_full.index(0), 0)
-    count = get(shared.items, 0, COUNT, 1)
-    n = 0
-    total = 0
-    while count > 0:
-        slot = n % SLOTS
-        kh = get(shared.items, slot, KV_HEAD, 1)
-        block_table = block_tables + get(shared.items, slot, SEQUENCE, 1).to(gl.int64) * table_stride
-        seq_len = get(shared.items, slot, SEQ_LEN, 1)
-        end_tile = get(shared.items, slot, END_TILE, 1)
-        mbarrier.arrive(shared.item_empty.index(slot), count=1)
-        j = (end_tile - 1) * N + of_lane
-        next_ids = gl.load(block_table + gl.where((j >= 0) & (j < seq_len), j, 0) // B * SPEC.table)
-        for begin in range(0, count, GROUP):
-            ids = next_ids
-            j = (end_tile - 1 - begin - GROUP) * N + of_lane
-            next_ids = gl.load(block_table + gl.where((j >= 0) & (j < seq_len), j, 0) // B * SPEC.table)
-            for t in range(begin, gl.minimum(begin + GROUP, count)):
-                stage = (total + t) % STAGES
-                free = (((total + t) // STAGES) & 1) ^ 1
-                j = ((end_tile - 1 - t) * N + lane % PAGES * PAGE) % B
-                page = lane - (t - begin) * PAGES
-                k_rows = rows_of(ids, kh, j, page, PAGES, K_MATRIX)
-                v_rows = rows_of(ids, kh, j, page, PAGES, V_MATRIX)
-                mbarrier.wait(shared.k_empty.index(stage), free)
-                bring(
-                    descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, K_PARTS, K_MATRIX,
-                    K_SIDE, SHAPE,
-                )  # fmt: skip
-                mbarrier.wait(shared.v_empty.index(stage), free)
-                bring(
-                    descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, V_PARTS, V_MATRIX,
-                    V_SIDE, SHAPE,
-                )  # fmt: skip
-        total += count
-        n += 1
-        mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
-        count = get(shared.items, n % SLOTS, COUNT, 1)
-
-
-@gluon.jit
-def scheduler(
-    share, tensors, numbers, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
-    """Tells the others the items of the share, and brings their query rows."""
+def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    """Tells the others the items of the share, and copies their query rows."""
+    tensors, numbers = batch.tensors, batch.numbers
     MASKS: gl.constexpr = SPEC.masks
     N: gl.constexpr = SHAPE.N
-    SLOTS: gl.constexpr = SHAPE.slots
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    batch = Batch(tensors, numbers, None)
     left, s, kh, first_token, tile = share
     n = 0
     while left > 0:
@@ -248,27 +171,22 @@ def scheduler(
             from_start = tile == first_tile
             place = share_index(SPEC, DIVISION) * 2 + from_start.to(gl.int32)
             place = gl.where(from_start & (tile + count == end_tile), -1, place)
-            fields = kh, s, row_start, q_len, seq_len, first_token, seen, tile + seen, full_start, full_end, oldest
-            prefetch_ids(tensors.block_tables, s, tile, seen, seq_len, numbers, SPEC, SHAPE)
+            item = Item(kh, s, row_start, q_len, seq_len, first_token, seen, tile + seen, full_start, full_end, oldest)
+            prefetch_ids(batch, item, tile, SPEC, SHAPE)
             if n > 0:  # the rows of the item before, after the loads that this one began with
                 await_rows()
-                mbarrier.arrive(shared.rows_full.index((n - 1) % SLOTS), count=1)
-            slot = n % SLOTS
-            mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-            for field in gl.static_range(FIELDS):
-                shared.items.index(slot * FIELDS + field).store(zero + fields[field])
+                fill(shared.rows_full, n - 1)
+            write_item(shared, n, item, 4)
+            slot = stage_of(shared.item_ring, n)
             shared.places.index(slot).store(zero + place)
-            mbarrier.arrive(shared.item_full.index(slot), count=1)  # keys can come before the query rows are there
-            begin_rows(tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE)
+            fill(shared.item_ring, n)  # keys can come before the query rows are there
+            begin_rows(tensors.query, item, shared.q_groups, slot, SPEC, SHAPE)
             n += 1
         s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
     if n > 0:
         await_rows()
-        mbarrier.arrive(shared.rows_full.index((n - 1) % SLOTS), count=1)
-    slot = n % SLOTS
-    mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items
-    mbarrier.arrive(shared.item_full.index(slot), count=1)
+        fill(shared.rows_full, n - 1)
+    end_items(shared, n, 4)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -283,23 +201,24 @@ def shares_kernel(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
+    batch = Batch(tensors, numbers, None)
     places = gl.allocate_shared_memory(gl.int32, [SHAPE.slots, 1], mbarrier.MBarrierLayout())
-    rows_full = barriers(SHAPE.slots, 1)
+    rows_full = signal_of(SHAPE.slots)
     of_all = shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE)
     shared = Shared(*of_all, places, rows_full, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    AHEAD: gl.constexpr = 32 // (SHAPE.N // SHAPE.page)  # tiles whose block ids a warp loads at once
     fence_async_shared()
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     if SHAPE.M == WARPGROUP:
         gl.warp_specialize(
             [
-                (scheduler, (share, tensors, numbers, shared, SPEC, DIVISION, SHAPE)),
-                (dense.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+                (scheduler, (share, batch, shared, SPEC, DIVISION, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, SHAPE)),
+                (producer, (descs, batch, shared, SPEC, SHAPE, AHEAD)),
             ],
             [4, 1],
             SHAPE.registers,
@@ -307,10 +226,10 @@ def shares_kernel(
     else:
         gl.warp_specialize(
             [
-                (scheduler, (share, tensors, numbers, shared, SPEC, DIVISION, SHAPE)),
-                (dense.first_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (dense.second_consumer, (tensors, numbers, shared, SPEC, SHAPE)),
-                (producer, (descs, tensors.block_tables, numbers.table_stride, shared, SPEC, SHAPE)),
+                (scheduler, (share, batch, shared, SPEC, DIVISION, SHAPE)),
+                (consumer, (0, batch, shared, SPEC, SHAPE)),
+                (consumer, (1, batch, shared, SPEC, SHAPE)),
+                (producer, (descs, batch, shared, SPEC, SHAPE, AHEAD)),
             ],
             [4, 4, 1],
             SHAPE.registers,

@@ -1,22 +1,36 @@
-"""The Hopper kernel's work: the items, which program takes them, and how their queries, keys and values are brought.
+"""The items of the Hopper kernels: what an item is, how roles tell each other of items, and which program takes which.
 
-Letters, and the roles of warps, are explained in hopper.py.
+Letters, and the roles of warps: see dense.py.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, number_of, rows_at_once, size_of, sum_of
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.shared.tile import oldest_key
-from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
 
-# The fields of an item, by which the scheduler tells the others about it.
-KV_HEAD, SEQUENCE, ROW_START, Q_LEN, SEQ_LEN = (gl.constexpr(n) for n in range(5))
-FIRST_TOKEN, COUNT, END_TILE, FULL_START, FULL_END, OLDEST = (gl.constexpr(n) for n in range(5, 11))
-FIELDS = gl.constexpr(11)
+
+class Item(NamedTuple):
+    """A tile of query rows of one key/value head, and the key tiles that it needs."""
+
+    kh: Any
+    s: Any
+    row_start: Any  # of the sequence
+    q_len: Any
+    seq_len: Any
+    first_token: Any  # of the tile
+    tiles: Any  # the number of key tiles
+    end_tile: Any
+    full_start: Any  # the first and the end of the key tiles that need no mask
+    full_end: Any
+    oldest: Any  # the oldest key that a row sees
+
+
+FIELDS, COUNT, OLDEST = map(gl.constexpr, (len(Item._fields), Item._fields.index("tiles"), len(Item._fields) - 1))
 # The weight of a key with few rows, relative to a key with a whole tile of rows, when programs are divided between the
 # two. Measured: half of this weight and one and a half times this weight are slower.
 LIGHT = gl.constexpr(0.45)
@@ -38,12 +52,10 @@ def reach_of_ranges(ranges, s, first_i, last_i, low, end, RANGES: gl.constexpr):
 
 @gluon.jit
 def work_item(
-    item, tiles, tensors, numbers, short, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """The item-th tile of query rows: its key/value head, its sequence, the sequence's first row, rows and keys, the
-    tile's first token; its key tiles: their number (0 if it is no tile of a long sequence), their end, and the first
-    and the end of those that need no mask; and the oldest key that a row sees."""
+    item, tiles, batch, short, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr
+):
+    """The item-th tile of query rows as an :class:`Item`, without key tiles if this kernel does not serve it."""
+    tensors, numbers = batch.tensors, batch.numbers
     G: gl.constexpr = SPEC.G
     TOKENS: gl.constexpr = SHAPE.M // G
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -69,7 +81,7 @@ def work_item(
     else:
         mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
     count = gl.where(mine, count, 0)
-    return kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest
+    return Item(kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest)
 
 
 @gluon.jit
@@ -105,18 +117,58 @@ def key_tiles(s, q_len, seq_len, first_token, tensors, numbers, SPEC: gl.constex
 
 
 @gluon.jit
-def get(items, slot, field: gl.constexpr, WARPS: gl.constexpr):
-    return gl.sum(items.index(slot * FIELDS + field).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def field_of(shared, n, field: gl.constexpr, WARPS: gl.constexpr):
+    """A field of the n-th item."""
+    place = stage_of(shared.item_ring, n) * FIELDS + field
+    return gl.sum(shared.items.index(place).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def next_tiles(shared, n, WARPS: gl.constexpr):
+    """Wait for the n-th item. Returns its number of key tiles; 0: there are no more items."""
+    wait_full(shared.item_ring, n)
+    return field_of(shared, n, COUNT, WARPS)
+
+
+@gluon.jit
+def read_item(shared, n, tiles, WARPS: gl.constexpr):
+    """The n-th item, which has ``tiles``; fields that are not used are not read."""
+    fields: gl.tuple = ()
+    for field in gl.static_range(FIELDS):
+        if field == COUNT:
+            fields += (tiles,)
+        else:
+            fields += (field_of(shared, n, field, WARPS),)
+    return Item(*fields)
+
+
+@gluon.jit
+def write_item(shared, n, item, WARPS: gl.constexpr):
+    """Write the n-th item, when its slot is empty; the caller fills the slot."""
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    wait_empty(shared.item_ring, n)
+    for field in gl.static_range(FIELDS):
+        shared.items.index(stage_of(shared.item_ring, n) * FIELDS + field).store(zero + item[field])
+
+
+@gluon.jit
+def end_items(shared, n, WARPS: gl.constexpr):
+    """Tell the other roles that there is no n-th item."""
+    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    wait_empty(shared.item_ring, n)
+    shared.items.index(stage_of(shared.item_ring, n) * FIELDS + COUNT).store(zero)
+    fill(shared.item_ring, n)
 
 
 @gluon.jit
 def light_programs(
-    tensors, S, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
+    batch, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
     LEAST: gl.constexpr = 0,
 ):  # fmt: skip
     """The number of programs that first take short sequences of few rows, which wait for memory, while the others take
     those of many rows, which wait for tensor cores. It follows from the work of both. Negative if the short ones come
     first in the batch. Sequences of up to LEAST tokens are left out."""
+    tensors, S = batch.tensors, batch.numbers.S
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     few_work = 0.0
     many_work = 0.0
@@ -167,189 +219,3 @@ def take(taken, reverse, start, programs, last):
     if ticket <= last:
         item = start + gl.atomic_add(taken + 1 + reverse.to(gl.int32), 1)
     return ticket, item
-
-
-@gluon.jit
-def fetch_rows(
-    query, first_row, tokens, kh, groups, slot, FIRST: gl.constexpr, SIZE: gl.constexpr, SPEC: gl.constexpr,
-    SHAPE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy SIZE columns of an item's query rows, by so many warps."""
-    G: gl.constexpr = SPEC.G
-    TOKENS: gl.constexpr = SHAPE.M // G
-    ROWS: gl.constexpr = rows_at_once(SIZE)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
-    d = FIRST + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
-    for part in range(SHAPE.M // ROWS):
-        r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        live = (r < TOKENS * G) & (r // G < tokens)
-        head = kh * G + r % G
-        row = (first_row + r // G) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
-        place = groups.index(slot * (SHAPE.M // ROWS) + part)
-        load_rows(place, query + row[:, None] + d[None, :], mask=live[:, None])
-
-
-@gluon.jit
-def begin_rows(
-    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr,
-    WARPS: gl.constexpr = 4,
-):  # fmt: skip
-    """Begin to copy an item's query rows to a slot, by so many warps."""
-    PARTS: gl.constexpr = SHAPE.k_parts
-    row = row_start.to(gl.int64) + first_token
-    for part in gl.static_range(number_of(PARTS)):
-        fetch_rows(
-            query, row, q_len - first_token, kh, q_groups[part], slot,
-            first_of(PARTS, part, SPEC.k_side.size), size_of(PARTS, part), SPEC, SHAPE, WARPS,
-        )  # fmt: skip
-    async_copy.commit_group()
-
-
-@gluon.jit
-def await_rows():
-    """Wait until they are where products can read them."""
-    async_copy.wait_group(0)
-    fence_async_shared()
-
-
-@gluon.jit
-def bring_rows(
-    query, row_start, q_len, first_token, kh, q_groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr,
-    WARPS: gl.constexpr = 4,
-):  # fmt: skip
-    """Copy an item's query rows to a slot, where products can read them, by so many warps."""
-    begin_rows(query, row_start, q_len, first_token, kh, q_groups, slot, SPEC, SHAPE, WARPS)
-    await_rows()
-
-
-@gluon.jit
-def scheduler(
-    tensors, numbers, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
-    """Takes items, longest first, and brings their query rows, packed (token, head of the group).
-
-    ``taken`` counts items: all, from the front, and from the back. Programs for short sequences start at that end of
-    the batch where these are, the others at the other end, until they meet. ``short`` None: there are none.
-    """
-    G: gl.constexpr = SPEC.G
-    M: gl.constexpr = SHAPE.M
-    SLOTS: gl.constexpr = SHAPE.slots
-    TOKENS: gl.constexpr = M // G
-    zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
-    tiles = numbers.T // TOKENS + numbers.S
-    last = tiles * SPEC.K - 1
-    programs = gl.num_programs(0)
-    if short is None:
-        few = 0 * programs
-    else:
-        few = light_programs(tensors, numbers.S, short, programs, G, DIVISION, M, SHAPE.warps)
-    reverse, start, item = first_item(few, programs)
-    ticket = gl.program_id(0)
-    n = 0
-    while ticket <= last:
-        item = gl.where(reverse, last - item, item)
-        fields = work_item(item, tiles, tensors, numbers, short, SPEC, DIVISION, SHAPE, SHAPE.warps)
-        kh, row_start, q_len = fields[KV_HEAD], fields[ROW_START], fields[Q_LEN]
-        first_token, count = fields[FIRST_TOKEN], fields[COUNT]
-        # The last items go to the programs that are free first, so they are not taken ahead.
-        ends = ticket + 2 * programs > last
-        if not ends:
-            ticket, item = take(tensors.taken, reverse, start, programs, last)
-        if count > 0:
-            slot = n % SLOTS
-            mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-            for field in gl.static_range(FIELDS):
-                shared.items.index(slot * FIELDS + field).store(zero + fields[field])
-            bring_rows(
-                tensors.query, row_start, q_len, first_token, kh, shared.q_groups, slot, SPEC, SHAPE, SHAPE.warps
-            )  # fmt: skip
-            mbarrier.arrive(shared.item_full.index(slot), count=1)
-            n += 1
-        if ends:
-            of_before = n + SLOTS - 1
-            mbarrier.wait(shared.item_empty.index(of_before % SLOTS), ((of_before // SLOTS) & 1) ^ 1)
-            ticket, item = take(tensors.taken, reverse, start, programs, last)
-    slot = n % SLOTS
-    mbarrier.wait(shared.item_empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-    shared.items.index(slot * FIELDS + COUNT).store(zero)  # no more items
-    mbarrier.arrive(shared.item_full.index(slot), count=1)
-
-
-@gluon.jit
-def rows_of(ids, kh, j, lane, PAGES: gl.constexpr, MATRIX: gl.constexpr):
-    """The groups of 8 rows at which the pages of a tile begin."""
-    first = ids * MATRIX.rows_n + kh * MATRIX.rows_head + j
-    rows: gl.tuple = ()
-    for page in gl.static_range(PAGES):
-        rows += (gl.sum(gl.where(lane == page, first, 0), 0) // 8,)
-    return rows
-
-
-@gluon.jit
-def bring(
-    descs, rows, kh, full, pages, stage, PARTS: gl.constexpr, MATRIX: gl.constexpr, SIDE: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy a tile of keys, or of values."""
-    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    column = kh * MATRIX.columns_head
-    mbarrier.expect(full, SHAPE.N * sum_of(PARTS) * 2)
-    for n in gl.static_range(number_of(PARTS)):
-        for page in gl.static_range(PAGES):
-            place = pages[n].index(stage * PAGES + page)
-            load_box(descs[n], [rows[page], 0, 0, column + first_of(PARTS, n, SIDE.size)], full, place)
-
-
-@gluon.jit
-def producer(descs, block_tables, table_stride, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Brings the items' tiles of keys and values, the last of a sequence first."""
-    B: gl.constexpr = SPEC.B
-    N: gl.constexpr = SHAPE.N
-    PAGE: gl.constexpr = SHAPE.page
-    PAGES: gl.constexpr = N // PAGE
-    STAGES: gl.constexpr = SHAPE.stages
-    SLOTS: gl.constexpr = SHAPE.slots
-    K_PARTS: gl.constexpr = SHAPE.k_parts
-    V_PARTS: gl.constexpr = SHAPE.v_parts
-    K_MATRIX: gl.constexpr = SHAPE.k_matrix
-    V_MATRIX: gl.constexpr = SHAPE.v_matrix
-    K_SIDE: gl.constexpr = SPEC.k_side
-    V_SIDE: gl.constexpr = SPEC.v_side
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    mbarrier.wait(shared.item_full.index(0), 0)
-    count = get(shared.items, 0, COUNT, 1)
-    n = 0
-    total = 0
-    while count > 0:
-        slot = n % SLOTS
-        kh = get(shared.items, slot, KV_HEAD, 1)
-        block_table = block_tables + get(shared.items, slot, SEQUENCE, 1).to(gl.int64) * table_stride
-        seq_len = get(shared.items, slot, SEQ_LEN, 1)
-        end_tile = get(shared.items, slot, END_TILE, 1)
-        mbarrier.arrive(shared.item_empty.index(slot), count=1)
-        j = (end_tile - 1) * N + lane % PAGES * PAGE
-        ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
-        for t in range(count):
-            tile = end_tile - 1 - t
-            stage = (total + t) % STAGES
-            free = (((total + t) // STAGES) & 1) ^ 1
-            j = (tile * N + lane % PAGES * PAGE) % B
-            k_rows = rows_of(ids, kh, j, lane, PAGES, K_MATRIX)
-            v_rows = rows_of(ids, kh, j, lane, PAGES, V_MATRIX)
-            # block ids of the next tile, one tile ahead, to hide their latency; keys past the end are masked
-            j = gl.maximum(tile - 1, 0) * N + lane % PAGES * PAGE
-            ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
-            mbarrier.wait(shared.k_empty.index(stage), free)
-            bring(
-                descs[0], k_rows, kh, shared.k_full.index(stage), shared.k_pages, stage, K_PARTS, K_MATRIX, K_SIDE,
-                SHAPE,
-            )  # fmt: skip
-            mbarrier.wait(shared.v_empty.index(stage), free)
-            bring(
-                descs[1], v_rows, kh, shared.v_full.index(stage), shared.v_pages, stage, V_PARTS, V_MATRIX, V_SIDE,
-                SHAPE,
-            )  # fmt: skip
-        total += count
-        n += 1
-        mbarrier.wait(shared.item_full.index(n % SLOTS), (n // SLOTS) & 1)
-        count = get(shared.items, n % SLOTS, COUNT, 1)

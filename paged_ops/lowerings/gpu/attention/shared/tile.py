@@ -1,4 +1,4 @@
-"""What all attention kernels share: loads from the paged cache, logits, masks and softmax.
+"""What all attention kernels share: loads from the paged cache, logits and softmax.
 
 Letters inside kernels: M packed query rows of a tile (row r is token ``r // G`` and head ``r % G`` of the G = H/K query
 heads of a key/value head), N keys of a tile, or of each of its W slices, D and Dv head sizes padded to powers of two.
@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from paged_ops.lowerings.gpu.attention.shared.masks import keep, keep_between, keep_block_sparse
+from paged_ops.lowerings.gpu.attention.shared.masks import (
+    oldest_key as oldest_key,  # for kernels that still import it here
+)
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp8, widen_pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -176,51 +180,6 @@ def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def keep(i, j, live, numbers, MASKS: tl.constexpr):
-    """Whether queries at positions ``i`` see keys at ``j``, of which ``live`` exist; operands broadcast."""
-    kept = live
-    if MASKS.causal:
-        kept = kept & (j <= i)
-    if MASKS.window:
-        kept = kept & (i - j < numbers.window)
-    if MASKS.chunk:
-        kept = kept & (i // numbers.chunk == j // numbers.chunk)
-    return kept
-
-
-@triton.jit
-def keep_between(j, sees, live):
-    """Whether keys at ``j`` lie between the first key that a query sees and the end; operands broadcast."""
-    return live & (j >= sees[0]) & (j < sees[1])
-
-
-@triton.jit
-def keep_block_sparse(i, j, offset, numbers):
-    """Local blocks or a vertical stripe that slides over heads by ``offset``; causality is not included."""
-    qb = i // numbers.sparse_block
-    kb = j // numbers.sparse_block
-    return (qb - kb < numbers.local_blocks) | ((kb + offset) % numbers.vert_stride == 0)
-
-
-@triton.jit
-def stripe_offset(head, numbers, MASKS: tl.constexpr):
-    """The offset of the block-sparse stripes of query heads."""
-    return numbers.first_offset + (head // MASKS.heads_an_offset) * numbers.offset_step
-
-
-@triton.jit
-def next_seen_tile(tile, first_i, offset, numbers, N: tl.constexpr):
-    """The first of the tiles of N keys from ``tile`` on in which a row may see a key by a block-sparse pattern.
-
-    The rows' positions are at least ``first_i``; the first row sees most local blocks. Their heads have ``offset``.
-    """
-    block = tile * N // numbers.sparse_block
-    near = tl.maximum(block, first_i // numbers.sparse_block - numbers.local_blocks + 1)
-    stripe = tl.min(block + (numbers.vert_stride - 1 - (block + offset - 1) % numbers.vert_stride), 0)
-    return tl.maximum(tile, tl.minimum(near, stripe) * numbers.sparse_block // N)
-
-
-@triton.jit
 def softmax_step(logits, m, l):
     """Add a tile of logits, with keys along axis 1, to the running maxima and totals. Returns its weights, and the
     decay of earlier sums.
@@ -374,48 +333,3 @@ def store_rows(tensors, result, lse2, row_token, row_head, row_live, d, H, Dv: t
     tl.store(tensors.out + row[:, None] * Dv + d[None, :], result.to(tensors.out.dtype.element_ty), mask=mask)
     if tensors.lse is not None:
         tl.store(tensors.lse + row, lse2 * LN2, mask=row_live)
-
-
-@triton.jit
-def oldest_key(first_i, numbers, MASKS: tl.constexpr):
-    """The first key that the query at ``first_i``, and so any later query, may see by window and chunk."""
-    first_i = tl.maximum(first_i, 0)
-    oldest = first_i * 0
-    if MASKS.window:
-        oldest = tl.maximum(oldest, first_i - numbers.window + 1)
-    if MASKS.chunk:
-        oldest = tl.maximum(oldest, first_i // numbers.chunk * numbers.chunk)
-    return oldest
-
-
-@triton.jit
-def ranges_at(bidirectional_ranges, RANGES: tl.constexpr):
-    """The addresses for :class:`Batch`. Only called if there are ranges: in triton 3.6 a function cannot return
-    None."""
-    n = tl.arange(0, triton.next_power_of_2(RANGES))
-    return bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2
-
-
-@triton.jit
-def reach_of_ranges(ranges, s, first_i, end_i, low, high, RANGES: tl.constexpr):
-    """Widen the keys ``low : high`` of queries ``first_i : end_i`` of sequences ``s``, all of one shape, by the
-    bidirectional ranges that hold one of these queries.
-
-    The ranges that hold a query also hold its own key, so all keys that it sees are one interval.
-    """
-    AXIS: tl.constexpr = len(low.shape)
-    at = ranges + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (RANGES * 2)
-    start = tl.load(at)
-    end = tl.load(at + 1)
-    holds = (start >= 0) & (start < end)
-    holds = holds & (start < tl.expand_dims(end_i, AXIS)) & (end > tl.expand_dims(first_i, AXIS))
-    low = tl.minimum(low, tl.min(tl.where(holds, start, 2147483647), AXIS))
-    high = tl.maximum(high, tl.max(tl.where(holds, end, -1), AXIS))
-    return low, high
-
-
-@triton.jit
-def reach_of_rows(batch, s, i, MASKS: tl.constexpr):
-    """The first key that each of the rows at positions ``i [M]`` of sequence ``s`` sees, and the end of those: ``[M]``
-    each, with all masks."""
-    return reach_of_ranges(batch.ranges, s, i, i + 1, oldest_key(i, batch.numbers, MASKS), i + 1, MASKS.ranges)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_ops.lowerings.gpu.attention.shared.tile import oldest_key, reach_of_ranges
+from paged_ops.lowerings.gpu.attention.shared.masks import oldest_key, reach_of_ranges
 
 # Key tiles of a unit. With 16 (1024 keys) whole units gain 0.9 µs of 43, with 128 they lose 16 of 248.
 LONGEST_WHOLE = tl.constexpr(16)

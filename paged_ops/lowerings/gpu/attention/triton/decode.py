@@ -13,6 +13,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.masks import (
+    next_seen_tile,
+    oldest_key,
+    ranges_at,
+    reach_of_rows,
+    stripe_offset,
+)
 from paged_ops.lowerings.gpu.attention.shared.split_merge import INTEGERS, Divided, merge_if_last, note, noted
 from paged_ops.lowerings.gpu.attention.shared.tile import (
     APPLIES,
@@ -22,14 +29,9 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
     count_sink,
     finish,
     load_queries,
-    next_seen_tile,
-    oldest_key,
     queries_for_fp8,
-    ranges_at,
-    reach_of_rows,
     see_tile,
     store_rows,
-    stripe_offset,
 )
 from paged_ops.lowerings.gpu.attention.shared.work_split import (
     fit_whole,

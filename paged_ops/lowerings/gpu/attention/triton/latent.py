@@ -20,6 +20,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.masks import (
+    next_seen_tile,
+    oldest_key,
+    ranges_at,
+    reach_of_rows,
+    stripe_offset,
+)
 from paged_ops.lowerings.gpu.attention.shared.tile import (
     APPLIES,
     Batch,
@@ -29,13 +36,8 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
     dot_keys,
     finish,
     load_tile,
-    next_seen_tile,
     nothing_seen,
-    oldest_key,
-    ranges_at,
-    reach_of_rows,
     store_rows,
-    stripe_offset,
     weigh,
 )
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares

@@ -10,6 +10,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.masks import (
+    next_seen_tile,
+    oldest_key,
+    ranges_at,
+    reach_of_rows,
+    stripe_offset,
+)
 from paged_ops.lowerings.gpu.attention.shared.tile import (
     Batch,
     Keys,
@@ -17,14 +24,9 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
     count_sink,
     finish,
     load_queries,
-    next_seen_tile,
-    oldest_key,
     queries_for_fp8,
-    ranges_at,
-    reach_of_rows,
     see_tile,
     store_rows,
-    stripe_offset,
 )
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of

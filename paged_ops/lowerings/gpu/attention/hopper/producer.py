@@ -1,0 +1,178 @@
+"""What brings an item's query rows, keys and values to shared memory, for all Hopper kernels of dense caches.
+
+The scheduler copies query rows by its threads, 16 bytes each, as they are packed from several places. A producer warp
+brings tiles of keys and values by TMA. Letters: see dense.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, number_of, rows_at_once, size_of, sum_of
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty
+from paged_ops.lowerings.gpu.attention.hopper.work import (
+    end_items,
+    first_item,
+    light_programs,
+    next_tiles,
+    read_item,
+    take,
+    work_item,
+    write_item,
+)
+from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
+
+
+class Tiles(NamedTuple):
+    """A ring of tiles of keys, or of values. Pages and tiles are the same memory, as tuples of the head's parts."""
+
+    pages: Any  # as copies bring them
+    tiles: Any  # as they are multiplied
+    ring: Any
+
+
+@gluon.jit
+def fetch_rows(
+    query, item, groups, slot, PART: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr
+):
+    """Begin to copy the columns of one part of an item's query rows."""
+    G: gl.constexpr = SPEC.G
+    SIZE: gl.constexpr = size_of(SHAPE.k.parts, PART)
+    ROWS: gl.constexpr = rows_at_once(SIZE)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
+    d = first_of(SHAPE.k.parts, PART, SPEC.k_side.size) + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
+    first_row = item.row_start.to(gl.int64) + item.first_token
+    for part in range(SHAPE.M // ROWS):
+        r = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        live = (r < SHAPE.M // G * G) & (r // G < item.q_len - item.first_token)
+        head = item.kh * G + r % G
+        row = (first_row + r // G) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
+        place = groups.index(slot * (SHAPE.M // ROWS) + part)
+        load_rows(place, query + row[:, None] + d[None, :], mask=live[:, None])
+
+
+@gluon.jit
+def begin_rows(query, item, groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Begin to copy an item's query rows to a slot."""
+    for part in gl.static_range(number_of(SHAPE.k.parts)):
+        fetch_rows(query, item, groups[part], slot, part, SPEC, SHAPE, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def await_rows():
+    """Wait until the rows are where matmuls can read them."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+
+
+@gluon.jit
+def scheduler(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    """Takes items, longest first, and copies their query rows, packed (token, head of the group).
+
+    ``taken`` counts items: all, from the front, and from the back. Programs for short sequences start at that end of
+    the batch where these are, the others at the other end, until they meet. ``short`` None: there are none.
+    """
+    tensors, numbers = batch.tensors, batch.numbers
+    tiles = numbers.T // (SHAPE.M // SPEC.G) + numbers.S
+    last = tiles * SPEC.K - 1
+    programs = gl.num_programs(0)
+    if short is None:
+        few = 0 * programs
+    else:
+        few = light_programs(batch, short, programs, SPEC.G, DIVISION, SHAPE.M, SHAPE.warps)
+    reverse, start, at = first_item(few, programs)
+    ticket = gl.program_id(0)
+    n = 0
+    while ticket <= last:
+        at = gl.where(reverse, last - at, at)
+        item = work_item(at, tiles, batch, short, SPEC, DIVISION, SHAPE, SHAPE.warps)
+        # The last items go to the programs that are free first, so they are not taken ahead.
+        ends = ticket + 2 * programs > last
+        if not ends:
+            ticket, at = take(tensors.taken, reverse, start, programs, last)
+        if item.tiles > 0:
+            write_item(shared, n, item, SHAPE.warps)
+            begin_rows(tensors.query, item, shared.q_groups, stage_of(shared.item_ring, n), SPEC, SHAPE, SHAPE.warps)
+            await_rows()
+            fill(shared.item_ring, n)
+            n += 1
+        if ends:
+            wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before
+            ticket, at = take(tensors.taken, reverse, start, programs, last)
+    end_items(shared, n, SHAPE.warps)
+
+
+@gluon.jit
+def rows_of(ids, kh, j, lane, PAGES: gl.constexpr, MATRIX: gl.constexpr, UNIT: gl.constexpr = 8):
+    """The rows of the cache, in units of UNIT, at which the pages of a tile begin: lane n has the block id and the
+    first token of page n."""
+    first = ids * MATRIX.rows_n + kh * MATRIX.rows_head + j
+    rows: gl.tuple = ()
+    for page in gl.static_range(PAGES):
+        rows += (gl.sum(gl.where(lane == page, first, 0), 0) // UNIT,)
+    return rows
+
+
+@gluon.jit
+def bring(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to copy the n-th tile of keys, or of values, when its place is empty."""
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    wait_empty(to.ring, n)
+    full = full_of(to.ring, n)
+    column = kh * COLUMNS.matrix.columns_head
+    mbarrier.expect(full, SHAPE.N * sum_of(COLUMNS.parts) * 2)
+    for part in gl.static_range(number_of(COLUMNS.parts)):
+        first = column + first_of(COLUMNS.parts, part, COLUMNS.size)
+        for page in gl.static_range(PAGES):
+            place = to.pages[part].index(stage_of(to.ring, n) * PAGES + page)
+            load_box(descs[part], [rows[page], 0, 0, first], full, place)
+
+
+@gluon.jit
+def bring_tile(descs, ids, first_lane, t, item, before, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Bring an item's t-th tile, the one after ``before`` and t others. Its block ids begin at a lane of ``ids``."""
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    j = ((item.end_tile - 1 - t) * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
+    k_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, SHAPE.k.matrix)
+    v_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, SHAPE.v.matrix)
+    bring(descs[0], k_rows, item.kh, shared.k, before + t, SHAPE.k, SHAPE)
+    bring(descs[1], v_rows, item.kh, shared.v, before + t, SHAPE.v, SHAPE)
+
+
+@gluon.jit
+def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROUP: gl.constexpr = 1):
+    """Brings the items' tiles of keys and values, the last of a sequence first. Each lane loads one block id of a GROUP
+    of tiles, while the tiles of the group before are brought; keys outside the sequence are masked later."""
+    B: gl.constexpr = SPEC.B
+    N: gl.constexpr = SHAPE.N
+    PAGE: gl.constexpr = SHAPE.page
+    PAGES: gl.constexpr = N // PAGE
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    of_lane = lane % PAGES * PAGE - lane // PAGES % GROUP * N  # the first key of a lane's page, from the newest tile's
+    tiles = next_tiles(shared, 0, 1)
+    n = 0
+    total = 0
+    while tiles > 0:
+        item = read_item(shared, n, tiles, 1)
+        block_table = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
+        release(shared.item_ring, n)
+        j = (item.end_tile - 1) * N + of_lane
+        next_ids = gl.load(block_table + gl.where((j >= 0) & (j < item.seq_len), j, 0) // B * SPEC.table)
+        for begin in range(0, tiles, GROUP):
+            ids = next_ids
+            j = (item.end_tile - 1 - begin - GROUP) * N + of_lane
+            next_ids = gl.load(block_table + gl.where((j >= 0) & (j < item.seq_len), j, 0) // B * SPEC.table)
+            if GROUP == 1:
+                bring_tile(descs, ids, 0, begin, item, total, shared, SPEC, SHAPE)
+            else:
+                for t in range(begin, gl.minimum(begin + GROUP, tiles)):
+                    bring_tile(descs, ids, (t - begin) * PAGES, t, item, total, shared, SPEC, SHAPE)
+        total += tiles
+        n += 1
+        tiles = next_tiles(shared, n, 1)

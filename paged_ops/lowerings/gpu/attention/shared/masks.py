@@ -1,0 +1,193 @@
+"""Masks of the attention kernels, for Triton and for Gluon: which keys a row sees, and which key tiles it visits.
+
+``i`` are positions of query rows, ``j`` of keys; N keys are a tile. MASKS is ``Masks`` of gpu/spec.py, ``numbers`` are
+the call's numbers. A mask that is off compiles away. Gluon kernels call the same functions, with tensors of any layout.
+Only vectors over ranges need a layout of their own there: :func:`widen_by_ranges` is a loop instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class KeyTiles(NamedTuple):
+    """The tiles of keys that a tile of query rows visits."""
+
+    count: Any  # of tiles, at least one
+    end: Any
+    full_start: Any  # the range of tiles that need no mask
+    full_end: Any
+    oldest: Any  # no row sees a key before it
+
+
+@triton.jit
+def keep(i, j, live, numbers, MASKS: tl.constexpr):
+    """Whether queries at positions ``i`` see keys at ``j``, of which ``live`` exist; operands broadcast."""
+    kept = live
+    if MASKS.causal:
+        kept = kept & (j <= i)
+    if MASKS.window:
+        kept = kept & (i - j < numbers.window)
+    if MASKS.chunk:
+        kept = kept & (i // numbers.chunk == j // numbers.chunk)
+    return kept
+
+
+@triton.jit
+def keep_between(j, sees, live):
+    """Whether keys at ``j`` lie between the first key that a query sees and the end; operands broadcast."""
+    return live & (j >= sees[0]) & (j < sees[1])
+
+
+@triton.jit
+def keep_block_sparse(i, j, offset, numbers):
+    """Local blocks or a vertical stripe that slides over heads by ``offset``; causality is not included."""
+    qb = i // numbers.sparse_block
+    kb = j // numbers.sparse_block
+    return (qb - kb < numbers.local_blocks) | ((kb + offset) % numbers.vert_stride == 0)
+
+
+@triton.jit
+def stripe_offset(head, numbers, MASKS: tl.constexpr):
+    """The offset of the block-sparse stripes of query heads."""
+    return numbers.first_offset + (head // MASKS.heads_an_offset) * numbers.offset_step
+
+
+@triton.jit
+def next_seen_tile(tile, first_i, offset, numbers, N: tl.constexpr):
+    """The first of the tiles of N keys from ``tile`` on in which a row may see a key by a block-sparse pattern.
+
+    The rows' positions are at least ``first_i``; the first row sees most local blocks. Their heads have ``offset``.
+    """
+    block = tile * N // numbers.sparse_block
+    near = tl.maximum(block, first_i // numbers.sparse_block - numbers.local_blocks + 1)
+    stripe = tl.min(block + (numbers.vert_stride - 1 - (block + offset - 1) % numbers.vert_stride), 0)
+    return tl.maximum(tile, tl.minimum(near, stripe) * numbers.sparse_block // N)
+
+
+@triton.jit
+def oldest_key(first_i, numbers, MASKS: tl.constexpr):
+    """The first key that the query at ``first_i``, and so any later query, may see by window and chunk."""
+    first_i = tl.maximum(first_i, 0)
+    oldest = first_i * 0
+    if MASKS.window:
+        oldest = tl.maximum(oldest, first_i - numbers.window + 1)
+    if MASKS.chunk:
+        oldest = tl.maximum(oldest, first_i // numbers.chunk * numbers.chunk)
+    return oldest
+
+
+@triton.jit
+def ranges_at(bidirectional_ranges, RANGES: tl.constexpr):
+    """The addresses for :class:`Batch`. Only called if there are ranges: in triton 3.6 a function cannot return
+    None."""
+    n = tl.arange(0, triton.next_power_of_2(RANGES))
+    return bidirectional_ranges + tl.minimum(n, RANGES - 1) * 2
+
+
+@triton.jit
+def reach_of_ranges(ranges, s, first_i, end_i, low, high, RANGES: tl.constexpr):
+    """Widen the keys ``low : high`` of queries ``first_i : end_i`` of sequences ``s``, all of one shape, by the
+    bidirectional ranges that hold one of these queries.
+
+    The ranges that hold a query also hold its own key, so all keys that it sees are one interval.
+    """
+    AXIS: tl.constexpr = len(low.shape)
+    at = ranges + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (RANGES * 2)
+    start = tl.load(at)
+    end = tl.load(at + 1)
+    holds = (start >= 0) & (start < end)
+    holds = holds & (start < tl.expand_dims(end_i, AXIS)) & (end > tl.expand_dims(first_i, AXIS))
+    low = tl.minimum(low, tl.min(tl.where(holds, start, 2147483647), AXIS))
+    high = tl.maximum(high, tl.max(tl.where(holds, end, -1), AXIS))
+    return low, high
+
+
+@triton.jit
+def reach_of_rows(batch, s, i, MASKS: tl.constexpr):
+    """The first key that each of the rows at positions ``i [M]`` of sequence ``s`` sees, and the end of those: ``[M]``
+    each, with all masks."""
+    return reach_of_ranges(batch.ranges, s, i, i + 1, oldest_key(i, batch.numbers, MASKS), i + 1, MASKS.ranges)
+
+
+@triton.jit
+def widen_by_ranges(ranges, s, first_i, last_i, low, end, RANGES: tl.constexpr):
+    """As :func:`reach_of_ranges`, for queries ``first_i`` to ``last_i`` of one sequence, or one by one."""
+    for n in range(RANGES):
+        at = ranges + (s.to(tl.int64) * RANGES + n) * 2
+        start = tl.load(at)
+        stop = tl.load(at + 1)
+        holds = (start >= 0) & (start < stop) & (start <= last_i) & (stop > first_i)
+        low = tl.where(holds, tl.minimum(low, start), low)
+        end = tl.where(holds, tl.maximum(end, stop), end)
+    return low, end
+
+
+@triton.jit
+def full_tiles(first_i, last_i, seq_len, numbers, MASKS: tl.constexpr, N: tl.constexpr):
+    """The range of the tiles that rows ``first_i`` to ``last_i`` see whole, and the oldest key that a row sees; all
+    without ranges."""
+    full_start = 0
+    oldest = 0
+    full_end = seq_len // N
+    if MASKS.causal:
+        full_end = tl.minimum(tl.maximum(first_i + 1, 0) // N, full_end)
+    if MASKS.window or MASKS.chunk:
+        oldest = oldest_key(first_i, numbers, MASKS)
+        full_start = tl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    return full_start, full_end, oldest
+
+
+@triton.jit
+def key_tiles(s, first_i, last_i, seq_len, ranges, numbers, MASKS: tl.constexpr, N: tl.constexpr):
+    """:class:`KeyTiles` of rows ``first_i`` to ``last_i`` of sequence s. ``ranges``: the tensor of all sequences."""
+    full_start, full_end, oldest = full_tiles(first_i, last_i, seq_len, numbers, MASKS, N)
+    newest = seq_len
+    if MASKS.causal:
+        newest = tl.minimum(seq_len, last_i + 1)
+    opened = seq_len
+    if MASKS.ranges:
+        opened, newest = widen_by_ranges(ranges, s, first_i, last_i, opened, newest, MASKS.ranges)
+        newest = tl.minimum(newest, seq_len)
+    end = tl.maximum(tl.cdiv(newest, N), 1)  # one masked tile, if no key is seen
+    count = end
+    if MASKS.window or MASKS.chunk:
+        if MASKS.ranges:
+            oldest = tl.minimum(oldest, opened)
+        count = tl.maximum(end - oldest // N, 1)
+    return KeyTiles(count, end, full_start, full_end, oldest)
+
+
+@triton.jit
+def needs_mask(tile, full_start, full_end, MASKS: tl.constexpr):
+    """Whether some row does not see some key of a tile."""
+    masked = tile >= full_end
+    if MASKS.window or MASKS.chunk:
+        masked = masked | (tile < full_start)
+    return masked
+
+
+@triton.jit
+def keys_of_rows(i, s, ranges, numbers, MASKS: tl.constexpr):
+    """The first key and, if causal, the last key that each row at positions i sees, for :func:`keep_seen`."""
+    low = i
+    if MASKS.window or MASKS.chunk:
+        low = oldest_key(i, numbers, MASKS)
+    if MASKS.ranges:
+        low, end = widen_by_ranges(ranges, s, i, i, low, i + 1, MASKS.ranges)
+        i = end - 1
+    return low, i
+
+
+@triton.jit
+def keep_seen(j, low, i, seq_len, MASKS: tl.constexpr):
+    """Whether rows see keys at j, from :func:`keys_of_rows`; operands broadcast."""
+    kept = j < seq_len
+    if MASKS.causal:
+        kept = kept & (j <= i)
+    if MASKS.window or MASKS.chunk:
+        kept = kept & (j >= low)
+    return kept

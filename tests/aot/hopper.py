@@ -1,0 +1,128 @@
+"""The Gluon kernels of sm_90 for tests/aot: calls of attention that take them."""
+
+import torch
+
+from paged_ops import layouts
+from paged_ops.lowerings import gpu as lowering
+from tests.aot.compiler import Variant, gpu
+
+EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
+# Few query rows: they are the columns of products, and the first operand of some products is transposed.
+COLUMNS = {"cuda:90": (r"wgmma\.mma_async\.sync\.aligned\.m64n16k16.* 1, 1, 1, 0;", r"setmaxnreg\.inc")}
+# At D 256, with ranges, these spill up to 40 bytes (triton 3.5 to 3.8; 3.9 184): this kernel, as it does without, and
+# split_kernel's whole tiles beside it.
+# Three consumers leave a thread of the scheduler 32 registers, and it spills some numbers (48 bytes, triton 3.6).
+SM_90 = ("cuda:90",)
+# The warpgroup that computes scores keeps the addresses of query rows in registers, and spills some numbers.
+LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
+N, B, T, S, M = 64, 16, 512, 4, 16
+
+
+def both(*calls):
+    """Several calls as one variant."""
+
+    def call():
+        for each in calls:
+            each()
+
+    return call
+
+
+def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, stored=None, **features):
+    def call():
+        kv_cache = gpu(*layouts.kv_cache_shape(layout, N, B, K, D), dtype=stored or dtype)
+        kv_cache = layouts.kv_cache_view(layout, kv_cache)
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
+        given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
+        if ranges:
+            given["bidirectional_ranges"] = gpu(S, ranges, 2, dtype=torch.int32)
+        query = gpu(T, H, D, dtype=dtype)
+        lowering.paged_attention_with_lse(query, kv_cache, tables, lens, starts, D**-0.5, **given, **features)
+
+    return call
+
+
+def apart(D, Dv, H, K, B=16, dtype=torch.bfloat16, **features):
+    def call():
+        key, value = (gpu(N, B, K, size, dtype=dtype) for size in (D, Dv))
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
+        query = gpu(T, H, D, dtype=dtype)
+        lowering.paged_attention_with_lse(query, key, tables, lens, starts, D**-0.5, value_cache=value, **features)
+
+    return call
+
+
+def latent(H, dtype=torch.bfloat16, B=16, sinks=False, T=6, **features):
+    def call():
+        kv_cache = gpu(N, B, 576, dtype=dtype)
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, M), (S,), (S + 1,)))
+        given = {"sinks": gpu(H, dtype=torch.float32)} if sinks else {}
+        query = gpu(T, H, 576, dtype=dtype)
+        lowering.paged_attention_with_lse(
+            query, kv_cache, tables, lens, starts, 0.1, value_head_size=512, **given, **features
+        )
+
+    return call
+
+
+VARIANTS = [
+    Variant("hopper-latent-h128", latent(128, B=64), EXPECT, spills=LATENT_SPILLS),
+    Variant(
+        "hopper-latent-h20-fp16-window-cap",
+        latent(20, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
+        EXPECT,
+        spills=LATENT_SPILLS,
+    ),
+    Variant("hopper-latent-h16", latent(16, B=64, T=4), COLUMNS),
+    Variant(
+        "hopper-latent-h8-fp16-two-tokens-window-cap",
+        latent(8, torch.float16, sinks=True, sliding_window=100, soft_cap=30.0),
+        COLUMNS,
+    ),
+    Variant(
+        "hopper-mixed-and-shares-nhd-d128-g4",
+        both(prefill("NHD", 128, 32, 8, T=2111, S=64), prefill("NHD", 128, 32, 8, T=16)),
+        {"cuda:90": (*EXPECT["cuda:90"], r"wgmma\.mma_async.*m64n8k16", r"cp\.async\.bulk\.tensor\.2d")},
+        spills={(3, 8): 8, (3, 9): 184},
+    ),
+    Variant(
+        "hopper-prefill-hnd-d64-g8-sinks-fp16-and-over-fp8",
+        both(
+            prefill("HND", 64, 64, 8, torch.float16, True, causal=False),
+            prefill("HND", 64, 64, 8, torch.float16, True, stored=torch.float8_e5m2, sliding_window=100),
+            prefill("NHD", 96, 32, 8, stored=torch.float8_e4m3fn),  # the Triton kernel
+        ),
+        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry fp8_kernel")},
+        spills={(3, 8): 8, (3, 9): 72},  # split_kernel, over e5m2
+    ),
+    Variant("hopper-prefill-nhd-d256-g4", prefill("NHD", 256, 16, 4), EXPECT, spills={(3, 9): 144}),
+    Variant(
+        "hopper-prefill-nhd-d128-g8-window-cap",
+        prefill("NHD", 128, 64, 8, sliding_window=128, soft_cap=30.0),
+        EXPECT,
+        spills={(3, 8): 8, (3, 9): 40},
+    ),
+    Variant(
+        "hopper-prefill-nhd-d64-g4-three-consumers-endless-chunk",
+        both(
+            prefill("NHD", 64, 32, 8, attention_chunk=1 << 33, T=8192),
+            prefill("NHD", 64, 64, 8, torch.float16, True, T=8192),
+        ),
+        EXPECT,
+        may_spill=SM_90,
+    ),
+    Variant(
+        "hopper-prefill-nhd-d256-g2-ranges-window",
+        prefill("NHD", 256, 8, 4, ranges=8, sliding_window=1024),
+        EXPECT,
+        may_spill=SM_90,
+    ),
+    Variant("hopper-prefill-k192-v128-g1", apart(192, 128, 16, 16), EXPECT, spills={(3, 9): 216}),
+    Variant("hopper-prefill-nhd-d112-g4", prefill("NHD", 112, 16, 4), EXPECT),
+    Variant(
+        "hopper-prefill-hnd-d80-window",
+        prefill("HND", 80, 16, 4, torch.float16, sliding_window=100),
+        EXPECT,
+        spills={(3, 9): 256},
+    ),
+]

@@ -1,0 +1,66 @@
+"""The variants of the latent kernels that ship, for tests/aot: see attention.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES
+from paged_ops.lowerings import gpu as lowering
+from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
+from tests.aot.attention import BF16, E4M3, FP16, FP32, MASKS, RDNA, SPLIT
+from tests.aot.compiler import TARGETS, Variant, gpu
+
+PATTERNS = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16.*\}, \{", r"ldmatrix.*x4\.trans", "setmaxnreg"
+FROM_REGISTERS = {"cuda:90": PATTERNS} if OLDEST_GLUON <= TRITON <= NEWEST_KNOWN else {}
+NOT_HOPPER = tuple(target for target in TARGETS if target != "cuda:90")
+
+
+def attend(
+    H: int,
+    T: int = 4,
+    dtype: torch.dtype = BF16,
+    stored: torch.dtype | None = None,
+    B: int = 64,
+    R: int = 512,
+    per_head: tuple[str, ...] = (),
+    scaled_rows: bool = False,
+    **features: Any,
+) -> Any:
+    def run() -> None:
+        P, S = 64, 4
+        kv_cache = gpu(8, B, R + P, dtype=stored or dtype)
+        if scaled_rows:
+            kv_cache, features["kv_cache_dtype"] = gpu(8, B, ROW_BYTES, dtype=torch.uint8), FP8_DS_MLA
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
+        named = {name: gpu(H, dtype=FP32) for name in per_head}
+        if stored is not None:
+            named["k_scale"] = gpu(1, dtype=FP32)
+        query = gpu(T, H, R + P, dtype=dtype)
+        lowering.paged_attention_with_lse(
+            query, kv_cache, tables, lens, starts, 0.1, value_head_size=R, **named, **features
+        )
+
+    return run
+
+
+VARIANTS = [
+    # What the kernel in Gluon serves on sm_90 is among the variants of hopper.py.
+    Variant("latent-bf16-h128", attend(128), may_spill=RDNA, targets=NOT_HOPPER),
+    Variant("latent-bf16-h40-r256", attend(40, R=256), {"cuda:90": (r"wgmma\.mma_async",)}, targets=("cuda:90",)),
+    # On sm_90 these two go to the kernel in Gluon, if there is Gluon: left sides of products come from registers.
+    Variant("latent-e4m3-h32", attend(32, stored=E4M3), FROM_REGISTERS, may_spill=RDNA),
+    # sm_80 converts fp8 by bits, for which 16 heads take 8 bytes more than there are registers.
+    Variant("latent-rows-h16", attend(16, scaled_rows=True), FROM_REGISTERS, may_spill=(*RDNA, "cuda:80")),
+    Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
+    Variant(
+        "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")
+    ),
+    Variant(
+        "latent-h71-masks",
+        attend(71, 9, soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),
+        spills={(3, 5): 256, (3, 6): 24, (3, 7): 48, (3, 8): 448, (3, 9): 928},
+        targets=("cuda:90",),
+    ),
+]

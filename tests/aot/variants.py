@@ -1,0 +1,21 @@
+"""The variants that a target compiles."""
+
+from __future__ import annotations
+
+import re
+
+from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
+from tests.aot import attention, cache, hopper, latent, parallel
+from tests.aot.compiler import SOME, Variant
+
+
+def variants(target: str | None) -> list[Variant]:
+    """The committed lists; for a target, without what does not ship for it, or is compiled for others."""
+    has_gluon = OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
+    gluon = hopper.VARIANTS if target is None or (target == "cuda:90" and has_gluon) else []
+    plain = *cache.VARIANTS, *attention.VARIANTS, *latent.VARIANTS, *parallel.VARIANTS
+    listed = [*plain, *gluon]
+    if target is None:
+        return listed
+    shipped = (variant for variant in listed if target in (variant.targets or (target,)))
+    return [variant for variant in shipped if re.search(SOME.get(target, ""), variant.name)]

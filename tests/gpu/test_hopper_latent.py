@@ -1,0 +1,216 @@
+"""The Hopper kernels of latent attention: which calls go to the one for few query rows, where its copies read; batches
+of both against float64, on a GPU."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.gpu import GPU
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+import paged_ops
+from paged_ops.features import Features
+from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES, paged_kv, row_parts
+from paged_ops.lowerings.gpu import spec
+from paged_ops.lowerings.gpu.attention.hopper import latent as latent_hopper
+from paged_ops.lowerings.gpu.attention.hopper import latent_few, latent_fp8
+
+R, D = 512, 576
+TARGET = SimpleNamespace(processors=132, device=torch.device("cpu"), backend="cuda", overlap=lambda: {"PDL": True})
+LENS = [1, 16, 100, 0, 4096, 63, 64, 65, 777, 2048]
+BATCHES = {
+    "block 64": {"H": 16, "B": 64, "tokens": [1] * 10, "lens": LENS},
+    "block 16, padded": {"H": 16, "B": 16, "tokens": [1] * 10, "lens": LENS, "padding": 3},
+    "block 24, float16": {"H": 16, "B": 24, "tokens": [1] * 10, "lens": LENS, "dtype": torch.float16},
+    "12 heads, sinks": {"H": 12, "B": 32, "tokens": [1] * 10, "lens": LENS, "sinks": True},
+    "two tokens of 8 heads": {"H": 8, "B": 64, "tokens": [2, 2, 1, 2], "lens": [5000, 400, 4, 64]},
+    "some tokens of one": {"H": 16, "B": 16, "tokens": [1, 0, 0, 5, 0, 1, 0], "lens": [1000, 5, 0, 40, 4096, 129, 7]},
+    "window": {"H": 16, "B": 16, "tokens": [1] * 4, "lens": [5000, 400, 2000, 3000], "sliding_window": 100},
+    "not causal, cap": {"H": 8, "B": 16, "tokens": [2, 2, 1], "lens": [5000, 400, 1], "causal": False, "soft_cap": 5.0},
+    "one long": {"H": 16, "B": 64, "tokens": [1], "lens": [50000]},
+    "twenty parts each": {"H": 16, "B": 64, "tokens": [1] * 6, "lens": [9000] * 6},
+    "many": {"H": 16, "B": 16, "tokens": [1] * 300, "lens": [37 * k % 900 + 1 for k in range(300)]},
+    "32 heads": {"H": 32, "B": 64, "tokens": [1] * 10, "lens": LENS},
+    "two tokens": {"H": 16, "B": 64, "tokens": [2] * 6, "lens": [3, 100, 640, 5000, 64, 2048]},
+    "128 heads, block 16": {"H": 128, "B": 16, "tokens": [1] * 10, "lens": LENS},
+}
+OF_FP8 = {
+    "16 heads": {"H": 16, "B": 64, "tokens": [1] * 10, "lens": LENS},
+    "block 24, float16": {"H": 16, "B": 24, "tokens": [1] * 10, "lens": LENS, "dtype": torch.float16},
+    "12 heads, sinks, padded": {"H": 12, "B": 32, "tokens": [1] * 10, "lens": LENS, "sinks": True, "padding": 3},
+    "some tokens of one": {"H": 16, "B": 16, "tokens": [1, 0, 0, 5, 0, 1, 0], "lens": [1000, 5, 0, 40, 4096, 129, 7]},
+    "window": {"H": 40, "B": 16, "tokens": [2] * 4, "lens": [5000, 400, 2000, 3000], "sliding_window": 100},
+    "not causal, cap": {"H": 8, "B": 16, "tokens": [2, 2, 1], "lens": [5000, 400, 1], "causal": False, "soft_cap": 5.0},
+    "one long": {"H": 16, "B": 64, "tokens": [1], "lens": [50000]},
+    "many": {"H": 32, "B": 16, "tokens": [1] * 300, "lens": [37 * k % 900 + 1 for k in range(300)]},
+    "128 heads, block 16": {"H": 128, "B": 16, "tokens": [1] * 10, "lens": LENS},
+    "128 heads, prompts": {"H": 128, "B": 64, "tokens": [70, 5], "lens": [300, 200], "soft_cap": 20.0},
+}
+
+
+def cache_of(N: int, B: int) -> torch.Tensor:
+    """A cache ``[N, B, D]`` with other numbers beside its blocks."""
+    return torch.arange(N * (B + 8) * D).to(torch.int16).view(torch.float16).view(N, B + 8, D)[:, :B]
+
+
+def fp8_cache_of(N: int, B: int, columns: int) -> torch.Tensor:
+    """The same of bytes."""
+    return torch.arange(N * (B + 8) * columns).to(torch.uint8).view(N, B + 8, columns)[:, :B]
+
+
+def planned(
+    H: int, T: int, S: int, B: int = 16, cache: torch.Tensor | None = None, kv_cache_dtype: str = "auto"
+) -> tuple[torch.Tensor, spec.Spec, spec.Shapes]:
+    paged = paged_kv(cache_of(5, B) if cache is None else cache, None, R, kv_cache_dtype)
+    features = Features(value_head_size=R, kv_cache_dtype=kv_cache_dtype)
+    query, tables = torch.zeros(T, H, D, dtype=torch.float16), torch.zeros(S, 2, dtype=torch.int32)
+    of_call = spec.spec_of(query, paged.key, paged.value, 0, tables, None, features, query.dtype, True, True)
+    numbers = spec.numbers_of(features, None, H, 1, 0.1, 2, S, T)
+    return paged.key, of_call, spec.Shapes(T, S, 5, 2, True, numbers)
+
+
+@pytest.mark.parametrize(
+    ("H", "T", "S", "few"),
+    [(16, 4, 4, True), (16, 3, 4, True), (8, 8, 4, True), (12, 4, 4, True), (16, 5, 4, False), (20, 4, 4, False)],
+)
+def test_few_rows_have_a_kernel_of_their_own(H, T, S, few):
+    _, of_call, shapes = planned(H, T, S)
+    assert not latent_few.serves(of_call, TARGET)
+    assert isinstance(latent_few.plan(of_call, TARGET, shapes), str) != few
+    assert not isinstance(latent_hopper.plan(of_call, TARGET, shapes), str)
+
+
+@pytest.mark.parametrize(("B", "page"), [(64, 64), (16, 16), (24, 8), (128, 64)])
+def test_copies_read_the_blocks(B, page):
+    key, of_call, _ = planned(16, 4, 4, B)
+    assert latent_hopper.page_of(of_call) == page
+    descriptor = latent_few.describe_columns(of_call, page, 64, key)
+    assert descriptor.block_shape == [page, 64]
+    rows_n = of_call.v_side.n // of_call.v_side.b
+    for block, j, column in [(0, 0, 0), (4, B - page, 512), (2, 0, 192)]:
+        row = block * rows_n + j
+        assert row + page <= descriptor.shape[0] and column + 64 <= descriptor.shape[1]
+        offset = row * descriptor.strides[0] + column
+        copied = descriptor.base.as_strided((page, 64), descriptor.strides, key.storage_offset() + offset)
+        wanted = key.view(5, B, D)[block, j : j + page, column : column + 64]
+        assert torch.equal(copied.view(torch.int16), wanted.view(torch.int16))
+
+
+@pytest.mark.parametrize("B", [64, 16, 24])
+@pytest.mark.parametrize("name", ["fp8_e4m3", FP8_DS_MLA])
+def test_copies_read_the_bytes(name, B):
+    columns, page = ROW_BYTES if name == FP8_DS_MLA else D, B & -B
+    cache = fp8_cache_of(5, B, columns)
+    stored = cache if name == FP8_DS_MLA else cache.view(torch.float8_e4m3fn)
+    key, of_call, shapes = planned(16, 4, 4, B, stored, name if name == FP8_DS_MLA else "auto")
+    assert not latent_fp8.serves(of_call, TARGET) and latent_hopper.serves(of_call, TARGET)
+    assert not isinstance(latent_fp8.plan(of_call, TARGET, shapes), str)
+    widths = (64, 64, 8) if name == FP8_DS_MLA else (64, 32, 32)
+    latents, rotated, scales = (latent_few.describe_columns(of_call, page, width, key) for width in widths)
+    rows_n = of_call.v_side.n // of_call.v_side.b
+    # The first pair of columns of each copy, as in the producer.
+    places = [(latents, 64), (rotated, 264 if name == FP8_DS_MLA else 256)]
+    for descriptor, pair in [*places, *([(scales, 256)] if name == FP8_DS_MLA else [])]:
+        width = descriptor.block_shape[1]
+        row = 3 * rows_n + B - page
+        assert row + page <= descriptor.shape[0] and pair + width <= descriptor.shape[1] == columns // 2
+        offset = cache.storage_offset() // 2 + row * descriptor.strides[0] + pair
+        copied = descriptor.base.as_strided((page, width), descriptor.strides, offset).contiguous()
+        wanted = cache[3, B - page :, 2 * pair : 2 * (pair + width)]
+        assert torch.equal(copied.view(torch.uint8), wanted)
+    assert columns == 2 * (4 * latents.block_shape[1] + rotated.block_shape[1]) + 16 * (name == FP8_DS_MLA)
+
+
+def test_what_the_kernel_of_bytes_refuses():
+    _, of_call, _ = planned(16, 4, 4)
+    assert any("cache_dtype: expected float8" in reason for reason in latent_fp8.serves(of_call, TARGET))
+    _, of_call, _ = planned(16, 4, 4, 12, fp8_cache_of(5, 12, D).view(torch.float8_e5m2))
+    assert latent_fp8.serves(of_call, TARGET) == ["kv_cache: expected rows that TMA can address"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_against_float64(name):
+    """All that must not be read is NaN; two calls give the same bits."""
+    check(**BATCHES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+@pytest.mark.parametrize("name", OF_FP8)
+def test_fp8_against_float64(name, stored):
+    check(**OF_FP8[name], stored=stored)
+
+
+def stored_rows(cache, stored, features):
+    """What holds about these numbers ``[N, B, D]``, and the numbers that it holds, in float64."""
+    if stored is None:
+        return cache, cache.double()
+    if stored != torch.uint8:
+        features["k_scale"] = torch.tensor([0.6], device=GPU)
+        return cache.to(stored), cache.to(stored).double() * features["k_scale"].double()
+    rows = torch.empty(*cache.shape[:2], ROW_BYTES, dtype=stored, device=GPU)
+    features["kv_cache_dtype"] = FP8_DS_MLA
+    parts = row_parts(rows)
+    exponents = torch.rand(parts.scales.shape, device=GPU, generator=torch.Generator(GPU).manual_seed(1))
+    parts.latent.copy_(cache[..., :R])
+    parts.rotated.copy_(cache[..., R:])
+    parts.scales.copy_(torch.exp2(exponents * 6 - 5))
+    parts.scales[cache[..., :1].isnan().expand(parts.scales.shape)] = torch.nan
+    latent = parts.latent.double().unflatten(-1, (4, -1)) * parts.scales.double()[..., None]
+    return rows, torch.cat([latent.flatten(-2), parts.rotated.double()], -1)
+
+
+def check(H, B, tokens, lens, dtype=torch.bfloat16, padding=0, sinks=False, stored=None, **features):
+    generator = torch.Generator(device=GPU).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, device=GPU, generator=generator)
+
+    window, cap, causal = features.get("sliding_window"), features.get("soft_cap"), features.get("causal", True)
+    S, T, scale = len(lens), sum(tokens) + padding, D**-0.5
+    needed = [-(-n // B) for n in lens]
+    N = sum(needed) + 3
+    cache, query = normal(N, B, D).to(dtype), normal(T, H, D).to(dtype)
+    ids = torch.randperm(N - 1).split([*needed, 2])
+    tables = torch.full((S, max(needed) + 1), N - 1, dtype=torch.int32)
+    read = torch.zeros(N, B, dtype=torch.bool)
+    for s, own in enumerate(ids[:S]):
+        tables[s, : needed[s]] = own
+        first = 0 if window is None else max(0, lens[s] - tokens[s] - window + 1)
+        j = torch.arange(needed[s] * B).view(-1, B)
+        read[own] = (j >= first) & (j < lens[s])
+    cache[~read.to(GPU)] = torch.nan
+    cache, numbers = stored_rows(cache, stored, features)
+    starts = torch.tensor([0, *tokens]).cumsum(0)
+    if sinks:
+        features["sinks"] = normal(H)
+    vectors = (torch.tensor(lens, dtype=torch.int32, device=GPU), starts.to(GPU, torch.int32))
+    arguments = (query, cache, tables.to(GPU), *vectors, scale)
+    out, lse = paged_ops.paged_attention_with_lse(*arguments, value_head_size=R, **features)
+    again = paged_ops.paged_attention_with_lse(*arguments, value_head_size=R, **features)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    assert not out[starts[-1] :].any()
+    for s, n in enumerate(lens):
+        rows = slice(int(starts[s]), int(starts[s + 1]))
+        keys = numbers[ids[s].to(GPU)].reshape(-1, D)[:n].nan_to_num()
+        logits = torch.einsum("thd,jd->thj", query[rows].double(), keys) * scale
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        i, j = torch.arange(n - tokens[s], n, device=GPU)[:, None], torch.arange(n, device=GPU)
+        kept = (j <= i) | (not causal)
+        if window is not None:
+            kept &= i - j < window
+        logits = logits.masked_fill(~kept[:, None], -math.inf)
+        if sinks:
+            logits = torch.cat([logits, features["sinks"].double()[None, :, None].expand(tokens[s], H, 1)], -1)
+        wanted_lse = logits.logsumexp(-1)
+        wanted = logits.softmax(-1).nan_to_num(0.0)[..., :n] @ keys[:, :R]
+        torch.testing.assert_close(lse[rows].double(), wanted_lse, atol=1e-4, rtol=0)
+        largest = wanted.abs().max().item() if wanted.numel() else 0.0
+        torch.testing.assert_close(out[rows].double(), wanted, atol=0.012 * largest, rtol=0)
