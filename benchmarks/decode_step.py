@@ -52,8 +52,7 @@ from paged_ops.bench.measure import host_us
 from paged_ops.graphs import DecodeGraphs, GraphKey, InputBuffers
 from paged_ops.integrations.transformers import attention_function
 from paged_ops.integrations.transformers import model as integration
-from paged_ops.integrations.transformers.projections import fuse_projections
-from paged_ops.lowerings.gpu.linear import use_overlapping_products
+from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
 
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
 POINTS = {"1x1024": (1, 1024), "1x32768": (1, 32768), "16x4096": (16, 4096), "64x1024": (64, 1024)}

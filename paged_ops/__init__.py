@@ -1,9 +1,6 @@
 """Paged attention and paged-cache ops as first-class PyTorch operators."""
 
-import warnings
-from typing import Any
-
-from paged_ops import layouts, metadata
+from paged_ops import moved
 from paged_ops.cache.allocator import BlockAllocator, OutOfBlocks
 from paged_ops.cache.hybrid import HybridCache, blocks_within_reach
 from paged_ops.cache.kv_cache import KVCache
@@ -83,24 +80,5 @@ __all__ = [  # noqa: RUF022 - by topic, as in docs/api
     "use_cascade_attention",
 ]
 
-# Names that left this module in 0.1: they work for one release.
-_MOVED = {
-    "block_ids_from_addresses": metadata,
-    "collect_layer_hyperparameters": metadata,
-    "common_layer_hyperparameters": metadata,
-    "make_local_attention_virtual_batches": metadata,
-    "min_tpu_block_size": layouts,
-    "preferred_tpu_block_size": layouts,
-    "reorder_batch_to_split_decodes_and_prefills": metadata,
-    "split_joined_cache": layouts,
-    "split_kv_cache": layouts,
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MOVED[name]
-    message = f"paged_ops.{name} is {module.__name__}.{name} now; the old name ends with the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return getattr(module, name)
+moved.install()
+__getattr__ = moved.public_name

@@ -1,6 +1,7 @@
 """Names, links and anchors of the documents exist, and the support table is the generated one. Their programs and
 commands run in tests/user."""
 
+import importlib
 import operator
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paged_ops
-from paged_ops import cli, features, layouts, masks, metadata
+from paged_ops import cli, features, layouts, masks, metadata, moved
 from paged_ops.cache import kv_cache as cache
 from paged_ops.registry import OPS
 
@@ -37,11 +38,10 @@ def test_the_reference_shows_the_public_names():
     assert sorted(shown) == sorted(paged_ops.__all__)
 
 
-@pytest.mark.parametrize("name", paged_ops._MOVED)
-def test_names_that_moved_work_for_one_release(name):
-    module = paged_ops._MOVED[name]
-    with pytest.warns(DeprecationWarning, match=re.escape(f"paged_ops.{name} is {module.__name__}.{name} now")):
-        assert getattr(paged_ops, name) is getattr(module, name)
+@pytest.mark.parametrize(("name", "module"), moved.NAMES.items())
+def test_names_that_moved_work_for_one_release(name, module):
+    with pytest.warns(DeprecationWarning, match=re.escape(f"paged_ops.{name} is {module}.{name} now")):
+        assert getattr(paged_ops, name) is getattr(importlib.import_module(module), name)
     assert name not in paged_ops.__all__
 
 
