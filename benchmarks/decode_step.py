@@ -49,11 +49,10 @@ from compile_decode import Config, Layer, Llama
 
 from paged_ops import AttentionMetadata, Batch, KVCache, cascade_attention, reference, reshape_and_cache
 from paged_ops.bench.measure import host_us
-from paged_ops.graphs import DecodeGraphs, GraphKey, InputBuffers
+from paged_ops.graphs import DecodeGraphs, GraphKey, build_inputs, step_builder
 from paged_ops.integrations.transformers import attention_function
 from paged_ops.integrations.transformers import model as integration
-from paged_ops.integrations.transformers.projections import fuse_projections
-from paged_ops.lowerings.gpu.linear import use_overlapping_products
+from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
 
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
 POINTS = {"1x1024": (1, 1024), "1x32768": (1, 32768), "16x4096": (16, 4096), "64x1024": (64, 1024)}
@@ -225,8 +224,8 @@ def check(model: Any, run: DecodeGraphs, batch: Batch, ids: Tensor, prefix: int,
     small = [layer[needed.cuda()] for layer in kv_cache.layers]  # else the reference would widen all of it
     renumbered = Batch(batch.query_lens, batch.num_computed_tokens, places.view(batch.block_ids.shape).int())
     cache = KVCache(1, len(needed), BLOCK_SIZE, 1, 1)  # only for its sizes
-    buffers = InputBuffers(cache, batch.num_reqs, batch.num_reqs, batch.block_ids.shape[1] * BLOCK_SIZE)
-    inputs = buffers.fill(renumbered, ids.cpu(), batch.num_reqs, batch.num_reqs)
+    builder = step_builder(cache, batch.num_reqs, batch.num_reqs, batch.block_ids.shape[1] * BLOCK_SIZE)
+    inputs = build_inputs(builder, renumbered, ids.cpu(), batch.num_reqs, batch.num_reqs)
     on_gpu = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.cuda(), inputs.metadata)
     with float32_reference():
         want = model(inputs.input_ids.cuda(), on_gpu, inputs.last_rows.cuda(), small).float()

@@ -27,7 +27,7 @@ from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.transformers import PagedCausalLM
 from paged_ops.integrations.transformers.projections import fuse_projections
 from paged_ops.parallel import symmetric
-from paged_ops.parallel.reduce import row_sums
+from paged_ops.parallel.all_reduce import prepare_all_reduce
 
 POINTS = ("1x1024", "16x4096", "64x1024", "64x4096")
 OPTIONS = {"triton.enable_pdl": True}
@@ -45,7 +45,7 @@ def shard(model: Any, bench: Bench) -> Any:
 
 
 def overlapping(model: Any) -> int:
-    from paged_ops.lowerings.gpu.linear import use_overlapping_products
+    from paged_ops.integrations.transformers.projections import use_overlapping_products
 
     return use_overlapping_products(model)
 
@@ -232,7 +232,7 @@ def meetings(bench: Bench) -> None:
     us = [round(1e6 * min(each) / 1000, 1) for each in zip(*bench.every(taken), strict=True)]
     bench.add(us_per_meeting=us)
     steps_of_loop(bench)
-    sums = row_sums(bench.group, 4096, torch.bfloat16, bench.device)
+    sums = prepare_all_reduce(bench.group, 4096, torch.bfloat16, bench.device)
     x = torch.ones(600, 4096, dtype=torch.bfloat16, device=bench.device)[: sums.max_rows]
     assert sums.sum(x).eq(bench.size).all()
     dist.barrier(group=bench.group)

@@ -22,9 +22,9 @@ from torch import Tensor
 from paged_ops.cache.allocator import BlockAllocator
 from paged_ops.cache.block_pool import CacheStats, most_blocks_kept
 from paged_ops.cache.kv_cache import KVCache
+from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.shard import UNSHARDED, TokenShard
 from paged_ops.cache.states import StateCache
-from paged_ops.cache.turns import Turns
 from paged_ops.checks import expect
 from paged_ops.layouts import Layout
 
@@ -46,7 +46,7 @@ class HybridCache:
     Attributes:
         layers: the tensors of the L layers in the model's order, then those of ``states``: what a step is given.
         block_size, device: of all pools.
-        turns: of the calls of generation loops that change the cache.
+        lock: held by calls of generation loops that change the cache.
 
     Raises:
         ValueError: the pools do not fit each other, or ``pool_of_layer``.
@@ -64,7 +64,7 @@ class HybridCache:
             self.pools = (_NoKeys(states),)
         self.block_size = self.pools[0].block_size
         self.device = self.pools[0].device
-        self.turns = Turns()
+        self.lock = CacheLock()
         self._committing: tuple[Hashable, int, int | None] | None = None  # a commit in progress, for recover
         self.layers: list[Tensor] = []
         remaining = [list(pool.layers) for pool in self.pools]

@@ -75,7 +75,7 @@ class KVCache(BlockAllocator):
         num_kv_heads, head_size, value_head_size: of each layer.
         kv_cache_dtype: as given.
         pools, pool_of_layer, states: as of a :class:`paged_ops.HybridCache` that has this pool alone.
-        turns: of the calls of generation loops that change the cache.
+        lock: held by calls of generation loops that change the cache.
 
     Raises:
         ValueError: a size is not positive, there is not one for each layer, or the layout does not serve them.
@@ -145,12 +145,10 @@ class KVCache(BlockAllocator):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        state = super().__getstate__()
-        del state["_swapped_event"]
-        return state
+        return {name: value for name, value in self.__dict__.items() if name != "_swapped_event"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        self.__dict__.update(state)
         if self.device.type == "cuda":
             self.host_layers = [layer.pin_memory() for layer in self.host_layers]
         self._prepare_device()

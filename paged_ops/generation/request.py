@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paged_ops.checks import describe, expect
 from paged_ops.generation.distribution import on_device, random_key
-from paged_ops.generation.sampling import MOST_ID, SamplingParams, TokenLogprobs
+from paged_ops.generation.params import MOST_ID, SamplingParams, TokenLogprobs
 from paged_ops.generation.settings import Defaults, Settings
 
 
@@ -64,7 +64,7 @@ class Output(list[int]):
         self.prompt_logprobs = prompt_logprobs
         self.num_cached_tokens = num_cached_tokens
 
-    def take(self, new: NewToken) -> None:
+    def add(self, new: NewToken) -> None:
         """Appends a token, or notes an end without one."""
         if new.token is not None:
             self.append(new.token)
@@ -116,7 +116,7 @@ class Request:
     row: int = -1  # of the block table; -1 when not running
     num_blocks: int = 0  # written to that row
     num_given_back: int = 0  # blocks that the sequence had given back when the row was written
-    gave_way_at: int = -1  # its length when it last gave all its blocks to others in the cache
+    yielded_at: int = -1  # its length when it last gave all its blocks to others in the cache
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one list for all samples of a prompt
     num_cached_tokens: int = -1  # before it first runs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paged_ops.checks import expect
 from paged_ops.generation.distribution import penalize
-from paged_ops.generation.sampling import SamplingParams, check_field, functions, strings
+from paged_ops.generation.params import SamplingParams, check_field, functions, strings
 
 NEW_TOKENS, TOP_K = 20, 50  # transformers' defaults, for all models whose config says nothing
 

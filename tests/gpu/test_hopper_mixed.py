@@ -16,8 +16,9 @@ from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, mixed_decodes, shares, work
-from tests.gpu.test_hopper import Pointer, as_torch
-from tests.gpu.test_hopper_shares import H200, SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
+from tests.gpu.batches import SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
+from tests.gpu.pointers import Pointer, as_torch
+from tests.gpu.step import H200
 
 RAGGED = [1, 2, 16, 17, 63, 64, 65, 128, 129, 777, 4096, 40000, 5000, 3, 300, 2047, 2048, 2049, 9999, 31]
 BATCHES = {

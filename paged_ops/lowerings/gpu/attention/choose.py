@@ -42,4 +42,4 @@ def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: 
 def launches_of(kernel: ModuleType, spec: Spec, target: Target, shapes: Shapes) -> Launches | str:
     """What a kernel would launch for a batch, or its reason against it."""
     choice = kernel.plan(spec, target, shapes)
-    return choice if isinstance(choice, str) else kernel.build(choice, spec, target, shapes)  # type: ignore[no-any-return]
+    return choice if isinstance(choice, str) else kernel.build(choice, spec, target, shapes)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
-from paged_ops.lowerings.gpu.attention.hopper.latent_few import store_columns, weights_of
+from paged_ops.lowerings.gpu.attention.hopper.latent_few import softmax_tile, store_columns
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
@@ -224,11 +224,11 @@ def decoder(
                     begin = (tile + t) * N
                     j = begin + gl.arange(0, N, gl.SliceLayout(1, layout))
                     kept = (j[:, None] < seq_len) & (j[:, None] <= i[None, :])
-                    p, m, decay = weights_of(qk, m, factor, (0.0, 0.0), kept, True, False)
+                    p, m, decay = softmax_tile(qk, m, factor, (0.0, 0.0), kept, True, False)
                     if begin + N > seq_len:
                         zero_unseen(at + SIDES, begin, seq_len, ring, page_of(SHAPE), N // page_of(SHAPE))
                 else:
-                    p, m, decay = weights_of(qk, m, factor, (0.0, 0.0), True, False, False)
+                    p, m, decay = softmax_tile(qk, m, factor, (0.0, 0.0), True, False, False)
                 l = l * decay[None, :] + p
                 ring.weights.permute((1, 0)).store(p.to(ring.weights.dtype))
                 fence_async_shared()
