@@ -42,7 +42,7 @@ from paged_ops.ops import (
     reshape_and_cache,
     swap_blocks,
 )
-from paged_ops.support import supports
+from paged_ops.support import Explanation, explain, supports
 
 __version__ = "0.1.0"
 
@@ -52,6 +52,7 @@ __all__ = [
     "Batch",
     "BlockAllocator",
     "BlockSparse",
+    "Explanation",
     "GraphSupport",
     "HybridCache",
     "KVCache",
@@ -65,6 +66,7 @@ __all__ = [
     "collect_layer_hyperparameters",
     "common_layer_hyperparameters",
     "copy_blocks",
+    "explain",
     "gather_kv",
     "get_default_layout",
     "kv_cache_shape",

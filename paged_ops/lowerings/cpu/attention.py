@@ -117,7 +117,7 @@ def _attend(
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []
-    if flash and query.dtype == torch.bfloat16 and not fused.has_matrix_unit() and processor.has_matrix_unit():
+    if flash and fused.leaves_matrix_unit(query.dtype):
         served = [s for s in served if starts[s + 1] - starts[s] <= MATRIX_ROWS]
     real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
     if starts[-1] < len(query):

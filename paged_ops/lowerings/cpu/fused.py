@@ -22,6 +22,7 @@ from paged_ops import cpp
 from paged_ops.cpp import own_folder as own_folder
 from paged_ops.features import Features, in_use
 from paged_ops.layouts import PagedKV
+from paged_ops.lowerings.cpu import processor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
@@ -123,7 +124,19 @@ def attend(
 
 def serves(stored: torch.dtype, f: Features) -> bool:
     """Whether :func:`attend` can run with these features here."""
-    return in_use(f) <= APPLIES and stored in CELLS and f.kv_cache_dtype in NAMES and compiled() is not None
+    return not reasons_against(stored, f)
+
+
+def reasons_against(stored: torch.dtype, f: Features) -> list[str]:
+    """Why :func:`attend` cannot run with these features here."""
+    reasons = sorted(in_use(f) - APPLIES)
+    if stored not in CELLS:
+        reasons.append(f"kv_cache: expected one of {CELLS}, got {stored}")
+    if f.kv_cache_dtype not in NAMES:
+        reasons.append(f"kv_cache_dtype: expected one of {NAMES}, got {f.kv_cache_dtype!r}")
+    if not reasons and compiled() is None:
+        reasons.append("no C++ compiler could build it")
+    return reasons
 
 
 @functools.cache
@@ -141,6 +154,11 @@ def has_matrix_unit() -> bool:
     """Whether the C++ uses the processor's unit for products of bfloat16 matrices."""
     function = compiled()
     return function is not None and bool(function(None))
+
+
+def leaves_matrix_unit(dtype: torch.dtype) -> bool:
+    """Whether the processor has a matrix unit for a dtype that PyTorch's flash kernel uses, and the C++ does not."""
+    return dtype == torch.bfloat16 and not has_matrix_unit() and processor.has_matrix_unit()
 
 
 ATTENTION = cpp.Source(

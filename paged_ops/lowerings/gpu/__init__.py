@@ -4,7 +4,7 @@ from typing import Any
 
 from paged_ops.lowerings.cascade import cascade_attention
 from paged_ops.lowerings.gpu import attention
-from paged_ops.lowerings.gpu.attention import paged_attention, paged_attention_with_lse
+from paged_ops.lowerings.gpu.attention import explain, paged_attention, paged_attention_with_lse
 from paged_ops.lowerings.gpu.blocks import copy_blocks, swap_blocks
 from paged_ops.lowerings.gpu.cache import latent_cache_write, reshape_and_cache
 from paged_ops.lowerings.gpu.gather import gather_kv
@@ -13,6 +13,7 @@ from paged_ops.lowerings.gpu.merge import merge_attention_states
 __all__ = [
     "cascade_attention",
     "copy_blocks",
+    "explain",
     "gather_kv",
     "latent_cache_write",
     "merge_attention_states",
