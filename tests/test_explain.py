@@ -78,7 +78,7 @@ def described(*options):
          {"hopper.shares": "packed query rows"}),
         (["--query-lens", "63x1,2048"], "hopper.mixed", ["mixed_kernel", "merge_kernel"], {}),
         (["--query-lens", "2000", "--feature", "sliding_window=64"], "hopper.dense",
-         ["split_kernel", "dense_kernel", "merge_kernel"], {"hopper.mixed": "window: not applied"}),
+         ["split_kernel", "dense_kernel", "merge_kernel"], {"hopper.fp8": "expected float8"}),
         (["--query-lens", "2000", "--feature", "alibi_slopes"], "triton.prefill",
          ["split_kernel", "prefill_kernel", "merge_kernel"], {"hopper.dense": "alibi: not applied"}),
         (["--device", "A100", "--cache-dtype", "e4m3", "--feature", "k_scale"], "triton.decode",

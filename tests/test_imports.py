@@ -6,6 +6,7 @@ from pathlib import Path
 import paged_ops
 
 ROOT = Path(paged_ops.__file__).parent
+TESTS = Path(__file__).parent
 
 
 def module_name(path: Path) -> str:
@@ -105,3 +106,15 @@ def test_long_files_say_why():
     files = {path: path.read_text().splitlines() for path in ROOT.rglob("*") if path.suffix in (".py", ".cpp", ".h")}
     long = {path.name: lines[:25] for path, lines in files.items() if len(lines) > 500}
     assert [name for name, top in long.items() if not any("Longer than 500 lines" in line for line in top)] == []
+
+
+def test_no_test_file_imports_another():
+    """Shared helpers are modules of their own."""
+    modules = {".".join(path.relative_to(TESTS.parent).with_suffix("").parts) for path in TESTS.rglob("test_*.py")}
+    found = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                named = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                found |= {(path.name, module) for module in modules & named}
+    assert found == set()

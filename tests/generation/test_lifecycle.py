@@ -21,9 +21,9 @@ import paged_ops
 from paged_ops.cache import KVCache
 from paged_ops.cache.lock import CacheLock
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, TokenStream
-from tests.generation.test_interrupts import FILES, Alarm
-from tests.generation.test_interrupts import make_loop as make_strained_loop
-from tests.generation.test_loop import (
+from tests.generation.alarm import FILES, Alarm
+from tests.generation.alarm import make_loop as make_strained_loop
+from tests.generation.toy import (
     EXPECTED,
     GREEDY,
     PROMPTS,

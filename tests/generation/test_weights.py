@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.graphs.test_runner import ImitatedSession
+from tests.graphs.imitated import ImitatedSession
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import paged_ops
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
-from tests.generation.test_loop import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
+from tests.generation.toy import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 
 LIMIT = 5.0
 

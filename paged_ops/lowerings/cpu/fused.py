@@ -22,7 +22,6 @@ from paged_ops import cpp
 from paged_ops.cpp import own_folder as own_folder
 from paged_ops.features import Features, in_use
 from paged_ops.layouts import PagedKV
-from paged_ops.lowerings.cpu import processor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
@@ -53,7 +52,7 @@ class Call(ctypes.Structure):
         ("key_strides", ctypes.c_int64 * 5),
         ("value_strides", ctypes.c_int64 * 4),
         ("table_strides", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "H", "K", "D", "Dv", "B", "x")),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "T", "N", "M", "H", "K", "D", "Dv", "B", "x")),
         *((name, ctypes.c_int64) for name in ("cell", "query_cell", "out_cell")),
         *((name, ctypes.c_int64) for name in ("causal", "window", "chunk", "R", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
@@ -79,47 +78,67 @@ def attend(
     """
     function = compiled()
     assert function is not None, "no compiled function"
-    K = paged.num_kv_heads
+    query = query.contiguous()
+    call = described(query, paged, stored, block_tables, len(seq_lens), scale, f, out.dtype)
+    assert lse.dtype == torch.float32, "lse that the C++ does not write"
     # They have names so that they live until the call returns.
     integers = [array.array("i", each) for each in (seq_lens, query_start_loc, sequences)]
-    tensors = (
-        query.contiguous(),
-        paged.key,
-        paged.value,
-        block_tables,
-        *(each if each is None else each.contiguous() for each in (f.alibi_slopes, f.sinks)),
-        *(each if each is None else each.expand(K).contiguous() for each in (f.k_scale, f.v_scale)),
-        f.bidirectional_ranges if f.bidirectional_ranges is None else f.bidirectional_ranges.contiguous(),
-        out,
-        lse,
-    )
-    assert {query.dtype, out.dtype} <= {*PLAIN}, "dtypes that the C++ does not take"
-    assert lse.dtype == torch.float32, "lse that the C++ does not write"
-    pointers = [None if each is None else each.data_ptr() for each in tensors]
-    call = Call(
-        *pointers[:4],
-        *(each.buffer_info()[0] for each in integers),
-        *pointers[4:],
-        paged.key.stride(),
-        paged.value.stride(),
-        block_tables.stride(),
-        len(sequences),
-        query.shape[1],
-        K,
-        paged.head_size,
-        paged.value_head_size,
-        paged.block_size,
-        paged.key.shape[4],
-        *(CELLS.index(each) for each in (stored, query.dtype, out.dtype)),
-        f.causal,
-        f.sliding_window,
-        f.attention_chunk,
-        0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
-        torch.get_num_threads(),
-        scale,
-        f.soft_cap,
-    )
+    call.seq_lens, call.query_start_loc, call.sequences = (each.buffer_info()[0] for each in integers)
+    call.num_sequences = len(sequences)
+    call.block_tables = block_tables.data_ptr()
+    call.query, call.key, call.value = (each.data_ptr() for each in (query, paged.key, paged.value))
+    call.out, call.lse = out.data_ptr(), lse.data_ptr()
+    vectors = vectors_of(f, paged.num_kv_heads)
+    for name, vector in vectors.items():
+        setattr(call, name, vector.data_ptr())
     function(ctypes.byref(call))
+
+
+def described(
+    query: Tensor,
+    paged: PagedKV,
+    stored: torch.dtype,
+    block_tables: Tensor,
+    S: int,
+    scale: float,
+    f: Features,
+    out: torch.dtype,
+) -> Call:
+    """All of a call but addresses."""
+    assert {query.dtype, out} <= {*PLAIN}, "dtypes that the C++ does not take"
+    return Call(
+        key_strides=paged.key.stride(),
+        value_strides=paged.value.stride(),
+        table_strides=block_tables.stride(),
+        num_sequences=S,
+        T=query.shape[0],
+        N=paged.num_blocks,
+        M=block_tables.shape[1],
+        H=query.shape[1],
+        K=paged.num_kv_heads,
+        D=paged.head_size,
+        Dv=paged.value_head_size,
+        B=paged.block_size,
+        x=paged.key.shape[4],
+        cell=CELLS.index(stored),
+        query_cell=CELLS.index(query.dtype),
+        out_cell=CELLS.index(out),
+        causal=f.causal,
+        window=f.sliding_window,
+        chunk=f.attention_chunk,
+        R=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
+        threads=torch.get_num_threads(),
+        scale=scale,
+        soft_cap=f.soft_cap,
+    )
+
+
+def vectors_of(f: Features, K: int) -> dict[str, Tensor]:
+    """The tensors among the features as the C++ reads them, by its names: contiguous, one scale per head."""
+    given = {"alibi_slopes": f.alibi_slopes, "sinks": f.sinks, "ranges": f.bidirectional_ranges}
+    scales = {"k_scale": f.k_scale, "v_scale": f.v_scale}
+    vectors = {name: each.contiguous() for name, each in given.items() if each is not None}
+    return vectors | {name: each.expand(K).contiguous() for name, each in scales.items() if each is not None}
 
 
 def serves(stored: torch.dtype, f: Features) -> bool:
@@ -154,11 +173,6 @@ def has_matrix_unit() -> bool:
     """Whether the C++ uses the processor's unit for products of bfloat16 matrices."""
     function = compiled()
     return function is not None and bool(function(None))
-
-
-def leaves_matrix_unit(dtype: torch.dtype) -> bool:
-    """Whether the processor has a matrix unit for a dtype that PyTorch's flash kernel uses, and the C++ does not."""
-    return dtype == torch.bfloat16 and not has_matrix_unit() and processor.has_matrix_unit()
 
 
 ATTENTION = cpp.Source(

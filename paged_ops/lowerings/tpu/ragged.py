@@ -240,7 +240,7 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
         lacks(
             nbytes > BLOCK_TABLE_BYTES,
             f"block tables [{S}, {M}] take {nbytes} bytes of scalar memory (columns in multiples of 128), "
-            f"{BLOCK_TABLE_BYTES} are there: use larger blocks (paged_ops.min_tpu_block_size) or fewer sequences",
+            f"{BLOCK_TABLE_BYTES} are there: use larger blocks (layouts.min_tpu_block_size) or fewer sequences",
         )
     return reasons
 
