@@ -19,7 +19,7 @@ import paged_ops
 from paged_ops.lowerings import gpu, warm_up
 from paged_ops.lowerings.gpu import launch, precompile
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.attention.triton import decode, merge
 from paged_ops.lowerings.gpu.target import settled
 from tests.gpu.step import step
 
@@ -175,7 +175,8 @@ keys = {{name: settled(kernels[name]).cache_key for name in {order.split()}}}
 print(sorted(keys.items()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    keys = {name: settled(getattr(decode, f"{name}_kernel")).cache_key for name in ("merge", "split")}
+    kernels = {"merge": merge.merge_kernel, "split": decode.split_kernel}
+    keys = {name: settled(kernel).cache_key for name, kernel in kernels.items()}
     for name, key in keys.items():
         assert repr((name, key)) in done.stdout
 
