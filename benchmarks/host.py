@@ -4,7 +4,7 @@
 
 ``cold``: seconds from a model of the shape of Llama-3-8B in transformers (random weights) to its first captured step
 of 16 sequences, with empty caches of Triton and inductor: of wrapping the model, and of the capture. Twice: with
-kernels compiled ahead, in processes of their own, and without. Then the microseconds of the host for a replay of that
+precompiled kernels, and without. Then the microseconds of the host for a replay of that
 step, and for the launch of its graph alone, which no code of this package makes shorter. ``replay``: microseconds of
 the host for ``DecodeGraphs.replay``, which builds its batch, of a step of one small layer; for ``replay_next``, for the
 launch of the graph alone, and for the metadata alone, with the C++ function and with torch ops. ``plan``: microseconds

@@ -61,7 +61,7 @@ def warm_up(
             strides, dtypes and alignment of the tensors must be those of later calls, but for the numbers of tokens
             and sequences.
         sizes: pairs (tokens, sequences): also compile what attention launches for these.
-        max_num_tokens, max_num_seqs: also compile what it launches for any batch of at most so many. Both, or none.
+        max_num_tokens, max_num_seqs: also compile what it launches for any batch up to these sizes. Both, or none.
         wait: return when all is compiled. Else compiling goes on while the caller does something else.
 
     Returns:

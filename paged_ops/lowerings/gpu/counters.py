@@ -20,12 +20,11 @@ _lock = threading.Lock()
 def counters_of(workspace: Tensor, number: int) -> Tensor | None:
     """int32 ``[number]``, zero at first, for the launch that uses ``workspace``; None if there are none.
 
-    Which ones, the place of the workspace in memory decides. Two launches that may run at the same time, on whatever
-    streams and in whatever CUDA graphs, have workspaces that do not overlap: their counters differ. Launches whose
-    workspaces overlap are ordered, and each finds the zeros that the one before has left. Counters lie in memory that
-    belongs to no graph, where nothing else is ever written.
+    The workspace's address selects the counters. Launches that may run at the same time, on any streams and in any CUDA
+    graphs, have workspaces that do not overlap, so their counters differ. Launches with overlapping workspaces are
+    ordered; each leaves zeros for the next. Counters are in memory that belongs to no graph.
 
-    None can be made while a graph is captured. If there are none then, no call before it was of such a kind.
+    Counters cannot be allocated during the capture of a graph. Run one eager call before capture.
     """
     device, size = workspace.device, workspace.nbytes.bit_length() - 1
     # Workspaces that begin less than 2^size bytes apart overlap.

@@ -26,7 +26,7 @@ class Launcher:
     The kernel takes a tuple of pointers, then numbers, other arguments, and constants. Each number is a parameter of
     its own, with ``do_not_specialize``, which Triton ignores for numbers in a tuple.
 
-    A launcher serves one *kind* of call, which its owner must tell apart: one device, the dtypes of the tensors, and
+    A launcher serves one *kind* of call, which its owner must distinguish: one device, the dtypes of the tensors, and
     which of them are None. For tensors that the kernel does not take, :meth:`at` accepts any address. Triton
     specialises on whether pointers are multiples of 16 bytes: here, too, each combination gets a kernel of its own.
 
@@ -162,8 +162,8 @@ Choice = tuple[Any, ...]
 
 class Launches(NamedTuple):
     """What a call launches, in this order, and its workspace in float32s: the offset of the parts' lse, the offset of
-    the counters of taken work, and the size. Some launches need so many ``counters`` of counters.py; if there are
-    none, those ``without_counters`` do the same."""
+    the counters of taken work, and the size. ``counters``: the number of counters that the launches need
+    (counters.py); if there are none, ``without_counters`` compute the same."""
 
     launches: tuple[Launch, ...]
     workspace: tuple[int, int, int]
@@ -179,7 +179,7 @@ MOST_KINDS = 4096
 def launcher_of(
     kernel: Any, constants: dict[str, Any], device: torch.device, without: tuple[str, ...] = ()
 ) -> Launcher:
-    """The launcher of these constants. All are hashable, and they tell kinds of calls apart, with ``without``: the
+    """The launcher of these constants. All are hashable. They distinguish kinds of calls, with ``without``: the
     tensors that the kernel does not get, where that does not follow from the constants."""
     key = (settled(kernel), device, without, *constants.items())  # its hash is its key in the cache
     if key not in _launchers:

@@ -2,11 +2,11 @@
 
 Triton compiles mostly in Python and under its lock: two threads compile five kernels in the time of one thread. So one
 process is started that imports this package and never touches a GPU. It forks itself for each kernel, and the fork
-compiles for a target that it is told. The first launch then finds the kernel in Triton's cache; a launch that comes
+compiles for the target of the job. The first launch then finds the kernel in Triton's cache; a launch that comes
 while its kernel is being compiled waits for it, and one that comes before compiles by itself, as without this module.
 
-A thread *notes* kernels by running calls in :func:`noting`: its launches then do nothing but say what they would
-compile. CUDA only: elsewhere nothing is compiled ahead.
+A thread *notes* kernels by running calls in :func:`noting`: its launches then only record what they would
+compile. CUDA only: elsewhere nothing is precompiled.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ HEADER = struct.Struct("!I")
 
 
 class Place(NamedTuple):
-    """What a kernel is compiled for of a tensor."""
+    """Tensor properties that specialise a kernel."""
 
     dtype: torch.dtype
     aligned: bool  # to 16 bytes
 
 
 class Job(NamedTuple):
-    """A kernel to compile, and for what: all that tells it from other kernels, in values that can be sent."""
+    """A kernel to compile, and for what: all that distinguishes it from other kernels, as values that pickle."""
 
     module: str
     name: str
@@ -105,8 +105,8 @@ _notes: dict[int, _Notes] = {}  # by thread
 
 @contextlib.contextmanager
 def noting(sizes: Sequence[tuple[int, int]] = ()) -> Iterator[list[Job]]:
-    """Inside it launches of this thread are noted, not made. ``sizes``: attention also notes what calls of so many
-    tokens and sequences would launch."""
+    """Inside it launches of this thread are noted, not made. ``sizes``: attention also notes the
+    launches of calls with these numbers of tokens and sequences."""
     thread = threading.get_ident()
     noted = _notes[thread] = _Notes([], tuple(sizes), {})
     try:
@@ -144,7 +144,7 @@ class _State:
 
 
 class Compiler:
-    """A process that compiles, of which one is enough. It ends with this one."""
+    """A process that compiles. One is enough; it ends with this one."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
@@ -206,12 +206,12 @@ class Compiler:
     def _send(self) -> None:
         """As many jobs as there may be processes."""
         folder = triton.knobs.cache.dir
-        told = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+        variables = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
         while self._waiting and len(self._running) < self.processes:
             job = self._waiting.popleft()
             state = self.states[job]
             state.sent, state.folder = True, folder
-            message = pickle.dumps((self._next, folder, told, job))
+            message = pickle.dumps((self._next, folder, variables, job))
             self._running[self._next] = job
             self._next += 1
             try:
@@ -246,7 +246,7 @@ _starting = threading.Lock()
 
 
 def can_precompile() -> bool:
-    """Whether kernels can be compiled ahead here: for CUDA, with another processor for it."""
+    """Whether kernels can be precompiled here: on CUDA, with a second processor."""
     on_cuda = torch.cuda.is_available() and torch.version.hip is None and not triton.knobs.runtime.interpret
     return on_cuda and len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
 

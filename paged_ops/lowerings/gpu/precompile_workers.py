@@ -108,10 +108,10 @@ def exactly(file: Any, count: int) -> bytes | None:
 
 def run(message: bytes, out: int) -> None:
     """Compile one job, answer, and end the process."""
-    number, folder, told, job = pickle.loads(message)
+    number, folder, variables, job = pickle.loads(message)
     error = None
     try:
-        os.environ.update(told, TRITON_CACHE_DIR=folder)
+        os.environ.update(variables, TRITON_CACHE_DIR=folder)
         compile_job(job)
     except BaseException as failure:
         error = f"{job.name}: {type(failure).__name__}: {failure}"

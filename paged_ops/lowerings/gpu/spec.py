@@ -23,13 +23,13 @@ from paged_ops.layouts import PagedKV, has_row_scales
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, stored_format
 from paged_ops.lowerings.gpu.target import Target
 
-# Keys of a slice: as many as a matrix instruction takes rows.
+# Keys of a slice: the rows of a matrix instruction.
 SLICE = 16
 
 
 class Pointers(NamedTuple):
-    """What the kernels read and write: tensors if Triton launches, else their addresses. A kernel gets None for what it
-    does not take."""
+    """What the kernels read and write: tensors if Triton launches, else their addresses. A kernel gets None for
+    pointers that it does not use."""
 
     out: Any  # [T, H, Dv]
     lse: Any  # [T, H] float32
@@ -84,7 +84,7 @@ class Masks(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What is done with the products of queries and keys. Defaults are neutral."""
+    """What changes the logits ``scale * q @ k``. Defaults are neutral."""
 
     soft_cap: bool = False
     alibi: bool = False
@@ -92,7 +92,7 @@ class Logits(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What the elements of a cache are, apart from their places and scales."""
+    """The elements of a cache, without their strides and scales."""
 
     dtype: torch.dtype  # as kernels see it: torch.uint8 if they convert by bits
     format: int  # the format of fp8 bits, see fp8.py; 0: the dtype says it
@@ -197,13 +197,15 @@ class TileShape(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Which sequences split_kernel serves: those of at most ``rows`` packed query rows and more than ``short`` keys, or
-    all. A program counts ``at_once`` sequences in one vector, ``times`` times. The key tiles of all units stand in one
-    row, sequence by sequence; with ``heads_apart`` those of the first key/value head of all sequences come first.
-    ``whole``: if units are about equally long, so many programs take one each; 0: never. ``aligned``: units that are
-    all equally long stay whole if shares are at most a twentieth longer so. ``start``: what a unit costs beside its
-    tiles, as so many tiles more, which stand at its end and have no keys. Sequences of more than ``long`` keys may have
-    up to ``long_rows`` rows."""
+    """Which sequences split_kernel serves, and how their key tiles are split into shares.
+
+    It serves sequences of at most ``rows`` packed query rows and more than ``short`` keys, or ``everyone``; those of
+    more than ``long`` keys may have up to ``long_rows`` rows. A program counts ``at_once`` sequences in one vector,
+    ``times`` times. Key tiles are numbered sequence by sequence; with ``heads_apart``, key/value head by head.
+    ``whole``: the number of programs that take one unit each if units are about equally long; 0: never. ``aligned``:
+    units that are all equally long stay whole if that makes shares at most 5% longer. ``start``: fixed cost per unit,
+    modelled as empty tiles at its end.
+    """
 
     rows: int
     everyone: bool
@@ -322,13 +324,13 @@ def can_slice(spec: Spec) -> bool:
 
 
 def has_adjacent_heads(spec: Spec) -> bool:
-    """Whether the rows of two key/value heads lie side by side in each token, and have the same scales."""
+    """Whether the rows of two key/value heads are adjacent in each token, and have the same scales."""
     adjacent = (side.k == side.size and not side.scale for side in (spec.k_side, spec.v_side))
     return spec.K % 2 == 0 and all(adjacent)
 
 
 def join_heads(spec: Spec, heads: int) -> Spec:
-    """The same with units of so many adjacent key/value heads, whose query heads are one group."""
+    """The spec of units of ``heads`` adjacent key/value heads, whose query heads form one group."""
     k_side, v_side = (side._replace(k=heads * side.k) for side in (spec.k_side, spec.v_side))
     return spec._replace(K=spec.K // heads, G=spec.G * heads, k_side=k_side, v_side=v_side)
 

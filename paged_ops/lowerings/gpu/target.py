@@ -19,7 +19,7 @@ TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 # From the oldest to the newest Triton (those of torch 2.10 and 2.15) Gluon's functions, and the way to launch a
 # compiled kernel, are known. With others only Triton's own language and launches are used, which Triton keeps stable.
 OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
-# An option of each launch: a product and a sum are one instruction. From Triton 3.10 on this will not be the default.
+# An option of each launch: multiply and add are fused (FMA). From Triton 3.10 on this will not be the default.
 FUSED = {"enable_fp_fusion": True}
 DEFAULT = "default"  # the device name whose tables serve devices without tables of their own, of any architecture
 # The device whose tables serve others of its backend and architecture: an H100, H20, GH200 or a part of one (MIG). Not
@@ -181,7 +181,7 @@ def user_configs() -> Path:
 
 
 def packaged(kind: str, name: str, stand_in: str = DEFAULT) -> Path:
-    """The package's file of a device: its own, or that of the device that stands in for it."""
+    """The package's file of a device: its own, or its stand-in's."""
     path = config_path(CONFIGS, kind, name)
     return path if path.exists() else config_path(CONFIGS, kind, stand_in)
 

@@ -207,7 +207,7 @@ class Call:
         return out, lse
 
     def _launch_by_triton(self, launches: list[Launch], tensors: Pointers, addresses: tuple[int, ...]) -> None:
-        """First launches: Triton compiles them, or notes what it would compile."""
+        """First launches: Triton compiles them, or precompilation notes them."""
         if precompile.is_running():  # it compiles the others meanwhile
             with precompile.noting() as jobs:
                 for launch in launches[1:]:
@@ -292,7 +292,7 @@ def describe(
     arguments: tuple[Any, ...],
     target: Target | None = None,
 ) -> Signature:
-    """Check a call, and describe its signature. ``target``: that of the query's device, if not given."""
+    """Check a call, and describe its signature. ``target``: by default the query's device."""
     query, kv_cache, block_tables, seq_lens, query_start_loc, scale = arguments
     vectors = seq_lens, query_start_loc, *map(features.get, OPTIONAL)
     strided = not all(each is None or each.is_contiguous() for each in vectors)

@@ -13,11 +13,11 @@ from paged_ops.lowerings.gpu.target import Target
 LARGEST_HEAD = 256
 # The number of programs where there is no device to ask (Triton's interpreter).
 INTERPRETER_PROGRAMS = 5
-# Up to so many packed query rows per sequence, equal lengths have tiles of their own.
+# The most packed query rows per sequence for which batches of equal lengths have their own tiles.
 SAME_LENGTH = 64
-# From so many rows on, warpgroups multiply a tile on sm_90 (wgmma).
+# The fewest rows of a tile that warpgroups multiply on sm_90 (wgmma).
 WARPGROUP_ROWS = 64
-# Slices serve up to so many packed query rows; with more, a warp's sums of values would fill its registers.
+# The most packed query rows of sliced tiles: with more, a warp's accumulators would fill its registers.
 SLICED_ROWS = 8
 # Parts that split_kernel's programs merge at a time.
 FAN = 16
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     heads: int  # key/value heads of a unit of split_kernel
     prefill: Tile
     programs: int  # of split_kernel
-    all_split: bool  # whether split_kernel serves sequences of every length, except those that hopper.py takes
+    all_split: bool  # whether split_kernel serves sequences of every length, except those that hopper/dense.py takes
 
 
 def padded(size: int, itemsize: int) -> int:
@@ -82,12 +82,12 @@ def too_large(D: int | None, Dv: int | None) -> list[str]:
 
 
 def shape(
-    tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, heads: int = 1, weighed: bool = True
+    tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, heads: int = 1, has_values: bool = True
 ) -> TileShape:
-    """The shape of a kernel's tile. ``weighed``: the kernel multiplies weights by values, by warpgroups if it has the
-    rows."""
+    """The shape of a kernel's tile. ``has_values``: the kernel loads values, and warpgroups multiply them if the
+    tile has enough rows."""
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.storage.dtype.itemsize
-    wide = weighed and tile.block_m >= WARPGROUP_ROWS
+    wide = has_values and tile.block_m >= WARPGROUP_ROWS
     value_size = padded_values(D, Dv, itemsize) if wide else padded(Dv, itemsize)
     return TileShape(tile.block_m, tile.block_n, padded(D, itemsize), value_size, slices, paired, heads)
 
@@ -104,8 +104,8 @@ def by_warps(division: Division) -> Division:
 
 
 def programs_apart(K: int, programs: int) -> int:
-    """The largest multiple of K key/value heads among so many programs, so that programs side by side take the same
-    tiles of all heads; 0 if there is one head, or if more than a twentieth of the programs would be left."""
+    """The largest multiple of K key/value heads up to ``programs``, so that adjacent programs take the same tiles of
+    all heads; 0 if there is one head, or if more than 5% of the programs would be idle."""
     taking = programs // K * K
     return taking if K > 1 and 20 * taking >= 19 * programs else 0
 
@@ -164,8 +164,8 @@ def choose_tiles(
     if :func:`~paged_ops.lowerings.gpu.spec.has_adjacent_heads`, else 0.
     """
     group = power_of_2(G)
-    # Decode and speculation: tiles have as many rows as each sequence has if all have the same number. Only the device
-    # knows whether they do. So split_kernel also takes longer ones, instead of a prefill_kernel that mostly does
+    # Decode and speculation: a tile holds the rows of a sequence, if all sequences have equally many. Only the device
+    # knows whether they have. So split_kernel also takes longer ones, instead of a prefill_kernel that mostly does
     # nothing.
     rows = power_of_2(-(-T // S) * group)
     same = T % S == 0 and rows <= max(SAME_LENGTH, group)
@@ -187,12 +187,12 @@ def choose_tiles(
         split_n, split_warps, split_stages, per_sm, *bound = of_split
         prefill_m, prefill_n, *prefill_rest = numbers["prefill"][kind][width]
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
-        if sparse:  # whole tiles are skipped, and stepping to the next one needs registers that larger tiles lack
+        if sparse:  # whole tiles are skipped, and stepping to the next one needs registers, which larger tiles use up
             prefill_n = min(prefill_n, 64)
         if group > prefill_m:
             prefill_n = min(prefill_n, 32)
         prefill = Tile(max(prefill_m, group), prefill_n, *prefill_rest)
-        if split_m >= 64:  # as many rows as a prefill tile, for which the table was not tuned
+        if split_m >= 64:  # the rows of a prefill tile; the table was not tuned for them
             split_n = min(split_n, 32)
             stage, queries = (rows * int(width) * dtype.itemsize for rows in (2 * split_n, split_m))
             one_fits = split_m > 64 or int(width) > 128  # one program per multiprocessor; else two share its memory
@@ -221,7 +221,7 @@ def latent_tile(spec: Spec, target: Target, T: int, S: int, of_rows: str = "rows
 
 
 def covering_batches(most_tokens: int, most_sequences: int, equal_lengths: bool = True) -> list[tuple[int, int]]:
-    """Batches (T, S) that together launch every kernel of any batch with at most so many tokens and sequences.
+    """Batches (T, S) that together launch every kernel of any batch up to these sizes.
 
     Sizes that the kernels' ``plan`` functions distinguish: S by powers of two, and between a few and many; T by equal
     lengths, by fewer rows than sequences, and by unequal lengths with few and with many tiles of query rows. Once these

@@ -1,9 +1,8 @@
-"""The parts of units that shares divide, and their merge by the programs that computed them.
+"""The one-launch merge: programs of split_kernel merge the parts of the units that their shares split.
 
-Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`. A program ends with at most two parts: one of the unit in
-which its share begins, and one of the unit in which it ends. It stores them and counts itself at each of the two units.
-Whoever counts last merges. The parts are always merged in the order of the programs, so the result does not depend on
-which of them is last.
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`. A program has at most two parts: one of the first
+unit of its share, and one of the last. It stores both and increments the counter of each unit. The last program of a
+unit merges. Parts are always merged in the order of the programs, so the result does not depend on the order in time.
 
 Few parts are merged at once. Of many, FAN neighbours are merged first, by the last of these, and then the results, so
 that no program reads more than FAN parts and one for each group. The counters are zero before and after each launch:
@@ -21,7 +20,7 @@ import triton.language as tl
 from paged_ops.lowerings.gpu.attention.shared.tile import normalise, store_rows
 
 # Integers of a program: counters of the group that begins with its first part, of that with its second, and of the unit
-# that begins in its share; then NOTES, what it needs again after its last tile, for which its loop has no registers.
+# that begins in its share; then NOTES: what it reloads after its last tile, as its loop has no registers left.
 INTEGERS = tl.constexpr(12)
 UNIT = tl.constexpr(2)
 NOTES = tl.constexpr(4)
@@ -58,7 +57,7 @@ def store_begun(tensors, p, begun, share, longer):
 
 @triton.jit
 def load_begun(tensors, p):
-    """What program p has noted: the unit that others began, and its share as :func:`shares` tells it."""
+    """What :func:`store_begun` stored: the unit that others began, and the share by :func:`shares`."""
     place = tensors.arrived + p * INTEGERS + NOTES
     tl.debug_barrier()  # one thread has stored them
     begun = Divided(tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3), tl.load(place + 4))

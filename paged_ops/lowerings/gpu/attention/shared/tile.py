@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     i: Any  # [M] their positions
     sees: Any  # None, or for each row the first key that it sees [M] and the end [M]: see reach_of_ranges
     slopes: Any  # [M], or None
-    factor: Any  # of the products: one number, or one per row that broadcasts to them
+    factor: Any  # of q @ k: one number, or one per row that broadcasts to them
     offset: Any  # [M] offsets of the block-sparse stripes
 
 
@@ -134,7 +134,7 @@ def queries_for_fp8(q):
 
 @triton.jit
 def dot_keys(q, k):
-    """``q [M, D]`` times ``k [N, D]``. float32 sums 64 products at a time: in one chain, 256 would cost a decimal
+    """``q [M, D]`` times ``k [N, D]``. float32 adds 64 terms at a time: one chain of 256 would cost a decimal
     digit."""
     if q.dtype != tl.float32:
         return tl.dot(q, tl.trans(k))
@@ -182,7 +182,7 @@ def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit
 def softmax_step(logits, m, l):
     """Add a tile of logits, with keys along axis 1, to the running maxima and totals. Returns its weights, and the
-    decay of earlier sums.
+    decay of the accumulators.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """
@@ -211,8 +211,7 @@ def softmax_steps(logits, m, l):
 
 @triton.jit
 def masked_logits(qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """:func:`logits2` from products of queries and keys, and -inf where a row does not see a key; operands broadcast to
-    the products."""
+    """:func:`logits2` of ``qk = q @ k``, and -inf where a row does not see a key; operands broadcast to ``qk``."""
     MASKS: tl.constexpr = SPEC.masks  # triton 3.6: a field of a constant is a constant only under a name of its own
     logits = logits2(qk, rows, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
     if MASKED:
@@ -228,7 +227,7 @@ def masked_logits(qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def masked_softmax(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """The results of :func:`softmax_step` from products of queries and keys; operands broadcast to the products."""
+    """The results of :func:`softmax_step` from ``qk = q @ k``; operands broadcast to ``qk``."""
     return softmax_step(masked_logits(qk, rows, j, live, numbers, SPEC, MASKED, EXACT), m, l)
 
 

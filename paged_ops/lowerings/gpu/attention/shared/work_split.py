@@ -1,6 +1,6 @@
-"""The units of a batch, and their key tiles in one row that programs share.
+"""Split-KV: the units of a batch, and the equal shares of their key tiles, one per program.
 
-A unit is a sequence, a key/value head, and as many of its query rows as a tile has.
+A unit is a work item: a sequence, a key/value head, and one tile of packed query rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LONGEST_WHOLE = tl.constexpr(16)
 
 @triton.jit
 def share_index(SPEC: tl.constexpr, DIVISION: tl.constexpr):
-    """Which share this program takes. With heads apart, K of them side by side take the same tiles of all heads; K must
+    """The share of this program. With heads_apart, K adjacent programs take the same tiles of all heads; K must
     divide their number."""
     p = tl.program_id(0)
     if DIVISION.heads_apart:
@@ -56,7 +56,7 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def unit_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """The number of key tiles of one unit of sequences s; 1 for those that are none."""
+    """The number of key tiles of one unit of sequences s; 1 past the last sequence."""
     _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
     return tl.where(s < batch.numbers.S, end_tile - first_tile, 1)
 
@@ -155,7 +155,7 @@ def sequence(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, N: tl.constex
 
 @triton.jit
 def sequence_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """The number of key tiles of the units of sequences s, of one head if those are apart. A sequence without rows
+    """The number of key tiles of the units of sequences s, of one head with heads_apart. A sequence without rows
     counts as one tile, to be passed over."""
     _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
     HEADS: tl.constexpr = 1 if DIVISION.heads_apart else SPEC.K

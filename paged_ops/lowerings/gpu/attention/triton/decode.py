@@ -92,7 +92,7 @@ def build_around(
     one takes its work by counters."""
     spec = join_heads(spec, tiles.heads)
     launch = split_launch(tiles, spec, target, division, 0, counted)
-    merged = tuning.shape(tiles.split, spec, weighed=False)
+    merged = tuning.shape(tiles.split, spec, has_values=False)
     return with_merge((launch, *between), tiles.programs, merged, spec, target, division)
 
 
@@ -104,7 +104,7 @@ def split_shape(tiles: tuning.Tiles, spec: Spec) -> TileShape:
 def split_launch(
     tiles: tuning.Tiles, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
 ) -> Launch:
-    """The launch of split_kernel. ``fan``: its programs merge so many parts at a time; 0: they merge none."""
+    """The launch of split_kernel. ``fan``: the number of parts that a program merges at a time; 0: none."""
     constants = {
         "SPEC": spec,
         "DIVISION": division,
@@ -201,7 +201,7 @@ def split_kernel(
     if SPEC.logits.alibi:
         slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
     HALVES: tl.constexpr = 2 if TILE.paired else 1
-    sums, m, l = nothing_summed(TILE)
+    accs, m, l = nothing_summed(TILE)
     CONVERTED: tl.constexpr = (
         SPEC.storage.format == 0
         and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
@@ -267,17 +267,17 @@ def split_kernel(
         rows = Rows(q, i, sees, slopes, rows_factor, offset)
         cache = Keys(seq_len, oldest, block_table, keys, values)
         if TILE.W == 0:
-            acc, acc_odd = sums[0], sums[HALVES - 1]
+            acc, acc_odd = accs[0], accs[HALVES - 1]
             acc, acc_odd, m, l = see_tile(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)
-            sums = (acc, acc_odd) if TILE.paired else (acc,)
+            accs = (acc, acc_odd) if TILE.paired else (acc,)
         else:
-            sums, m, l = see_slices(sums, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
+            accs, m, l = see_slices(accs, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
         if (tile + 1 == end_tile) | (start + step + skipped + 1 == end):
             from_start = part_tile == first_tile
             for half in tl.static_range(HALVES):
-                result, m_, l_ = sums[half], m, l
+                result, m_, l_ = accs[half], m, l
                 if TILE.W > 0:
-                    result, m_, l_ = join_slices(of_own_head(sums, half, SPEC, TILE), m, l)
+                    result, m_, l_ = join_slices(of_own_head(accs, half, SPEC, TILE), m, l)
                 if SPEC.logits.sinks:
                     if from_start:  # the first part includes the sink
                         result, m_, l_ = count_sink(result, m_, l_, tl.load(tensors.sinks + row_head))
@@ -293,7 +293,7 @@ def split_kernel(
                     mask = row_live[:, None] & (d < SPEC.v_side.size)[None, :]
                     tl.store(tensors.parts + place, result, mask=mask)
                     tl.store(tensors.part_lse + part_row, lse2, mask=row_live)
-            sums, m, l = nothing_summed(TILE)
+            accs, m, l = nothing_summed(TILE)
     if FAN:
         first_free = tl.load(tensors.query_start_loc + numbers.S)
         begun, share, longer = load_begun(tensors, p)

@@ -36,8 +36,8 @@ class Cut(NamedTuple):
 def with_merge(
     launches: tuple[Launch, ...], P: int, tile: TileShape, spec: Spec, target: Target, division: Division
 ) -> Launches:
-    """Launches of which the first has P programs that leave parts of the units that their shares divide, with tiles of
-    this shape; and the launch that merges them."""
+    """The launches, and the launch that merges. The first one has P programs; they leave parts of the units that their
+    shares split, in tiles of this shape."""
     constants = {
         "SPEC": spec.for_merge(),
         "DIVISION": division,
@@ -52,7 +52,8 @@ def with_merge(
     return Launches((*launches, merge), (to_lse, to_taken, to_taken + 4))
 
 
-# Where values are wider (latents), or rows many, so many programs merge what one leaves: with one, that took too long.
+# The number of programs that merge the parts of one program, where values are wider (latents) or rows many: one
+# program took too long.
 LARGEST_PLAIN, HELPERS_OF_LATENTS = tl.constexpr(tuning.LARGEST_HEAD), 8
 MANY_ROWS, HELPERS_OF_MANY = tl.constexpr(64), 4
 
@@ -113,7 +114,7 @@ def merge_kernel(
     d = tl.arange(0, DV_PAD)
     first_free = tl.load(tensors.query_start_loc + numbers.S)
     store_padding(tensors, first_free + program, numbers.T, programs, one, d, H, Dv)
-    # The unit in which this share ends, if it goes on: the programs whose shares have its first and its last tile.
+    # The unit in which this share ends, if the unit goes on: the programs of its first and its last tile.
     start, end, share, longer = shares(p, tl.num_programs(0), batch, SPEC, DIVISION, TILE)
     if DIVISION.whole:
         if fit_whole(share, longer, tl.num_programs(0), batch, SPEC, DIVISION, TILE):

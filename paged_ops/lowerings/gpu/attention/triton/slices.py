@@ -1,7 +1,7 @@
-"""Few query rows: a tile of keys in slices, one for each warp, with a softmax and sums of its own.
+"""Few query rows: a tile of keys in slices, one per warp, each with its own softmax and accumulators.
 
-Letters as in shared/tile.py, W slices of a tile. A slice has one or more pieces of 16
-keys, each of which lies in one block. A unit may have two adjacent key/value heads: then a tile's rows are of both.
+Letters as in shared/tile.py, W slices of a tile. A slice has one or more pieces of 16 keys; a piece lies in one block.
+A unit may have two adjacent key/value heads: then a tile has the rows of both.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ PIECE_KEYS = tl.constexpr(SLICE)  # of a slice that lie in one block
 
 @triton.jit
 def nothing_summed(TILE: tl.constexpr):
-    """The state from which :func:`see_slices` starts: all sums of a unit, of each of its heads and, if TILE.paired, of
-    even columns and of odd ones."""
+    """The state from which :func:`see_slices` starts: the accumulators of each head of a unit, and, if TILE.paired,
+    one for even and one for odd columns."""
     HALVES: tl.constexpr = 2 if TILE.paired else 1
     COUNT: tl.constexpr = HALVES * TILE.heads
     acc, m, l = nothing_seen(TILE.M, TILE.Dv // HALVES, TILE.W)
-    sums: tl.tuple = ()
+    accs: tl.tuple = ()
     for _ in tl.static_range(COUNT):
-        sums += (acc,)
-    return sums, m, l
+        accs += (acc,)
+    return accs, m, l
 
 
 @triton.jit
 def see_slices(
-    sums,  # [W, Dv, M] for each head of the unit; if TILE.paired, its even columns and its odd ones
+    accs,  # [W, Dv, M] for each head of the unit; if TILE.paired, its even columns and its odd ones
     m,
     l,
     rows,  # factor is [1, 1, M] or a number
@@ -45,8 +45,8 @@ def see_slices(
     """As see_tile of tile.py, for few rows: maxima and totals are ``[W, M]``, of one slice of keys per warp.
 
     Each of the W slices has a softmax of its own until :func:`join_slices`, so warps wait only for each other's loads.
-    Its keys are pieces that lie in one block each. Products are keys by queries, so that 8 rows fill a matrix
-    instruction. Of several key/value heads each row takes what its own has.
+    Its keys are pieces that lie in one block each. The matmul is keys by queries, so that 8 rows fill a
+    matrix instruction. With several key/value heads, each row takes the result of its own head.
     """
     q = rows.q
     K_SIDE: tl.constexpr = SPEC.k_side
@@ -87,17 +87,17 @@ def see_slices(
             base = keys.k + head * (K_SIDE.k // HEADS)
             k = load_slices(base, block, offset, keys.seq_len > 0, K_SIDE, TILE.D, PIECE, TILE.paired, False)
             if TILE.paired:
-                # As one product of all slices: then the queries stay in registers from tile to tile.
+                # One matmul for all slices: then the queries stay in registers from tile to tile.
                 k = tl.reshape(k, (k.shape[0] * PIECE, k.shape[2]))
                 k_even, k_odd = widen_pairs(k, keys.k.dtype.element_ty == tl.float8e4nv)
-                products = tl.dot(k_odd, tl.trans(q_odd), tl.dot(k_even, tl.trans(q_even)))
-                products = tl.reshape(products, (products.shape[0] // PIECE, PIECE, M))
+                qk_ = tl.dot(k_odd, tl.trans(q_odd), tl.dot(k_even, tl.trans(q_even)))
+                qk_ = tl.reshape(qk_, (qk_.shape[0] // PIECE, PIECE, M))
             else:
-                products = tl.dot(k, beside(q, TILE.W))
+                qk_ = tl.dot(k, per_slice(q, TILE.W))
             if head == 0:
-                qk = products
+                qk = qk_
             else:
-                qk = tl.where(is_of_head(head, M, SPEC, TILE), products, qk)
+                qk = tl.where(is_of_head(head, M, SPEC, TILE), qk_, qk)
         logits += (masked_logits(qk, across, j[:, :, None], live[:, :, None], numbers, SPEC, True, False),)
         places += ((block, offset, live),)
     weights, decay, m, l = softmax_steps(logits, m, l)
@@ -110,13 +110,13 @@ def see_slices(
             v = load_slices(base, block, offset, live[:, None, :], V_SIDE, TILE.Dv, PIECE, TILE.paired, True)
             if TILE.paired:
                 v_even, v_odd = widen_pairs(v, keys.v.dtype.element_ty == tl.float8e4nv)
-                even, odd = sums[2 * head], sums[2 * head + 1]
+                even, odd = accs[2 * head], accs[2 * head + 1]
                 added += (tl.dot(v_even, p.to(tl.float16), even * decay if piece == 0 else even),)
                 added += (tl.dot(v_odd, p.to(tl.float16), odd * decay if piece == 0 else odd),)
             else:
-                added += (tl.dot(v, p.to(v.dtype), sums[head] * decay if piece == 0 else sums[head]),)
-        sums = added
-    return sums, m, l
+                added += (tl.dot(v, p.to(v.dtype), accs[head] * decay if piece == 0 else accs[head]),)
+        accs = added
+    return accs, m, l
 
 
 @triton.jit
@@ -150,19 +150,19 @@ def load_slices(
 
 
 @triton.jit
-def beside(q, SLICES: tl.constexpr):
+def per_slice(q, SLICES: tl.constexpr):
     """The rows ``q [M, D]`` as each slice takes them: ``[W, D, M]``."""
     return tl.broadcast_to(tl.trans(q)[None, :, :], (SLICES, q.shape[1], q.shape[0]))
 
 
 @triton.jit
-def of_own_head(sums, half: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr):
-    """Of each row the sums ``[W, Dv, M]`` of its own key/value head; half 1 has the odd columns."""
+def of_own_head(accs, half: tl.constexpr, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The accumulators ``[W, Dv, M]`` of each row's own key/value head; half 1 has the odd columns."""
     HALVES: tl.constexpr = 2 if TILE.paired else 1
     HEADS: tl.constexpr = TILE.heads  # static_range takes no other number
-    acc = sums[half]
+    acc = accs[half]
     for head in tl.static_range(1, HEADS):
-        acc = tl.where(is_of_head(head, acc.shape[2], SPEC, TILE), sums[head * HALVES + half], acc)
+        acc = tl.where(is_of_head(head, acc.shape[2], SPEC, TILE), accs[head * HALVES + half], acc)
     return acc
 
 
@@ -171,10 +171,10 @@ def join_slices(acc, m, l):
     """The sum ``[M, Dv]``, maxima and totals ``[M]`` of all slices together."""
     most = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(most == float("-inf"), 0.0, most)[None, :])
-    sums = tl.permute(acc * weight[:, None, :], (2, 1, 0))
+    accs = tl.permute(acc * weight[:, None, :], (2, 1, 0))
     # By halves: tl.sum would send each number through shared memory several times.
     for _ in tl.static_range(3):
-        if sums.shape[2] > 1:
-            low, high = tl.split(tl.reshape(sums, (sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2)))
-            sums = low + high
-    return tl.reshape(sums, (sums.shape[0], sums.shape[1])), most, tl.sum(l * weight, 0)
+        if accs.shape[2] > 1:
+            low, high = tl.split(tl.reshape(accs, (accs.shape[0], accs.shape[1], accs.shape[2] // 2, 2)))
+            accs = low + high
+    return tl.reshape(accs, (accs.shape[0], accs.shape[1])), most, tl.sum(l * weight, 0)
