@@ -1,4 +1,4 @@
-"""Old module paths, which work for one release: importing one warns and names the new path.
+"""Old module paths and public names, which work for one release: using one warns and names the new one.
 
 A finder at the end of ``sys.meta_path`` serves them, so a module that exists is never shadowed.
 """
@@ -34,6 +34,18 @@ MOVED = {
     "paged_ops.parallel.reduce": "paged_ops.parallel.all_reduce",
     "paged_ops.parallel.spread": "paged_ops.cache.shard",
 }
+# Names that left paged_ops, and their modules.
+NAMES = {
+    "block_ids_from_addresses": "paged_ops.metadata",
+    "collect_layer_hyperparameters": "paged_ops.metadata",
+    "common_layer_hyperparameters": "paged_ops.metadata",
+    "make_local_attention_virtual_batches": "paged_ops.metadata",
+    "min_tpu_block_size": "paged_ops.layouts",
+    "preferred_tpu_block_size": "paged_ops.layouts",
+    "reorder_batch_to_split_decodes_and_prefills": "paged_ops.metadata",
+    "split_joined_cache": "paged_ops.layouts",
+    "split_kv_cache": "paged_ops.layouts",
+}
 # Names that changed with their module.
 RENAMED = {
     "paged_ops.integrations.sums": {"Sums": "AllReduceReport"},
@@ -68,3 +80,14 @@ def install() -> None:
     """Serve the old paths from now on."""
     if not any(type(finder) is _Moved for finder in sys.meta_path):
         sys.meta_path.append(_Moved())
+
+
+def public_name(name: str) -> Any:
+    """The module ``__getattr__`` of paged_ops: a name that left it."""
+    if name not in NAMES:
+        raise AttributeError(f"module 'paged_ops' has no attribute {name!r}")
+    new = f"{NAMES[name]}.{name}"
+    warnings.warn(
+        f"paged_ops.{name} is {new} now; the old name ends with the next release", DeprecationWarning, stacklevel=2
+    )
+    return getattr(importlib.import_module(NAMES[name]), name)

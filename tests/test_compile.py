@@ -110,7 +110,7 @@ def joined_inside(device):
 
     def function(kv, qkv, tables, lens, starts, slots):
         query, key, value = qkv.split([H, K, K], dim=1)
-        key_cache, value_cache = paged_ops.split_joined_cache(kv, D)
+        key_cache, value_cache = paged_ops.layouts.split_joined_cache(kv, D)
         paged_ops.reshape_and_cache(key, value[..., :Dv], key_cache, slots, value_cache=value_cache)
         return paged_ops.paged_attention(query, key_cache, tables, lens, starts, D**-0.5, value_cache=value_cache)
 
@@ -495,7 +495,7 @@ class Decoder(nn.Module):
         for storage in (self.kv0, self.kv1):
             query, key, value = self.qkv(hidden).view(-1, H + 2 * K, D).split([H, K, K], dim=1)
             if self.layout == "X_PACKED":
-                kv, value_cache = paged_ops.split_kv_cache(storage, K, D)
+                kv, value_cache = paged_ops.layouts.split_kv_cache(storage, K, D)
             else:
                 kv, value_cache = layouts.kv_cache_view(self.layout, storage), None
             paged_ops.reshape_and_cache(key, value, kv, slots, value_cache=value_cache)
@@ -647,7 +647,7 @@ def test_a_written_slice_at_an_open_place_is_refused():
     """Inductor would write it to the start of what it is cut from: values of an x-packed cache among its keys."""
 
     def write(rows, flat, slots):
-        key_cache, value_cache = paged_ops.split_kv_cache(flat, 1, 8)
+        key_cache, value_cache = paged_ops.layouts.split_kv_cache(flat, 1, 8)
         paged_ops.reshape_and_cache(rows, rows, key_cache, slots, value_cache=value_cache)
 
     rows, slots = torch.ones(2, 1, 8), torch.tensor([0, 1])

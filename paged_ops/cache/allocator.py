@@ -5,19 +5,17 @@ arXiv:2309.06180); the reuse of full prefix blocks, idle ones in least-recently-
 prefix caching and of RadixAttention (SGLang, Zheng et al. 2023, arXiv:2312.07104).
 
 Letters: N blocks, B tokens per block.
-
-Longer than 500 lines: one class, whose methods change one state, each of them whole or not at all.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from paged_ops.cache.block_pool import BlockPool, CacheStats, Prefix, most_blocks_kept
+from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.cache.lock import CacheLock
+from paged_ops.cache.prefixes import Prefix, PrefixIndex
 from paged_ops.checks import at_least
 from paged_ops.masks import oldest_key
 
@@ -42,9 +40,7 @@ class BlockAllocator:
     - All blocks of a fork and its parent. The first of them that appends to a shared last block gets a new block, and a
       copy is queued.
     - Full blocks of *committed* tokens, between sequences whose tokens up to there, and whose ``extra_key``, are equal.
-      Blocks that a step has yet to write are not found, so no sequence attends to missing tokens. The index is a chain
-      of dictionary keys (prefix before the block, tokens of the block). Keys are compared for equality, so sequences
-      whose hashes collide never share.
+      Blocks that a step has yet to write are not found, so no sequence attends to missing tokens.
 
     With a ``sliding_window`` w or an ``attention_chunk`` c (0 is none) each layer sees no further than that: the query
     at position i sees the keys j > i - w, and those of its own chunk, j // c = i // c. Then a commit gives back the
@@ -79,9 +75,7 @@ class BlockAllocator:
         self._sequences: dict[Hashable, _Sequence] = {}
         self.weights_version: Hashable = None  # of a loop's model; requests by other weights have it in their keys
         self._copies: dict[int, int] = {}  # pending, by destination; each holds a reference to its source
-        # A key holds the parent of its value, so an ancestor's identity survives the eviction of the ancestor's block.
-        self._prefixes: weakref.WeakValueDictionary[tuple[Prefix | None, tuple[Hashable, ...]], Prefix]
-        self._prefixes = weakref.WeakValueDictionary()
+        self._prefixes = PrefixIndex(block_size)
         self.lock = CacheLock()
         self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
 
@@ -107,7 +101,7 @@ class BlockAllocator:
             max_cached: the most tokens to take from the cache.
         """
         self._check_new(seq_id)
-        tokens = [int(token) for token in token_ids]
+        tokens = list(map(int, token_ids))
         prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
         blocks = self.pool.take(plan)
         num_cached = (len(prefixes) - 1) * self.block_size
@@ -128,12 +122,12 @@ class BlockAllocator:
     ) -> bool:
         """Whether ``admit`` would find the blocks it needs now, and leave ``spare_blocks`` of them free."""
         at_least(0, spare_blocks=spare_blocks)
-        _, plan, _ = self._plan([int(token) for token in token_ids], extra_key, first_chunk, max_cached)
+        _, plan, _ = self._plan(list(map(int, token_ids)), extra_key, first_chunk, max_cached)
         return self.pool.fits(plan + [None] * spare_blocks)
 
     def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
         """The numbers of leading tokens that ``admit`` could find in the cache now, from 0 up."""
-        blocks = self._chain([int(token) for token in token_ids], extra_key)[1]
+        blocks = self._chain(list(map(int, token_ids)), extra_key)[1]
         return [length * self.block_size for length in self._servable(blocks)]
 
     def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
@@ -158,7 +152,7 @@ class BlockAllocator:
         """Reserves slots for tokens that a coming step writes. If the last block has room but also other owners,
         the sequence gets a fresh block, and a copy is queued that must be done before that step."""
         seq = self._live(seq_id)
-        tokens = [int(token) for token in token_ids]
+        tokens = list(map(int, token_ids))
         copies_tail, num_new = self._growth(seq, len(tokens))
         fresh = self.pool.take([None] * num_new) if num_new else []
         if copies_tail:
@@ -181,9 +175,11 @@ class BlockAllocator:
         full can be shared from now on; blocks that no later token sees are given back."""
         seq = self.check_commit(seq_id, num_written)
         seq.num_computed += num_written
-        for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
-            seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
-            self.pool.remember(seq.blocks[index - seq.first_block], seq.prefixes[-1])
+        num_full, num_known = seq.num_computed // self.block_size, len(seq.prefixes) - 1
+        if num_full > num_known:
+            self._prefixes.extend(seq.prefixes, seq.tokens, num_full)
+            for index in range(num_known, num_full):
+                self.pool.remember(seq.blocks[index - seq.first_block], seq.prefixes[index + 1])
         if self._forgets:
             self._give_back(seq_id, seq)
 
@@ -268,8 +264,7 @@ class BlockAllocator:
         self.pool.recover(owners[False])
         self.host_pool.recover(owners[True])
         for seq in self._sequences.values():
-            for index in range(len(seq.prefixes) - 1, seq.num_computed // self.block_size):
-                seq.prefixes.append(self._extend(seq.prefixes[-1], seq.tokens, index))
+            self._prefixes.extend(seq.prefixes, seq.tokens, seq.num_computed // self.block_size)
             for block, prefix in zip(seq.blocks, seq.prefixes[1 + seq.first_block :], strict=False):
                 (self.host_pool if seq.swapped else self.pool).remember(block, prefix)
 
@@ -406,8 +401,9 @@ class BlockAllocator:
         return seq
 
     def _live(self, seq_id: Hashable) -> _Sequence:
-        seq = self._get(seq_id)
-        if seq.swapped:
+        seq = self._sequences.get(seq_id)
+        if seq is None or seq.swapped:
+            self._get(seq_id)
             raise ValueError(f"seq_id: {seq_id!r} is swapped out; swap it in first")
         return seq
 
@@ -423,12 +419,6 @@ class BlockAllocator:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def _tokens_of(self, tokens: list[int], index: int) -> tuple[int, ...]:
-        return tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-
-    def _extend(self, prefix: Prefix, tokens: list[int], index: int) -> Prefix:
-        return self._prefixes.setdefault((prefix, self._tokens_of(tokens, index)), Prefix())
 
     def _first_block(self, num_computed: int) -> int:
         """The oldest block that tokens from ``num_computed`` on see. The newest block always stays, to fill the row."""
@@ -450,10 +440,10 @@ class BlockAllocator:
         holds its end if that is still in the cache."""
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
-        prefixes = [self._prefixes.setdefault((None, (extra_key,)), Prefix())]
+        prefixes = [self._prefixes.root(extra_key)]
         blocks: list[int | None] = []
         for index in range((len(tokens) - 1) // self.block_size):  # logits need a query: one token is left
-            prefix = self._prefixes.get((prefixes[-1], self._tokens_of(tokens, index)))
+            prefix = self._prefixes.find(prefixes[-1], tokens, index)
             block = None if prefix is None else self.pool.find(prefix)
             if prefix is None or (block is None and not self._forgets):
                 break
@@ -488,8 +478,8 @@ class BlockAllocator:
         return prefixes[: length + 1], found + fresh, num_reserved
 
     def _num_missing(self, seq: _Sequence, num_tokens: int) -> int:
-        """Blocks that the sequence lacks for so many tokens."""
-        return self._num_blocks(num_tokens) - seq.first_block - len(seq.blocks)
+        """The number of further blocks that the sequence needs to have ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size) - seq.first_block - len(seq.blocks)
 
     def _growth(self, seq: _Sequence, num_tokens: int) -> tuple[bool, int]:
         """Whether an append must copy the last block first, and how many fresh blocks it needs in all."""
@@ -533,13 +523,6 @@ class BlockAllocator:
 
     def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
         """Issues the copies of a swap, before the sequence changes. This class has no memory, so nothing to copy."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prefixes": list(self._prefixes.items())}  # a weak dictionary cannot be copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prefixes = weakref.WeakValueDictionary(state["_prefixes"])
 
     def __copy__(self) -> NoReturn:
         raise TypeError(

@@ -7,15 +7,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paged_ops.cache.prefixes import Prefix
+
 
 class OutOfBlocks(RuntimeError):  # noqa: N818 - a state to react to, like StopIteration, more than a mistake
     """Too few free blocks. Raised before anything is changed: free or swap out a sequence, then call again."""
-
-
-class Prefix:
-    """The identity of all tokens from a sequence's start to the end of a full block: equal prefixes are one object."""
-
-    __slots__ = ("__weakref__",)
 
 
 class BlockPool:

@@ -145,12 +145,10 @@ class KVCache(BlockAllocator):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        state = super().__getstate__()
-        del state["_swapped_event"]
-        return state
+        return {name: value for name, value in self.__dict__.items() if name != "_swapped_event"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        self.__dict__.update(state)
         if self.device.type == "cuda":
             self.host_layers = [layer.pin_memory() for layer in self.host_layers]
         self._prepare_device()

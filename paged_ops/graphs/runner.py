@@ -21,7 +21,14 @@ from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
-from paged_ops.graphs.inputs import InputBuffers, StepInputs
+from paged_ops.graphs.inputs import (
+    LEAST,
+    StepInputs,
+    build_inputs,
+    inputs_for_capture,
+    inputs_of_open_sizes,
+    step_builder,
+)
 from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mode
 from paged_ops.graphs.pieces import Pieces, check_pieces_exist
 from paged_ops.lowerings.warm_up import WarmUp, prepare, warm_up, without_kernels
@@ -128,10 +135,9 @@ class DecodeGraphs:
         capacity = min(kv_cache.max_seq_len, kv_cache.num_blocks * kv_cache.block_size)
         longest = capacity if max_model_len is None else max_model_len
         expect(longest >= 1 or max_model_len is None, "max_model_len", "at least 1", max_model_len)
-        self._inputs = InputBuffers(kv_cache, max_num_seqs, most, longest, graph_support)
-        self.builder = self._inputs.builder
+        self.builder = step_builder(kv_cache, max_num_seqs, most, longest, graph_support)
         self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_num_tokens = max_num_seqs, most
         self._sample = sample
         self._advance = advance_decodes
         if sample is not None and kv_cache.device.type == "cuda":
@@ -180,7 +186,7 @@ class DecodeGraphs:
         if dynamic:
             for is_decode in (True, False)[: 1 + self._is_sharded]:
                 with without_kernels():  # only the step is compiled: the kernels of these sizes may not be needed
-                    self._run_step(self._inputs.of_open_sizes(is_decode))
+                    self._run_step(inputs_of_open_sizes(self.builder, is_decode))
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
         with CaptureSession(self.kv_cache.device) as session:
@@ -201,16 +207,16 @@ class DecodeGraphs:
         captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
         kinds = (True, False) if self._is_sharded else (True,)
         steps = [functools.partial(self._run_on_trial, is_decode) for is_decode in kinds]
-        limits = {"max_num_tokens": self._inputs.max_num_tokens, "max_num_seqs": self._max_num_seqs}
+        limits = {"max_num_tokens": self._max_num_tokens, "max_num_seqs": self._max_num_seqs}
         return warm_up(steps, sizes=captured, wait=wait, **limits)
 
     def _run_on_trial(self, is_decode: bool) -> None:
         """A step of which nothing is kept; an error is left to the next one. Not among ranks: there the others would
         wait for what this one has not sent."""
-        inputs = self._inputs.of_open_sizes(is_decode)
+        inputs = inputs_of_open_sizes(self.builder, is_decode)
         among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         with contextlib.nullcontext() if among_ranks else contextlib.suppress(Exception):
-            self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
+            self.step(*inputs, self.kv_cache.layers)
 
     @torch.no_grad()
     def replay(
@@ -235,8 +241,8 @@ class DecodeGraphs:
         common_prefix_len *= self.cascade
         is_advanced = lookahead > 0 and self._sample is not None and batch.is_uniform(1)
         key = self.find(batch, cascade=common_prefix_len > 0, is_advanced=is_advanced)
-        S, T = (max(n, self._inputs.LEAST), max(t, self._inputs.LEAST)) if key is None else key[:2]
-        inputs = self._inputs.fill(batch, input_ids, S, T, common_prefix_len, lookahead)
+        S, T = (max(n, LEAST), max(t, LEAST)) if key is None else key[:2]
+        inputs = build_inputs(self.builder, batch, input_ids, S, T, common_prefix_len, lookahead)
         self._left = lookahead if is_advanced else 0
         self._last = key, inputs, n
         return self._run(key, inputs, n, t)
@@ -253,7 +259,7 @@ class DecodeGraphs:
             Logits ``[num_reqs + len(rows), V]``: first those of the last rows.
         """
         n, t = batch.num_reqs, batch.num_tokens
-        inputs = self._inputs.fill(batch, input_ids, max(n, self._inputs.LEAST), max(t, self._inputs.LEAST))
+        inputs = build_inputs(self.builder, batch, input_ids, max(n, LEAST), max(t, LEAST))
         self._last, self._left = None, 0
         self.stats.plain += 1
         more = torch.tensor(rows, dtype=torch.int64, device="cpu").to(inputs.last_rows.device)
@@ -321,7 +327,7 @@ class DecodeGraphs:
         return logits if n == key.num_reqs else logits[:n]
 
     def _run_step(self, inputs: StepInputs) -> Tensor:
-        logits = self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
+        logits = self.step(*inputs, self.kv_cache.layers)
         if self._sample is not None:
             S, T = len(inputs.last_rows), len(inputs.input_ids)
             newest = self._sample(logits)
@@ -333,7 +339,7 @@ class DecodeGraphs:
 
     def _capture_one(self, key: GraphKey, session: CaptureSession) -> Graph | Pieces:
         uniform = key.num_tokens == key.num_reqs * self.query_len and not key.in_pieces
-        inputs = self._inputs.for_capture(key, self.query_len if uniform else 0)
+        inputs = inputs_for_capture(self.builder, key, self.query_len if uniform else 0)
         run = functools.partial(self._run_step, inputs)
         run()  # compiles, and allocates what is kept
         try:

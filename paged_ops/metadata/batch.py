@@ -307,9 +307,10 @@ def integers(argument: str, values: Ints, rank: int) -> Tensor:
     tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     if tensor.numel() == 0 and not isinstance(values, Tensor):
         tensor = tensor.to(torch.int64)
-    expect(tensor.device.type == "cpu", argument, "a tensor on the CPU", tensor)
-    expect(tensor.dtype in (torch.int32, torch.int64), argument, "int32 or int64", tensor)
-    expect(tensor.dim() == rank, argument, f"{rank} dimension{'s' * (rank > 1)}", tensor)
+    if tensor.device.type != "cpu" or tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != rank:
+        expect(tensor.device.type == "cpu", argument, "a tensor on the CPU", tensor)
+        expect(tensor.dtype in (torch.int32, torch.int64), argument, "int32 or int64", tensor)
+        expect(False, argument, f"{rank} dimension{'s' * (rank > 1)}", tensor)
     return tensor
 
 

@@ -57,7 +57,7 @@ def unbound_inside(device):
 
 def split_inside(device):
     def function(kv, qkv, *rest):
-        key_cache, value_cache = paged_ops.split_kv_cache(kv, K, D)
+        key_cache, value_cache = paged_ops.layouts.split_kv_cache(kv, K, D)
         return step(qkv, key_cache, *rest, value_cache=value_cache)
 
     shape = layouts.kv_cache_shape("X_PACKED", N, B, K, D)
