@@ -201,7 +201,9 @@ def test_prompts_that_are_prefixes_need_ranges() -> None:
     paged = PagedCausalLM(model)
     with pytest.raises(ValueError, match=r"step: expected a model of causal prompts .*, got prefixes"):
         GenerationLoop(paged, paged.allocate_kv_cache(64, B))
-    with pytest.raises(ValueError, match="metadata: expected bidirectional_ranges with a prompt, because tokens of PaliG"):
+    with pytest.raises(
+        ValueError, match="metadata: expected bidirectional_ranges with a prompt, because tokens of PaliG"
+    ):
         generate(paged, [text], "no room")
     tokens, _ = generate(paged, [text], [paged.bidirectional_ranges([0] * len(text))])
     assert tokens == [want["sdpa"]]
@@ -214,5 +216,7 @@ def test_prompts_that_are_prefixes_need_ranges() -> None:
 def test_masks_come_from_the_metadata_alone(name: str) -> None:
     model, prompt, _, _, _ = made("gemma3")
     paged = PagedCausalLM(model)
-    with pytest.raises(ValueError, match=f"{name}: expected none, because the metadata says which tokens see each other"):
+    with pytest.raises(
+        ValueError, match=f"{name}: expected none, because the metadata says which tokens see each other"
+    ):
         generate(paged, [prompt], None, **{name: torch.ones(1, len(prompt), dtype=torch.long)})
