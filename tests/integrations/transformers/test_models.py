@@ -301,11 +301,11 @@ def looks_ahead() -> Any:
         (lambda: make_model("llama").train(), "model: expected evaluation mode"),
         (
             lambda: SimpleNamespace(get_base_model=lambda: None, config=SimpleNamespace()),
-            r"model: expected a model of transformers, got SimpleNamespace around one; give its get_base_model\(\)",
+            r"model: expected a model of transformers, got SimpleNamespace around one; pass its get_base_model\(\)",
         ),
         (
             lambda: on_two_devices(),
-            "model: expected the weights on one device, got LlamaForCausalLM on cpu, meta, as a",
+            "model: expected the weights on one device, got LlamaForCausalLM on cpu, meta; load it",
         ),
         (
             lambda: refused("RecurrentGemmaConfig", num_hidden_layers=3, lru_width=64),
