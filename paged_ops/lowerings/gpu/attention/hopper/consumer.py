@@ -1,4 +1,4 @@
-"""The arithmetic of the Hopper kernels: what a warpgroup computes with its part of an item's query rows.
+"""The consumers of the Hopper kernels: matmuls and softmax of 64 query rows of an item per warpgroup.
 
 Letters, and the roles of warps: see dense.py.
 """
@@ -34,7 +34,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 class Rows(NamedTuple):
-    """What a consumer knows of its rows of an item."""
+    """A consumer's query rows of an item."""
 
     which: Any  # of the consumers
     tile: Any  # of query rows, in shared memory
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a consumer has of the key tiles so far."""
+    """A consumer's results of the key tiles so far."""
 
     acc: Any  # the sums of weighted values, a tuple: each has some columns
     p16: Any  # the weights of the last tile, whose values are not added yet

@@ -4,7 +4,7 @@ The decoder multiplies keys as rows: ``S^T = K Q^T`` and ``O^T = V^T P^T`` with 
 of N keys at a time, one matmul after the other. With 8 rows the sums of 64 columns take 4 registers of a thread. Keys
 and values pass through a ring of chunks of 64 keys by 64 columns, which a single warp fills.
 
-Letters: see dense.py. SHAPE is that of decodes: its stages are chunks.
+Letters: see dense.py. SHAPE is the one of decode_shape(): its stages are chunks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ WIDTH = gl.constexpr(64)  # columns of a chunk
 
 
 def chunk_descriptors(spec: Spec, page: int) -> list[Described]:
-    """Of keys and of values."""
+    """One for keys, and one for values."""
     sides = ("key_cache", spec.k_side), ("value_cache", spec.v_side)
     return [(name, functools.partial(describe, side, spec, page)) for name, side in sides]
 
 
 def describe(side: Side, spec: Spec, page: int, cache: Tensor) -> TensorDescriptor:
-    """``[N, B, K, D]`` as rows: see dense.Matrix. One copy brings 64 columns of ``page`` tokens."""
+    """``[N, B, K, D]`` as rows: see dense.Matrix. One copy loads 64 columns of ``page`` tokens."""
     cache = cache.flatten(3)
     (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
     shape = [(N - 1) * matrix.rows_n + (K - 1) * matrix.rows_head + spec.B, (K - 1) * matrix.columns_head + D]
@@ -54,7 +54,7 @@ def describe(side: Side, spec: Spec, page: int, cache: Tensor) -> TensorDescript
 
 
 class DecodeMemory(NamedTuple):
-    """What the decoder has in shared memory."""
+    """The decoder's shared memory."""
 
     queries: Any  # chunks of a unit's query rows
     chunks: Any  # Tiles: of keys and values
@@ -73,7 +73,7 @@ def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def bring_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def load_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to copy a tile of keys, or of values: chunks ``at`` and following."""
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -90,15 +90,15 @@ def bring_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC:
 
 @gluon.jit
 def load_part(part, counts, descs, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Brings the tiles of a part, in order."""
+    """Load the tiles of a part, in order."""
     K_CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
     CHUNKS: gl.constexpr = K_CHUNKS + SHAPE.v.size // WIDTH
     next_ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
     for t in range(part.seen):
         ids, tile, at = next_ids, part.tile + t, (counts.tiles + t) * CHUNKS
         next_ids = roles.load_ids(part, tile + 1, batch, SPEC, SHAPE)  # one tile ahead, to hide their latency
-        bring_chunks(descs[0], ids, part, tile, at, memory.chunks, SHAPE.k, SPEC, SHAPE)
-        bring_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, SHAPE.v, SPEC, SHAPE)
+        load_chunks(descs[0], ids, part, tile, at, memory.chunks, SHAPE.k, SPEC, SHAPE)
+        load_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, SHAPE.v, SPEC, SHAPE)
     return roles.Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
 
 

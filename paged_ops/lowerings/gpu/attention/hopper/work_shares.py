@@ -1,7 +1,7 @@
-"""What of a batch one program of a Hopper kernel takes: its share of all key tiles, and the parts of units in it.
+"""Split-KV in the Hopper kernels: a program's share of all key tiles, and the walk over the parts of units in it.
 
-Gluon's vectors need a layout, so :func:`share_of` stands beside ``shares`` and ``locate`` of units.py, which the Triton
-kernels call and which divide a batch in the same way.
+Gluon's vectors need a layout, so :func:`share_of` is a second copy of ``shares`` and ``locate`` of work_split.py, which
+divide a batch in the same way for the Triton kernels.
 """
 
 from __future__ import annotations
