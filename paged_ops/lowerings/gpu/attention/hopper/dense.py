@@ -341,8 +341,8 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, READERS: gl.constexpr = 1):
-    """The fields of :class:`Shared` that every kernel has: a function cannot return None. READERS: roles that read items
-    in addition to the consumers."""
+    """The fields of :class:`Shared` that every kernel has: a function cannot return None. READERS: roles other than
+    consumers that read items."""
     M: gl.constexpr = SHAPE.M
     CONSUMERS: gl.constexpr = M // WARPGROUP
     SLOTS: gl.constexpr = SHAPE.slots

@@ -100,11 +100,9 @@ def box_of(rows, size):
     return [rows // 8, max(size // 64, 1), 8, min(size, 64)]
 
 
-@gluon.jit
-def place(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, SIZE: gl.constexpr):
-    shape: gl.constexpr = box_of(PAGE, SIZE)
-    layout: gl.constexpr = box_layout(SIZE)
-    return gl.allocate_shared_memory(dtype, [pages, shape[0], shape[1], shape[2], shape[3]], layout)
+@gluon.constexpr_function
+def pages_of(pages, rows, size):
+    return [pages, *box_of(rows, size)]
 
 
 @gluon.jit
@@ -112,14 +110,9 @@ def places(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, PARTS: 
     """Shared memory for ``pages`` pages of PAGE keys or values, a place for each part, as copies write them."""
     made: gl.tuple = ()
     for n in gl.static_range(number_of(PARTS)):
-        made += (place(dtype, pages, PAGE, size_of(PARTS, n)),)
+        SIZE = size_of(PARTS, n)
+        made += (gl.allocate_shared_memory(dtype, pages_of(pages, PAGE, SIZE), box_layout(SIZE)),)
     return made
-
-
-@gluon.jit
-def query_place(dtype: gl.constexpr, rows: gl.constexpr, SIZE: gl.constexpr):
-    ROWS: gl.constexpr = rows_at_once(SIZE)
-    return gl.allocate_shared_memory(dtype, [rows // ROWS, ROWS, SIZE], tile_layout(ROWS, SIZE))
 
 
 @gluon.jit
@@ -127,7 +120,9 @@ def query_places(dtype: gl.constexpr, rows: gl.constexpr, PARTS: gl.constexpr):
     """Shared memory for ``rows`` query rows, as they are loaded."""
     made: gl.tuple = ()
     for n in gl.static_range(number_of(PARTS)):
-        made += (query_place(dtype, rows, size_of(PARTS, n)),)
+        SIZE = size_of(PARTS, n)
+        ROWS = rows_at_once(SIZE)
+        made += (gl.allocate_shared_memory(dtype, [rows // ROWS, ROWS, SIZE], tile_layout(ROWS, SIZE)),)
     return made
 
 

@@ -24,12 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, zero_rows
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, factor_of, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
 from paged_ops.lowerings.gpu.attention.hopper.latent_few import softmax_tile, store_columns
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import full_of, release, ring_of, stage_of, wait_empty, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, walk
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Side, Spec
 
@@ -99,7 +100,7 @@ def load_part(part, counts, descs, batch, memory, SPEC: gl.constexpr, SHAPE: gl.
         next_ids = roles.load_ids(part, tile + 1, batch, SPEC, SHAPE)  # one tile ahead, to hide their latency
         load_chunks(descs[0], ids, part, tile, at, memory.chunks, SHAPE.k, SPEC, SHAPE)
         load_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, SHAPE.v, SPEC, SHAPE)
-    return roles.Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
 
 
 @gluon.jit
@@ -210,7 +211,7 @@ def attend_part(part, counts, args, batch, memory, SPEC: gl.constexpr, SHAPE: gl
     scale = roles.normalizer(l_, decay)
     lse2 = roles.lse2_of(m, l_)
     live = roles.live_rows(part, r, SPEC, SHAPE)
-    if roles.is_whole(part):
+    if is_whole(part):
         row = roles.output_row(part, r, SPEC)
         if SPEC.lse:
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
@@ -221,14 +222,14 @@ def attend_part(part, counts, args, batch, memory, SPEC: gl.constexpr, SHAPE: gl
         gl.store(tensors.part_lse + row, lse2, mask=live)
         for chunk in gl.static_range(V_CHUNKS):
             store_columns(tensors.parts, row, live, acc[chunk], chunk, scale, Dv)
-    return roles.Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
 
 
 @gluon.jit
 def decoder(batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(attend_part, roles.factor_of(batch.numbers, SPEC), batch, share, memory, SPEC, DIVISION, SHAPE)
+    walk(attend_part, factor_of(batch.numbers, SPEC), batch, share, memory, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def producer_of_decodes(descs, batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(load_part, descs, batch, share, memory, SPEC, DIVISION, SHAPE)
+    walk(load_part, descs, batch, share, memory, SPEC, DIVISION, SHAPE)

@@ -35,7 +35,7 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Hopp
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -144,37 +144,34 @@ def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    """Tells the others the items of the share, and copies their query rows."""
-    tensors, numbers = batch.tensors, batch.numbers
-    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
+def publish_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Publish a part as an item, and begin to copy its query rows."""
+    n = counts.units
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    left, s, kh, first_token, tile = share
-    n = 0
-    while left > 0:
-        row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
-            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
-        )
-        left -= count
-        if q_len > 0:
-            first_i = seq_len - q_len + first_token
-            last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
-            full_start, full_end, oldest = full_tiles(first_i, last_i, seq_len, numbers, SPEC.masks, SHAPE.N)
-            from_start = tile == first_tile
-            place = share_index(SPEC, DIVISION) * 2 + from_start.to(gl.int32)
-            place = gl.where(from_start & (tile + count == end_tile), -1, place)
-            item = Item(kh, s, row_start, q_len, seq_len, first_token, seen, tile + seen, full_start, full_end, oldest)
-            prefetch_ids(batch, item, tile, SPEC, SHAPE)
-            if n > 0:  # the rows of the item before, after the loads that this one began with
-                await_rows()
-                fill(shared.rows_full, n - 1)
-            write_item(shared, n, item, 4)
-            slot = stage_of(shared.item_ring, n)
-            shared.places.index(slot).store(zero + place)
-            fill(shared.item_ring, n)  # keys can come before the query rows are there
-            begin_rows(tensors.query, item, shared.q_groups, slot, SPEC, SHAPE)
-            n += 1
-        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
+    first_i = part.seq_len - part.q_len + part.first_token
+    last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
+    full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, batch.numbers, SPEC.masks, SHAPE.N)
+    item = Item(
+        part.kh, part.s, part.row_start, part.q_len, part.seq_len, part.first_token, part.seen, part.tile + part.seen,
+        full_start, full_end, oldest,
+    )  # fmt: skip
+    prefetch_ids(batch, item, part.tile, SPEC, SHAPE)
+    if n > 0:  # the rows of the previous item, after the loads of this one
+        await_rows()
+        fill(shared.rows_full, n - 1)
+    write_item(shared, n, item, 4)
+    slot = stage_of(shared.item_ring, n)
+    place = part.program * 2 + (part.tile == part.first_tile).to(gl.int32)
+    shared.places.index(slot).store(zero + gl.where(is_whole(part), -1, place))
+    fill(shared.item_ring, n)  # keys can come before the query rows
+    begin_rows(batch.tensors.query, item, shared.q_groups, slot, SPEC, SHAPE)
+    return Counts(n + 1, counts.tiles, counts.messages)
+
+
+@gluon.jit
+def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    """Publishes the items of the share, and copies their query rows."""
+    n = walk(publish_part, None, batch, share, shared, SPEC, DIVISION, SHAPE).units
     if n > 0:
         await_rows()
         fill(shared.rows_full, n - 1)
