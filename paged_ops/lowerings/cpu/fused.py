@@ -143,7 +143,19 @@ def vectors_of(f: Features, K: int) -> dict[str, Tensor]:
 
 def serves(stored: torch.dtype, f: Features) -> bool:
     """Whether :func:`attend` can run with these features here."""
-    return in_use(f) <= APPLIES and stored in CELLS and f.kv_cache_dtype in NAMES and compiled() is not None
+    return not reasons_against(stored, f)
+
+
+def reasons_against(stored: torch.dtype, f: Features) -> list[str]:
+    """Why :func:`attend` cannot run with these features here."""
+    reasons = sorted(in_use(f) - APPLIES)
+    if stored not in CELLS:
+        reasons.append(f"kv_cache: expected one of {CELLS}, got {stored}")
+    if f.kv_cache_dtype not in NAMES:
+        reasons.append(f"kv_cache_dtype: expected one of {NAMES}, got {f.kv_cache_dtype!r}")
+    if not reasons and compiled() is None:
+        reasons.append("no C++ compiler could build it")
+    return reasons
 
 
 @functools.cache

@@ -12,8 +12,8 @@ M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tile
 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one TMA copy loads them.
 
 Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
-bfloat16, head sizes that are multiples of 16 (see head_chunks.py), caches with rows that TMA can address. The Triton kernel
-serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+bfloat16, head sizes that are multiples of 16 (see head_chunks.py), caches with rows that TMA can address. The Triton
+kernel serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 """
 
 from __future__ import annotations

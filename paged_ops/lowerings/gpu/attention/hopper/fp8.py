@@ -121,7 +121,7 @@ def descriptors(pairs: Spec, page: int) -> list[Described]:
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
-    """The shape of the tiles that are multiplied, and the shape of the tiles of bytes, whose stages take the space left."""
+    """The shape of the tiles that are multiplied, and of the tiles of bytes, which take the remaining space."""
     D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
     stage = 128 * (D + Dv)
     shape = dense.shape_of(pairs, shared_memory - 2 * stage)

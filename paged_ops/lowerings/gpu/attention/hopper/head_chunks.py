@@ -101,8 +101,18 @@ def box_of(rows, size):
 
 
 @gluon.constexpr_function
-def pages_of(pages, rows, size):
-    return [pages, *box_of(rows, size)]
+def pages_of(pages, rows, parts, n):
+    return [pages, *box_of(rows, parts[n])]
+
+
+@gluon.constexpr_function
+def query_shape(rows, parts, n):
+    return [rows // rows_at_once(parts[n]), rows_at_once(parts[n]), parts[n]]
+
+
+@gluon.constexpr_function
+def query_layout(size):
+    return tile_layout(rows_at_once(size), size)
 
 
 @gluon.jit
@@ -110,8 +120,7 @@ def places(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, PARTS: 
     """Shared memory for ``pages`` pages of PAGE keys or values, a place for each part, as copies write them."""
     made: gl.tuple = ()
     for n in gl.static_range(number_of(PARTS)):
-        SIZE = size_of(PARTS, n)
-        made += (gl.allocate_shared_memory(dtype, pages_of(pages, PAGE, SIZE), box_layout(SIZE)),)
+        made += (gl.allocate_shared_memory(dtype, pages_of(pages, PAGE, PARTS, n), box_layout(size_of(PARTS, n))),)
     return made
 
 
@@ -120,9 +129,7 @@ def query_places(dtype: gl.constexpr, rows: gl.constexpr, PARTS: gl.constexpr):
     """Shared memory for ``rows`` query rows, as they are loaded."""
     made: gl.tuple = ()
     for n in gl.static_range(number_of(PARTS)):
-        SIZE = size_of(PARTS, n)
-        ROWS = rows_at_once(SIZE)
-        made += (gl.allocate_shared_memory(dtype, [rows // ROWS, ROWS, SIZE], tile_layout(ROWS, SIZE)),)
+        made += (gl.allocate_shared_memory(dtype, query_shape(rows, PARTS, n), query_layout(size_of(PARTS, n))),)
     return made
 
 
