@@ -1,4 +1,4 @@
-"""What the host of a GPU takes: replays, plans of new sizes, and the first captured step from empty caches.
+"""Host times on a GPU machine: replays, plans of new sizes, and the first captured step from empty caches.
 
     python benchmarks/host.py --out benchmarks/data/host.jsonl --commit $(git rev-parse --short HEAD)
 

@@ -1,10 +1,10 @@
-"""Parts of benchmarks/parallel.py about sums over ranks, of rows of 4096 elements.
+"""Parts of benchmarks/parallel.py about all-reduces of rows of 4096 elements.
 
 ``correct``: the ops against float64, for rows, dtypes, norms and kinds; all ranks must hold the same bits.
 ``replays``: 10^4 replays of captured calls with new inputs each time, on two streams in turn, one rank late now and
 then, compared bit by bit with the same steps one by one.
-``gathers``: the logits of a vocabulary of 128256, split over the ranks: checked in replays, and timed beside NCCL.
-``reduce``: microseconds per call, 64 in one captured graph, beside NCCL and the ops of PyTorch, of several designs.
+``gathers``: the logits of a vocabulary of 128256, sharded over the ranks: checked in replays, and timed next to NCCL.
+``reduce``: microseconds per call, 64 in one captured graph, of several designs, of NCCL and of PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def correct(bench: Bench) -> None:
 
 
 def replays(bench: Bench) -> None:
-    """Each replay has four calls of different rows, the last of which depends on the third."""
+    """Each replay has four calls of different rows; the last one depends on the third."""
     count = int(bench.options.get("replays", 10_000))
     dtype, norm = torch.bfloat16, NORMS["llama"]
     sums = prepare_all_reduce(bench.group, C, dtype, bench.device)

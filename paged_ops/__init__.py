@@ -35,7 +35,7 @@ from paged_ops.ops import (
     reshape_and_cache,
     swap_blocks,
 )
-from paged_ops.support import supports
+from paged_ops.support import Explanation, explain, supports
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,8 @@ __all__ = [  # noqa: RUF022 - by topic, as in docs/api
     "swap_blocks",
     # Which kernel runs, and compilation before the first call
     "supports",
+    "explain",
+    "Explanation",
     "set_debug_checks",
     "warm_up",
     "WarmUp",

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+import triton
+
 from paged_ops.lowerings.gpu.attention.hopper import consumer, work
+from paged_ops.lowerings.gpu.attention.shared import masks
 
 
 class Pointer:
@@ -48,11 +51,11 @@ def as_torch(monkeypatch):
         int64=torch.int64,
         float32=torch.float32,
     )
-    monkeypatch.setattr("paged_ops.lowerings.gpu.attention.shared.tile.tl", language)
+    monkeypatch.setattr(masks, "tl", language)
     monkeypatch.setattr(work, "LIGHT", work.LIGHT.value)
-    functions = "oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile", "as_column"
-    for module in (work, consumer):
-        monkeypatch.setattr(module, "gl", language)
-        for name in (*functions, "light_programs", "first_item"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, getattr(module, name).fn)
+    for module in (work, consumer, masks):
+        if module is not masks:
+            monkeypatch.setattr(module, "gl", language)
+        for name, given in list(vars(module).items()):
+            if isinstance(given, triton.JITFunction):
+                monkeypatch.setattr(module, name, given.fn)

@@ -20,6 +20,7 @@ from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.hopper import consumer, dense, head_chunks, work
 from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch, aligned_rows, contiguous_rows
+from paged_ops.lowerings.gpu.attention.hopper.work import Work
 from paged_ops.lowerings.gpu.attention.triton import prefill
 from tests.gpu.pointers import Pointer, as_torch
 
@@ -352,8 +353,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     constants = (
         SimpleNamespace(masks=seen, K=K, G=G, logits=SimpleNamespace(soft_cap=False)),
         tuning.division(0, 64),
-        SimpleNamespace(M=32, N=BLOCK_N, heads=heads),
-        4,
+        SimpleNamespace(M=32, N=BLOCK_N, heads=heads, warps=4),
     )
     tensors = SimpleNamespace(
         seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=Pointer(ranges)
@@ -361,7 +361,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     numbers = SimpleNamespace(window=window, chunk=chunk, S=len(sequences))
     batch = SimpleNamespace(tensors=tensors, numbers=numbers)
     for at in range(num_tiles * K):
-        item = work.work_item(at, num_tiles, batch, -1, *constants)
+        item = work.work_item(at, Work(num_tiles, 0, 1, None, -1), batch, *constants)
         kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end, oldest = map(int, item)
         if count == 0 or kh:
             continue
@@ -373,7 +373,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
         if (window or chunk) and want.any():
             assert oldest == want.any(0).nonzero()[0]
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
-        low, last = consumer.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
+        low, last = consumer.keys_of_rows(i, torch.tensor(s), tensors.bidirectional_ranges, numbers, seen)
         for tile in range(end_tile - count, end_tile):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)
@@ -399,9 +399,9 @@ def test_items_are_each_tile_of_each_head_once(K, heads, monkeypatch):
     num_tiles = 57 // 8 + 3
     found = []
     for item in range(num_tiles * K):
-        shape, numbers = SimpleNamespace(M=32, N=16, heads=heads), SimpleNamespace(window=0, chunk=0, S=3)
+        shape, numbers = SimpleNamespace(M=32, N=16, heads=heads, warps=4), SimpleNamespace(window=0, chunk=0, S=3)
         batch = SimpleNamespace(tensors=tensors, numbers=numbers)
-        given = work.work_item(item, num_tiles, batch, -1, *constants, shape, 4)
+        given = work.work_item(item, Work(num_tiles, 0, 1, None, -1), batch, *constants, shape)
         if int(given.tiles):
             found.append((int(given.kh), int(given.s), int(given.first_token)))
     tiles = [(s, first) for s, q_len in enumerate((40, 1, 16)) for first in range(0, q_len, 8)]

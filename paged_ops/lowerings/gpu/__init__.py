@@ -5,7 +5,7 @@ from typing import Any
 from paged_ops.lowerings.cascade import cascade_attention
 from paged_ops.lowerings.collectives import merge_over_ranks
 from paged_ops.lowerings.gpu import attention
-from paged_ops.lowerings.gpu.attention import paged_attention, paged_attention_with_lse
+from paged_ops.lowerings.gpu.attention import explain, paged_attention, paged_attention_with_lse
 from paged_ops.lowerings.gpu.blocks import copy_blocks, swap_blocks
 from paged_ops.lowerings.gpu.cache import latent_cache_write, reshape_and_cache
 from paged_ops.lowerings.gpu.fused_allreduce import all_gather_columns, all_reduce, all_reduce_add_norm
@@ -19,6 +19,7 @@ __all__ = [
     "all_reduce_add_norm",
     "cascade_attention",
     "copy_blocks",
+    "explain",
     "few_row_linear",
     "gather_kv",
     "latent_cache_write",

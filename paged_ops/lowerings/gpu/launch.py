@@ -118,6 +118,11 @@ class Launch:
         grid = self._grid
         return grid if isinstance(grid, tuple) else grid(numbers)
 
+    @property
+    def kernel(self) -> tuple[str, dict[str, Any]]:
+        """The name of the kernel, and its constants."""
+        return self._launcher._kernel.fn.__name__, self._launcher._constants
+
     def more(self, addresses: tuple[int, ...]) -> tuple[Any, ...] | None:
         """The kernel's arguments between the numbers and the constants; None if only a launch by Triton has them."""
         return ()

@@ -71,7 +71,7 @@ def attend(
     if not (query.numel() and kv_cache.numel() and block_tables.numel()):
         T, H, D = query.shape
         return query.new_zeros(T, H, f.value_head_size or D, dtype=torch.float32)
-    reasons = _kernel_reasons(_shown(f, query, kv_cache, block_tables))
+    reasons = reasons_against(f, query, kv_cache, block_tables)
     if reasons:
         raise ValueError("paged_ops.paged_attention on a TPU: " + "; ".join(reasons))
     T, H, _ = query.shape
@@ -161,6 +161,11 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     return _kernel_reasons(
         {**features, "tpu_version": runtime.tpu_version()} if "torch_xla" in sys.modules else features
     )
+
+
+def reasons_against(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> list[str]:
+    """What the ragged kernel lacks for a call."""
+    return _kernel_reasons(_shown(f, query, kv_cache, block_tables))
 
 
 def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> dict[str, Any]:

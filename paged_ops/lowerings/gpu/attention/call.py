@@ -42,6 +42,7 @@ from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Choice, Grid, Launch, Launches, relaunch
 from paged_ops.lowerings.gpu.spec import OPTIONAL, Pointers, Shapes, numbers_of, readable, spec_of
 from paged_ops.lowerings.gpu.target import Target, target_of
+from paged_ops.support import Explanation
 
 # The features that these kernels apply, by the names of the op's arguments, and the cache formats that they read.
 APPLIES = FORMATS | {
@@ -77,6 +78,21 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     if features.get("layout") == Layout.LATENT:
         return reasons + latent.too_large(Dv, None if D is None or Dv is None else D - Dv)
     return reasons + tuning.too_large(D, Dv)
+
+
+def explain(
+    op: str,
+    *args: Any,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
+    target: Target | None = None,
+    **features: Any,
+) -> Explanation:
+    """As :func:`paged_ops.explain`. With a ``target``, a GPU that need not be present, tensors may be on ``meta``."""
+    results = out if isinstance(out, tuple) else (out, None)
+    signature = describe(op == "paged_attention_with_lse", results, features, args, target)
+    if not signature.kernels:
+        return Explanation(op, str(args[0].device), "none: the result is empty, or all rows see no keys")
+    return choose.explain(op, signature.spec, signature.target, signature.shapes)
 
 
 @dataclasses.dataclass(slots=True)

@@ -102,14 +102,8 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
     PAGES: gl.constexpr = SHAPE.N // PAGE
     CHUNKS: gl.constexpr = (SPEC.v_side.size + SPEC.rotated.size) // 64
     n, at, _ = counts
-    row = roles.query_row(part, SPEC)
     ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
-    ring.wait_empty(shared.q_ring, n)
-    q_full = ring.full_of(shared.q_ring, n)
-    mbarrier.expect(q_full, SHAPE.M * CHUNKS * 128)
-    for chunk in gl.static_range(CHUNKS):
-        place = shared.queries.index(ring.stage_of(shared.q_ring, n) * CHUNKS + chunk)
-        load_box(q_desc, [row, chunk * 64], q_full, place)
+    roles.load_rows(q_desc, part, n, shared, CHUNKS, SPEC, SHAPE)
     for t in range(part.seen):
         tile = part.tile + t
         first = roles.first_rows(ids, tile, SPEC, SHAPE)
@@ -121,9 +115,9 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
             if tile * SHAPE.N + page * PAGE < part.seq_len:
                 mbarrier.expect(full, PAGE * CHUNKS * 128)
                 for chunk in gl.static_range(CHUNKS):
-                    to = (ring.stage_of(shared.latents.ring, at) * CHUNKS + chunk) * PAGES + page
+                    place = (ring.stage_of(shared.latents.ring, at) * CHUNKS + chunk) * PAGES + page
                     column = (chunk + CHUNKS - 1) % CHUNKS * 64
-                    load_box(cache_desc, [row, column], full, shared.latents.pages.index(to))
+                    load_box(cache_desc, [row, column], full, shared.latents.pages.index(place))
             else:
                 ring.fill(shared.latents.ring, at)
         at += 1

@@ -48,19 +48,14 @@ from paged_ops.lowerings.gpu.target import Target
 
 GROUPS = gl.constexpr(4)  # of 128 latent columns
 CHUNKS = gl.constexpr(9)  # of 64 columns of query rows
-FEW = 16  # packed query rows of a unit
-MANY = 32
+KEYS = gl.constexpr(32)  # keys per matmul of values
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
-# By rows: tiles in shared memory, units whose query rows are there, registers of the warpgroups after the first, and
-# matmuls in flight.
+# By the packed query rows of a unit: tiles in shared memory, units whose query rows are there, registers of the
+# warpgroups after the first, and matmuls in flight.
 SIZES = {16: (4, 2, (112, 112, 32), 4), 32: (4, 1, (136, 136, 24), 2)}
 # What this kernel applies, by the names of spec.needs.
-APPLIES = frozenset(
-    {
-        *("latent", "causal", "window", "chunk", "soft_cap", "sinks"),
-        *("float8_e4m3fn", "float8_e5m2", "row_scales", "k_scale"),
-    }
-)
+APPLIES = frozenset({"latent", "causal", "window", "chunk", "soft_cap", "sinks"})
+APPLIES |= {"float8_e4m3fn", "float8_e5m2", "row_scales", "k_scale"}
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -70,7 +65,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     """The choice for a batch; the reason if this kernel cannot serve it."""
-    rows = min(max(latent_few.rows_of_unit(spec, shapes), FEW), MANY)
+    rows = 16 if latent_few.rows_of_unit(spec, shapes) <= 16 else 32
     return latent.plan_of(rows, spec, target, shapes)
 
 
@@ -78,8 +73,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     """The launches of a choice."""
     M, scaled, page = choice[1].rows, spec.storage.row_scales, latent.page_of(spec)
     stages, units, registers, outstanding = SIZES[M]
-    if scaled and M > FEW:
-        stages -= 1  # four tiles of weights rather than one
+    stages -= scaled and M == 32  # four tiles of weights rather than one
     e4m3 = spec.storage.dtype == torch.float8_e4m3fn
     shape = LatentShape(M, latent.KEYS, page, stages, units, registers, e4m3, outstanding)
     rows = functools.partial(latent.describe_rows, M, 64)
@@ -109,19 +103,11 @@ class Shared(NamedTuple):
 def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Load the tiles of a part, and its unit's query rows."""
     q_desc, latent_desc, rotated_desc, scale_desc = descs
-    PAGE: gl.constexpr = SHAPE.page
-    PAGES: gl.constexpr = SHAPE.N // PAGE
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     SCALED: gl.constexpr = SPEC.storage.row_scales
-    BYTES: gl.constexpr = 656 if SCALED else 576
     n, at, _ = counts
-    row = roles.query_row(part, SPEC)
     ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
-    ring.wait_empty(shared.q_ring, n)
-    q_full = ring.full_of(shared.q_ring, n)
-    mbarrier.expect(q_full, SHAPE.M * CHUNKS * 128)
-    for chunk in range(CHUNKS):
-        place = shared.queries.index(ring.stage_of(shared.q_ring, n) * CHUNKS + chunk)
-        load_box(q_desc, [row, chunk * 64], q_full, place)
+    roles.load_rows(q_desc, part, n, shared, CHUNKS, SPEC, SHAPE)
     for t in range(part.seen):
         tile = part.tile + t
         first = roles.first_rows(ids, tile, SPEC, SHAPE)
@@ -130,13 +116,12 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         ring.wait_empty(shared.ring, at)
         for page in gl.static_range(PAGES):
             row = roles.of_lane(first, page)
-            if tile * SHAPE.N + page * PAGE < part.seq_len:
-                mbarrier.expect(full, PAGE * BYTES)
+            if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
+                mbarrier.expect(full, SHAPE.page * (656 if SCALED else 576))
                 if SCALED:
                     load_box(scale_desc, [row, 256], full, shared.scale_pages.index(stage * PAGES + page))
-                    load_box(rotated_desc, [row, 264], full, shared.rotated_pages.index(stage * PAGES + page))
-                else:
-                    load_box(rotated_desc, [row, 256], full, shared.rotated_pages.index(stage * PAGES + page))
+                rotated = shared.rotated_pages.index(stage * PAGES + page)
+                load_box(rotated_desc, [row, 264 if SCALED else 256], full, rotated)
                 for g in gl.static_range(GROUPS):
                     place = shared.latent_pages.index((stage * GROUPS + g) * PAGES + page)
                     load_box(latent_desc, [row, g * 64], full, place)
@@ -175,7 +160,7 @@ def prepare_rows(n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def multiply_chunk(qk, chunk: gl.constexpr, place, rows, begins: gl.constexpr, shared, SHAPE: gl.constexpr):
-    """Add the products of one chunk of fp8 columns."""
+    """Add the scores of one chunk of fp8 columns."""
     layout: gl.constexpr = gl.DotOperandLayout(0, qk.type.layout, 2)
     if chunk == CHUNKS - 1:
         pairs = shared.rotated.index(place).load(layout)
@@ -189,7 +174,7 @@ def multiply_chunk(qk, chunk: gl.constexpr, place, rows, begins: gl.constexpr, s
 
 @gluon.jit
 def multiply_keys(place, n, zero, shared, SHAPE: gl.constexpr):
-    """The products ``[N, M]`` of a tile's keys with the query rows of the program's n-th unit."""
+    """The scores ``[N, M]`` of a tile's keys and the query rows of the program's n-th unit."""
     rows = n % SHAPE.units * (2 * CHUNKS)
     qk = zero
     for chunk in gl.static_range(CHUNKS):
@@ -199,17 +184,8 @@ def multiply_keys(place, n, zero, shared, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_group(g: gl.constexpr, place, rows, zero, shared, SHAPE: gl.constexpr):
-    """The products of one group of columns, without its scales."""
-    qk = multiply_chunk(zero, 2 * g, place, rows, True, shared, SHAPE)
-    qk = warpgroup_mma_wait(SHAPE.outstanding, deps=[qk])
-    qk = multiply_chunk(qk, 2 * g + 1, place, rows, False, shared, SHAPE)
-    return warpgroup_mma_wait(SHAPE.outstanding, deps=[qk])
-
-
-@gluon.jit
 def multiply_scaled_keys(place, n, scales, zero, shared, SHAPE: gl.constexpr):
-    """The same for rows that hold their scales, whose rotated columns are not fp8."""
+    """The same for rows with scales, whose rotated columns are not fp8."""
     slot = n % SHAPE.units * CHUNKS
     q = shared.queries.index(slot + 8)
     if q.dtype == gl.bfloat16:
@@ -217,13 +193,15 @@ def multiply_scaled_keys(place, n, scales, zero, shared, SHAPE: gl.constexpr):
     else:
         keys = shared.rotated.index(place).load(gl.DotOperandLayout(0, zero.type.layout, 2)).to(q.dtype)
         rotated = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    qk0 = multiply_group(0, place, 2 * slot, zero, shared, SHAPE)
-    qk1 = multiply_group(1, place, 2 * slot, zero, shared, SHAPE)
-    qk2 = multiply_group(2, place, 2 * slot, zero, shared, SHAPE)
-    qk3 = multiply_group(3, place, 2 * slot, zero, shared, SHAPE)
-    rotated, qk0, qk1, qk2, qk3 = warpgroup_mma_wait(0, deps=[rotated, qk0, qk1, qk2, qk3])
-    latents = qk0 * scales[0][:, None] + qk1 * scales[1][:, None]
-    return rotated + latents + qk2 * scales[2][:, None] + qk3 * scales[3][:, None]
+    made: gl.tuple = (rotated,)
+    for g in gl.static_range(GROUPS):
+        qk = multiply_chunk(zero, 2 * g, place, 2 * slot, True, shared, SHAPE)
+        qk = warpgroup_mma_wait(SHAPE.outstanding, deps=[qk])
+        qk = multiply_chunk(qk, 2 * g + 1, place, 2 * slot, False, shared, SHAPE)
+        made += (warpgroup_mma_wait(SHAPE.outstanding, deps=[qk]),)
+    made = warpgroup_mma_wait(0, deps=made)
+    latents = made[1] * scales[0][:, None] + made[2] * scales[1][:, None]
+    return made[0] + latents + made[3] * scales[2][:, None] + made[4] * scales[3][:, None]
 
 
 @gluon.jit
@@ -248,33 +226,32 @@ def load_scales(place, begin, rows, shared, key_layout: gl.constexpr, N: gl.cons
 
 
 @gluon.jit
-def softmax_tile(
-    qk, m, rows, exponent, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr, SCALED: gl.constexpr
-):  # fmt: skip
+def softmax_tile(qk, m, factor, cap, exponent, kept, MASKED: gl.constexpr, SPEC: gl.constexpr):
     """As in latent.py, of a tile ``[N, M]``, with a factor per row; the sums are of the keys of a thread.
 
     With scales the weights are those of the values, which are divided by ``2^(exponent - 126)`` of their key: the
     logits grow by that power's logarithm, so that a maximum keeps the weights in float16's range.
     """
-    factor = rows.factor[None, :]
+    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
+    SCALED: gl.constexpr = SPEC.storage.row_scales
     if SOFT_CAP:
-        qk = roles.apply_soft_cap(qk * factor, rows.cap)
+        qk = roles.apply_soft_cap(qk * factor[None, :], cap)
     elif SCALED:
-        qk = qk * factor
+        qk = qk * factor[None, :]
     if SCALED:
         qk += (exponent - 126).to(gl.float32)[:, None]
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
     largest = gl.max(qk, 0)
     if not (SOFT_CAP or SCALED):
-        largest *= rows.factor
+        largest *= factor
     m_new = gl.maximum(m, largest)
     m_new = gl.where(m_new > m + SLACK, m_new, m)
     shift = roles.finite(m_new)
     if SOFT_CAP or SCALED:
         p = gl.exp2(qk - shift[None, :])
     else:
-        p = gl.exp2(qk * factor - shift[None, :])
+        p = gl.exp2(qk * factor[None, :] - shift[None, :])
     weights = p
     if SCALED:
         weights = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
@@ -297,9 +274,8 @@ def store_weights(p, scales, exponent, place, weights, SCALED: gl.constexpr):
 def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """The weights of all tiles of a part, the factors of earlier sums, and lse."""
     n, at, sent = counts
-    scale, cap, value_scale = args
+    scale, cap, k_scale = args
     messages = shared.messages
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     SCALED: gl.constexpr = SPEC.storage.row_scales
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
@@ -310,12 +286,8 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
     rows = roles.rows_of(part, r, 1.0, cap, batch.numbers, SPEC, SHAPE)
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
     l = gl.sum(zero.reshape([N // 16, 2, 8, M]), 1)
-    l_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, l.type.layout))
     ring.wait_full(shared.q_ring, n)
     factor = gl.convert_layout(prepare_rows(n, shared, SPEC, SHAPE), row_layout) * scale
-    rows = roles.Rows(
-        factor, cap, rows.seq_len, rows.oldest, rows.i, rows.low, rows.full_start, rows.full_end
-    )  # fmt: skip
     for t in range(part.seen):
         tile = part.tile + t
         place = ring.stage_of(shared.ring, at)
@@ -331,57 +303,45 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
             ring.release(shared.q_ring, n)
         if roles.is_masked(rows, tile, SPEC):
             kept = roles.keep(qk, rows, tile * N, 0, SPEC)
-            p, m_new, sums, decay = softmax_tile(qk, m, rows, exponent, kept, True, SOFT_CAP, SCALED)
+            p, m_new, sums, decay = softmax_tile(qk, m, factor, cap, exponent, kept, True, SPEC)
         else:
-            p, m_new, sums, decay = softmax_tile(qk, m, rows, exponent, True, False, SOFT_CAP, SCALED)
+            p, m_new, sums, decay = softmax_tile(qk, m, factor, cap, exponent, True, False, SPEC)
         ring.wait_empty(messages.ring, sent)
         store_weights(p, scales, exponent, ring.stage_of(messages.ring, sent), messages.weights, SCALED)
         roles.send_factors(messages, sent, decay, m_new, m)
         fence_async_shared()
         ring.fill(messages.ring, sent)
         m = m_new
+        l_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, l.type.layout))
         l = l * gl.convert_layout(decay, l_layout)[None, :][None, :, :] + sums
         sent += 1
         at += 1
     head = part.kh * SPEC.G + r % SPEC.G
     l_ = gl.convert_layout(gl.sum(gl.sum(l, 0), 0), row_layout)
     m, l_, decay = roles.add_sink(m, l_, head, part, batch.tensors, SPEC)
-    roles.send_last(messages, sent, roles.normalizer(l_, decay) * value_scale)
+    roles.send_last(messages, sent, roles.normalizer(l_, decay) * k_scale)
     roles.store_lse(roles.lse2_of(m, l_), part, r, batch.tensors, SPEC, SHAPE)
     return Counts(n + 1, at, sent + 1)
 
 
 @gluon.jit
 def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    tensors, numbers = batch.tensors, batch.numbers
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    scale = numbers.scale
-    if tensors.k_scale is not None:
-        scale *= gl.load(tensors.k_scale)
-    if not SOFT_CAP:
-        scale *= LOG2E
+    k_scale = 1.0
+    if batch.tensors.k_scale is not None:
+        k_scale = gl.load(batch.tensors.k_scale)
+    scale = batch.numbers.scale * k_scale
     cap = (0.0, 0.0)
-    if SOFT_CAP:
-        cap = (numbers.soft_cap * LOG2E, 2.0 * LOG2E / numbers.soft_cap)
-    value_scale = 1.0
-    if tensors.k_scale is not None:
-        value_scale = gl.load(tensors.k_scale)
-    roles.walk(score_part, (scale, cap, value_scale), batch, share, shared, SPEC, DIVISION, SHAPE)
+    if SPEC.logits.soft_cap:
+        cap = (batch.numbers.soft_cap * LOG2E, 2.0 * LOG2E / batch.numbers.soft_cap)
+    else:
+        scale *= LOG2E
+    roles.walk(score_part, (scale, cap, k_scale), batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def load_values(
-    at,
-    key: gl.constexpr,
-    g: gl.constexpr,
-    tile,
-    oldest,
-    end,
-    shared,
-    KEYS: gl.constexpr,
-    SHAPE: gl.constexpr,
-    layout: gl.constexpr,
-):
+    at, key: gl.constexpr, g: gl.constexpr, tile, oldest, end, shared, SHAPE: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
     """The even and the odd columns ``[64, KEYS]`` of a group of values, of some keys of a tile; 0 for keys outside
     ``oldest : end``, whose weights are 0, but 0 * NaN would be NaN."""
     latents = shared.latents.index(ring.stage_of(shared.ring, at) * GROUPS + g)
@@ -394,7 +354,7 @@ def load_values(
 
 
 @gluon.jit
-def multiply_values(even_sums, odd_sums, even, odd, weights, key: gl.constexpr, KEYS: gl.constexpr):
+def multiply_values(even_sums, odd_sums, even, odd, weights, key: gl.constexpr):
     """Add the values of some keys, multiplied by their weights, to the sums ``[64, M]`` of even and odd columns."""
     weights = weights.slice(key, KEYS, dim=0)
     even_sums = warpgroup_mma(even, weights, even_sums, is_async=True)
@@ -402,64 +362,55 @@ def multiply_values(even_sums, odd_sums, even, odd, weights, key: gl.constexpr, 
 
 
 @gluon.jit
-def weights_for(g: gl.constexpr, place, weights, SPEC: gl.constexpr):
-    """The weights of a tile for a group of values."""
-    if SPEC.storage.row_scales:
-        return weights.index(place * GROUPS + g)
-    else:
-        return weights.index(place)
-
-
-@gluon.jit
-def store_columns(to, row, live, even, odd, first, factor, R: gl.constexpr):
-    """Store the sums ``[64, M]`` of a group's even and odd columns to rows of R columns."""
-    d = first + 2 * gl.arange(0, 64, gl.SliceLayout(1, even.type.layout))
-    at = to + row[None, :] * R + d[:, None]
-    gl.store(at, (even * factor[None, :]).to(to.dtype.element_ty), mask=live[None, :])
-    gl.store(at + 1, (odd * factor[None, :]).to(to.dtype.element_ty), mask=live[None, :])
+def store_columns(to, row, live, acc, factor, G0: gl.constexpr):
+    """Store the sums ``[64, M]`` of the even and the odd columns of two groups, from group G0 on."""
+    for n in gl.static_range(4):
+        d = (G0 + n // 2) * 128 + n % 2 + 2 * gl.arange(0, 64, gl.SliceLayout(1, acc[n].type.layout))
+        value = (acc[n] * factor[None, :]).to(to.dtype.element_ty)
+        gl.store(to + row[None, :] * (128 * GROUPS) + d[:, None], value, mask=live[None, :])
 
 
 @gluon.jit
 def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Two groups of the value columns of a part's result, from group ``args[0]`` on."""
     G0: gl.constexpr = args[0]
-    tensors, messages = batch.tensors, shared.messages
-    KEYS: gl.constexpr = 32  # per matmul
-    OUT: gl.constexpr = SHAPE.outstanding
+    messages = shared.messages
+    MASKS: gl.constexpr = SPEC.masks
+    SCALED: gl.constexpr = SPEC.storage.row_scales
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
-    R: gl.constexpr = SPEC.v_side.size
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
     v_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     at, received = counts.tiles, counts.messages
     end, oldest = part.seq_len, 0
-    if SPEC.masks.window or SPEC.masks.chunk:
-        oldest = oldest_key(part.seq_len - part.q_len + part.first_token, batch.numbers, SPEC.masks)
+    if MASKS.window or MASKS.chunk:
+        oldest = oldest_key(part.seq_len - part.q_len + part.first_token, batch.numbers, MASKS)
     acc0 = gl.full([64, M], 0.0, gl.float32, layout)
     acc1, acc2, acc3 = acc0, acc0, acc0
     for t in range(part.seen):
         tile = part.tile + t
         ring.wait_full(shared.ring, at)
-        even, odd = load_values(at, 0, G0, tile, oldest, end, shared, KEYS, SHAPE, v_layout)
+        even, odd = load_values(at, 0, G0, tile, oldest, end, shared, SHAPE, v_layout)
         ring.wait_full(messages.ring, received)
+        place = ring.stage_of(messages.ring, received)
         decay, changed = roles.load_factors(messages, received, row_layout)
         if changed != 0:
             acc0 = acc0 * decay[None, :]
             acc1 = acc1 * decay[None, :]
             acc2 = acc2 * decay[None, :]
             acc3 = acc3 * decay[None, :]
-        weights = weights_for(G0, ring.stage_of(messages.ring, received), messages.weights, SPEC)
-        acc0, acc1 = multiply_values(acc0, acc1, even, odd, weights, 0, KEYS)
+        weights = messages.weights.index(place * GROUPS + G0 if SCALED else place)
+        acc0, acc1 = multiply_values(acc0, acc1, even, odd, weights, 0)
         for key in gl.static_range(KEYS, N, KEYS):
-            even, odd = load_values(at, key, G0, tile, oldest, end, shared, KEYS, SHAPE, v_layout)
-            acc0, acc1 = multiply_values(acc0, acc1, even, odd, weights, key, KEYS)
-            acc0, acc1 = warpgroup_mma_wait(OUT, deps=[acc0, acc1])
-        weights = weights_for(G0 + 1, ring.stage_of(messages.ring, received), messages.weights, SPEC)
+            even, odd = load_values(at, key, G0, tile, oldest, end, shared, SHAPE, v_layout)
+            acc0, acc1 = multiply_values(acc0, acc1, even, odd, weights, key)
+            acc0, acc1 = warpgroup_mma_wait(SHAPE.outstanding, deps=[acc0, acc1])
+        weights = messages.weights.index(place * GROUPS + G0 + 1 if SCALED else place)
         for key in gl.static_range(0, N, KEYS):
-            even, odd = load_values(at, key, G0 + 1, tile, oldest, end, shared, KEYS, SHAPE, v_layout)
-            acc2, acc3 = multiply_values(acc2, acc3, even, odd, weights, key, KEYS)
-            acc0, acc1, acc2, acc3 = warpgroup_mma_wait(OUT, deps=[acc0, acc1, acc2, acc3])
+            even, odd = load_values(at, key, G0 + 1, tile, oldest, end, shared, SHAPE, v_layout)
+            acc2, acc3 = multiply_values(acc2, acc3, even, odd, weights, key)
+            acc0, acc1, acc2, acc3 = warpgroup_mma_wait(SHAPE.outstanding, deps=[acc0, acc1, acc2, acc3])
         acc0, acc1, acc2, acc3 = warpgroup_mma_wait(0, deps=[acc0, acc1, acc2, acc3])
         ring.release(shared.ring, at)
         ring.release(messages.ring, received)
@@ -468,14 +419,11 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     factor = roles.receive_last(messages, received, row_layout)
     r = gl.arange(0, M, row_layout)
     live = roles.live_rows(part, r, SPEC, SHAPE)
+    acc = (acc0, acc1, acc2, acc3)
     if roles.is_whole(part):
-        row = roles.output_row(part, r, SPEC)
-        store_columns(tensors.out, row, live, acc0, acc1, G0 * 128, factor, R)
-        store_columns(tensors.out, row, live, acc2, acc3, G0 * 128 + 128, factor, R)
+        store_columns(batch.tensors.out, roles.output_row(part, r, SPEC), live, acc, factor, G0)
     else:
-        row = roles.part_row(part, r, SHAPE)
-        store_columns(tensors.parts, row, live, acc0, acc1, G0 * 128, factor, R)
-        store_columns(tensors.parts, row, live, acc2, acc3, G0 * 128 + 128, factor, R)
+        store_columns(batch.tensors.parts, roles.part_row(part, r, SHAPE), live, acc, factor, G0)
     return Counts(counts.units, at, received + 1)
 
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_empty, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
+from paged_ops.lowerings.gpu.gluon_names import load_box
 
 # The maximum in use is replaced only by one that is larger by more than this, to base 2: see softmax_tile.
 SLACK = gl.constexpr(8.0)
@@ -104,6 +106,17 @@ def of_lane(vector, n: gl.constexpr):
     """The value of lane n."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     return gl.sum(gl.where(lane == n, vector, 0), 0)
+
+
+@gluon.jit
+def load_rows(desc, part, n, shared, CHUNKS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load the query rows of the program's n-th unit, in chunks of 64 columns."""
+    wait_empty(shared.q_ring, n)
+    full = full_of(shared.q_ring, n)
+    mbarrier.expect(full, SHAPE.M * CHUNKS * 128)
+    for chunk in gl.static_range(CHUNKS):
+        place = shared.queries.index(stage_of(shared.q_ring, n) * CHUNKS + chunk)
+        load_box(desc, [query_row(part, SPEC), chunk * 64], full, place)
 
 
 @gluon.jit
