@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# The masks that the functions here apply, by the names of spec.Masks. A Gluon kernel names its own.
+MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "heads_an_offset"})
+
 
 class KeyTiles(NamedTuple):
     """The tiles of keys that a tile of query rows visits."""
@@ -24,8 +27,20 @@ class KeyTiles(NamedTuple):
 
 
 @triton.jit
-def keep(i, j, live, numbers, MASKS: tl.constexpr):
-    """Whether queries at positions ``i`` see keys at ``j``, of which ``live`` exist; operands broadcast."""
+def keep(rows, j, live, numbers, MASKS: tl.constexpr):
+    """Whether query rows (:class:`Rows` of tile.py) see keys at ``j``, of which ``live`` exist; operands broadcast."""
+    if rows.sees is None:
+        kept = keep_in_order(rows.i, j, live, numbers, MASKS)
+    else:
+        kept = live & (j >= rows.sees[0]) & (j < rows.sees[1])
+    if MASKS.sparse:
+        kept = kept & keep_block_sparse(rows.i, j, rows.offset, numbers)
+    return kept
+
+
+@triton.jit
+def keep_in_order(i, j, live, numbers, MASKS: tl.constexpr):
+    """Whether queries at positions ``i`` see keys at ``j`` by causality, window and chunk."""
     kept = live
     if MASKS.causal:
         kept = kept & (j <= i)
@@ -34,12 +49,6 @@ def keep(i, j, live, numbers, MASKS: tl.constexpr):
     if MASKS.chunk:
         kept = kept & (i // numbers.chunk == j // numbers.chunk)
     return kept
-
-
-@triton.jit
-def keep_between(j, sees, live):
-    """Whether keys at ``j`` lie between the first key that a query sees and the end; operands broadcast."""
-    return live & (j >= sees[0]) & (j < sees[1])
 
 
 @triton.jit
@@ -78,6 +87,43 @@ def oldest_key(first_i, numbers, MASKS: tl.constexpr):
     if MASKS.chunk:
         oldest = tl.maximum(oldest, first_i // numbers.chunk * numbers.chunk)
     return oldest
+
+
+class Hidden(NamedTuple):
+    """The keys before the newest ones that no row of a tile sees, and the tiles that the walk passes over with them."""
+
+    oldest: Any  # of the keys that a row sees
+
+
+@triton.jit
+def hidden_keys(oldest, first_i, first_tile, walk_i, numbers, MASKS: tl.constexpr):
+    """:class:`Hidden` for rows from position ``first_i`` on, in a walk over the key tiles of rows from ``walk_i`` on,
+    which begins with ``first_tile`` of :func:`first_key_tile`. ``oldest``: of :func:`oldest_key`, or of ranges."""
+    return Hidden(oldest)
+
+
+@triton.jit
+def first_key_tile(oldest, first_i, numbers, MASKS: tl.constexpr, N: tl.constexpr):
+    """The first key tile of rows from position ``first_i`` on. A walk counts the tiles from here to the newest one;
+    :func:`place_of` says where each tile lies."""
+    return oldest // N
+
+
+@triton.jit
+def place_of(tile, hidden, MASKS: tl.constexpr, N: tl.constexpr):
+    """The tile of the sequence at a place of a walk."""
+    return tile
+
+
+@triton.jit
+def only_seen(live, j, KEYS: tl.constexpr, hidden, MASKS: tl.constexpr):
+    """``live``, but False where no row sees any of the ``KEYS`` keys from j on: their blocks may be freed."""
+    if MASKS.window or MASKS.chunk:
+        if KEYS == 1:
+            live = live & (j >= hidden.oldest)
+        else:
+            live = live & (j + KEYS > hidden.oldest)
+    return live
 
 
 @triton.jit
