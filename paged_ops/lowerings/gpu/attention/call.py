@@ -47,6 +47,7 @@ from paged_ops.lowerings.gpu.cache import FORMATS
 from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launches
 from paged_ops.lowerings.gpu.spec import (
+    MASK_ARGUMENTS,
     OPTIONAL,
     Numbers,
     Pointers,
@@ -60,7 +61,7 @@ from paged_ops.lowerings.gpu.target import target_of
 # What attention applies here: the arguments of the op by their names, and formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
-    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    *MASK_ARGUMENTS,
     *("soft_cap", "alibi_slopes", "sinks"),
 }
 RANGES = "bidirectional_ranges"  # the one feature with a row for each sequence

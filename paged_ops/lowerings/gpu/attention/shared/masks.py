@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 # The masks that the functions here apply, by the names of spec.Masks. A Gluon kernel names its own.
-MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "heads_an_offset"})
+MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "heads_an_offset", "first"})
 
 
 class KeyTiles(NamedTuple):
@@ -33,6 +33,8 @@ def keep(rows, j, live, numbers, MASKS: tl.constexpr):
         kept = keep_in_order(rows.i, j, live, numbers, MASKS)
     else:
         kept = live & (j >= rows.sees[0]) & (j < rows.sees[1])
+        if MASKS.first:
+            kept = kept | keep_in_order(rows.i, j, live, numbers, MASKS)
     if MASKS.sparse:
         kept = kept & keep_block_sparse(rows.i, j, rows.offset, numbers)
     return kept
@@ -45,7 +47,10 @@ def keep_in_order(i, j, live, numbers, MASKS: tl.constexpr):
     if MASKS.causal:
         kept = kept & (j <= i)
     if MASKS.window:
-        kept = kept & (i - j < numbers.window)
+        near = i - j < numbers.window
+        if MASKS.first:
+            near = near | (j < MASKS.first)
+        kept = kept & near
     if MASKS.chunk:
         kept = kept & (i // numbers.chunk == j // numbers.chunk)
     return kept
@@ -90,28 +95,52 @@ def oldest_key(first_i, numbers, MASKS: tl.constexpr):
 
 
 class Hidden(NamedTuple):
-    """The keys before the newest ones that no row of a tile sees, and the tiles that the walk passes over with them."""
+    """The keys ``start : oldest``, which no row of a tile sees. Without first tokens the start is 0."""
 
-    oldest: Any  # of the keys that a row sees
+    start: Any
+    oldest: Any
+    first_tile: Any  # of the walk
 
 
 @triton.jit
 def hidden_keys(oldest, first_i, first_tile, walk_i, numbers, MASKS: tl.constexpr):
     """:class:`Hidden` for rows from position ``first_i`` on, in a walk over the key tiles of rows from ``walk_i`` on,
     which begins with ``first_tile`` of :func:`first_key_tile`. ``oldest``: of :func:`oldest_key`, or of ranges."""
-    return Hidden(oldest)
+    start, _ = first_tokens(oldest, walk_i, numbers, MASKS)
+    _, oldest = first_tokens(oldest, first_i, numbers, MASKS)
+    return Hidden(start, oldest, first_tile)
+
+
+@triton.jit
+def first_tokens(oldest, first_i, numbers, MASKS: tl.constexpr):
+    """The end of the first tokens that rows from position ``first_i`` on see past their window, and ``oldest``. If
+    their chunk begins among the first tokens, they see all keys from there on."""
+    FIRST: tl.constexpr = MASKS.first
+    end = FIRST
+    if FIRST and MASKS.chunk:
+        of_chunk = tl.maximum(first_i, 0) // numbers.chunk * numbers.chunk
+        oldest = tl.where((of_chunk > 0) & (of_chunk < FIRST), tl.minimum(oldest, of_chunk), oldest)
+        end = tl.where(of_chunk > 0, 0, FIRST)
+    return end, oldest
 
 
 @triton.jit
 def first_key_tile(oldest, first_i, numbers, MASKS: tl.constexpr, N: tl.constexpr):
     """The first key tile of rows from position ``first_i`` on. A walk counts the tiles from here to the newest one;
     :func:`place_of` says where each tile lies."""
-    return oldest // N
+    end, oldest = first_tokens(oldest, first_i, numbers, MASKS)
+    tile = oldest // N
+    if MASKS.first:
+        tile = tl.maximum(tile - tl.cdiv(end, N), 0)
+    return tile
 
 
 @triton.jit
 def place_of(tile, hidden, MASKS: tl.constexpr, N: tl.constexpr):
-    """The tile of the sequence at a place of a walk."""
+    """The tile of the sequence at a place of a walk: the first tokens' tiles come right before the others."""
+    if MASKS.first:
+        at = tile - hidden.first_tile
+        tile = tl.where(at < tl.cdiv(hidden.start, N), at, tile)
     return tile
 
 
@@ -120,9 +149,12 @@ def only_seen(live, j, KEYS: tl.constexpr, hidden, MASKS: tl.constexpr):
     """``live``, but False where no row sees any of the ``KEYS`` keys from j on: their blocks may be freed."""
     if MASKS.window or MASKS.chunk:
         if KEYS == 1:
-            live = live & (j >= hidden.oldest)
+            seen = j >= hidden.oldest
         else:
-            live = live & (j + KEYS > hidden.oldest)
+            seen = j + KEYS > hidden.oldest
+        if MASKS.first:
+            seen = seen | (j < hidden.start)
+        live = live & seen
     return live
 
 
