@@ -19,6 +19,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-P", __file__, "--serve", str(root)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(root)]
         environment = {**os.environ, "PYTHONPATH": path}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd="/"
@@ -44,8 +45,26 @@ class Tree:
         return json.loads(self._process.stdout.readline() or '{"failed": "the process has ended"}')
 
 
+def compile_all(roots: Sequence[Path], requests: Sequence[Any], workers: int) -> None:
+    """Compile the kernels of all cases, by several processes of each checkout."""
+    running = []
+    for root in roots:
+        for n in range(workers):
+            tree = Tree(root)
+            assert tree._process.stdin is not None
+            for request in requests[n::workers]:
+                tree._process.stdin.write(json.dumps([*request, "once"]) + "\n")
+            tree._process.stdin.close()
+            running.append(tree._process)
+    for process in running:
+        assert process.stdout is not None
+        process.stdout.read()
+        process.wait()
+
+
 def serve(root: str) -> None:
-    """Answer requests: ``[group, name, heads]`` prepares a case and describes its result, ``[repeats]`` times it."""
+    """Answer requests: ``[group, name, heads]`` prepares a case and describes its result, ``[repeats]`` times it, and
+    ``[group, name, heads, "once"]`` calls it once."""
     import torch
 
     import paged_ops
@@ -63,6 +82,10 @@ def serve(root: str) -> None:
         try:
             if len(request) == 1:
                 answer = replay.median_us(request[0], rest)
+            elif request[-1] == "once":
+                sets = cases.make_inputs(known[tuple(request[:-1])], device, 0, most=2)
+                PagedOps().prepare(sets)[0]()
+                torch.cuda.synchronize()
             else:
                 replay = None
                 torch.cuda.empty_cache()
@@ -82,10 +105,12 @@ def serve(root: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path, help="the other checkout")
+    parser.add_argument("--after", type=Path, default=ROOT, help="by default the checkout of this file")
     parser.add_argument("--groups", default="decode,prefill,fp8,sizes,latent", help="with commas between")
-    parser.add_argument("--cases", default="", help="a regular expression; the cases that it finds")
+    parser.add_argument("--cases", default="", help="a regular expression that finds cases by heads and name")
     parser.add_argument("--turns", type=int, default=3, help="of each checkout")
     parser.add_argument("--repeats", type=int, default=15, help="replays of a turn, whose median is taken")
+    parser.add_argument("--workers", type=int, default=4, help="processes of each checkout that compile kernels first")
     parser.add_argument("--limit", type=float, default=1.01, help="the largest ratio of times that counts as equal")
     parser.add_argument("--out", type=Path, help="append one JSON line per case")
     args = parser.parse_args()
@@ -95,13 +120,15 @@ def main() -> int:
     from paged_ops.bench import cases
 
     groups = args.groups.split(",")
-    chosen = [case for case in cases.gpu_cases() if case.group in groups and re.search(args.cases, case.name)]
-    trees = {"before": Tree(args.before.resolve()), "after": Tree(ROOT)}
+    chosen = [case for case in cases.gpu_cases() if case.group in groups]
+    chosen = [each for each in chosen if re.search(args.cases, f"{each.num_heads}/{each.num_kv_heads} {each.name}")]
+    requests = [(case.group, case.name, case.num_heads, case.num_kv_heads) for case in chosen]
+    compile_all((args.before.resolve(), args.after.resolve()), requests, args.workers)
+    trees = {"before": Tree(args.before.resolve()), "after": Tree(args.after.resolve())}
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     bad = 0
-    for case in chosen:
-        request = case.group, case.name, case.num_heads, case.num_kv_heads
-        record: dict[str, Any] = {"group": case.group, "case": case.name, "heads": f"{request[2]}/{request[3]}"}
+    for request in requests:
+        record: dict[str, Any] = {"group": request[0], "case": request[1], "heads": f"{request[2]}/{request[3]}"}
         prepared = {name: tree.ask(*request) for name, tree in trees.items()}
         failed = {name: each["failed"] for name, each in prepared.items() if "failed" in each}
         if failed:

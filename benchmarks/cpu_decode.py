@@ -2,12 +2,12 @@
 
     python benchmarks/cpu_decode.py [--repeat 31] [--case decode] [--dtype bfloat16] [--processor-time]
 
-32 query and 8 key/value heads, D 128, block 16, shuffled block tables. Decode: batch 8, context 2048; the floor is to
-read as many bytes as the keys and values have. Prefill: 64, 1024 and 2048 tokens, and a chunk of 512 at context 2048;
-beside the op stands :func:`gather_kv` with SDPA over what it gathered. Each also with torch ops alone, as where there
-is no compiler. All take turns over four caches, several times any processor cache together, so that all read memory,
-under the same load. On a machine that others use, the processor's time of one thread says more than the clock. Prints a
-line a case and dtype and appends it to benchmarks/data/cpu_decode.jsonl.
+32 query and 8 key/value heads, D 128, block 16, shuffled block tables. Decode: batch 8, context 2048; the floor is a
+read of the bytes of keys and values. Prefill: 64, 1024 and 2048 tokens, and a chunk of 512 at context 2048; the op is
+compared with :func:`gather_kv` followed by dense SDPA, and with torch ops alone (as without a compiler). All take turns
+over four caches, together several times as large as any processor cache, so all read memory under the same load. On a
+shared machine the processor time of one thread says more than the clock. Prints a line per case and dtype, and appends
+it to benchmarks/data/cpu_decode.jsonl.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def milliseconds(calls: dict[str, Callable[[int], object]], repeat: int, clock: 
 
 
 def measure(case: str, dtype: torch.dtype, repeat: int, clock: Clock = time.perf_counter) -> dict[str, object]:
-    """Times of the op, of the op with torch ops alone, and of what it is held against; raises if the op is wrong."""
+    """Times of the op, of torch ops alone, and of the baseline; raises if the op is wrong."""
     torch.manual_seed(0)
     S, q, n = CASES[case]
     N = S * n // B

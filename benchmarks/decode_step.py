@@ -2,21 +2,21 @@
 
     python benchmarks/decode_step.py --commit $(git rev-parse --short HEAD) --out decode_step.jsonl
 
-Each line is one (batch × context) point of one variant: milliseconds a step (median of replays, argmax and the advance
-to the next token included), milliseconds without those two, beside the roofline, the model's matrix products alone, and
-the clock and power of the GPU while it ran. Before a point is timed, its logits are compared with a step that is
-neither compiled nor captured and attends by the float32 reference.
+Each line is one (batch × context) point of one variant: milliseconds per step (median of replays, with argmax and the
+advance to the next token), milliseconds without those two, the roofline, the model's matmuls alone, and the clock and
+power of the GPU while it ran. Before a point is timed, its logits are compared with a step that is neither compiled nor
+captured and attends by the float32 reference.
 
 Variants of the plain model, ``examples/compile_decode.py``: ``default`` compiles without autotuning; ``descent`` tunes
-generated kernels, and turns the products of one row into them; ``autotune`` also times Triton's matrix products
-against cuBLAS's; ``overlapping`` has this package's products of few rows; ``no_attention`` writes the cache and does
+generated kernels, and makes matmuls of one row generated kernels; ``autotune`` also times Triton's matmuls against
+cuBLAS's; ``overlapping`` has this package's matmuls of few rows; ``no_attention`` writes the cache and does
 not read it; ``static`` is the same model with an unpaged cache and SDPA as PyTorch chooses. In the points with a ``+``
-all sequences share the first so many tokens: ``cascade`` reads them once for all, ``default`` does not.
+all sequences share that number of first tokens: ``cascade`` reads them once for all, ``default`` does not.
 ``transformers`` is the model of that library with this package's attention, projections fused, layers compiled, and
-products of few rows, ``transformers_descent`` with tuned kernels instead of these; ``transformers_static`` the same
+matmuls of few rows, ``transformers_descent`` with tuned kernels instead of these; ``transformers_static`` the same
 model as that library runs it fastest by itself: a static cache, ``torch.compile(mode="reduce-overhead")``.
 
-``--cold`` times the first step of a process with empty caches instead: compilation, and loading what it made.
+``--cold`` times the first step of a process with empty caches instead: compilation, and loading the result.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ from compile_decode import Config, Layer, Llama
 
 from paged_ops import AttentionMetadata, Batch, KVCache, cascade_attention, reference, reshape_and_cache
 from paged_ops.bench.measure import host_us
-from paged_ops.graphs import DecodeGraphs, GraphKey, InputBuffers
+from paged_ops.graphs import DecodeGraphs, GraphKey, build_inputs, step_builder
 from paged_ops.integrations.transformers import attention_function
 from paged_ops.integrations.transformers import model as integration
-from paged_ops.integrations.transformers.projections import fuse_projections
-from paged_ops.lowerings.gpu.linear import use_overlapping_products
+from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
 
 LLAMA_8B = Config(32, 4096, 32, 8, 128, 14336, 128256, max_positions=1 << 16)
 POINTS = {"1x1024": (1, 1024), "1x32768": (1, 32768), "16x4096": (16, 4096), "64x1024": (64, 1024)}
@@ -76,7 +75,7 @@ PAGED = "transformers", "transformers_descent"
 COLD = ("plain", "transformers", "transformers_whole")
 BLOCK_SIZE, REPLAYS = 16, 40
 BYTES_PER_SECOND, FLOPS = 4556e9, 700e12
-PARTS = {  # of a step, by the names of its kernels
+PARTS = {  # parts of a step, by the names of their kernels
     "attention": "split_kernel|merge_kernel|(prefill|dense|mixed|shares|decode)_kernel|paged_attention|attn|flash|fmha",
     "products": "nvjet|cublas|gemm|gemv|splitK|product_kernel|_mm_|triton_tem",
     "cache write": "write_kernel",
@@ -225,8 +224,8 @@ def check(model: Any, run: DecodeGraphs, batch: Batch, ids: Tensor, prefix: int,
     small = [layer[needed.cuda()] for layer in kv_cache.layers]  # else the reference would widen all of it
     renumbered = Batch(batch.query_lens, batch.num_computed_tokens, places.view(batch.block_ids.shape).int())
     cache = KVCache(1, len(needed), BLOCK_SIZE, 1, 1)  # only for its sizes
-    buffers = InputBuffers(cache, batch.num_reqs, batch.num_reqs, batch.block_ids.shape[1] * BLOCK_SIZE)
-    inputs = buffers.fill(renumbered, ids.cpu(), batch.num_reqs, batch.num_reqs)
+    builder = step_builder(cache, batch.num_reqs, batch.num_reqs, batch.block_ids.shape[1] * BLOCK_SIZE)
+    inputs = build_inputs(builder, renumbered, ids.cpu(), batch.num_reqs, batch.num_reqs)
     on_gpu = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.cuda(), inputs.metadata)
     with float32_reference():
         want = model(inputs.input_ids.cuda(), on_gpu, inputs.last_rows.cuda(), small).float()
@@ -267,7 +266,7 @@ def time_replays(graph: Any) -> tuple[float, dict[str, float]]:
 
 
 def time_products(c: Config, rows: int) -> float:
-    """Milliseconds of the matrix products of a step alone, captured."""
+    """Milliseconds of the matmuls of a step alone, captured."""
     inputs = {size: torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (c.hidden, c.intermediate)}
     sizes = (c.heads + 2 * c.kv_heads) * c.head_size, c.hidden, 2 * c.intermediate, c.hidden
     depths = c.hidden, c.heads * c.head_size, c.hidden, c.intermediate

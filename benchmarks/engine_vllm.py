@@ -1,12 +1,13 @@
-"""vLLM with its own attention backends and with ours: milliseconds a decode step, and a mixed load, by the real engine.
+"""vLLM with its own attention backends and with ours: milliseconds per decode step, and a mixed load, in the real
+engine.
 
-One process a backend, one engine in it, of the shape of Llama-3-8B with dummy weights (made larger, so that attention
+One process per backend with one engine, of the shape of Llama-3-8B with dummy weights (made larger, so that attention
 and the choice of tokens depend on them). No tokenizer, no network. All backends get the same requests; their greedy
-tokens are compared. Results are written after each measurement, so that a limit of time leaves what was done.
+tokens are compared. Results are written after each measurement, so that a time limit keeps the finished ones.
 
     python benchmarks/engine_vllm.py --out DIR [--backends PAGED_OPS FLASH_ATTN TRITON_ATTN] [--seconds 540]
     python benchmarks/engine_vllm.py --out DIR --tiny            # a tiny model, to try the script, also on the CPU
-    python benchmarks/engine_vllm.py --out DIR --backends        # only compare what DIR holds
+    python benchmarks/engine_vllm.py --out DIR --backends        # only compare the results in DIR
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Engine:
         self.compiled = [] if on_cpu else count_compilations()
 
     def add(self, length: int, new_tokens: int, seed: int) -> str:
-        """Queue a request with random token ids, after those that are shared if it is longer; greedy, no stop token."""
+        """Queue a request with random token ids after the shared ones; greedy, no stop token."""
         from vllm import SamplingParams
 
         shared = self.shared if length > len(self.shared) else []
@@ -140,14 +141,14 @@ class Engine:
         """Milliseconds a step while every request decodes."""
         names = [self.add(length, new_tokens, seed * 10007 + i) for i, length in enumerate(lengths)]
         tokens, steps = self.run(names)
-        # A step in which every request got a token, after one in which every request did: pure decode.
+        # Every request got a token in this step and in the one before: pure decode.
         times = [
             (end - before) * 1e3
             for (before, had, _), (end, has, new) in itertools.pairwise(steps)
             if had == has == new == len(names)
         ][2:-2]
         if not times:
-            raise RuntimeError(f"no step in which all {len(names)} requests decode: they do not fit the cache")
+            raise RuntimeError(f"no step decodes all {len(names)} requests: they do not fit the cache")
         return {
             "ms_per_step": statistics.fmean(times),
             "median_ms": statistics.median(times),
@@ -362,7 +363,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
-    parser.add_argument("--sharing", type=int, default=0, help="only cases whose requests share so many tokens")
+    parser.add_argument("--sharing", type=int, default=0, help="only cases whose requests share this number of tokens")
     parser.add_argument("--cascade", action="store_true", help="our backend looks for what requests share")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU platform, where CPU_ATTN is its own backend")

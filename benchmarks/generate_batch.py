@@ -1,5 +1,5 @@
-"""transformers' ``generate_batch`` with this package's attention, on a GPU: are its tokens those of ``generate()``, and
-how fast is it beside transformers' own paged attention functions?
+"""transformers' ``generate_batch`` with this package's attention, on a GPU: does it give the tokens of ``generate()``,
+and how fast is it next to transformers' own paged attention functions?
 
     python benchmarks/generate_batch.py --out generate_batch.json [--seconds 220] [--only tokens|speed] [--tiny]
 
@@ -7,8 +7,8 @@ Tokens: tiny random models in float32 with eager attention (Llama; Gemma-2 with 
 windows and sinks), with CUDA graphs off, on, and as transformers chooses, whole and chunked prompts. The script fails
 if one differs; gpt-oss in graphs is noted as not served, where transformers' experts cannot be captured.
 
-Speed: the shape of Llama-3-8B, random bfloat16 weights, greedy. Milliseconds a decode step are medians of the times
-between tokens while every request decodes; seconds are those of the whole call, prompts included, the second time.
+Speed: the shape of Llama-3-8B, random bfloat16 weights, greedy. Milliseconds per decode step are medians of the times
+between tokens while every request decodes; seconds are the second run of the whole call, prompts included.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def count_graphs() -> None:
 
 
 def check_tokens(device: str) -> list[dict[str, Any]]:
-    """Every model and use of graphs, in whole and in chunked prompts: are the tokens those of ``generate()``?"""
+    """Every model and use of graphs, in whole and in chunked prompts, compared with the tokens of ``generate()``."""
     greedy = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
     results = []
     for name in MODELS:
@@ -187,7 +187,7 @@ def speed(device: str, tiny: bool, deadline: float, save: Any) -> list[dict[str,
 
 
 def agreement(results: list[dict[str, Any]]) -> None:
-    """Replace tokens by how many of each request are those of this package's attention without graphs."""
+    """Replace tokens by the number per request that equals this package's attention without graphs."""
     reference = {r["load"]: r["tokens"] for r in results if r["function"] == "paged_ops" and "tokens" in r}
     for result in results:
         tokens = result.pop("tokens", None)

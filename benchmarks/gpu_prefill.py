@@ -1,13 +1,13 @@
-"""Prefill on Hopper by head size: is it right, and how fast is it beside the Triton kernel and other head sizes.
+"""Prefill on Hopper by head size: is it right, and how fast is it next to the Triton kernel and other head sizes.
 
     python benchmarks/gpu_prefill.py --out benchmarks/data/gpu_prefill.jsonl          # all, three minutes
     python benchmarks/gpu_prefill.py --only fp8 --part cases,bits,times               # over fp8 caches, two minutes
 
 First, in several processes, cases of ``paged_ops.testing`` with many sizes, forms and features against the float64
-reference, with NaN in all that must not be read; these processes also compile what is timed (``--part compile``: no
-more than that). ``bits``: many runs of the same call, which are to have the same bits, and how far these are from the
-Triton kernel's. Then the times, one record for each kernel, in TFLOP/s; ``shape`` says what was changed of the kernel's
-choice. Needs torch, triton and numpy.
+reference, with NaN in everything that must not be read; these processes also compile the timed kernels (``--part
+compile``: only that). ``bits``: many runs of the same call must have the same bits; also their distance from the Triton
+kernel's result. Then the times, one record per kernel, in TFLOP/s; ``shape`` names changes to the kernel's choice.
+Needs torch, triton and numpy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PREFILL = {
 FP8_PREFILL = {name: cases.PREFILL[name] for name in ("1x8192", "8x1024@4096")}
 FP8_SIZES = (128, 64)
 STORED = {"e4m3": testing.F8_E4M3, "e5m2": testing.F8_E5M2, "bf16": torch.bfloat16}
-RUNS = 25  # of one call, of which all bits are compared
+RUNS = 25  # runs of one call, whose bits are compared
 
 
 def checked(only: str = "") -> list[testing.AttentionCase]:
@@ -156,7 +156,7 @@ def all_jobs(only: str = "") -> list[Job]:
         return cases.Case("prefill", f"{name} D {D} and {Dv}", PREFILL[name], H, K, **sizes)
 
     def fp8(name: str, D: int, stored: str, dtype: torch.dtype = torch.bfloat16) -> cases.Case:
-        """Also bf16: what is timed beside fp8."""
+        """Also bf16, the baseline of fp8."""
         words = f"{name} D {D} {stored}{'' if dtype == torch.bfloat16 else ', float16 queries'}"
         return cases.Case("fp8", words, FP8_PREFILL[name], head_size=D, dtype=dtype, cache_dtype=STORED[stored])
 
@@ -188,7 +188,7 @@ def choose(change: str) -> None:
 
 
 def warm(job: Job) -> None:
-    """Compile what a job launches, for Triton's cache on disk."""
+    """Compile the kernels of a job, for Triton's cache on disk."""
     choose(job.change)
     (inputs, *_) = cases.make_inputs(job.case, torch.device(DEVICE), 0, most=2)
     paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
@@ -233,8 +233,8 @@ def in_parallel(processes: int, seconds: float, *options: str) -> Iterator[dict[
 
 
 def bits(case: cases.Case) -> dict[str, Any]:
-    """Many runs of one call: rows that are not those of the first, and the least and the largest distance from what the
-    Triton kernel gives."""
+    """Many runs of one call: the number of rows that differ from the first run, and the least and the largest distance
+    from the Triton kernel's result."""
     record: dict[str, Any] = {"part": "bits", "case": case.key, "runs": RUNS}
     try:
         (inputs, *_) = cases.make_inputs(case, torch.device(DEVICE, torch.cuda.current_device()), 0, most=2)

@@ -1,9 +1,9 @@
-"""Products of 64 rows on a GPU: the kernel of lowerings/gpu/products.py with several tiles, beside cuBLAS.
+"""Matmuls of 64 rows on a GPU: the kernel of lowerings/gpu/linear.py with several tiles, next to cuBLAS.
 
     python benchmarks/gpu_products.py --out benchmarks/data/products.jsonl
 
-The weights are those of the shape of Llama-3-8B, whole and halved between two GPUs. Calls over different weights, 400
-MB of them and more, stand in one captured graph; the median of replays. Each tile is checked against cuBLAS first.
+Weights of the shape of Llama-3-8B, whole and halved between two GPUs. One captured graph has calls over different
+weights, at least 400 MB together; the median of replays. Each tile is checked against cuBLAS first.
 """
 
 from __future__ import annotations

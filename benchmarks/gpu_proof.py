@@ -1,4 +1,4 @@
-"""Runs the tests that a GPU is needed for and writes what came of them as data.
+"""Runs the tests that need a GPU, and records the results.
 
     python benchmarks/gpu_proof.py --commit $(git rev-parse HEAD) --out benchmarks/data/gpu_proof_nvidia_h200.json
     python benchmarks/gpu_proof.py --commit ... --out ... --parts demo,host     # some; the others of the file stay
@@ -103,7 +103,7 @@ def run_pytest(arguments: list[str], workers: int, seconds: int) -> dict[str, An
         return {**counts, "failed": failed, "noted": noted, "seconds": round(time.time() - start)}
 
 
-# What racecheck reports of the Hopper kernel although barriers order it, by the text of the lines that read and write:
+# Races that racecheck reports in the Hopper kernels although barriers order them, by the lines that read and write;
 # benchmarks/notes/gpu-kernels.md names the barriers, and the evidence.
 ORDERED = (
     ("def dense_kernel(", "def dense_kernel("),
@@ -128,7 +128,7 @@ def unexplained_races(text: str) -> list[str]:
 
 
 def run_sanitizer(tool: str, seconds: int) -> dict[str, Any]:
-    """The number of errors that a tool found over the small cases; of races those that are not explained, too."""
+    """The number of errors that a tool found over the small cases; for races also the unexplained ones."""
     limit = "1000" if tool == "racecheck" else "3"
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", limit, sys.executable, __file__, "--cases"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

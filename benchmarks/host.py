@@ -1,4 +1,4 @@
-"""What the host of a GPU takes: replays, plans of new sizes, and the first captured step from empty caches.
+"""Host times on a GPU machine: replays, plans of new sizes, and the first captured step from empty caches.
 
     python benchmarks/host.py --out benchmarks/data/host.jsonl --commit $(git rev-parse --short HEAD)
 
@@ -112,7 +112,7 @@ def replay() -> None:
     import torch
 
     from paged_ops import KVCache, paged_attention, reshape_and_cache
-    from paged_ops.graphs import DecodeGraphs, GraphKey
+    from paged_ops.graphs import DecodeGraphs, GraphKey, build_inputs
 
     torch.set_grad_enabled(False)
     most, H, K, D = max(SIZES), 32, 8, 128
@@ -135,8 +135,8 @@ def replay() -> None:
         ids, listed = torch.randint(1000, (S,), device="cuda"), [5] * S
         graph = run.captured[GraphKey(S, S)]
         captured = run.replay(batch, ids).clone()
-        inputs = run._inputs.fill(batch, ids, S, S)
-        plain = step(inputs.input_ids, inputs.metadata, inputs.last_rows, kv_cache.layers)[:S]
+        inputs = build_inputs(run.builder, batch, ids, S, S)
+        plain = step(*inputs, kv_cache.layers)[:S]
         assert torch.equal(captured, plain), "a replay differs from the step that it captured"
         run.replay(batch, ids, lookahead=100)
         calls = {
@@ -194,10 +194,10 @@ def plan() -> None:
                     began = time.perf_counter()
                     call()
                     us.setdefault(f"{op}_{turn}_us", []).append(1e6 * (time.perf_counter() - began))
-    forms = len(attention._forms) if hasattr(attention, "_forms") else None
+    signatures = len(attention._signatures)
     medians = {name: round(statistics.median(each), 1) for name, each in us.items()}
     assert not checks.debug_checks()
-    emit(part="plan", sizes=len(sizes) - 60, forms=forms, **medians)
+    emit(part="plan", sizes=len(sizes) - 60, signatures=signatures, **medians)
 
 
 def run_part(part: str, limit: float) -> list[dict[str, Any]]:

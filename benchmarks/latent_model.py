@@ -6,8 +6,8 @@
 prefills; ``more``: without latents, and captured with compiled layers. ``steps``: milliseconds of a captured decode
 step in bfloat16, with latents in the cache and with the keys and values of all heads. ``prefill``: milliseconds of a
 step of many tokens, by the absorbed form, by keys and values of all heads, and without latents. ``compiled``: decode
-steps with compiled layers. ``attend``: one layer's attention of steps of many tokens in both forms, which the rule that
-chooses between them (``expands``) rests on. Each part is run though another failed, and none is begun after
+steps with compiled layers. ``attend``: one layer's attention of steps of many tokens in both forms, the basis of the
+rule that chooses between them (``expands``). Each part runs even if another failed, and none begins after
 ``--seconds``.
 """
 
@@ -40,7 +40,7 @@ from paged_ops.integrations.transformers import latent as latent_attention
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 
 BLOCK_SIZE, NEW_TOKENS, REPLAYS = 64, 16, 20
-SHAPE: dict[str, Any] = dict(  # that of DeepSeek-V2-Lite
+SHAPE: dict[str, Any] = dict(  # DeepSeek-V2-Lite
     vocab_size=102400,
     hidden_size=2048,
     intermediate_size=10944,
@@ -85,7 +85,7 @@ PREFILLS = ((2048, 0), (8192, 0), (2048, 16384))  # new tokens and history of on
 
 
 class Bench:
-    """Where records go, and what a part may take."""
+    """The output of records, and the time limits of parts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
@@ -223,7 +223,7 @@ def _decode(bench: Bench, model: Any, part: str, is_compiled: bool) -> None:
 
 
 def prefill(bench: Bench, model: Any) -> None:
-    """Whole layers, of which attention is a part; the head of one row."""
+    """Whole layers, with attention; the head of one row."""
     rule = latent_attention.expands
     for how in ("absorbed", "keys of all heads", "without latents"):
         if time.monotonic() > bench.until:

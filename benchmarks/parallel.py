@@ -1,11 +1,10 @@
-"""What several GPUs of one host do together: checks, then times, as data.
+"""Several GPUs of one host: checks, then times, as records.
 
     python benchmarks/parallel.py correct reduce --ranks 2 --commit $(git rev-parse --short HEAD) --out parallel.jsonl
 
-starts each named part by torchrun in processes of its own, one for each GPU, so that a part that fails or hangs (its
-time limit then ends it) leaves the others. Each part is a function of :class:`Bench`; all ranks call it, and what
-rank 0 adds is written as a line of JSON. Parts are in the files ``parallel_*.py`` beside this one, which say what each
-measures.
+starts each named part by torchrun in its own processes, one per GPU, so a part that fails or hangs (its time limit then
+ends it) does not affect the others. Each part is a function of :class:`Bench`; all ranks call it, and rank 0 writes its
+records as lines of JSON. The parts and their documentation are in the files ``parallel_*.py`` next to this one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import torch.distributed as dist
 import triton
 
 HERE = Path(__file__).parent
-# part -> (the module beside this one, seconds that it may take)
+# part -> (module in this folder, time limit in seconds)
 PARTS = {
     "correct": ("parallel_reduce", 100),
     "replays": ("parallel_reduce", 100),

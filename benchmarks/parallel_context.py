@@ -2,7 +2,7 @@
 
 - ``context``: the exchange by itself, eager and in captured graphs, of symmetric memory and of NCCL; then its times.
 - ``context_attention``: decodes of long sequences, in one captured graph that is replayed with other lengths; then the
-  times of one GPU, which reads the whole cache, and of all, which read a part each. Caches are larger than the L2.
+  times of one GPU with the whole cache, and of all GPUs with a shard each. Caches are larger than the L2.
 - ``context_loop``: captured steps of a generation loop, with the tokens of one GPU.
 - ``context_kinds``: every kind of batch against float64.
 """
@@ -295,7 +295,7 @@ def exchange_alone(run: Run) -> None:
 
 
 def every_kind(run: Run) -> None:
-    """Decode, speculative, chunked prefill, prefill, mixed: eager, beside one GPU, and in float32 beside float64."""
+    """Decode, speculative, chunked prefill, prefill, mixed: eager, against one GPU, and in float32 against float64."""
     from paged_ops import reference
 
     kinds = {
@@ -342,13 +342,13 @@ def every_kind(run: Run) -> None:
                     own = [torch.cat([each[rows], each.new_full((3, K, D), torch.nan)]) for each in (keys, values)]
                     batch = step.block_tables, step.query_start_loc, D**-0.5, step.context, context.handle
                     out.append(attend(query, *own, cache, *batch))
-            one, spread_over = (float((each.double() - truth).abs().max()) for each in out)
+            one, sharded = (float((each.double() - truth).abs().max()) for each in out)
             largest = float(values.float().abs().max())
             agree = run.all_agree(out[1])
-            within = spread_over <= 2 * one + torch.finfo(dtype).eps * largest
+            within = sharded <= 2 * one + torch.finfo(dtype).eps * largest
             padded = not out[1][sum(query_lens) :].any()
-            assert all(run.bench.every(within and padded and agree)), (name, dtype, spread_over, one, padded, agree)
-            worst.setdefault(name, {})[str(dtype)[6:]] = round(spread_over, 8)
+            assert all(run.bench.every(within and padded and agree)), (name, dtype, sharded, one, padded, agree)
+            worst.setdefault(name, {})[str(dtype)[6:]] = round(sharded, 8)
             worst[name][f"{str(dtype)[6:]}, one GPU"] = round(one, 8)
     run.note("every kind of batch: errors against float64", {"errors": worst})
 

@@ -1,10 +1,10 @@
-"""Parts of benchmarks/parallel.py about sums over ranks, of rows of 4096 elements.
+"""Parts of benchmarks/parallel.py about all-reduces of rows of 4096 elements.
 
 ``correct``: the ops against float64, for rows, dtypes, norms and kinds; all ranks must hold the same bits.
 ``replays``: 10^4 replays of captured calls with new inputs each time, on two streams in turn, one rank late now and
 then, compared bit by bit with the same steps one by one.
-``gathers``: the logits of a vocabulary of 128256, split over the ranks: checked in replays, and timed beside NCCL.
-``reduce``: microseconds per call, 64 in one captured graph, beside NCCL and the ops of PyTorch, of several designs.
+``gathers``: the logits of a vocabulary of 128256, sharded over the ranks: checked in replays, and timed next to NCCL.
+``reduce``: microseconds per call, 64 in one captured graph, of several designs, of NCCL and of PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch.distributed._symmetric_memory as symm_mem
 from parallel import Bench
 from torch import Tensor
 
-from paged_ops.integrations.transformers.fused_allreduce import columns_of_parts
+from paged_ops.integrations.transformers.all_reduce_fusion import columns_of_parts
+from paged_ops.lowerings.collectives import rms_norm
 from paged_ops.lowerings.gpu import fused_allreduce as kernels
-from paged_ops.parallel.reduce import rms_norm, row_sums
+from paged_ops.parallel.all_reduce import prepare_all_reduce
 
 C, CALLS = 4096, 64
 NORMS: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ def one_by_one(parts: Tensor, residual: Tensor, weight: Tensor, norm: dict[str, 
 def correct(bench: Bench) -> None:
     inner_norms(bench)
     for dtype, columns in ((torch.bfloat16, C), (torch.float32, C), (torch.float16, 2880), (torch.bfloat16, 8192)):
-        sums = row_sums(bench.group, columns, dtype, bench.device)
+        sums = prepare_all_reduce(bench.group, columns, dtype, bench.device)
         bench.say(dtype, columns, sums.kind, sums.reason)
         assert sums.kind == "symmetric" or bench.options.get("plain"), sums.reason
         worst: dict[str, float] = {}
@@ -101,10 +102,10 @@ def correct(bench: Bench) -> None:
 
 
 def replays(bench: Bench) -> None:
-    """Each replay has four calls of different rows, the last of which depends on the third."""
+    """Each replay has four calls of different rows; the last one depends on the third."""
     count = int(bench.options.get("replays", 10_000))
     dtype, norm = torch.bfloat16, NORMS["llama"]
-    sums = row_sums(bench.group, C, dtype, bench.device)
+    sums = prepare_all_reduce(bench.group, C, dtype, bench.device)
     generator = torch.Generator(bench.device).manual_seed(1)
     weight = inputs(bench, 0, 1, dtype)[2]
     for shapes, kind in (((1, 16, 5, 5), "one shot"), ((64, 3, 256, 256), "one shot"), ((2, 33, 64, 64), "two shots")):
@@ -169,7 +170,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
 
 
 def reduce(bench: Bench) -> None:
-    sums = row_sums(bench.group, C, torch.bfloat16, bench.device, max_rows=2048)
+    sums = prepare_all_reduce(bench.group, C, torch.bfloat16, bench.device, max_rows=2048)
     shared = symm_mem.empty(256 * C, dtype=torch.bfloat16, device=bench.device)
     symm_mem.rendezvous(shared, bench.group.group_name)
     shared.zero_()
@@ -208,7 +209,7 @@ def reduce_rows(bench: Bench, rows: int, places: kernels.Places, shared: Tensor)
 
 def inner_norms(bench: Bench) -> None:
     """What is added to the residual stream is normed, as in Gemma-2."""
-    sums, norm = row_sums(bench.group, C, torch.bfloat16, bench.device), NORMS["gemma"]
+    sums, norm = prepare_all_reduce(bench.group, C, torch.bfloat16, bench.device), NORMS["gemma"]
     for rows in (1, 33, 300):
         parts, residual, weight = inputs(bench, rows, rows, torch.bfloat16)
         inner = weight.flip(0).contiguous()
@@ -229,7 +230,7 @@ def gathers(bench: Bench) -> None:
     columns = columns_of_parts(rows_here)
     assert columns is not None
     parts_of_row = rows_here // columns
-    sums = row_sums(bench.group, columns, dtype, bench.device, max_rows=64 * parts_of_row)
+    sums = prepare_all_reduce(bench.group, columns, dtype, bench.device, max_rows=64 * parts_of_row)
     generator = torch.Generator(bench.device).manual_seed(4)  # the same on all ranks
     for rows in (1, 16, 64):
         parts = torch.zeros(bench.size, rows, rows_here, dtype=dtype, device=bench.device)

@@ -1,11 +1,11 @@
-"""Parts of benchmarks/parallel.py about whole steps of models of transformers, spread over ranks.
+"""Parts of benchmarks/parallel.py about whole steps of models of transformers, sharded over ranks.
 
 ``one``, ``two``, ``plain``: captured decode steps of the Llama-3-8B shape with random weights, as
-benchmarks/decode_step.py times them, with the argmax: by one GPU (each rank for itself), spread over all ranks, and
-spread with the sums through the backend of the process group. ``two`` first compares logits with one GPU's.
+benchmarks/decode_step.py times them, with the argmax: on one GPU (each rank for itself), sharded over all ranks, and
+sharded with all-reduces by the backend of the process group. ``two`` first compares logits with one GPU's.
 ``tokens``: captured steps of random batches on all ranks give the tokens of one GPU, in float32 and bfloat16.
-``meetings``: what a meeting of the ranks costs a step of the generation loop; and that a sum to which another rank
-does not come can be ended.
+``meetings``: the cost of a rendezvous of the ranks per step of the generation loop; and that an all-reduce that a rank
+never joins can be aborted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.transformers import PagedCausalLM
 from paged_ops.integrations.transformers.projections import fuse_projections
 from paged_ops.parallel import symmetric
-from paged_ops.parallel.reduce import row_sums
+from paged_ops.parallel.all_reduce import prepare_all_reduce
 
 POINTS = ("1x1024", "16x4096", "64x1024", "64x4096")
 OPTIONS = {"triton.enable_pdl": True}
@@ -45,7 +45,7 @@ def shard(model: Any, bench: Bench) -> Any:
 
 
 def overlapping(model: Any) -> int:
-    from paged_ops.lowerings.gpu.linear import use_overlapping_products
+    from paged_ops.integrations.transformers.projections import use_overlapping_products
 
     return use_overlapping_products(model)
 
@@ -96,39 +96,39 @@ def one(bench: Bench) -> None:
     _measured(bench, "one GPU", PagedCausalLM(model))
 
 
-def two(bench: Bench, variant: str = "spread") -> None:
+def two(bench: Bench, variant: str = "sharded") -> None:
     began = time.monotonic()
     model = _whole()
     ids = torch.arange(100, 164, device=bench.device)[None]
     alone = model(input_ids=ids, use_cache=False).logits.float()
     model = shard(model, bench)
-    spread = model(input_ids=ids, use_cache=False).logits.float()
+    sharded = model(input_ids=ids, use_cache=False).logits.float()
     paged = PagedCausalLM(model)
     fused = fuse_projections(model)
     products = overlapping(model)
-    told = paged.sums
-    assert told is not None
-    errors = {"spread": float((spread - alone).norm() / alone.norm())}
+    report = paged.sums
+    assert report is not None
+    errors = {"sharded": float((sharded - alone).norm() / alone.norm())}
     bench.add(
         variant=variant,
-        sums=told.kind,
-        reason=told.reason,
-        fused_sums=len(told.fused),
-        alone=len(told.alone),
-        gathered=told.gathered,
-        left=len(told.left),
+        sums=report.kind,
+        reason=report.reason,
+        fused_sums=len(report.fused),
+        alone=len(report.alone),
+        gathered=report.gathered,
+        left=len(report.left),
         fused_products=fused,
         overlapping_products=products,
         logits_errors=errors,
         seconds=round(time.monotonic() - began, 1),
     )
-    assert errors["spread"] < 0.06, errors  # bfloat16 through 32 layers: about 0.02, summed in another order
+    assert errors["sharded"] < 0.06, errors  # bfloat16 through 32 layers: about 0.02, by another order of additions
     _measured(bench, variant, paged)
 
 
 def plain(bench: Bench) -> None:
     symmetric.allocate = lambda *arguments: "switched off, to compare"  # type: ignore[assignment]
-    two(bench, "spread, plain sums")
+    two(bench, "sharded, plain all-reduce")
 
 
 def _small(bench: Bench, dtype: torch.dtype) -> Any:
@@ -139,14 +139,14 @@ def _small(bench: Bench, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     with torch.device(bench.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for module in model.modules():  # else its texts would be one token again and again
+    for module in model.modules():  # else it would repeat one token
         if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             module.reset_parameters()
     return model.eval().requires_grad_(False)
 
 
 def _texts(bench: Bench, paged: PagedCausalLM, steps: int, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
-    """Texts of random prompts until so many steps have run."""
+    """Outputs of random prompts until ``steps`` steps have run."""
     chosen = random.Random(5)
     cache = paged.allocate_kv_cache(1024, 16)
     mode = "FULL_DECODE_ONLY" if bench.device.type == "cuda" else "NONE"
@@ -193,13 +193,13 @@ def tokens(bench: Bench) -> None:
             **told,
         )
         assert len(set(digests)) == 1
-        # In bfloat16 the order of sums shows: near ties are decided otherwise, and a text then goes its own way.
+        # In bfloat16 the order of additions shows: near ties are decided otherwise, and sequences diverge.
         assert dtype != torch.float32 or not different, different[:10]
 
 
 def steps_of_loop(bench: Bench) -> None:
-    """Milliseconds per decode step of the loop with the small model, whose graph takes a part of them: by one GPU, by
-    all with one meeting per step, and with two."""
+    """Milliseconds per decode step of the loop with the small model, whose graph takes only a part of them: on one GPU,
+    on all with one rendezvous per step, and with two."""
     prompts = [[7 * i + j for j in range(8)] for i in range(8)]
     params = SamplingParams(max_new_tokens=400, stop_token_ids=())
     for gpus in (1, bench.size):
@@ -232,7 +232,7 @@ def meetings(bench: Bench) -> None:
     us = [round(1e6 * min(each) / 1000, 1) for each in zip(*bench.every(taken), strict=True)]
     bench.add(us_per_meeting=us)
     steps_of_loop(bench)
-    sums = row_sums(bench.group, 4096, torch.bfloat16, bench.device)
+    sums = prepare_all_reduce(bench.group, 4096, torch.bfloat16, bench.device)
     x = torch.ones(600, 4096, dtype=torch.bfloat16, device=bench.device)[: sums.max_rows]
     assert sums.sum(x).eq(bench.size).all()
     dist.barrier(group=bench.group)

@@ -23,7 +23,8 @@ import torch_xla.debug.metrics as metrics
 from compile_decode import Config, Llama
 from torch import Tensor
 
-from paged_ops import AttentionMetadata, AttentionMetadataBuilder, Batch, KVCache, min_tpu_block_size
+from paged_ops import AttentionMetadata, AttentionMetadataBuilder, Batch, KVCache
+from paged_ops.layouts import min_tpu_block_size
 
 PROMPT_TOKENS, SEQS, MAX_LEN = 64, 4, 128
 # The TPU's kernel is compiled for heads of 128 only.

@@ -37,6 +37,10 @@ from torch import Tensor
 
 from paged_ops.registry import op
 
+# Ops of whole models. Those of several ranks find what all ranks prepared by its name: a schema has no process group.
+PARALLEL = torch.library.Library("paged_ops_parallel", "DEF")
+MODELS = torch.library.Library("paged_ops_models", "DEF")
+
 
 @op(mutates=("kv_cache", "value_cache"))
 def reshape_and_cache(
@@ -329,4 +333,69 @@ def gather_kv(
     Returns:
         key ``[num_tokens, K, D]``, value ``[num_tokens, K, Dv]``. Of a latent cache the key holds the whole rows,
         ``[num_tokens, 1, R + P]``, and the value, which is a part of them, is empty: ``[num_tokens, 1, 0]``.
+    """
+
+
+@op(library=PARALLEL)
+def all_reduce(x: Tensor, reducer: str) -> Tensor:
+    """The sum over ranks of ``x [..., C]``, in x's dtype.
+
+    Args:
+        x: this rank's rows, in the dtype, with the columns and on the device of the reducer.
+        reducer: ``AllReduce.name``: see :mod:`paged_ops.parallel.all_reduce`.
+    """
+
+
+@op(library=PARALLEL)
+def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
+    """The ranks' ``x [..., N·C]`` concatenated in the last dimension, ``[..., W·N·C]`` for W ranks."""
+
+
+@op(library=PARALLEL)
+def all_reduce_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    reducer: str,
+    weight_offset: float = 0.0,
+    rounds_first: bool = False,
+    inner_weight: Tensor | None = None,
+    inner_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The sum over ranks, the residual add and the RMSNorm that follow it::
+
+        s = Σ_r x_r                    rounded to x's dtype
+        s = norm(s, inner_weight, inner_eps)               if there is an inner_weight, as in Gemma-2
+        summed = residual + s          rounded to x's dtype
+        normed = norm(summed, weight, eps)
+        norm(y, w, e) = y / sqrt(mean(y²) + e) * (weight_offset + w)          in float32, rounded to x's dtype
+
+    Args:
+        x: ``[..., C]``, this rank's rows, as in :func:`all_reduce`.
+        residual: of the same shape and dtype, equal on all ranks.
+        weight, inner_weight: ``[C]``, in x's dtype if ``rounds_first``, else in any of the reducer's dtypes.
+        rounds_first: whether the quotient is rounded to x's dtype before it is multiplied by the weight, as in Llama.
+
+    Returns:
+        summed and normed, contiguous, of x's shape.
+    """
+
+
+@op(library=PARALLEL)
+def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
+    """The ranks' partial attention over disjoint keys, merged: see :mod:`paged_ops.parallel.exchange`.
+
+    Args:
+        part: ``[T, H, Dv]``, attention over this rank's keys.
+        lse: float32 ``[T, H]``, log of the sum of exponentials.
+        context: ``Context.handle.name``: see :mod:`paged_ops.parallel.context`.
+    """
+
+
+@op(library=MODELS)
+def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x [..., C]`` times the transpose of ``weight [O, C]``: ``[..., O]`` in x's dtype, summed in float32.
+
+    On Hopper GPUs a kernel for few rows overlaps with the previous one: ``lowerings/gpu/linear.py``.
     """

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paged_ops.fake.models import PREPARED, NormOptions
 from paged_ops.features import Features, kept_keys, with_value_scale
 from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
@@ -183,6 +185,51 @@ def gather_kv(
         key[row : row + fits], value[row : row + fits] = k[:fits], v[:fits]
         row += len(k)
     return key, value
+
+
+def all_reduce(x: Tensor, reducer: str) -> Tensor:
+    return torch.stack(_of_all_ranks(x, PREPARED[reducer].group)).float().sum(0).to(x.dtype)
+
+
+def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
+    return torch.cat(_of_all_ranks(x, PREPARED[reducer].group), -1)
+
+
+def all_reduce_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, reducer: str, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    options = NormOptions(*args, **kwargs)
+
+    def norm(y: Tensor, w: Tensor, e: float) -> Tensor:
+        quotient = y.float() / (y.float().square().mean(-1, keepdim=True) + e).sqrt()
+        if options.rounds_first:
+            quotient = quotient.to(x.dtype)
+        return (quotient.float() * (options.weight_offset + w.float())).to(x.dtype)
+
+    added = all_reduce(x, reducer)
+    if options.inner_weight is not None:
+        added = norm(added, options.inner_weight, options.inner_eps)
+    summed = residual + added
+    return summed, norm(summed, weight, eps)
+
+
+def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
+    group = PREPARED[context].group
+    outs, lses = group.all_gather(part.contiguous()), group.all_gather(lse.contiguous())  # [W, T, H, Dv], [W, T, H]
+    lses = lses.where(lses != torch.inf, -torch.inf)
+    total = lses.logsumexp(0)
+    weights = (lses - total).exp().where(lses != -torch.inf, 0.0)[..., None]
+    return (weights * outs.float().where(weights != 0, 0.0)).sum(0).to(part.dtype), total
+
+
+def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.float() @ weight.float().T).to(x.dtype)
+
+
+def _of_all_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    every = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(every, x.contiguous(), group=group)
+    return every
 
 
 def _read_sequence(

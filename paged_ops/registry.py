@@ -43,13 +43,19 @@ LOWERINGS = {
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "rocm": "CUDA", "xla": "XLA"}
 
 LIBRARY = torch.library.Library("paged_ops", "DEF")
-OPS: dict[str, Callable[..., Any]] = {}
+OPS: dict[str, Callable[..., Any]] = {}  # of this library
 
 
 def op(
-    *, mutates: Sequence[str] = (), out: Sequence[str] = (), in_place: bool = False
+    *,
+    mutates: Sequence[str] = (),
+    out: Sequence[str] = (),
+    in_place: bool = False,
+    library: torch.library.Library = LIBRARY,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an op: ``mutates`` names the tensors it writes, ``out`` the results of a functional one.
+
+    Ops of another ``library`` serve whole models: they write nothing, and :data:`OPS` does not list them.
 
     What is written shares no memory with any other argument. ``in_place``: unless it is that argument itself, as each
     element is read before it is written.
@@ -58,14 +64,15 @@ def op(
     def declare(signature: Callable[P, R]) -> Callable[P, R]:
         name = signature.__name__
         schema = torch.library.infer_schema(signature, mutates_args=mutates)
-        _define(name, schema, mutates, in_place=in_place)
+        _define(name, schema, mutates, in_place=in_place, library=library)
         if out:
             _define(f"{name}.out", _out_schema(schema, out), out, out, in_place)
-        if "torch_xla" in sys.modules:
-            _install_twins(name)
-        default = getattr(torch.ops.paged_ops, name).default
-        if schema.endswith("-> Tensor"):
-            _stay_in_place(default, schema)
+        default = getattr(getattr(torch.ops, library.ns), name).default
+        if library is LIBRARY:
+            if "torch_xla" in sys.modules:
+                _install_twins(name)
+            if schema.endswith("-> Tensor"):
+                _stay_in_place(default, schema)
 
         @functools.wraps(signature)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,7 +82,8 @@ def op(
                 _refuse_transforms(name, mutates, args, kwargs)
             return default(*args, **kwargs)
 
-        OPS[name] = call
+        if library is LIBRARY:
+            OPS[name] = call
         return call
 
     return declare
@@ -103,30 +111,37 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _define(name: str, schema: str, written: Sequence[str], out: Sequence[str] = (), in_place: bool = False) -> None:
+def _define(
+    name: str,
+    schema: str,
+    written: Sequence[str],
+    out: Sequence[str] = (),
+    in_place: bool = False,
+    library: torch.library.Library = LIBRARY,
+) -> None:
     base, _, overload = name.partition(".")
     # Not tagged torch.Tag.out: inductor 2.13 passes keyword-only scalars twice to an .out overload it picks by tag.
-    LIBRARY.define(name + schema)
+    library.define(name + schema)
     # Without a kernel under Autograd a cache written in grad mode could not be written again in place.
-    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     overload = overload or "default"
-    run = getattr(getattr(torch.ops.paged_ops, base), overload)
+    run = getattr(getattr(getattr(torch.ops, library.ns), base), overload)
     for key in LOWERINGS:
         kernel = _late(functools.partial(lowering, base, key), schema, out)
         if (written or out) and key != "XLA":  # whose values have no addresses
             kernel = _disjoint(kernel, run, in_place)
-        LIBRARY.impl(name, kernel, key)
+        library.impl(name, kernel, key)
     for key in (*LOWERINGS, "PrivateUse1"):  # the dispatcher calls these only under autocast: they cost others nothing
-        LIBRARY.impl(name, without_autocast(run), f"Autocast{key}")
+        library.impl(name, without_autocast(run), f"Autocast{key}")
     if written:
         for key in ("Negative", "Conjugate"):
-            LIBRARY.impl(name, _resolve(base, overload, written), key)
+            library.impl(name, _resolve(base, overload, written), key)
     fake = _late(functools.partial(_fake, base), schema, out)
     if written or out:
         fake = _disjoint(fake, run, in_place, traced=True)
     if written:
         fake = _counted(fake, run, written)
-    torch.library.register_fake(f"paged_ops::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
 
 
 def _stay_in_place(default: torch._ops.OpOverload, schema: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from paged_ops.features import conflicts
 from paged_ops.layouts import Layout, has_row_scales
@@ -57,6 +61,61 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     if unsupported is not None:
         reasons += unsupported(op, device, features)
     return reasons
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The answer of :func:`explain`; ``str`` of it is text for people.
+
+    Attributes:
+        op, device: what was asked.
+        kernel: what serves the call.
+        launches: its kernel launches in order, each with its grid and tile; none outside of GPUs.
+        others: the other kernels in order of preference, each with the reasons why it does not serve the call.
+    """
+
+    op: str
+    device: str
+    kernel: str
+    launches: tuple[str, ...] = ()
+    others: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        launches = [f"  {launch}" for launch in self.launches]
+        others = [f"not {kernel}: {'; '.join(reasons)}" for kernel, reasons in self.others]
+        return "\n".join([f"{self.op} on {self.device}: {self.kernel}", *launches, *others])
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which kernel serves a call of ``op``, with which tiles, and why not the others.
+
+    ::
+
+        batch = block_tables, seq_lens, query_start_loc
+        print(paged_ops.explain(paged_ops.paged_attention, query, kv_cache, *batch, scale))
+
+    ``op`` is an op or its name, the other arguments are those of the call. Nothing is computed or launched. No values
+    of tensors are read, only dtypes, shapes, strides and devices. On the CPU the C++ function is compiled, as the first
+    call would do it.
+
+    Raises ValueError as the call would, and for an op that does not exist; NotImplementedError if the op has no
+    lowering for the device.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in OPS:
+        raise ValueError(f"op: expected one of {sorted(OPS)}, got {name!r}")
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if not tensors:
+        raise ValueError(f"args: expected the arguments of a call of {name}, got no tensor")
+    device = tensors[0].device
+    if device.type not in DISPATCH_KEYS:
+        raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device.type!r}")
+    key = DISPATCH_KEYS[device.type]
+    lowering(name, key)
+    choice = getattr(module_of(key), "explain", None)
+    if choice is not None and name in ("paged_attention", "paged_attention_with_lse"):
+        return choice(name, *args, **kwargs)
+    return Explanation(name, str(device), "one implementation, which serves all calls")
 
 
 def _check_names(op: str, features: Mapping[str, Any]) -> None:

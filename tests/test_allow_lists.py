@@ -90,7 +90,7 @@ def all_serves():
 def test_kernels_refuse_what_they_do_not_know():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from paged_ops.lowerings.gpu.attention import choose
-    from tests.gpu.test_hopper_shares import H200
+    from tests.gpu.step import H200
 
     kernels = choose.kernels_of(H200)
     of_calls = [*specs()]

@@ -13,10 +13,31 @@ import paged_ops
 from paged_ops import layouts, testing
 from paged_ops.inspection import CompileReport
 from paged_ops.registry import OPS
+from tests.helpers.cache_forms import (
+    B,
+    D,
+    H,
+    K,
+    N,
+    T,
+    arena_inside,
+    arena_slices_as_list,
+    cache,
+    decode_batch,
+    hnd_view,
+    list_of_caches,
+    next_layer,
+    one_argument,
+    out_overload,
+    separate_storages,
+    sliced_inside,
+    split_inside,
+    step,
+    unbound_inside,
+)
 
 COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-T, H, K, D, B, N = 4, 8, 2, 32, 16, 64
 
 
 @pytest.fixture(autouse=True)
@@ -66,29 +87,6 @@ def flat(results):
 # How a cache can reach a graph ---------------------------------------------------------------------------------------
 
 
-def step(qkv, kv_cache, tables, lens, starts, slots, value_cache=None):
-    """What a layer does: write, then attend."""
-    query, key, value = qkv.split([H, K, K], dim=1)
-    paged_ops.reshape_and_cache(key, value, kv_cache, slots, value_cache=value_cache)
-    return paged_ops.paged_attention(query, kv_cache, tables, lens, starts, D**-0.5, value_cache=value_cache)
-
-
-def next_layer(qkv, out):
-    return torch.cat([qkv[:, :H] + out, qkv[:, H:]], dim=1)
-
-
-def decode_batch(tokens=T, length=20, device="cpu"):
-    tables = torch.arange(tokens * 2, dtype=torch.int32, device=device).view(tokens, 2)
-    lens = torch.full((tokens,), length, dtype=torch.int32, device=device)
-    starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
-    slots = tables[:, (length - 1) // B].long() * B + (length - 1) % B
-    return torch.randn(tokens, H + 2 * K, D, device=device), tables, lens, starts, slots
-
-
-def cache(*lead, device="cpu"):
-    return torch.randn(*lead, N, 2, B, K, D, device=device)
-
-
 class Layer(nn.Module):
     """Holds its cache; ``how`` says in which way."""
 
@@ -106,46 +104,13 @@ class Layer(nn.Module):
         return step(qkv, self.kv[0] if isinstance(self.kv, list) else self.kv, *rest)
 
 
-def one_argument(device):
-    return (lambda kv, qkv, *rest: step(qkv, kv, *rest)), (cache(device=device),)
-
-
-def hnd_view(device):
-    kv = layouts.allocate_kv_cache("HND", N, B, K, D, torch.float32, device)
-    return (lambda kv, qkv, *rest: step(qkv, kv, *rest)), (kv,)
-
-
-def sliced_inside(device):
-    def function(planes, qkv, *rest):
-        return step(qkv, planes[0], *rest, value_cache=planes[1])
-
-    return function, (torch.randn(2, N, B, K, D, device=device),)
-
-
-def unbound_inside(device):
-    def function(kv, qkv, *rest):
-        key_cache, value_cache = kv.unbind(1)
-        return step(qkv, key_cache, *rest, value_cache=value_cache)
-
-    return function, (cache(device=device),)
-
-
-def split_inside(device):
-    def function(kv, qkv, *rest):
-        key_cache, value_cache = paged_ops.split_kv_cache(kv, K, D)
-        return step(qkv, key_cache, *rest, value_cache=value_cache)
-
-    shape = layouts.kv_cache_shape("X_PACKED", N, B, K, D)
-    return function, (torch.randn(shape, device=device),)
-
-
 def joined_inside(device):
     """Values of another head size: one tensor, split inside."""
     Dv = D // 2
 
     def function(kv, qkv, tables, lens, starts, slots):
         query, key, value = qkv.split([H, K, K], dim=1)
-        key_cache, value_cache = paged_ops.split_joined_cache(kv, D)
+        key_cache, value_cache = paged_ops.layouts.split_joined_cache(kv, D)
         paged_ops.reshape_and_cache(key, value[..., :Dv], key_cache, slots, value_cache=value_cache)
         return paged_ops.paged_attention(query, key_cache, tables, lens, starts, D**-0.5, value_cache=value_cache)
 
@@ -168,36 +133,6 @@ def joined_layers_inside(device):
         return qkv
 
     return function, ([each.clone() for each in caches * 3],)
-
-
-def arena_inside(device):
-    def function(arena, qkv, *rest):
-        for layer in range(3):
-            qkv = next_layer(qkv, step(qkv, arena[layer], *rest))
-        return qkv
-
-    return function, (cache(3, device=device),)
-
-
-def arena_slices_as_list(device):
-    def function(layers, qkv, *rest):
-        for kv in layers:
-            qkv = next_layer(qkv, step(qkv, kv, *rest))
-        return qkv
-
-    return function, (list(cache(3, device=device).unbind(0)),)
-
-
-def list_of_caches(device):
-    function, _ = arena_slices_as_list(device)
-    return function, ([cache(device=device) for _ in range(3)],)
-
-
-def separate_storages(device):
-    def function(key_cache, value_cache, qkv, *rest):
-        return step(qkv, key_cache, *rest, value_cache=value_cache)
-
-    return function, tuple(torch.randn(N, B, K, D, device=device) for _ in range(2))
 
 
 def module_buffer(device):
@@ -245,16 +180,6 @@ def latent_rows(device):
         return attend_to_rows(batch[0] * 2, kv, *batch[1:])
 
     return function, (torch.zeros(N, B, 656, dtype=torch.uint8, device=device),)
-
-
-def out_overload(device):
-    def function(kv, out, qkv, tables, lens, starts, slots):
-        query, key, value = qkv.split([H, K, K], dim=1)
-        paged_ops.reshape_and_cache(key, value, kv, slots)
-        torch.ops.paged_ops.paged_attention.out(query, kv, tables, lens, starts, D**-0.5, out=out)
-        return out + 1
-
-    return function, (cache(device=device), torch.empty(T, H, D, device=device))
 
 
 def copy_of_all_layers(device):
@@ -570,7 +495,7 @@ class Decoder(nn.Module):
         for storage in (self.kv0, self.kv1):
             query, key, value = self.qkv(hidden).view(-1, H + 2 * K, D).split([H, K, K], dim=1)
             if self.layout == "X_PACKED":
-                kv, value_cache = paged_ops.split_kv_cache(storage, K, D)
+                kv, value_cache = paged_ops.layouts.split_kv_cache(storage, K, D)
             else:
                 kv, value_cache = layouts.kv_cache_view(self.layout, storage), None
             paged_ops.reshape_and_cache(key, value, kv, slots, value_cache=value_cache)
@@ -722,7 +647,7 @@ def test_a_written_slice_at_an_open_place_is_refused():
     """Inductor would write it to the start of what it is cut from: values of an x-packed cache among its keys."""
 
     def write(rows, flat, slots):
-        key_cache, value_cache = paged_ops.split_kv_cache(flat, 1, 8)
+        key_cache, value_cache = paged_ops.layouts.split_kv_cache(flat, 1, 8)
         paged_ops.reshape_and_cache(rows, rows, key_cache, slots, value_cache=value_cache)
 
     rows, slots = torch.ones(2, 1, 8), torch.tensor([0, 1])

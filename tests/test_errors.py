@@ -462,19 +462,19 @@ HOST = {
     "committed more than admitted": (lambda: admitted().commit("a", 6), "6"),
     "an unknown layout": (lambda: paged_ops.kv_cache_shape("NDH", 1, 1, 1, 1), "layout: expected one of .*, got 'NDH'"),
     "a head size that x does not divide": (
-        lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 160, dtype=f16), 1, 10),
+        lambda: paged_ops.layouts.split_kv_cache(torch.zeros(2, 4, 160, dtype=f16), 1, 10),
         "head_size: expected a multiple of x = 8 for torch.float16, got 10",
     ),
     "a flat cache of another shape": (
-        lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 100), 2, 8),
+        lambda: paged_ops.layouts.split_kv_cache(torch.zeros(2, 4, 100), 2, 8),
         r"kv_cache: expected a multiple of K\*D = 16",
     ),
     "a flat cache of another rank": (
-        lambda: paged_ops.split_kv_cache(torch.zeros(2, 4, 8, 16), 2, 8),
+        lambda: paged_ops.layouts.split_kv_cache(torch.zeros(2, 4, 8, 16), 2, 8),
         r"kv_cache: expected the flat cache \[2, N, B\*K\*D\], got .*\[2, 4, 8, 16\]",
     ),
     "a flat cache of another number of planes": (
-        lambda: paged_ops.split_kv_cache(torch.zeros(3, 4, 128), 2, 8),
+        lambda: paged_ops.layouts.split_kv_cache(torch.zeros(3, 4, 128), 2, 8),
         r"kv_cache: expected the flat cache \[2, N, B\*K\*D\], got .*\[3, 4, 128\]",
     ),
     "no longest sequence": (

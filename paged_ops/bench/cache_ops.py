@@ -88,7 +88,7 @@ def write_row(
     storage = torch.empty(paged_ops.kv_cache_shape(layout, N, B, K, D), dtype=stored, device=DEVICE)
     kv_cache, value_cache = paged_ops.kv_cache_view(layout, storage), None
     if layout == "X_PACKED":
-        kv_cache, value_cache = paged_ops.split_kv_cache(kv_cache, K, D)
+        kv_cache, value_cache = paged_ops.layouts.split_kv_cache(kv_cache, K, D)
     named: dict[str, Any] = {"value_cache": value_cache}
     if scales:
         named["k_scale"], named["v_scale"] = (torch.rand(scales, device=DEVICE) * 0.02 + 0.01 for _ in range(2))

@@ -7,15 +7,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paged_ops.cache.prefixes import Prefix
+
 
 class OutOfBlocks(RuntimeError):  # noqa: N818 - a state to react to, like StopIteration, more than a mistake
     """Too few free blocks. Raised before anything is changed: free or swap out a sequence, then call again."""
-
-
-class Prefix:
-    """The identity of all tokens from a sequence's start to the end of a full block: equal prefixes are one object."""
-
-    __slots__ = ("__weakref__",)
 
 
 class BlockPool:
@@ -150,7 +146,7 @@ class CacheStats:
     host_used_blocks: int
     host_free_blocks: int
     admitted_tokens: int  # prompt tokens of all admissions
-    hit_tokens: int  # those of them found in the cache
+    hit_tokens: int  # of these, found in the cache
     copied_blocks: int  # copy-on-write
     swapped_out_blocks: int  # moved to the host; blocks whose content was there already are not counted
     swapped_in_blocks: int

@@ -62,10 +62,10 @@ class KVCache(BlockAllocator):
         device: where the layers live; "cuda" means the GPU that is current at construction.
         layout: the default layout of the device when None.
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
-        sliding_window, attention_chunk: how far all layers see; blocks out of reach are given back. 0: everything.
+        sliding_window, attention_chunk: how far all layers see; blocks out of reach are freed. 0: everything.
             All layers share the blocks, so use :class:`paged_ops.HybridCache` for layers with different windows.
-        shard: this rank among those over which the tokens are spread (context parallelism): of each block of B tokens
-            it then holds B / W. All ranks have the same N, B and calls, and so the same block ids.
+        shard: this rank's shard of each sequence's tokens (context parallelism): B / W tokens of each block. All ranks
+            have the same N, B and calls, and so the same block ids.
 
     Attributes:
         layers: L tensors, zeroed, in the form that the ops take (HND is a view of its allocation). Two forms must be
@@ -75,7 +75,7 @@ class KVCache(BlockAllocator):
         num_kv_heads, head_size, value_head_size: of each layer.
         kv_cache_dtype: as given.
         pools, pool_of_layer, states: as of a :class:`paged_ops.HybridCache` that has this pool alone.
-        turns: of the calls of generation loops that change the cache.
+        lock: held by calls of generation loops that change the cache.
 
     Raises:
         ValueError: a size is not positive, there is not one for each layer, or the layout does not serve them.
@@ -145,12 +145,10 @@ class KVCache(BlockAllocator):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        state = super().__getstate__()
-        del state["_swapped_event"]
-        return state
+        return {name: value for name, value in self.__dict__.items() if name != "_swapped_event"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        self.__dict__.update(state)
         if self.device.type == "cuda":
             self.host_layers = [layer.pin_memory() for layer in self.host_layers]
         self._prepare_device()

@@ -1,4 +1,5 @@
-"""``paged-ops demo | generate | support | bench | tune``: see it work, run a model, ask what runs where and how fast.
+"""``paged-ops demo | generate | support | explain | bench | tune``: see it work, run a model, ask what runs where, by
+which kernel, and how fast.
 
 Output for people is on stdout, the statistics of ``generate`` on stderr. With ``--json`` all of it is on stderr, and
 stdout has one line, a JSON object.
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import paged_ops
-from paged_ops.cli import bench, demo, support
+from paged_ops.cli import bench, demo, explain, support
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +44,7 @@ def options(
 app.command()(demo.demo)
 app.command()(demo.generate)
 app.command()(support.support)
+app.command()(explain.explain)
 app.command()(bench.bench)
 app.command("tune")(bench.tune_tiles)
 

@@ -11,13 +11,25 @@ from paged_ops.fake.attention import (
     paged_attention_with_lse,
 )
 from paged_ops.fake.cache import copy_blocks, gather_kv, latent_cache_write, reshape_and_cache, swap_blocks
+from paged_ops.fake.models import (
+    all_gather_columns,
+    all_reduce,
+    all_reduce_add_norm,
+    few_row_linear,
+    merge_over_ranks,
+)
 
 __all__ = [
+    "all_gather_columns",
+    "all_reduce",
+    "all_reduce_add_norm",
     "cascade_attention",
     "copy_blocks",
+    "few_row_linear",
     "gather_kv",
     "latent_cache_write",
     "merge_attention_states",
+    "merge_over_ranks",
     "paged_attention",
     "paged_attention_with_lse",
     "reshape_and_cache",

@@ -6,8 +6,8 @@
 
 from paged_ops.generation.loop import GenerationLoop
 from paged_ops.generation.model_step import ModelStep
+from paged_ops.generation.params import SamplingParams, TokenLogprobs
 from paged_ops.generation.request import GenerationStats, NewToken, Output, TokenStream
-from paged_ops.generation.sampling import SamplingParams, TokenLogprobs
 
 __all__ = [
     "GenerationLoop",

@@ -1,7 +1,7 @@
 """Which requests run, and which of their tokens a step computes.
 
-The state is the unfinished requests and the cache, which knows whose sequence is there, swapped out, or neither. The
-lists of requests that wait, run and are swapped out follow from it, and are rebuilt after a step that failed.
+The state is the unfinished requests and the cache, which knows whether a sequence is there, swapped out, or neither.
+The lists of waiting, running and swapped-out requests follow from it, and are rebuilt after a step that failed.
 
 Letters: M columns of a block table, B tokens per block.
 """
@@ -21,15 +21,15 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.generation.request import GenerationStats, Request
 from paged_ops.metadata import Batch
 
-Scheduled = tuple[Request, int, int]  # a request, how many of its tokens are computed, how many a step computes
+Scheduled = tuple[Request, int, int]  # a request, the number of its computed tokens, and of those the step computes
 
 
-class Plan(NamedTuple):
-    """A step, for which slots are reserved."""
+class ScheduledStep(NamedTuple):
+    """The requests of one step, whose slots are reserved."""
 
-    requests: list[Scheduled]  # decodes, then parts of prompts
+    requests: list[Scheduled]  # decodes, then chunks of prompts
     prompt_tokens: int  # that the step computes
-    cached_tokens: int  # found in the cache, of the requests that the step admits
+    cached_tokens: int  # prompt tokens found in the cache, of the requests that the step admits
     has_admitted: bool
 
 
@@ -46,6 +46,10 @@ class Scheduler:
         kv_cache: the cache.
         max_num_seqs, max_num_tokens, max_model_len: the largest step, the longest sequence.
         stats: where preemptions are counted.
+
+    Attributes:
+        unfinished: all requests that have not ended.
+        is_open: whether a change has begun that is neither finished nor cancelled.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Scheduler:
         stats: GenerationStats,
     ) -> None:
         self.unfinished: dict[Request, None] = {}
+        self.is_open = False
         self.waiting: list[Request] = []  # the three lists are sorted by id
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -65,7 +70,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._stats = stats
-        self._admitted: list[Request] = []  # by the step that was planned
+        self._admitted: list[Request] = []  # by the scheduled step
         columns = -(-max_model_len // kv_cache.block_size)
         self._tables = [
             torch.zeros(max_num_seqs, columns, dtype=torch.int32, device="cpu") for _ in range(len(kv_cache.pools))
@@ -73,11 +78,13 @@ class Scheduler:
         self._rows: tuple[list[int], torch.Tensor] = ([], torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def queue(self, requests: list[Request]) -> None:
-        """New requests; those that are known, or have ended, are left out."""
+        """Adds new requests, without the ones that are known or have ended."""
+        was_open, self.is_open = self.is_open, True
         new = [each for each in requests if each not in self.unfinished and each.finish_reason is None]
         self.unfinished.update(dict.fromkeys(new))
         self.waiting += new
         self.waiting.sort(key=_id_of)  # several threads may have queued them in another order
+        self.is_open = was_open
 
     def join(self, request: Request) -> None:
         """Adds a further sample: it runs if it has blocks, else it waits."""
@@ -105,17 +112,17 @@ class Scheduler:
         elif request in self.swapped:
             self.swapped.remove(request)
 
-    def plan(self) -> Plan:
-        """Plans the next step. It is empty if there was no room for any request's tokens, but one was preempted: then
-        others find room in the step after it.
+    def schedule(self) -> ScheduledStep:
+        """Reserves the slots of the next step; :meth:`finish` or :meth:`cancel` must follow. The step is empty if no
+        request's tokens had room, but a request was preempted: the step after it then has room for others.
 
         Raises:
-            OutOfBlocks: no request can run, because others hold the cache's blocks.
+            OutOfBlocks: no request can run, because other sequences hold the cache's blocks.
         """
-        self._admitted = []
+        self.is_open, self._admitted = True, []
         decodes: list[Scheduled] = []
         prefills: list[Scheduled] = []
-        preempted = self._go_on(decodes, prefills)
+        preempted = self._continue(decodes, prefills)
         budget = self._max_num_tokens - len(decodes) - sum(num_tokens for _, _, num_tokens in prefills)
         cached_tokens = 0
         if not preempted:
@@ -126,7 +133,7 @@ class Scheduler:
             if not (decodes or prefills):
                 raise self._out_of_blocks((self.swapped or self.waiting)[0])
         prompt_tokens = sum(num_tokens for _, _, num_tokens in prefills)
-        return Plan(decodes + prefills, prompt_tokens, cached_tokens, bool(self._admitted))
+        return ScheduledStep(decodes + prefills, prompt_tokens, cached_tokens, bool(self._admitted))
 
     def batch(self, requests: list[Scheduled]) -> tuple[Batch, list[int]]:
         """A step as the metadata's builder takes it, and its token ids."""
@@ -157,17 +164,18 @@ class Scheduler:
             state_slots = torch.tensor(of_states, dtype=torch.int32, device="cpu")
         return Batch(query_lens, computed, tables, other_block_ids=others, state_slots=state_slots), input_ids
 
-    def settled(self) -> None:
-        """Records that the planned step is done: what it admitted stays."""
+    def finish(self) -> None:
+        """Records that the changes of the scheduled step are made: the requests that it admitted stay."""
         self._admitted = []
         cache = self._kv_cache
         if cache.reserves_in_parts:
             for request in self.running:
-                if request.gave_way_at == len(request.tokens):  # before others take the blocks that it gave back
+                if request.yielded_at == len(request.tokens):  # before others take the blocks that it has freed
                     cache.reserve(request, min(cache.block_size, cache.num_reservable(request)))
+        self.is_open = False
 
-    def give_up(self) -> None:
-        """Gives back what the planned step has reserved; what it admitted waits again."""
+    def cancel(self) -> None:
+        """Frees the slots that the scheduled step has reserved; the requests that it admitted wait again."""
         cache = self._kv_cache
         cache.recover()
         for request in self._admitted:
@@ -178,10 +186,10 @@ class Scheduler:
                 reserved = cache.num_tokens(request) - cache.num_computed_tokens(request)
                 if reserved == 1:  # a decode, or a prompt's last token; the slots of a longer rest of a prompt stay
                     cache.rollback(request)
-        self.relist()
-        self._admitted = []
+        self.rebuild_lists()
+        self.is_open, self._admitted = False, []
 
-    def relist(self) -> None:
+    def rebuild_lists(self) -> None:
         """Rebuilds the lists and rows from the requests and the cache."""
         running: list[Request] = []
         swapped: list[Request] = []
@@ -203,7 +211,7 @@ class Scheduler:
             counts.append(len(blocks))
         request.num_blocks, request.num_given_back = min(counts), self._kv_cache.num_given_back(request)
 
-    def _go_on(self, decodes: list[Scheduled], prefills: list[Scheduled]) -> bool:
+    def _continue(self, decodes: list[Scheduled], prefills: list[Scheduled]) -> bool:
         """Plans the next tokens of the running requests, decodes first. The youngest are preempted if blocks run out;
         returns whether any was."""
         cache = self._kv_cache
@@ -288,10 +296,10 @@ class Scheduler:
         return num_cached
 
     def _least_slots(self, request: Request) -> int:
-        """The fewest slots with which it is admitted: one, but if it gave way to others in the cache, as many as get it
-        through its prompt whatever they do. As each part gives blocks back, :meth:`settled` reserves others."""
+        """The fewest slots for an admission: one. If the request yielded to other sequences in the cache, enough for
+        its whole prompt whatever they do. As each chunk frees blocks, :meth:`finish` reserves others."""
         cache, size = self._kv_cache, self._kv_cache.block_size
-        if request.gave_way_at != len(request.tokens) or not cache.num_used_blocks:
+        if request.yielded_at != len(request.tokens) or not cache.num_used_blocks:
             return 1
         enough = [
             min(most_blocks_kept(size, pool.sliding_window, pool.attention_chunk) + 1, pool.num_blocks)
@@ -319,8 +327,8 @@ class Scheduler:
         """Takes a running sequence's blocks: it is swapped out, or, if the host has no room, computed again later.
 
         Raises:
-            OutOfBlocks: the loop runs nothing else, so that it gives way to others in the cache; and it has done so
-                before, without a token since. It has given way then.
+            OutOfBlocks: the loop runs nothing else, so the request yields to other sequences in the cache; and it has
+                yielded before, without a token since. It has yielded when this is raised.
         """
         is_alone = self.running == [request]
         if self._kv_cache.can_swap_out(request):
@@ -334,9 +342,9 @@ class Scheduler:
             bisect.insort(self.waiting, request, key=_id_of)
             self._stats.recomputed += 1
             if is_alone:
-                if request.gave_way_at == len(request.tokens):
+                if request.yielded_at == len(request.tokens):
                     raise self._out_of_blocks(request)
-                request.gave_way_at = len(request.tokens)
+                request.yielded_at = len(request.tokens)
 
     def _out_of_blocks(self, request: Request) -> OutOfBlocks:
         cache = self._kv_cache
@@ -346,7 +354,7 @@ class Scheduler:
         )
 
 
-def give_back(kv_cache: KVCache | HybridCache, requests: Iterable[Request]) -> None:
+def free_all(kv_cache: KVCache | HybridCache, requests: Iterable[Request]) -> None:
     """Frees the sequences of a loop that no longer exists."""
     for request in requests:
         if request in kv_cache:

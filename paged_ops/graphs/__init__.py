@@ -18,7 +18,7 @@ vLLM's; graphs without a copy of their result come from inductor's CUDA graph tr
 """
 
 from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
-from paged_ops.graphs.inputs import InputBuffers, StepInputs
+from paged_ops.graphs.inputs import StepInputs, build_inputs, step_builder
 from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mode
 from paged_ops.graphs.pieces import ATTENTION_OPS, Pieces, check_pieces_exist, compile_pieces
 from paged_ops.graphs.runner import DecodeGraphs, GraphStats, Step
@@ -33,12 +33,13 @@ __all__ = [
     "GraphKey",
     "GraphMode",
     "GraphStats",
-    "InputBuffers",
     "Pieces",
     "Step",
     "StepInputs",
+    "build_inputs",
     "capture_sizes",
     "check_pieces_exist",
     "choose_mode",
     "compile_pieces",
+    "step_builder",
 ]

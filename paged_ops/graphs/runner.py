@@ -21,7 +21,14 @@ from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
 from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
-from paged_ops.graphs.inputs import InputBuffers, StepInputs
+from paged_ops.graphs.inputs import (
+    LEAST,
+    StepInputs,
+    build_inputs,
+    inputs_for_capture,
+    inputs_of_open_sizes,
+    step_builder,
+)
 from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mode
 from paged_ops.graphs.pieces import Pieces, check_pieces_exist
 from paged_ops.lowerings.warm_up import WarmUp, prepare, warm_up, without_kernels
@@ -35,7 +42,7 @@ class GraphStats:
     """Steps since the runner was made."""
 
     replays: Counter[GraphKey] = field(default_factory=Counter)
-    plain: int = 0  # steps for which no graph fitted
+    plain: int = 0  # steps that fitted no graph
     tokens: int = 0  # of the replayed steps
     padded_tokens: int = 0  # replayed in addition to them
 
@@ -54,8 +61,8 @@ class DecodeGraphs:
 
     Args:
         step: ``step(input_ids [T], metadata, last_rows [S], kv_caches) -> logits [S, V]``
-            (:class:`paged_ops.generation.ModelStep`), eager or compiled. It must read no value on the host. What it
-            decides by integers of the metadata is decided at capture.
+            (:class:`paged_ops.generation.ModelStep`), eager or compiled. It must read no value on the host. A
+            decision that depends on integers of the metadata is made at capture.
         kv_cache: whose ``layers`` the step writes.
         max_num_seqs: most sequences of a step.
         max_num_tokens: most tokens of a step, by default max_num_seqs * query_len.
@@ -68,13 +75,13 @@ class DecodeGraphs:
         token_sizes: tokens of the mixed batches to capture; by default to max_num_tokens, at most 512.
         cascade: capture each decode size a second time, for steps with a common prefix.
         sample: the next tokens ``[S]`` from the logits, on the device (``lambda logits: logits.argmax(-1)``). A
-            step then ends with these in ``tokens``, and with its inputs changed to those of the next step, so that
+            step then ends with these in ``tokens``, and with its inputs advanced to the next step, so that
             :meth:`replay_next` is only a launch.
 
     Attributes:
         builder: the builder of the metadata.
         tokens: int64 ``[max_num_seqs]`` on the device: the newest tokens, with ``sample``.
-        captured: the graphs by what they serve.
+        captured: the graphs, by the sizes that they serve.
         stats: what was replayed.
 
     Raises:
@@ -128,10 +135,9 @@ class DecodeGraphs:
         capacity = min(kv_cache.max_seq_len, kv_cache.num_blocks * kv_cache.block_size)
         longest = capacity if max_model_len is None else max_model_len
         expect(longest >= 1 or max_model_len is None, "max_model_len", "at least 1", max_model_len)
-        self._inputs = InputBuffers(kv_cache, max_num_seqs, most, longest, graph_support)
-        self.builder = self._inputs.builder
+        self.builder = step_builder(kv_cache, max_num_seqs, most, longest, graph_support)
         self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=kv_cache.device)
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_num_tokens = max_num_seqs, most
         self._sample = sample
         self._advance = advance_decodes
         if sample is not None and kv_cache.device.type == "cuda":
@@ -168,7 +174,7 @@ class DecodeGraphs:
                 False each size is compiled by itself: better code, more time.
 
         Raises:
-            CaptureError: the step syncs with the host, or does what a graph cannot hold.
+            CaptureError: the step syncs with the host, or does work that a graph cannot hold.
             ValueError: the mode needs pieces, and the step has none.
         """
         started = time.perf_counter()
@@ -180,7 +186,7 @@ class DecodeGraphs:
         if dynamic:
             for is_decode in (True, False)[: 1 + self._is_sharded]:
                 with without_kernels():  # only the step is compiled: the kernels of these sizes may not be needed
-                    self._run_step(self._inputs.of_open_sizes(is_decode))
+                    self._run_step(inputs_of_open_sizes(self.builder, is_decode))
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
         with CaptureSession(self.kv_cache.device) as session:
@@ -201,16 +207,16 @@ class DecodeGraphs:
         captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
         kinds = (True, False) if self._is_sharded else (True,)
         steps = [functools.partial(self._run_on_trial, is_decode) for is_decode in kinds]
-        limits = {"max_num_tokens": self._inputs.max_num_tokens, "max_num_seqs": self._max_num_seqs}
+        limits = {"max_num_tokens": self._max_num_tokens, "max_num_seqs": self._max_num_seqs}
         return warm_up(steps, sizes=captured, wait=wait, **limits)
 
     def _run_on_trial(self, is_decode: bool) -> None:
-        """A step of which nothing is kept; an error is left to the next one. Not among ranks: there the others would
-        wait for what this one has not sent."""
-        inputs = self._inputs.of_open_sizes(is_decode)
+        """A step whose result is dropped. Its errors are ignored, as the next step raises them again; not among ranks,
+        where the others would wait for this one."""
+        inputs = inputs_of_open_sizes(self.builder, is_decode)
         among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         with contextlib.nullcontext() if among_ranks else contextlib.suppress(Exception):
-            self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
+            self.step(*inputs, self.kv_cache.layers)
 
     @torch.no_grad()
     def replay(
@@ -222,11 +228,11 @@ class DecodeGraphs:
             batch: the step, as :meth:`AttentionMetadataBuilder.build` takes it.
             input_ids: its tokens, on the host or on the cache's device.
             common_prefix_len: tokens that all sequences share; they are read once if ``cascade`` was asked for.
-            lookahead: how often :meth:`replay_next` may follow; the blocks for so many tokens must be in the batch.
+            lookahead: how often :meth:`replay_next` may follow; the batch must have the blocks for these tokens.
 
         Returns:
-            Logits ``[num_reqs, V]``. Those of a replayed step lie in its graph's memory, and are valid until the next
-            call.
+            Logits ``[num_reqs, V]``. The logits of a replayed step lie in its graph's memory, and are valid until the
+            next call.
 
         Raises:
             ValueError: the batch is wrong, or the cache has moved since capture.
@@ -235,8 +241,8 @@ class DecodeGraphs:
         common_prefix_len *= self.cascade
         is_advanced = lookahead > 0 and self._sample is not None and batch.is_uniform(1)
         key = self.find(batch, cascade=common_prefix_len > 0, is_advanced=is_advanced)
-        S, T = (max(n, self._inputs.LEAST), max(t, self._inputs.LEAST)) if key is None else key[:2]
-        inputs = self._inputs.fill(batch, input_ids, S, T, common_prefix_len, lookahead)
+        S, T = (max(n, LEAST), max(t, LEAST)) if key is None else key[:2]
+        inputs = build_inputs(self.builder, batch, input_ids, S, T, common_prefix_len, lookahead)
         self._left = lookahead if is_advanced else 0
         self._last = key, inputs, n
         return self._run(key, inputs, n, t)
@@ -250,10 +256,10 @@ class DecodeGraphs:
             rows: of ``input_ids``.
 
         Returns:
-            Logits ``[num_reqs + len(rows), V]``: first those of the last rows.
+            Logits ``[num_reqs + len(rows), V]``: the last rows' first.
         """
         n, t = batch.num_reqs, batch.num_tokens
-        inputs = self._inputs.fill(batch, input_ids, max(n, self._inputs.LEAST), max(t, self._inputs.LEAST))
+        inputs = build_inputs(self.builder, batch, input_ids, max(n, LEAST), max(t, LEAST))
         self._last, self._left = None, 0
         self.stats.plain += 1
         more = torch.tensor(rows, dtype=torch.int64, device="cpu").to(inputs.last_rows.device)
@@ -321,7 +327,7 @@ class DecodeGraphs:
         return logits if n == key.num_reqs else logits[:n]
 
     def _run_step(self, inputs: StepInputs) -> Tensor:
-        logits = self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
+        logits = self.step(*inputs, self.kv_cache.layers)
         if self._sample is not None:
             S, T = len(inputs.last_rows), len(inputs.input_ids)
             newest = self._sample(logits)
@@ -333,7 +339,7 @@ class DecodeGraphs:
 
     def _capture_one(self, key: GraphKey, session: CaptureSession) -> Graph | Pieces:
         uniform = key.num_tokens == key.num_reqs * self.query_len and not key.in_pieces
-        inputs = self._inputs.for_capture(key, self.query_len if uniform else 0)
+        inputs = inputs_for_capture(self.builder, key, self.query_len if uniform else 0)
         run = functools.partial(self._run_step, inputs)
         run()  # compiles, and allocates what is kept
         try:

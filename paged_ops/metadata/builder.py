@@ -5,15 +5,12 @@ in the cache, B tokens per block, M columns of a block table. Lengths and positi
 
 Values that a kernel could only check by a sync with the device (block ids, lengths, slots, capacities) are checked
 here instead, on whole tensors, once per step.
-
-Longer than 500 lines: one class, whose checks are half of it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +19,19 @@ from paged_ops.cache.shard import UNSHARDED, TokenShard, widest
 from paged_ops.cache.states import PADDING_ROW
 from paged_ops.checks import expect
 from paged_ops.device import with_index
-from paged_ops.metadata.batch import Batch, blocks_for, largest, not_negative
+from paged_ops.metadata.batch import Batch, largest, not_negative
 from paged_ops.metadata.bidirectional import ranges_of_step
 from paged_ops.metadata.buffers import Buffers, Sizes, Staging, prefers_compact
 from paged_ops.metadata.fill import Filler, compiled
 from paged_ops.metadata.step import AttentionMetadata, CascadeMetadata, ContextMetadata, GraphSupport
+from paged_ops.metadata.validation import (
+    check_common_prefix,
+    check_input_ids,
+    check_state_slots,
+    is_needed,
+    needed_blocks,
+    padded_size,
+)
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int32, device="cpu")
 _NO_RANGES = torch.zeros(0, 1, 2, dtype=torch.int32, device="cpu")
@@ -57,13 +62,13 @@ class AttentionMetadataBuilder:
             they are; tests poison them.
         num_state_rows: R of the tensors of a ``StateCache``; 0 without one.
         max_bidirectional_ranges: the most bidirectional ranges that hold tokens of one request in one step; 0 is none.
-            If it is not 0, every step has room for so many, for captured graphs. Kernels are compiled for the number.
+            If it is not 0, every step has room for them, for captured graphs. Kernels are compiled for the number.
         num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
             that the host fills one while the device still reads the other.
         with_inputs: whether the buffers also have the step's token ids and the last row of each sequence:
             :meth:`inputs`.
-        shards: of each pool, over which ranks its tokens are spread (``KVCache.shard``); by default over none. Steps
-            then have a ``context``.
+        shards: this rank's shard of each pool's tokens (``KVCache.shard``); by default all tokens. Steps of sharded
+            pools have a ``context``.
 
     Raises:
         ValueError: a size is not positive, lengths would not fit int32, or the device is of another type.
@@ -132,7 +137,7 @@ class AttentionMetadataBuilder:
 
         self._buffers = buffers(self.device)
         self._staging = [Staging(buffers("cpu", pinned=on_gpu)) for _ in range(num_staging_buffers)]
-        self._turns = itertools.cycle(self._staging)
+        self._next_staging = itertools.cycle(self._staging)
         self._views: dict[tuple[int, int], Buffers] = {}
         self._fills = not (num_state_rows or max_bidirectional_ranges or self._shard.size > 1)
         self._fills &= unused_block_id is None
@@ -165,12 +170,12 @@ class AttentionMetadataBuilder:
             batch: the step.
             fast_build: make this call faster, at the cost of the layers: leaves ``cascade`` out. For metadata that few
                 layers read, such as a draft model's steps. Everything else is the same, checks included.
-            num_reqs: S, the sequences to pad to (a capture size); by default those of the batch.
-            num_tokens: T, the tokens to pad to; by default those of the batch.
-            lookahead: tokens by which :func:`advance_decodes` may lengthen each request afterwards; the blocks for
-                them are checked and sent, too.
+            num_reqs: S, the padded number of sequences (a capture size); by default the batch's.
+            num_tokens: T, the padded number of tokens; by default the batch's.
+            lookahead: how often :func:`advance_decodes` may follow, by one token per request; the blocks for these
+                tokens are checked and sent, too.
             input_ids: int64 ``[num_tokens of the batch]``, contiguous, host: the step's token ids, for a builder
-                ``with_inputs``. Those of padding become 0. None leaves what :meth:`inputs` gives as it is.
+                ``with_inputs``. The ids of padding become 0. None leaves the ids in :meth:`inputs` unchanged.
 
         Raises:
             ValueError: a capacity is exceeded, a length is negative, a request has too few blocks, a needed block id is
@@ -178,7 +183,7 @@ class AttentionMetadataBuilder:
                 Nothing has been written then.
         """
         if input_ids is not None:
-            self._check_ids(input_ids)
+            check_input_ids(input_ids, self._buffers.inputs is not None)
         if common_prefix_len == 0:
             filled = self._build_at_once(batch, input_ids, num_reqs, num_tokens, lookahead)
             if filled is not None:
@@ -192,26 +197,30 @@ class AttentionMetadataBuilder:
         expect(t <= self.max_num_tokens, "query_lens", f"at most max_num_tokens = {self.max_num_tokens} tokens", t)
         if input_ids is not None:
             expect(len(input_ids) == t, "input_ids", f"the {t} tokens of the batch", len(input_ids))
-        S = _padded("num_reqs", num_reqs, n, "max_num_seqs", self.max_num_seqs)
-        T = _padded("num_tokens", num_tokens, t, "max_num_tokens", self.max_num_tokens)
+        S = padded_size("num_reqs", num_reqs, n, "max_num_seqs", self.max_num_seqs)
+        T = padded_size("num_tokens", num_tokens, t, "max_num_tokens", self.max_num_tokens)
         seq_lens = computed.to(torch.int64) + query_lens
         not_negative("num_computed_tokens + query_lens", seq_lens)  # int64 may have wrapped
         max_seq_len = largest(seq_lens)
         expect(lookahead >= 0, "lookahead", "0 or more", lookahead)
         reach = seq_lens + lookahead
         longest = largest(reach)
-        blocks = [self._needed_blocks("block_ids", batch.block_ids, self.num_blocks[0], reach, longest)]
+        table = reach, longest, B, self.max_blocks_per_seq
+        blocks = [needed_blocks("block_ids", batch.block_ids, self.num_blocks[0], *table)]
         if batch.other_block_ids or len(self.num_blocks) > 1:
             given, others = len(batch.other_block_ids), len(self.num_blocks) - 1
             expect(given == others, "other_block_ids", f"block ids of {others} further pools", given)
             for block_ids, num_blocks in zip(batch.other_block_ids, self.num_blocks[1:], strict=True):
-                blocks.append(self._needed_blocks("other_block_ids", block_ids, num_blocks, reach, longest))
-        has_none = batch.state_slots is None and not self.num_state_rows
-        state_slots = _NO_ROWS if has_none else self._state_slots(batch)
-        ranges = self._bidirectional_ranges(batch, seq_lens)
-        self._check_common_prefix(common_prefix_len, computed, blocks[0])
-        whole = common_prefix_len == 0 or self._shard.size == 1
-        expect(whole, "common_prefix_len", "0 for a cache sharded over ranks", common_prefix_len)
+                blocks.append(needed_blocks("other_block_ids", block_ids, num_blocks, *table))
+        check_state_slots(batch.state_slots, n, self.num_state_rows)
+        state_slots = _NO_ROWS if batch.state_slots is None else batch.state_slots
+        ranges = _NO_RANGES
+        if batch.bidirectional_ranges is not None:
+            ranges = ranges_of_step(batch.bidirectional_ranges, computed, seq_lens, self.max_bidirectional_ranges)
+        if common_prefix_len:
+            check_common_prefix(common_prefix_len, computed, blocks[0], B)
+            one_rank = self._shard.size == 1
+            expect(one_rank, "common_prefix_len", "0 for a cache sharded over ranks", common_prefix_len)
 
         # The CPU is named because the user may have set another default device.
         query_start_loc = torch.full((S + 1,), t, dtype=torch.int32, device="cpu")
@@ -241,13 +250,6 @@ class AttentionMetadataBuilder:
             metadata.cascade = self._build_cascade(common_prefix_len, metadata)
         return metadata
 
-    def _check_ids(self, input_ids: Any) -> None:
-        """All but their number: they are read by their address."""
-        expect(self._buffers.inputs is not None, "input_ids", "None, as the builder has no inputs", input_ids)
-        is_read = isinstance(input_ids, Tensor) and input_ids.dtype == torch.int64 and input_ids.dim() == 1
-        is_read = is_read and input_ids.device.type == "cpu" and input_ids.is_contiguous()
-        expect(is_read, "input_ids", "a contiguous int64 tensor [num_tokens] on the CPU", input_ids)
-
     def _build_at_once(
         self, batch: Batch, input_ids: Tensor | None, num_reqs: int | None, num_tokens: int | None, lookahead: int
     ) -> AttentionMetadata | None:
@@ -255,7 +257,7 @@ class AttentionMetadataBuilder:
         plain = batch.state_slots is None and batch.bidirectional_ranges is None
         if not (plain and self._fills) or len(batch.other_block_ids) + 1 != len(self.num_blocks):
             return None
-        staging = next(self._turns, None)
+        staging = next(self._next_staging, None)
         into = self._buffers if staging is None else staging.wait()
         filler = self._fillers.get(id(into))
         if filler is None:
@@ -282,7 +284,7 @@ class AttentionMetadataBuilder:
 
         Its device tensors are the ones that ``build`` fills later when it pads to the same sizes. The query ranges
         are uniform, but slots are -1 and seq_lens 0, so that the captured step neither writes nor reads the cache: a
-        causal row before the first key gives 0. The integers are the largest that the graph will meet (``max_seq_len``
+        causal row before the first key gives 0. The integers are the largest of all its replays (``max_seq_len``
         is M * B), for host code that decides by them. With ``cascade`` it carries a common prefix of 0 tokens.
 
         Raises:
@@ -312,8 +314,8 @@ class AttentionMetadataBuilder:
         return metadata
 
     def context_of(self, S: int, T: int, is_decode: bool) -> ContextMetadata | None:
-        """What this rank attends to in the step in the buffers, whose padded sizes are S and T; None if the cache is
-        not spread over ranks. ``is_decode``: no sequence has more than one token. Otherwise it serves every step."""
+        """The context of the step in the buffers, whose padded sizes are S and T; None if the cache is not sharded over
+        ranks. With ``is_decode`` it serves steps of at most one token per sequence, else every step."""
         if self._shard.size == 1:
             return None
         lens, history_lens = self._views_of(S, T).context_lens
@@ -342,68 +344,6 @@ class AttentionMetadataBuilder:
             return bool((batch.query_lens == batch.query_lens[:1]).all())
         return self.graph_support == GraphSupport.ALWAYS
 
-    def _needed_blocks(
-        self, name: str, block_ids: Tensor, num_blocks: int, seq_lens: Tensor, max_seq_len: int
-    ) -> Tensor:
-        """The columns of ``block_ids`` that some request needs, after checking every entry that is needed."""
-        B, M = self.block_size, self.max_blocks_per_seq
-        argument = "num_computed_tokens + query_lens"
-        expect(max_seq_len <= M * B, argument, f"at most {M * B} tokens ({M} blocks of {B}) a request", max_seq_len)
-        width = blocks_for(max_seq_len, B)
-        wide_enough = f"{width} blocks for the {max_seq_len} tokens of the longest request (block size {B})"
-        expect(block_ids.shape[1] >= width, name, wide_enough, block_ids.shape[1])
-        blocks = block_ids[:, :width]
-        if blocks.numel():
-            low, high = torch.aminmax(blocks)
-            # Only now is it worth finding out which entries are needed.
-            if int(low) < 0 or int(high) >= num_blocks:
-                wrong = ((blocks < 0) | (blocks >= num_blocks)) & self._is_needed(seq_lens, width)
-                if bool(wrong.any()):
-                    s, column = wrong.nonzero()[0].tolist()
-                    need = blocks_for(int(seq_lens[s]), B)
-                    ids = f"ids in [0, {num_blocks}) for all {need} blocks that request {s} needs"
-                    expect(False, name, ids, f"{int(blocks[s, column])} at [{s}, {column}]")
-        return blocks
-
-    def _state_slots(self, batch: Batch) -> Tensor:
-        """The rows of the requests' states, checked; none if there is no ``StateCache``."""
-        rows, R = batch.state_slots, self.num_state_rows
-        if not R:
-            expect(rows is None, "state_slots", "None, as the builder has no states (num_state_rows)", rows)
-        elif rows is None:
-            expect(not batch.num_reqs, "state_slots", "one for each request, as the builder has states", None)
-        if rows is None:
-            return _NO_ROWS
-        valid = not len(rows) or (bool((rows >= 2).all()) and bool((rows < R).all()))
-        expect(valid, "state_slots", f"rows in [2, {R}), those of StateCache.rows", rows.tolist())
-        slots = rows // 2
-        expect(len(slots.unique()) == len(slots), "state_slots", "a slot for each request alone", rows.tolist())
-        return rows
-
-    def _bidirectional_ranges(self, batch: Batch, seq_lens: Tensor) -> Tensor:
-        """The ranges that the step needs, checked: ``[num_reqs, R, 2]``, or none at all."""
-        given = batch.bidirectional_ranges
-        if given is None:
-            return _NO_RANGES
-        return ranges_of_step(given, batch.num_computed_tokens, seq_lens, self.max_bidirectional_ranges)
-
-    def _is_needed(self, seq_lens: Tensor, width: int) -> Tensor:
-        """bool ``[len(seq_lens), width]``: whether an entry of a block table lies within its sequence."""
-        return torch.arange(0, width * self.block_size, self.block_size, device="cpu") < seq_lens[:, None]
-
-    def _check_common_prefix(self, common_prefix_len: int, computed: Tensor, blocks: Tensor) -> None:
-        if common_prefix_len == 0:
-            return
-        most = int(computed.min()) if len(computed) else 0
-        valid = 0 <= common_prefix_len <= most and common_prefix_len % self.block_size == 0
-        multiple = f"a multiple of block_size = {self.block_size}, 0 to the least num_computed_tokens = {most}"
-        expect(valid, "common_prefix_len", multiple, common_prefix_len)
-        prefix = blocks[:, : common_prefix_len // self.block_size]
-        differs = (prefix != prefix[:1]).any(1)
-        if bool(differs.any()):
-            same = f"a prefix of {prefix.shape[1]} blocks that all requests share"
-            expect(False, "common_prefix_len", same, f"other blocks for request {int(differs.nonzero()[0])} than for 0")
-
     def _write(
         self,
         query_start_loc: Tensor,
@@ -419,7 +359,7 @@ class AttentionMetadataBuilder:
     ) -> None:
         """Fill the buffers with checked values, and slots and blocks of each pool. ``reach``: the lengths that need
         blocks."""
-        staging = next(self._turns, None)
+        staging = next(self._next_staging, None)
         into = self._buffers if staging is None else staging.wait()
         S, t = len(seq_lens), len(positions)
         n, width = blocks[0].shape
@@ -451,7 +391,7 @@ class AttentionMetadataBuilder:
             compact = bool(into.packed) and prefers_compact(n, width, self.max_blocks_per_seq)
         else:
             rows = S
-            needed = self._is_needed(reach, width)
+            needed = is_needed(reach, width, self.block_size)
             blocks = [torch.where(needed, each, self.unused_block_id) for each in blocks]
             for table in into.all_block_tables:
                 table[:S] = self.unused_block_id
@@ -479,7 +419,7 @@ class AttentionMetadataBuilder:
         max_seq_len: int,
         T: int,
     ) -> AttentionMetadata:
-        """Host tensors ``[S + 1]``, ``[S]``, ``[S]`` and integers, beside the views of the buffers that fit them."""
+        """Metadata of host tensors ``[S + 1]``, ``[S]``, ``[S]``, integers, and the views of the buffers that fit."""
         on_device = self._views_of(seq_lens.shape[0], T)
         return AttentionMetadata(
             query_start_loc=on_device.query_start_loc,
@@ -508,7 +448,7 @@ class AttentionMetadataBuilder:
         return self._views[S, T]
 
     def _fill_own_tables(self, S: int, T: int) -> None:
-        """The rows of each sequence in the step, as blocks of one token: what a row's own table has is its start."""
+        """Fills each sequence's own table: its rows in the step, as blocks of one token."""
         if self._own_tables is None:
             most = self.max_num_tokens
             with torch.inference_mode(False):
@@ -534,9 +474,3 @@ class AttentionMetadataBuilder:
         suffix_block_tables[:, : M - width].copy_(metadata.block_tables[:, width:])
         suffix_lens.copy_(metadata.seq_lens).sub_(common_prefix_len).clamp_(min=0)
         return CascadeMetadata(common_prefix_len, prefix_block_table, prefix_len, suffix_block_tables, suffix_lens)
-
-
-def _padded(argument: str, asked: int | None, actual: int, limit_name: str, limit: int) -> int:
-    size = actual if asked is None else asked
-    expect(actual <= size <= limit, argument, f"{actual} (of the batch) to {limit_name} = {limit}", size)
-    return size

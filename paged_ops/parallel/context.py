@@ -30,7 +30,6 @@ parallelism, which spread a decode's cache by tokens.
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +38,7 @@ from torch import Tensor
 
 from paged_ops.cache.shard import TokenShard
 from paged_ops.checks import expect
+from paged_ops.fake.models import PREPARED
 from paged_ops.fp8 import saturated
 from paged_ops.layouts import Layout, kv_cache_shape
 from paged_ops.metadata.step import AttentionMetadata, ContextMetadata
@@ -90,10 +90,9 @@ class Context:
         self.exchange = prepare(group, torch.device(device), **options)
         self.shard = TokenShard(self.exchange.group.rank, self.exchange.group.size)
         self.handle = Handle(f"{group.group_name}/{next(_numbers)}", *self.shard)
-        _exchanges[self.handle.name] = self.exchange
+        PREPARED[self.handle.name] = self.exchange
 
 
-_exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -317,20 +316,3 @@ def context_of(metadata: AttentionMetadata, pool: int) -> ContextMetadata | None
 def _with_lse(query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> tuple[Tensor, Tensor]:
     result: tuple[Tensor, Tensor] = torch.ops.paged_ops.paged_attention_with_lse(query, kv_cache, *batch, **features)
     return result
-
-
-def _merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
-    exchange = _exchanges.get(context)
-    expect(exchange is not None, "context", "one that is alive on this rank", context)
-    assert exchange is not None
-    return exchange.everywhere(part, lse)
-
-
-# Opaque to compilers: what it does depends on the group, and is chosen when the context is made.
-torch.library.define(
-    "paged_ops_parallel::merge_over_ranks", "(Tensor part, Tensor lse, str context) -> (Tensor, Tensor)"
-)
-torch.library.impl("paged_ops_parallel::merge_over_ranks", "CompositeExplicitAutograd")(_merge_over_ranks)
-torch.library.register_fake("paged_ops_parallel::merge_over_ranks")(
-    lambda part, lse, context: (torch.empty_like(part), torch.empty_like(lse))
-)

@@ -817,7 +817,9 @@ def test_under_another_default_device_and_dtype(device: str, dtype: torch.dtype)
     torch.set_default_dtype(dtype)
     try:
         cache = KVCache(2, 24, 4, 1, 2, num_host_blocks=8)
-        graphs.InputBuffers(cache, 4, 16, 64).fill(Batch([3, 1], [0, 4], [[0], [1, 2]]), [1, 2, 3, 4], 4, 8)
+        graphs.build_inputs(
+            graphs.step_builder(cache, 4, 16, 64), Batch([3, 1], [0, 4], [[0], [1, 2]]), [1, 2, 3, 4], 4, 8
+        )
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(default)

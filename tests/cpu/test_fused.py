@@ -19,7 +19,7 @@ from paged_ops import cpp, testing
 from paged_ops.features import Features
 from paged_ops.layouts import paged_kv
 from paged_ops.lowerings.cpu import attention as cpu
-from paged_ops.lowerings.cpu import fused
+from paged_ops.lowerings.cpu import fused, prepared
 
 OP = "paged_attention_with_lse"
 DENSE = [case for case in testing.CASES[OP] if "block_sparse" not in dict(case.features)]
@@ -42,7 +42,8 @@ def libraries(tmp_path_factory):
 def test_long_rows_go_where_a_matrix_unit_is_used(monkeypatch, case):
     monkeypatch.setattr(cpu.processor, "has_matrix_unit", lambda: True)
     monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
-    monkeypatch.setattr(cpu, "MATRIX_ROWS", 3)
+    monkeypatch.setattr(prepared, "MATRIX_ROWS", 3)
+    monkeypatch.setattr(prepared, "_prepared", {})
     testing.check(OP, case)
 
 
@@ -50,12 +51,15 @@ def test_a_matrix_unit_that_only_the_flash_kernel_uses_serves_bfloat16(monkeypat
     served = []
     attend = fused.attend
     monkeypatch.setattr(fused, "attend", lambda *args: (served.append(list(args[6])), attend(*args)))
+    alone = prepared.Prepared.attend
+    monkeypatch.setattr(prepared.Prepared, "attend", lambda *args: (served.append("all"), alone(*args))[1])
+    monkeypatch.setattr(prepared, "_prepared", {})
     monkeypatch.setattr(cpu.processor, "has_matrix_unit", lambda: True)
     monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
     for dtype, features in ((torch.bfloat16, ()), (torch.bfloat16, ("cap",)), (torch.float32, ())):
         inputs = call(((1, 40), (40, 40)), features, dtype).inputs()
         paged_ops.paged_attention(*inputs.args, **inputs.kwargs)
-    assert served == [[0], [0, 1], [0, 1]]
+    assert served == [[0], "all", "all"]
 
 
 @pytest.mark.parametrize("case", testing.CASES[OP], ids=lambda case: case.name)

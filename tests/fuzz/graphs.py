@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paged_ops import graphs
 from paged_ops.cache import KVCache
-from paged_ops.graphs import DecodeGraphs, InputBuffers
+from paged_ops.graphs import DecodeGraphs, build_inputs, step_builder
 from paged_ops.metadata import Batch
 
 from .runner import Case
@@ -125,7 +125,7 @@ class Walk:
             options["token_sizes"] = rng.sample(range(1, self.tokens + 1), rng.randint(1, min(3, self.tokens)))
         limits = {"max_num_seqs": self.seqs, "max_num_tokens": self.tokens, "max_model_len": self.longest}
         self.runner = DecodeGraphs(self.model, self.caches[0], **limits, **options)
-        self.plain_inputs = InputBuffers(self.caches[1], self.seqs, self.tokens, self.longest)
+        self.plain_builder = step_builder(self.caches[1], self.seqs, self.tokens, self.longest)
         self.query_len = query_len
         self.what = f"{named} B={self.B} {limits} {options}"
         self.errors: list[Tensor] = []  # of the captured and the plain step
@@ -237,7 +237,7 @@ class Walk:
         if not t:
             return
         got = logits.clone()
-        inputs = self.plain_inputs.fill(Batch(q_lens, starts, tables), ids, n, t)
+        inputs = build_inputs(self.plain_builder, Batch(q_lens, starts, tables), ids, n, t)
         step = (inputs.input_ids, inputs.metadata, inputs.last_rows)
         plain, exact = self.model(*step, self.caches[1].layers), self.exact(*step, self.caches[2].layers)
         live = torch.tensor([q > 0 for q in q_lens]).to(got.device)[:, None]

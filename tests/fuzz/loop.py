@@ -209,14 +209,14 @@ class Session:
 
     def abort(self, request_id: int) -> None:
         sent = self.sent[request_id]
-        request, sent.aborted = self.loop._requests.get(request_id), True
+        request, sent.aborted = self.loop._inbox._requests.get(request_id), True
         try:
             ended = self.interruptible(lambda: self.loop.abort(request_id))
         except KeyboardInterrupt:
             ended = None
             self.loop.abort(request_id)
             self.case.counts["interrupted aborts"] += 1
-        if not self.loop._turns.is_within:
+        if not self.loop._lock.is_held:
             assert ended is not False or self.loop.output(request_id).finish_reason, "abort of a request that goes on"
             assert request not in self.cache, "an aborted request holds blocks"
         self.case.counts["aborts"] += 1
@@ -253,7 +253,7 @@ class Session:
     def interruptible(
         self, function: Callable[[], Any], interrupts: float | None = None, handler: Callable[[], Any] | None = None
     ) -> Any:
-        if self.loop._turns.is_within:  # a handler's
+        if self.loop._lock.is_held:  # a handler's
             return function()
         rng, self.step_.fails = self.rng, self.fails
         try:
@@ -434,7 +434,7 @@ class Session:
 
     def finish_closed(self) -> None:
         loop, self.handlers = self.loop, 0.0
-        requests = [request for request in loop._requests.values() if request.finish_reason is None]
+        requests = [request for request in loop._inbox._requests.values() if request.finish_reason is None]
         for stream in self.streams:
             stream.close()
         for sent in self.sent.values():

@@ -44,7 +44,7 @@ FORMS: dict[str, Callable[[int, int], list[tuple[int, ...]]]] = {
 }
 # Those that are split inside into keys and values: two views of one tensor.
 SPLIT: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "x_packed": lambda flat: paged_ops.split_kv_cache(flat, K, D),
+    "x_packed": lambda flat: paged_ops.layouts.split_kv_cache(flat, K, D),
     "planes": lambda kv: kv.unbind(0),
     "unbound": lambda kv: kv.unbind(1),
 }

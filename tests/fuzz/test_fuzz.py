@@ -101,7 +101,7 @@ def test_finds_a_block_that_is_not_given_back(monkeypatch):
 
 
 def test_finds_a_slot_that_is_wrong(monkeypatch):
-    monkeypatch.setattr(paged_ops.metadata.builder, "blocks_for", lambda tokens, size: tokens // size)
+    monkeypatch.setattr(paged_ops.metadata.validation, "blocks_for", lambda tokens, size: tokens // size)
     results = runner.run_cases("metadata", metadata.run, range(2), runner.Options(seed=1))
     assert results.findings
 

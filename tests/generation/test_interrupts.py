@@ -1,90 +1,24 @@
 """Ctrl-C between any two bytecodes of a step: the next call gives exactly the tokens that would have come."""
 
 import contextlib
-import dis
 import gc
-import itertools
 import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
 import torch
 
-from paged_ops.cache import KVCache, allocator, block_pool, turns
-from paged_ops.cache import kv_cache as cache
-from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, request, sampling
-from paged_ops.generation import commit as outcome
+from paged_ops.cache import KVCache
+from paged_ops.generation import (
+    GenerationLoop,
+    NewToken,
+    SamplingParams,
+)
 from paged_ops.generation import loop as generation
-from paged_ops.generation import scheduler as scheduling
 from tests.fuzz.allocator import Contents
-from tests.generation.test_loop import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
-
-FILES = {
-    module.__file__
-    for module in (allocator, block_pool, cache, generation, outcome, request, sampling, scheduling, turns)
-}
-
-
-class Alarm:
-    """Raises KeyboardInterrupt before the n-th bytecode that the code of the loop runs; notes the lines when n is 0."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-        self.count = 0
-        self.lines: list[tuple[CodeType, int]] = []
-        self.where = ""
-        self._returns: dict[CodeType, set[int]] = {}
-
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "give_back"):
-            return None
-        if event == "call":
-            frame.f_trace_opcodes = True
-            frame.f_trace_lines = False
-        elif event == "opcode" and not self._is_delivery(frame):
-            self.count += 1
-            if not self.at:
-                self.lines.append((frame.f_code, frame.f_lineno))
-            elif self.count == self.at:
-                sys.settrace(None)
-                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self._trace
-
-    def _is_delivery(self, frame: FrameType) -> bool:
-        """Whether the next bytecode returns the tokens: CPython looks for signals behind a call, and not there."""
-        code = frame.f_code
-        if code.co_name not in ("step", "__next__"):
-            return False
-        if code not in self._returns:
-            self._returns[code] = {
-                each.offset
-                for before, each in itertools.pairwise(dis.get_instructions(code))
-                if each.opname == "RETURN_VALUE" and "CALL" not in before.opname
-            }
-        return frame.f_lasti in self._returns[code]
-
-
-def make_loop() -> GenerationLoop:
-    """Chunked prompts, a shared prefix, forks, swapping and recomputation within a dozen steps."""
-    kv_cache = KVCache(1, 7, B, K, D, num_host_blocks=3)
-    loop = GenerationLoop(toy_step, kv_cache, max_num_seqs=4, max_num_tokens=12)
-    loop.submit(PROMPTS[5][:9], SamplingParams(max_new_tokens=6, temperature=1.5, seed=1, n=2, logprobs=1))
-    loop.submit(PROMPTS[5][:10], SamplingParams(max_new_tokens=9))
-    loop.submit(PROMPTS[4], SamplingParams(max_new_tokens=9, logits_processor=lambda ids, scores: scores.roll(1, -1)))
-    return loop
+from tests.generation.alarm import Alarm, make_loop
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
 
 def drain(loop: GenerationLoop, alarm: Alarm) -> tuple[list[list[NewToken]], list[str]]:
@@ -179,7 +113,7 @@ def test_an_interrupt_of_other_calls(call: str) -> None:
     step = max(1, alarm.count // 60)
     for at in range(1, alarm.count + 1, step):
         loop, alarm = prepare(), Alarm(at)
-        known = set(loop._requests)
+        known = set(loop._inbox._requests)
         try:
             with alarm.armed():
                 act(loop)
@@ -336,8 +270,8 @@ def test_changes_that_are_made_a_second_time_change_nothing(monkeypatch: pytest.
         if not arguments[-1]:
             raise KeyboardInterrupt  # so the next call makes them again
 
-    apply = generation.apply
-    monkeypatch.setattr(generation, "apply", apply_and_stop)
+    apply = generation.apply_changes
+    monkeypatch.setattr(generation, "apply_changes", apply_and_stop)
     loop, turns = made(), 0
     while loop.has_work:
         with contextlib.suppress(KeyboardInterrupt):

@@ -19,11 +19,11 @@ import torch
 
 import paged_ops
 from paged_ops.cache import KVCache
-from paged_ops.cache.turns import Turns
+from paged_ops.cache.lock import CacheLock
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams, TokenStream
-from tests.generation.test_interrupts import FILES, Alarm
-from tests.generation.test_interrupts import make_loop as make_strained_loop
-from tests.generation.test_loop import (
+from tests.generation.alarm import FILES, Alarm
+from tests.generation.alarm import make_loop as make_strained_loop
+from tests.generation.toy import (
     EXPECTED,
     GREEDY,
     PROMPTS,
@@ -408,18 +408,18 @@ def test_close_in_a_thread_ends_what_others_wait_for() -> None:
 
 
 def test_a_thread_that_waits_has_the_next_turn() -> None:
-    turns, order, left = Turns(), list[str](), {"a": 20, "b": 20}
+    lock, order, left = CacheLock(), list[str](), {"a": 20, "b": 20}
 
     def call(name: str, other: str) -> None:
         order.append(name)
         left[name] -= 1
-        while left[other] and turns._line.acquire(blocking=False):  # until the other one waits
-            turns._line.release()
+        while left[other] and lock._first_waiting.acquire(blocking=False):  # until the other one waits
+            lock._first_waiting.release()
             time.sleep(1e-4)
 
     def work(name: str, other: str) -> None:
         while left[name]:
-            turns.run(lambda: call(name, other))
+            lock.run(lambda: call(name, other))
 
     threads = [threading.Thread(target=work, args=names) for names in ("ab", "ba")]
     for thread in threads:
@@ -430,21 +430,21 @@ def test_a_thread_that_waits_has_the_next_turn() -> None:
 
 
 def test_a_change_within_a_turn_waits_for_its_end() -> None:
-    turns, order = Turns(), list[str]()
+    lock, order = CacheLock(), list[str]()
 
     def call() -> str:
-        turns.change(lambda: order.append("change"))
+        lock.run_or_defer(lambda: order.append("change"))
         order.append("call")
         return "result"
 
-    assert turns.run(call) == "result"
+    assert lock.run(call) == "result"
     assert order == ["call", "change"]
     with pytest.raises(ZeroDivisionError):
-        turns.run(lambda: (turns.change(lambda: order.append("after an error")), 1 / 0))
+        lock.run(lambda: (lock.run_or_defer(lambda: order.append("after an error")), 1 / 0))
     assert order[2:] == ["after an error"]
-    for copied in (copy.deepcopy(turns), pickle.loads(pickle.dumps(turns))):
-        assert copied.run(lambda copied=copied: turns.run(lambda: copied.is_within and turns.is_within))
-    assert not turns.is_within
+    for copied in (copy.deepcopy(lock), pickle.loads(pickle.dumps(lock))):
+        assert copied.run(lambda copied=copied: lock.run(lambda: copied.is_held and lock.is_held))
+    assert not lock.is_held
 
 
 # Two loops on one cache

@@ -12,53 +12,23 @@ from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
 from paged_ops.generation.distribution import draw, random_key, uniforms
 from paged_ops.metadata import AttentionMetadata
+from tests.generation.toy import (
+    EXPECTED,
+    GREEDY,
+    PROMPTS,
+    B,
+    D,
+    K,
+    V,
+    assert_empty,
+    dense_greedy,
+    make_loop,
+    prompts_of,
+    step_on,
+    tokens_by_request,
+    toy_step,
+)
 from tests.helpers.gpu import GPU
-
-V, H, K, D, B = 61, 4, 2, 8, 4
-GENERATOR = torch.Generator().manual_seed(0)
-EMBED = torch.randn(V, H * D, generator=GENERATOR)
-POSITION = torch.randn(256, H * D, generator=GENERATOR) * 0.5
-TO_KEY, TO_VALUE = torch.randn(2, H * D, K * D, generator=GENERATOR) * 0.3
-TO_LOGITS = torch.randn(H * D, V, generator=GENERATOR)
-
-
-def toy_step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: list[Tensor]) -> Tensor:
-    hidden = EMBED[input_ids] + POSITION[metadata.positions]
-    key, value = (hidden @ TO_KEY).view(-1, K, D), (hidden @ TO_VALUE).view(-1, K, D)
-    paged_ops.reshape_and_cache(key, value, kv_caches[0], metadata.slot_mapping)
-    batch = (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc)
-    out = paged_ops.paged_attention(hidden.view(-1, H, D), kv_caches[0], *batch, D**-0.5)
-    return out.reshape(-1, H * D)[last_rows] @ TO_LOGITS
-
-
-def dense_greedy(prompt: list[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        hidden = EMBED[tokens] + POSITION[: len(tokens)]
-        key, value = (each.view(-1, K, D).repeat_interleave(H // K, 1) for each in (hidden @ TO_KEY, hidden @ TO_VALUE))
-        weights = torch.softmax(torch.einsum("hd,jhd->hj", hidden[-1].view(H, D), key) * D**-0.5, -1)
-        tokens.append(int((torch.einsum("hj,jhd->hd", weights, value).reshape(-1) @ TO_LOGITS).argmax()))
-    return tokens[len(prompt) :]
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
-
-
-PROMPTS = prompts_of(1, 2, 4, 5, 9, 13, 17, 30, 33, 41)
-EXPECTED = [dense_greedy(prompt, 12) for prompt in PROMPTS]
-GREEDY = SamplingParams(max_new_tokens=12)
-
-
-def make_loop(num_blocks: int = 128, num_host_blocks: int = 0, **sizes: int) -> GenerationLoop:
-    return GenerationLoop(toy_step, KVCache(1, num_blocks, B, K, D, num_host_blocks=num_host_blocks), **sizes)
-
-
-def assert_empty(loop: GenerationLoop) -> None:
-    stats = loop.kv_cache.stats()
-    assert (stats.used_blocks, stats.host_used_blocks) == (0, 0)
-    assert not loop.has_work
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_num_tokens"), [(16, 256), (3, 64), (4, 4), (1, 1), (10, 17)])
@@ -237,13 +207,6 @@ def drain(loop: GenerationLoop, most: int = 500) -> list[list[NewToken]]:
     return steps
 
 
-def tokens_by_request(steps: list[list[NewToken]]) -> dict[int, list[NewToken]]:
-    found: dict[int, list[NewToken]] = {}
-    for new in [new for step in steps for new in step]:
-        found.setdefault(new.request_id, []).append(new)
-    return found
-
-
 HOOKS = (
     ["cache." + name for name in ("admit", "append", "commit", "free", "fork", "swap_out", "swap_in", "flush_copies")]
     + ["cache." + name for name in ("can_admit", "can_swap_in", "can_swap_out", "block_ids", "num_tokens", "stats")]
@@ -275,7 +238,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
     for at in (1, 3, 8, 21, 55):
         for after in (False, True):
             loop, calls = strained_loop(), 0
-            where = {"cache": loop.kv_cache, "runner": loop._runner}.get(hook.partition(".")[0])
+            where = {"cache": loop.kv_cache, "runner": loop._model.graphs}.get(hook.partition(".")[0])
             where = where or (paged_ops.generation.loop if name == "choose" else paged_ops.generation.sampling)
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, hooked(getattr(where, name), at, after))
@@ -286,7 +249,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
                         steps.append(loop.step())
                     except Interrupt:
                         counts = {key: value for key, value in before.items() if key.endswith("tokens")}
-                        if loop._outcome is None and not loop._events:
+                        if loop._changes is None and not loop._inbox.events:
                             assert {key: getattr(loop.stats, key) for key in counts} == counts
                     assert len(steps) < 500
             assert tokens_by_request(steps) == of_request, (hook, at, after)
@@ -486,7 +449,7 @@ def test_tokens_outside_the_vocabulary_are_refused_before_anything_runs() -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("a text", "prompt: expected token ids, got text; give tokenizer"),
+        ("a text", "prompt: expected token ids, got a string; give tokenizer"),
         ([1, 2.0], "prompt: expected token ids, integers, got 2.0 at 1"),
         ([1, "a"], "prompt: expected token ids, integers, got a at 1"),
         ([True], "prompt: expected token ids, integers, got True at 0"),
@@ -506,8 +469,8 @@ def test_prompts_that_are_refused(prompt: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("a text", "prompts: expected token ids, got text"),
-        (["a", "b"], r"prompts\[0\]: expected token ids, got text"),
+        ("a text", "prompts: expected token ids, got a string"),
+        (["a", "b"], r"prompts\[0\]: expected token ids, got a string"),
         ([1, 2, 3], "prompts: expected a list of prompts, got token ids; put the one prompt into a list"),
         (torch.tensor([1, 2]), r"prompts: expected a tensor \[S, n\]"),
         (torch.tensor([[7, 7, 3], [1, 2, 3]]), r"prompts: .* padding \(7\) on the left; give the tokenizer's whole"),
@@ -836,11 +799,11 @@ def test_tokens_by_one_transfer() -> None:
 
 
 def test_outputs_of_finished_requests_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_ops.generation.loop, "KEPT_OUTPUTS", 3)
+    monkeypatch.setattr(paged_ops.generation.inbox, "KEPT_OUTPUTS", 3)
     loop = make_loop()
     outputs = loop.generate(PROMPTS[:6], SamplingParams(max_new_tokens=2))
     assert outputs == [tokens[:2] for tokens in EXPECTED[:6]]
-    assert len(loop._requests) == 3
+    assert len(loop._inbox._requests) == 3
     assert loop.output(5) == EXPECTED[5][:2]
     with pytest.raises(ValueError, match="request_id: expected one of the last 3"):
         loop.output(0)
@@ -870,26 +833,9 @@ def test_the_loop_asks_of_the_cache_only_what_a_cache_of_several_pools_has() -> 
         *("swap_out", "swap_in", "can_swap_out", "can_swap_in", "flush_copies", "recover", "stats", "states"),
         *("block_ids", "num_tokens", "num_computed_tokens", "is_swapped_out", "num_used_blocks", "max_seq_len"),
         *("layers", "num_blocks", "block_size", "device", "pools", "num_given_back", "reserves_in_parts"),
-        *("turns", "weights_version"),
+        *("lock", "weights_version"),
     }
     assert used <= allowed, used - allowed
-
-
-def step_on(kv_cache: Any, *windows: int) -> Any:
-    """A model whose layers see so far (0: everything), for a cache with pools."""
-
-    def step(input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, layers: list[Tensor]) -> Tensor:
-        hidden = EMBED[input_ids] + POSITION[metadata.positions]
-        for layer, pool, window in zip(layers, kv_cache.pool_of_layer, windows, strict=True):
-            own = metadata.pool(pool)
-            key, value = (hidden @ TO_KEY).view(-1, K, D), (hidden @ TO_VALUE).view(-1, K, D)
-            paged_ops.reshape_and_cache(key, value, layer, own.slot_mapping)
-            batch = (own.block_tables, metadata.seq_lens, metadata.query_start_loc)
-            out = paged_ops.paged_attention(hidden.view(-1, H, D), layer, *batch, D**-0.5, sliding_window=window)
-            hidden = hidden + out.reshape(-1, H * D)
-        return hidden[last_rows] @ TO_LOGITS
-
-    return step
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 12])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, SamplingParams, distribution, sampling
 from paged_ops.generation.distribution import draw, penalize, random_key
-from tests.generation.test_loop import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, make_loop, toy_step
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, make_loop, toy_step
 
 GENERATOR = torch.Generator().manual_seed(5)
 

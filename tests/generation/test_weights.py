@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.graphs.test_runner import ImitatedSession
+from tests.graphs.imitated import ImitatedSession
 
 transformers = pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
@@ -282,7 +282,7 @@ def test_training_mode_is_refused_of_a_captured_step(monkeypatch: pytest.MonkeyP
     model = tiny()
     paged = PagedCausalLM(model)
     monkeypatch.setattr(
-        "paged_ops.generation.loop.compile_step", lambda step, _: step._step
+        "paged_ops.generation.model_step.compile_step", lambda step, _: step._step
     )  # no code of ours runs in it
     loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 4), compile=True)
     loop.generate([PROMPT], GREEDY)
@@ -391,8 +391,8 @@ def test_graphs_are_captured_again_for_other_adapters_and_replaced_weights(monke
     paged = PagedCausalLM(model)
     loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 4), graph_mode="FULL_DECODE_ONLY")
     captures: list[int] = []
-    capture = loop._runner.capture
-    monkeypatch.setattr(loop._runner, "capture", lambda *given: captures.append(1) or capture(*given))
+    capture = loop._model.graphs.capture
+    monkeypatch.setattr(loop._model.graphs, "capture", lambda *given: captures.append(1) or capture(*given))
     for name in "abb":
         use(model, name)
         (output,) = loop.generate([PROMPT], GREEDY)
@@ -407,13 +407,13 @@ def test_graphs_are_captured_again_for_other_adapters_and_replaced_weights(monke
     assert len(captures) == 3
 
     def interrupted(*_: Any) -> None:
-        loop._runner.captured.clear()
+        loop._model.graphs.captured.clear()
         raise KeyboardInterrupt
 
     model.lm_head.weight = nn.Parameter(-3 * model.lm_head.weight.detach())
     with monkeypatch.context() as patch:
-        patch.setattr(loop._runner, "capture", interrupted)
+        patch.setattr(loop._model.graphs, "capture", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.generate([PROMPT], GREEDY)
     assert loop.generate([PROMPT], GREEDY) == [expected(model)]
-    assert len(captures) == 4 and loop._runner.captured, "the next step captures what the interrupt left"
+    assert len(captures) == 4 and loop._model.graphs.captured, "the next step captures what the interrupt left"

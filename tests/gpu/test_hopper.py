@@ -20,7 +20,9 @@ from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.hopper import consumer, dense, head_chunks, work
 from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch, aligned_rows, contiguous_rows
+from paged_ops.lowerings.gpu.attention.hopper.work import Work
 from paged_ops.lowerings.gpu.attention.triton import prefill
+from tests.gpu.pointers import Pointer, as_torch
 
 N, H = 5, 8
 CACHES = [
@@ -264,15 +266,10 @@ def test_leaves_what_tma_cannot_address_to_triton():
 
 
 class Launched:
-    """In place of a launcher: what it was asked to launch past Triton, and by Triton."""
+    """In place of a launcher: what Triton was asked to launch."""
 
     def __init__(self):
-        self.past, self.by_triton = [], []
-
-    def at(self, grid, addresses, numbers, short, *descriptors):
-        descriptors = [each for each in descriptors if each is not None]
-        self.past.append((addresses, [each.base.data_ptr() for each in descriptors], descriptors))
-        return True
+        self.by_triton = []
 
     def __call__(self, grid, tensors, numbers, short, *descriptors, addresses):
         assert len(descriptors) == 2 * dense.MOST_PARTS
@@ -297,10 +294,12 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     launched = Launched()
     described = dense.descriptors(spec_of(first.key_cache, first.value_cache), 16)
     launch = HopperLaunch(launched, (1, 1, 1), (), described, more=(-1,))
-    assert not launch.at(addresses_of(first), None)  # Triton looks at the first
+    assert launch.more(addresses_of(first)) is None  # Triton looks at the first
     launch(first, spec.Numbers(*range(12)), addresses_of(first))
-    assert launch.at(addresses_of(second), None)
-    (tensors, _, described), (_, bases, moved) = launched.by_triton[0], launched.past[0]
+    (tensors, _, described), (short, *moved) = launched.by_triton[0], launch.more(addresses_of(second))
+    moved = [each for each in moved if each is not None]
+    bases = [each.base.data_ptr() for each in moved]
+    assert short == -1
     assert [each is None for each in tensors] == [name != "query" for name in spec.Pointers._fields]
     assert bases == [second.key_cache.data_ptr(), second.value_cache.data_ptr()]
     for before, after in zip(described, moved, strict=True):
@@ -326,63 +325,13 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
     rows = contiguous_rows if copied else aligned_rows
     launch = HopperLaunch(launched, (1, 1, 1), (), dense.descriptors(of_call, 16), rows, (-1,))
     for _ in range(2):
-        assert not launch.at(addresses_of(given), None)
+        assert launch.more(addresses_of(given)) is None
         launch(given, spec.Numbers(*range(12)), addresses_of(given))
         tensors, addresses, _ = launched.by_triton[-1]
         assert torch.equal(tensors.query, query)
         assert tensors.query.data_ptr() % 16 == 0
         assert addresses[spec.Pointers._fields.index("query")] == tensors.query.data_ptr()
         assert tensors.query.stride() == ((H * 128, 128, 1) if copied else query.stride())
-    assert not launched.past
-
-
-class Pointer:
-    """An address into a tensor."""
-
-    def __init__(self, tensor, at=0):
-        self.tensor, self.at = tensor.flatten(), at
-
-    def __add__(self, distance):
-        return Pointer(self.tensor, self.at + distance)
-
-
-def as_torch(monkeypatch):
-    """The kernel's own code for positions, on tensors: Gluon has no interpreter."""
-
-    def tensors(function):
-        return lambda *each: function(*(torch.as_tensor(one) for one in each))
-
-    def load(pointer, mask=True, other=0):
-        at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(mask))
-        return torch.where(mask, pointer.tensor[torch.where(mask, at, 0).long()], other).int()
-
-    language = SimpleNamespace(
-        load=load,
-        arange=lambda first, end, layout=None: torch.arange(first, end, dtype=torch.int32),
-        where=tensors(torch.where),
-        minimum=tensors(torch.minimum),
-        maximum=tensors(torch.maximum),
-        max=lambda values, axis=0: values.amax(axis),
-        sum=lambda values, axis=0: values.sum(axis),
-        cumsum=lambda values, axis: values.cumsum(axis),
-        associative_scan=lambda values, axis, add: values.cumsum(axis),
-        static_range=range,
-        exp2=torch.exp2,
-        cdiv=lambda a, b: -(-a // b),
-        BlockedLayout=lambda *sizes: None,
-        constexpr=object,
-        int32=torch.int32,
-        int64=torch.int64,
-        float32=torch.float32,
-    )
-    monkeypatch.setattr("paged_ops.lowerings.gpu.attention.shared.tile.tl", language)
-    monkeypatch.setattr(work, "LIGHT", work.LIGHT.value)
-    functions = "oldest_key", "reach_of_ranges", "keys_of_rows", "work_item", "key_tiles", "softmax_tile", "as_column"
-    for module in (work, consumer):
-        monkeypatch.setattr(module, "gl", language)
-        for name in (*functions, "light_programs", "first_item"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, getattr(module, name).fn)
 
 
 @pytest.mark.parametrize("reach", [(0, 0), (50, 0), (0, 96), (70, 64)], ids=str)
@@ -404,8 +353,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     constants = (
         SimpleNamespace(masks=seen, K=K, G=G, logits=SimpleNamespace(soft_cap=False)),
         tuning.division(0, 64),
-        SimpleNamespace(M=32, N=BLOCK_N, heads=heads),
-        4,
+        SimpleNamespace(M=32, N=BLOCK_N, heads=heads, warps=4),
     )
     tensors = SimpleNamespace(
         seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=Pointer(ranges)
@@ -413,7 +361,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     numbers = SimpleNamespace(window=window, chunk=chunk, S=len(sequences))
     batch = SimpleNamespace(tensors=tensors, numbers=numbers)
     for at in range(num_tiles * K):
-        item = work.work_item(at, num_tiles, batch, -1, *constants)
+        item = work.work_item(at, Work(num_tiles, 0, 1, None, -1), batch, *constants)
         kh, s, row_start, q_len, n, first_token, count, end_tile, full_start, full_end, oldest = map(int, item)
         if count == 0 or kh:
             continue
@@ -425,7 +373,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
         if (window or chunk) and want.any():
             assert oldest == want.any(0).nonzero()[0]
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
-        low, last = consumer.keys_of_rows(i, torch.tensor(s), tensors, numbers, seen)
+        low, last = consumer.keys_of_rows(i, torch.tensor(s), tensors.bidirectional_ranges, numbers, seen)
         for tile in range(end_tile - count, end_tile):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)
@@ -451,9 +399,9 @@ def test_items_are_each_tile_of_each_head_once(K, heads, monkeypatch):
     num_tiles = 57 // 8 + 3
     found = []
     for item in range(num_tiles * K):
-        shape, numbers = SimpleNamespace(M=32, N=16, heads=heads), SimpleNamespace(window=0, chunk=0, S=3)
+        shape, numbers = SimpleNamespace(M=32, N=16, heads=heads, warps=4), SimpleNamespace(window=0, chunk=0, S=3)
         batch = SimpleNamespace(tensors=tensors, numbers=numbers)
-        given = work.work_item(item, num_tiles, batch, -1, *constants, shape, 4)
+        given = work.work_item(item, Work(num_tiles, 0, 1, None, -1), batch, *constants, shape)
         if int(given.tiles):
             found.append((int(given.kh), int(given.s), int(given.first_token)))
     tiles = [(s, first) for s, q_len in enumerate((40, 1, 16)) for first in range(0, q_len, 8)]

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.gpu.test_hopper_shares import H200, batch, compare, on_hopper
+from tests.gpu.batches import batch, compare, on_hopper
+from tests.gpu.step import H200
 from tests.helpers.gpu import GPU, captured_into
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")

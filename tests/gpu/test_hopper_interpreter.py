@@ -25,6 +25,7 @@ from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, sequence, shares, unit_after
 from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.launch import Launch
 
 pytestmark = pytest.mark.interpreter
 
@@ -77,14 +78,14 @@ def test_every_sequence_has_one_kernel(name, short, monkeypatch):
     def build(choice, spec, target, shapes):
         tiles, division = choice
 
-        class StandIn:
-            def at(self, addresses, numbers):
-                return False
+        class StandIn(Launch):
+            def more(self, addresses):
+                return None
 
             def __call__(self, tensors, numbers, addresses):
                 prefill(tensors, numbers.scale, division.rows)
 
-        return decode.build_around((StandIn(),), spec, target, tiles, division, counted=True)
+        return decode.build_around((StandIn(None, (1, 1, 1)),), spec, target, tiles, division, counted=True)
 
     hopper = ModuleType("hopper")
     vars(hopper).update(serves=lambda *_: [], plan=plan, build=build)

@@ -85,9 +85,9 @@ def test_few_rows_have_a_kernel_of_their_own(H, T, S, few):
 
 @pytest.mark.parametrize(("B", "page"), [(64, 64), (16, 16), (24, 8), (128, 64)])
 def test_copies_read_the_blocks(B, page):
-    key, of_call, shapes = planned(16, 4, 4, B)
-    launch = latent_few.ColumnsLaunch(None, (1, 1, 1), of_call, shapes.N, page, latent_few.ROWS)
-    (descriptor,) = launch._describe(key)
+    key, of_call, _ = planned(16, 4, 4, B)
+    assert latent_hopper.page_of(of_call) == page
+    descriptor = latent_few.describe_columns(of_call, page, 64, key)
     assert descriptor.block_shape == [page, 64]
     rows_n = of_call.v_side.n // of_call.v_side.b
     for block, j, column in [(0, 0, 0), (4, B - page, 512), (2, 0, 192)]:
@@ -108,8 +108,8 @@ def test_copies_read_the_bytes(name, B):
     key, of_call, shapes = planned(16, 4, 4, B, stored, name if name == FP8_DS_MLA else "auto")
     assert not latent_fp8.serves(of_call, TARGET) and latent_hopper.serves(of_call, TARGET)
     assert not isinstance(latent_fp8.plan(of_call, TARGET, shapes), str)
-    launch = latent_fp8.BytesLaunch(None, (1, 1, 1), of_call, shapes.N, page, 16)
-    latents, rotated, scales = launch._describe(key)
+    widths = (64, 64, 8) if name == FP8_DS_MLA else (64, 32, 32)
+    latents, rotated, scales = (latent_few.describe_columns(of_call, page, width, key) for width in widths)
     rows_n = of_call.v_side.n // of_call.v_side.b
     # The first pair of columns of each copy, as in the producer.
     places = [(latents, 64), (rotated, 264 if name == FP8_DS_MLA else 256)]

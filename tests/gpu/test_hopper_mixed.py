@@ -1,4 +1,4 @@
-"""Prompts and decodes side by side on Hopper (mixed.py): which batches it takes; batches against float64, on a
+"""Prompts and decodes at the same time on Hopper (mixed.py): which batches it takes; batches against float64, on a
 GPU."""
 
 from types import SimpleNamespace
@@ -16,8 +16,9 @@ from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, mixed_decodes, shares, work
-from tests.gpu.test_hopper import Pointer, as_torch
-from tests.gpu.test_hopper_shares import H200, SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
+from tests.gpu.batches import SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
+from tests.gpu.pointers import Pointer, as_torch
+from tests.gpu.step import H200
 
 RAGGED = [1, 2, 16, 17, 63, 64, 65, 128, 129, 777, 4096, 40000, 5000, 3, 300, 2047, 2048, 2049, 9999, 31]
 BATCHES = {
@@ -67,6 +68,32 @@ BATCHES = {
     },
     "blocks of 64": {"B": 64, "tokens": [1] * 10 + [800] + [2] * 9, "lens": [*RAGGED[:10], 2000, *RAGGED[11:]]},
     "blocks of 128": {"B": 128, "tokens": [1] * 10 + [800] + [2] * 9, "lens": [*RAGGED[:10], 2000, *RAGGED[11:]]},
+    "window, soft cap and sinks": {
+        "tokens": [1] * 10 + [800] + [2] * 9, "lens": [*RAGGED[:10], 2000, *RAGGED[11:]],
+        "sliding_window": 100, "soft_cap": 30.0, "sinks": True,
+    },
+    "chunks, heads of 64, eight heads of four, heads before tokens": {
+        "heads": (32, 4), "D": 64, "layout": "HND", "attention_chunk": 300,
+        "tokens": [2] * 10 + [800] + [1] * 9, "lens": [max(n, 2) for n in (*RAGGED[:10], 2000, *RAGGED[11:])],
+    },
+    "seven heads of four, heads of 64, blocks of 48, float16, soft cap": {
+        "heads": (28, 4), "D": 64, "B": 48, "dtype": torch.float16, "soft_cap": 20.0,
+        "tokens": [1] * 10 + [900] + [1] * 9, "lens": [*RAGGED[:10], 2000, *RAGGED[11:]],
+    },
+    "five heads of two": {
+        "heads": (10, 2), "tokens": [1700] + [1] * 20 + [1750], "lens": [3000, *RAGGED, 1750], "sinks": True,
+    },
+    "three heads of six, two rows unused": {
+        "heads": (18, 6), "tokens": [3] * 9 + [1100] + [2, 1] * 5,
+        "lens": [70 * n + 3 for n in range(9)] + [1100] + [999] * 10,
+    },
+    "no groups, not causal": {
+        "heads": (16, 16), "causal": False, "tokens": [1] * 10 + [1200] + [4] * 9,
+        "lens": [*RAGGED[:10], 2000, *[n + 4 for n in RAGGED[11:]]],
+    },
+    "values of 64, blocks of 8": {
+        "Dv": 64, "B": 8, "tokens": [1] * 10 + [800] + [2] * 9, "lens": [*RAGGED[:10], 2000, *RAGGED[11:]],
+    },
 }  # fmt: skip
 
 
@@ -98,7 +125,7 @@ def test_batches_that_it_takes(T, S, takes):
     if takes:
         launch, merge = plan.launches
         ours, its = launch._launcher._constants, merge._launcher._constants
-        assert ours["TILE"]._replace(D=0) == its["TILE"] and ours["DIVISION"] == its["DIVISION"]
+        assert ours["DECODES"][:2] == its["TILE"][:2] and ours["DIVISION"] == its["DIVISION"]
         assert launch.grid(None) == merge.grid(None) == (ours["PROGRAMS"], 1, 1) == (132, 1, 1)
         others = choose.launches_of(dense, of_call, H200, shapes)
         assert [each._launcher for each in plan.without_counters] == [each._launcher for each in others.launches]
@@ -106,25 +133,44 @@ def test_batches_that_it_takes(T, S, takes):
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "reason"),
     [
-        {"H": 128}, {"K": 4}, {"D": 64}, {"B": 32}, {"causal": False}, {"sliding_window": 9},
-        {"attention_chunk": 9}, {"soft_cap": 2.0}, {"sinks": torch.zeros(32)}, {"alibi_slopes": torch.zeros(32)},
+        ({"H": 128}, "num_heads"), ({"D": 96}, "head sizes"), ({"D": 256}, "head sizes"), ({"B": 12}, "kv_cache"),
+        ({"alibi_slopes": torch.zeros(32)}, "alibi"),
+        ({"bidirectional_ranges": torch.zeros(64, 1, 2, dtype=torch.int32)}, "ranges"),
     ],
     ids=lambda given: next(iter(given)),
 )  # fmt: skip
-def test_leaves_to_others(given):
+def test_leaves_to_others(given, reason):
     of_call, _ = planned(2111, 64, **given)
-    assert mixed.serves(of_call, H200)
+    assert any(each.startswith(reason) for each in mixed.serves(of_call, H200))
 
 
-def test_shared_memory_has_the_space():
-    of_call, _ = planned(2111, 64)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"K": 4}, {"K": 32}, {"H": 10, "K": 2}, {"D": 64}, {"B": 48}, {"layout": "HND"}, {"dtype": torch.float16},
+        {"causal": False}, {"sliding_window": 9}, {"attention_chunk": 9}, {"soft_cap": 2.0}, {"sinks": torch.zeros(32)},
+    ],
+    ids=lambda given: "-".join(given),
+)  # fmt: skip
+def test_serves_a_class(given):
+    of_call, shapes = planned(4000, 64, **given)
+    assert not mixed.serves(of_call, H200)
+    assert not isinstance(mixed.plan(of_call, H200, shapes), str)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("D", "places"), [(128, 7), (64, 16)])
+def test_shared_memory_has_the_space(D, places, dtype):
+    of_call, _ = planned(2111, 64, D=D, dtype=dtype)
     shape = mixed.shape_of(of_call, 227 << 10)
     assert (shape.M, shape.N, shape.stages, shape.slots, shape.row_slots) == (128, 128, 2, 2, 1)
-    tiles = shape.row_slots * shape.M * 128 + shape.stages * shape.N * 256
-    ring = mixed_decodes.PLACES.value * mixed_decodes.KEYS * mixed_decodes.WIDTH.value
-    others = mixed_decodes.ROWS * (128 + mixed_decodes.KEYS)
+    decodes = mixed.decode_shape(of_call, shape, 227 << 10)
+    assert decodes.stages == places >= 2 * D // mixed_decodes.WIDTH.value
+    tiles = shape.row_slots * shape.M * D + shape.stages * shape.N * 2 * D
+    ring = places * mixed_decodes.KEYS * mixed_decodes.WIDTH.value
+    others = mixed_decodes.ROWS * (D + mixed_decodes.KEYS)
     assert 2 * (tiles + ring + others) + dense.OTHERS <= 227 << 10
 
 
@@ -158,7 +204,8 @@ def test_each_tile_of_a_decode_has_one_program(name, monkeypatch):
     given = BATCHES[name]
     H, K = given.get("heads", (32, 8))
     tokens, lens, G = given["tokens"], given["lens"], H // K
-    of_call, shapes = planned(sum(tokens) + given.get("padding", 0), len(lens), H, K)
+    window = {name: given[name] for name in ("sliding_window",) if name in given}
+    of_call, shapes = planned(sum(tokens) + given.get("padding", 0), len(lens), H, K, **window)
     plan = choose.launches_of(mixed, of_call, SMALL, shapes)
     short = [n * G <= (16 if keys > 4096 else 8) for n, keys in zip(tokens, lens, strict=True)]
     wanted = {
@@ -192,7 +239,8 @@ def test_batches_against_float64(name):
     """All that must not be read is NaN; two calls give the same bits, and so does one without lse."""
     given = {"heads": (32, 8), **BATCHES[name]}
     call, features, wanted = batch(**given)
-    assert took(len(call[0]), len(call[3]), given["heads"][0])
+    shown = {name: given[name] for name in ("D", "B", "dtype", "layout") if name in given}
+    assert took(len(call[0]), len(call[3]), *given["heads"], **shown)
     out, lse = paged_ops.paged_attention_with_lse(*call, **features)
     again = paged_ops.paged_attention_with_lse(*call, **features)
     alone = paged_ops.paged_attention(*call, **features)
@@ -231,7 +279,7 @@ def test_a_graph_serves_other_lengths():
         compare(out, lse, *wanted)
 
 
-def took(T, S, H=32):
-    """Whether this kernel serves so many tokens and sequences."""
-    of_call, shapes = planned(T, S, H)
-    return not isinstance(mixed.plan(of_call, H200, shapes), str)
+def took(T, S, *heads, **given):
+    """Whether this kernel serves T tokens in S sequences."""
+    of_call, shapes = planned(T, S, *heads, **given)
+    return not mixed.serves(of_call, H200) and not isinstance(mixed.plan(of_call, H200, shapes), str)

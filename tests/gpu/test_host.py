@@ -1,7 +1,6 @@
 """What a call of a GPU's lowering costs the host, as far as that needs no GPU: what is checked, planned and kept."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,55 +10,10 @@ pytest.importorskip("triton")
 import triton
 
 from paged_ops.lowerings import gpu
-from paged_ops.lowerings.gpu import cache, launch, target
+from paged_ops.lowerings.gpu import cache, launch
 from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import choose
-
-H200 = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
-H, K, D, B, M = 32, 8, 128, 16, 64
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Calls on CPU tensors are planned as on an H200; what Triton would launch is noted."""
-    calls = []
-
-    def run(kernel, *args, grid, warmup, **constants):
-        tensors, *numbers = args
-        calls.append(
-            (
-                kernel.fn.__name__,
-                grid,
-                len(tensors),
-                [n for n in numbers if n is None or type(n) in (int, float)],
-                constants,
-            )
-        )
-
-    monkeypatch.setattr(triton.JITFunction, "run", run)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda index: 0))
-    for module in (attention, cache):
-        monkeypatch.setattr(module, "target_of", lambda device: H200)
-
-    def clear():
-        attention.forget()
-        cache.forget()
-        launch._launchers.clear()
-
-    clear()
-    yield calls
-    clear()
-
-
-def step(T, S):
-    """Arguments of the two ops in a step, whose rows are slices of larger tensors."""
-    qkv = torch.empty(T, (H + 2 * K) * D, dtype=torch.bfloat16)
-    query, key, value = (each.unflatten(1, (-1, D)) for each in qkv.split([H * D, K * D, K * D], 1))
-    kv_cache = torch.empty(M, 2, B, K, D, dtype=torch.bfloat16)
-    tables, lens, starts = (torch.zeros(257, *more, dtype=torch.int32) for more in ((M,), (), ()))
-    slots = torch.zeros(4096, dtype=torch.int64)
-    return (key, value, kv_cache, slots[:T]), (query, kv_cache, tables[:S], lens[:S], starts[: S + 1], D**-0.5)
+from tests.gpu.step import H200, D, H, step
 
 
 def random_sizes(count):
@@ -73,7 +27,7 @@ def random_sizes(count):
 def test_steps_of_any_size_are_checked_and_described_once(launched, monkeypatch):
     described, planned, writes = [], [], []
     for module, name, noted in (
-        (attention, "_describe", described),
+        (attention, "describe", described),
         (cache, "_plan_write", writes),
     ):
         real = getattr(module, name)

@@ -182,7 +182,7 @@ def test_key_tiles_are_sliced_where_they_can_be(sliced, changes, monkeypatch):
     starts = torch.arange(S + 1, dtype=torch.int32) * settings["tokens"]
     query = torch.zeros(S * settings["tokens"], H, D, dtype=dtype)
     tables, lens = torch.zeros(S, 2, dtype=torch.int32), torch.full((S,), 5, dtype=torch.int32)
-    attention._forms.clear()
+    attention._calls.clear(), attention._signatures.clear()
     gpu.paged_attention(query, kv_cache, tables, lens, starts, D**-0.5, **features)
     assert {bool(each.slices) for each in plans} == {sliced}
 
@@ -211,9 +211,9 @@ def test_slices_of_several_blocks_and_units_of_two_heads(heads, slices, together
     query, cache = torch.randn(4, H, D, dtype=torch.float16), torch.randn(20, 2, B, K, D, dtype=torch.float16)
     cache[tables[0, 1], 0, 3, 0, 5] = cache[tables[2, 0], 1, 3, 1, 5] = torch.nan  # of a key, and of a value
     ints = tables, torch.tensor(lens, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
-    attention._forms.clear()
+    attention._calls.clear(), attention._signatures.clear()
     got = gpu.paged_attention_with_lse(query, cache, *ints, D**-0.5, **features)
-    attention._forms.clear()
+    attention._calls.clear(), attention._signatures.clear()
     want = cpu.paged_attention_with_lse(query, cache, *ints, D**-0.5, **features)
     assert plans
     assert got[0].isnan().any()

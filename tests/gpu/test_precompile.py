@@ -21,7 +21,7 @@ from paged_ops.lowerings.gpu import launch, precompile
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.target import settled
-from tests.gpu.test_host import launched, step  # noqa: F401
+from tests.gpu.step import step
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +73,7 @@ def test_first_launches_find_what_was_compiled(tmp_path):
 
 
 @pytest.fixture
-def on_cuda(launched, monkeypatch):  # noqa: F811
+def on_cuda(launched, monkeypatch):
     """Launches are noted as for an sm_90."""
     chip = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     active = SimpleNamespace(get_current_stream=lambda index: 0, get_current_target=lambda: chip)

@@ -16,8 +16,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
+from paged_ops.lowerings.collectives import rms_norm
 from paged_ops.lowerings.gpu import fused_allreduce
-from paged_ops.parallel.reduce import rms_norm
 
 pytestmark = pytest.mark.interpreter
 

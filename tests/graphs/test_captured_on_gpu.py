@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import paged_ops
 from paged_ops.cache import KVCache
-from paged_ops.graphs import CaptureError, DecodeGraphs, GraphKey, InputBuffers, Pieces, compile_pieces
+from paged_ops.graphs import CaptureError, DecodeGraphs, GraphKey, Pieces, build_inputs, compile_pieces, step_builder
 from paged_ops.inspection import CompileReport
 from paged_ops.metadata import Batch
 from tests.graphs.walk import LAYERS, B, D, K, Plain, Toy, V, Walk, poisoned_cache
@@ -261,11 +261,11 @@ def test_compile_modes(mode):
     """One graph, nothing skipped, copied or compiled again, over 200 steps of changing batches in one bucket."""
     model, kv_cache = Toy(GPU), poisoned_cache(48, GPU, num_host_blocks=24)
     compiled = torch.compile(model, fullgraph=True, mode=mode)
-    inputs = InputBuffers(kv_cache, SEQS, TOKENS, LONGEST)
+    builder = step_builder(kv_cache, SEQS, TOKENS, LONGEST)
 
     def run(batch, ids):
-        step = inputs.fill(batch, ids, SEQS, TOKENS)
-        logits = compiled(step.input_ids, step.metadata, step.last_rows, kv_cache.layers)
+        step = build_inputs(builder, batch, ids, SEQS, TOKENS)
+        logits = compiled(*step, kv_cache.layers)
         return logits[: batch.num_reqs].clone()
 
     counters.clear()

@@ -1,7 +1,5 @@
 """Captured steps without a GPU: sizes, modes, padding, and the runner over graphs that replay by calling again."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -19,49 +17,10 @@ from paged_ops.graphs import (
 )
 from paged_ops.inspection import CompileReport
 from paged_ops.metadata import AttentionMetadataBuilder, Batch, GraphSupport, advance_decodes
+from tests.graphs.imitated import ImitatedGraph, ImitatedSession
 from tests.graphs.walk import LAYERS, B, D, K, Plain, Toy, V, Walk, poisoned_cache
 
 SEQS, TOKENS, LONGEST = 12, 40, 64
-
-
-class ImitatedSession:
-    """Stands in for CaptureSession where there is no GPU."""
-
-    def __init__(self, device):
-        self.num_bytes = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def sync_is_error(self):
-        return contextlib.nullcontext()
-
-
-class ImitatedGraph:
-    """Stands in for Graph: a replay calls the function again, with the very tensors of capture, into its results."""
-
-    replays = 0
-
-    def __init__(self, session):
-        self.function = self.result = None
-
-    @staticmethod
-    def runs_on(device):
-        return True
-
-    def capture(self, function):
-        self.function, self.result = function, function()
-        return self.result
-
-    def replay(self):
-        ImitatedGraph.replays += 1
-        leaves = zip(*map(torch.utils._pytree.tree_leaves, (self.result, self.function())), strict=True)
-        for kept, new in leaves:
-            kept.copy_(new)
-        return self.result
 
 
 @pytest.fixture

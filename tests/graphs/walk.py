@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import paged_ops
 from paged_ops.cache import KVCache, OutOfBlocks
-from paged_ops.graphs import InputBuffers
+from paged_ops.graphs import build_inputs, step_builder
 from paged_ops.metadata import Batch
 
 V, H, K, D, B, LAYERS = 96, 4, 2, 32, 4, 2
@@ -57,12 +57,12 @@ class Plain:
 
     def __init__(self, step, kv_cache, max_num_seqs, max_num_tokens, max_model_len):
         self.step, self.kv_cache = step, kv_cache
-        self.inputs = InputBuffers(kv_cache, max_num_seqs, max_num_tokens, max_model_len)
+        self.builder = step_builder(kv_cache, max_num_seqs, max_num_tokens, max_model_len)
 
     @torch.no_grad()
     def __call__(self, batch: Batch, input_ids: Tensor) -> Tensor:
-        inputs = self.inputs.fill(batch, input_ids, batch.num_reqs, batch.num_tokens)
-        return self.step(inputs.input_ids, inputs.metadata, inputs.last_rows, self.kv_cache.layers)
+        inputs = build_inputs(self.builder, batch, input_ids, batch.num_reqs, batch.num_tokens)
+        return self.step(*inputs, self.kv_cache.layers)
 
 
 def poisoned_cache(num_blocks, device="cpu", num_host_blocks=0, layout=None):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from paged_ops import Layout, allocate_kv_cache, kv_cache_shape, reference, split_kv_cache
+from paged_ops import Layout, allocate_kv_cache, kv_cache_shape, reference
+from paged_ops.layouts import split_kv_cache
 from paged_ops.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,

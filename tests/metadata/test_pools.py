@@ -12,11 +12,11 @@ import torch.utils._pytree as pytree
 import paged_ops
 from paged_ops import graphs
 from paged_ops.cache import HybridCache, KVCache
-from paged_ops.graphs import DecodeGraphs, InputBuffers
+from paged_ops.graphs import DecodeGraphs, build_inputs, step_builder
 from paged_ops.inspection import CompileReport
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, advance_decodes
 from paged_ops.metadata.buffers import Sizes
-from tests.graphs.test_runner import ImitatedGraph, ImitatedSession
+from tests.graphs.imitated import ImitatedGraph, ImitatedSession
 from tests.graphs.walk import LAYERS, B, D, H, K, Toy, Walk
 
 POOLS = (40, 12, 25)  # blocks
@@ -193,7 +193,7 @@ def test_captured_steps_over_pools(windows: tuple[int, int], mode: str, monkeypa
     sizes: dict[str, int] = dict(max_num_seqs=8, max_num_tokens=40, max_model_len=64)
     run = DecodeGraphs(ToyOfPools(windows, pools.pool_of_layer), pools, mode=mode, **sizes)
     run.capture()
-    plain, inputs = ToyOfPools(windows, (0,) * LAYERS), InputBuffers(keeps, 8, 40, 64)
+    plain, inputs = ToyOfPools(windows, (0,) * LAYERS), step_builder(keeps, 8, 40, 64)
     walks = [WalkOfPools(cache, 8, 40, seed=2, longest=60) for cache in (pools, keeps)]
     results: list[torch.Tensor] = []
 
@@ -202,7 +202,7 @@ def test_captured_steps_over_pools(windows: tuple[int, int], mode: str, monkeypa
 
     @torch.no_grad()
     def on_one(batch: Batch, ids: torch.Tensor) -> None:
-        step = inputs.fill(batch, ids, batch.num_reqs, batch.num_tokens)
+        step = build_inputs(inputs, batch, ids, batch.num_reqs, batch.num_tokens)
         results.append(plain(step.input_ids, step.metadata, step.last_rows, keeps.layers))
 
     most = 0

@@ -17,7 +17,7 @@ from paged_ops.layouts import split_joined_cache
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 from paged_ops.parallel.context import Context, attend
 from paged_ops.testing.compare import assert_close
-from tests.generation.test_loop import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
+from tests.generation.toy import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 from tests.parallel.loop_cases import LIMIT, stats_of
 from tests.parallel.model_cases import load, make, texts_of
 

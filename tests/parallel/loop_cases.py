@@ -12,7 +12,7 @@ import torch.distributed as dist
 import paged_ops
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
-from tests.generation.test_loop import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
+from tests.generation.toy import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 
 LIMIT = 5.0
 
@@ -69,8 +69,8 @@ def generates(rank: int, size: int, **options: Any) -> Any:
 def meets(rank: int, size: int, who: int | None) -> Any:
     """How often the ranks meet, and how many steps there are; one of them may look at each token."""
     with make_loop(rank, size) as loop:
-        met, meet = [], loop._team._ranks.meet
-        loop._team._ranks.meet = lambda *args, **options: met.append(None) or meet(*args, **options)
+        met, meet = [], loop._ranks._ranks.meet
+        loop._ranks._ranks.meet = lambda *args, **options: met.append(None) or meet(*args, **options)
         outputs = loop.generate(PROMPTS, GREEDY, (lambda new: None) if rank == who else None)
         steps = loop.stats.steps
         loop.submit(PROMPTS[3], GREEDY)
@@ -83,8 +83,8 @@ def samples(rank: int, size: int, noise: bool = False) -> Any:
     that differ from rank to rank."""
     with make_loop(rank, size) as loop:
         if noise:
-            inner = loop._runner.step
-            loop._runner.step = lambda *args: inner(*args) + 3.0 * torch.randn(1, 61)
+            inner = loop._model.graphs.step
+            loop._model.graphs.step = lambda *args: inner(*args) + 3.0 * torch.randn(1, 61)
             torch.manual_seed(rank)
         params = SamplingParams(max_new_tokens=12, temperature=1.5, n=3, logprobs=2)
         outputs = loop.generate(PROMPTS[3:6], params)
@@ -105,9 +105,9 @@ def follows_other_ids(rank: int, size: int) -> Any:
     first = loop.submit(PROMPTS[8], GREEDY)
     loop.step()
     loop.abort(first)
-    later, earlier = (loop._make([("prompt", PROMPTS[i])], [GREEDY], None, loop._events) for i in (5, 6))
-    loop._queue(earlier)  # as two threads may do that submit at once
-    loop._queue(later)
+    later, earlier = (loop._inbox.make([("prompt", PROMPTS[i])], [GREEDY], None, loop._inbox.events) for i in (5, 6))
+    loop._inbox.add(earlier)  # as two threads may do that submit at once
+    loop._inbox.add(later)
     outputs = loop.run()
     loop.close()
     return (refused, [list(outputs[each[0].request_id]) for each in (later, earlier)]), loop.stats.steps

@@ -13,8 +13,8 @@ from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.transformers import PagedCausalLM, sharded
 from paged_ops.integrations.transformers.projections import fuse_projections, split_projections
 from paged_ops.parallel.tensor import local_of
-from tests.integrations.transformers.test_latent import CONFIGS as LATENT_CONFIGS
-from tests.integrations.transformers.test_models import CONFIGS, SEEDS, prompts
+from tests.integrations.transformers.latent_configs import CONFIGS as LATENT_CONFIGS
+from tests.integrations.transformers.tiny_configs import CONFIGS, SEEDS, prompts
 
 LIMIT = 60.0
 GREEDY = SamplingParams(max_new_tokens=8)

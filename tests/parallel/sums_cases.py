@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paged_ops import reference
 from paged_ops.integrations.transformers import PagedCausalLM
+from paged_ops.lowerings.collectives import rms_norm
 from paged_ops.parallel import symmetric
-from paged_ops.parallel.reduce import rms_norm, row_sums
+from paged_ops.parallel.all_reduce import prepare_all_reduce
 from tests.parallel.model_cases import load, make
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -28,6 +30,10 @@ def told(call: Any) -> str:
     return ""
 
 
+def tensors(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
 def device_of(rank: int, size: int) -> torch.device:
     return torch.device("cuda", rank) if torch.cuda.device_count() >= size else torch.device("cpu")
 
@@ -35,8 +41,8 @@ def device_of(rank: int, size: int) -> torch.device:
 def ops(rank: int, size: int, dtype: torch.dtype, columns: int = 64) -> Any:
     """The largest errors against float64, in units of the dtype, and whether compiled and plain steps agree."""
     device, errors, same = device_of(rank, size), [0.0, 0.0], True
-    sums = row_sums(dist.group.WORLD, columns, dtype, device)
-    assert sums is row_sums(dist.group.WORLD, columns, dtype, device)
+    sums = prepare_all_reduce(dist.group.WORLD, columns, dtype, device)
+    assert sums is prepare_all_reduce(dist.group.WORLD, columns, dtype, device)
     for seed, kind in enumerate(KINDS):
 
         def step(x: Any, left: Any, weight: Any, kind: dict[str, Any] = kind) -> Any:
@@ -67,6 +73,17 @@ def ops(rank: int, size: int, dtype: torch.dtype, columns: int = 64) -> Any:
             same &= torch.allclose(inner.float(), (residual + added).float(), rtol=2e-2, atol=2e-2)
             same &= device.type != "cpu" or torch.equal(summed, plain)
             same &= torch.allclose(normed.float(), rms_norm(summed, weight, **kind).float(), rtol=2e-2, atol=2e-2)
+            for op, arguments in (
+                ("all_reduce", (parts[rank], sums.name)),
+                ("all_gather_columns", (parts[rank], sums.name)),
+                ("all_reduce_add_norm", (parts[rank], residual, weight, kind["eps"], sums.name)),
+            ):
+                options = {name: value for name, value in kind.items() if op.endswith("norm") and name != "eps"}
+                got = getattr(torch.ops.paged_ops_parallel, op)(*arguments, **options)
+                want = getattr(reference, op)(*arguments, **options)
+                same &= op != "all_gather_columns" or torch.equal(got, want)
+                for one, other in zip(tensors(got), tensors(want), strict=True):
+                    same &= torch.allclose(one.float(), other.float(), rtol=2e-2, atol=2e-2)
             if seed == 0:
                 again, twice, wide = compiled(parts[rank], residual, weight)
                 same &= torch.equal(again, summed) and torch.equal(twice, sums.sum(normed))
@@ -76,12 +93,12 @@ def ops(rank: int, size: int, dtype: torch.dtype, columns: int = 64) -> Any:
 
 def refusals(rank: int, size: int) -> Any:
     device = device_of(rank, size)
-    sums = row_sums(dist.group.WORLD, 8, torch.float32, device)
+    sums = prepare_all_reduce(dist.group.WORLD, 8, torch.float32, device)
     x, weight = torch.ones(2, 8, device=device), torch.ones(8, device=device)
     add = torch.ops.paged_ops_parallel.all_reduce_add_norm
     results = [
-        told(lambda: row_sums(dist.group.WORLD, 0, torch.float32, device)),
-        told(lambda: row_sums(dist.group.WORLD, 8, torch.int32, device)),
+        told(lambda: prepare_all_reduce(dist.group.WORLD, 0, torch.float32, device)),
+        told(lambda: prepare_all_reduce(dist.group.WORLD, 8, torch.int32, device)),
         told(lambda: sums.sum(x.half())),
         told(lambda: sums.sum(torch.ones(2, 7, device=device))),
         told(lambda: sums.add_norm(x, x[:1], weight, 1e-5)),
@@ -104,7 +121,7 @@ def of_model(rank: int, size: int, name: str, folder: str, **changes: Any) -> An
     paged.unwrap()
     same = {each: vars(module).get("forward") for each, module in model.named_modules()} == before
     assert not any(
-        getattr(module, "paged_sums", None) or getattr(module, "paged_part", None) for module in model.modules()
+        getattr(module, "paged_fusion", None) or getattr(module, "paged_part", None) for module in model.modules()
     )
     return tuple(sums), same
 
@@ -124,7 +141,7 @@ def agrees(rank: int, size: int) -> Any:
 def replays(rank: int, size: int, count: int) -> Any:
     """How many numbers differ from the steps one by one, in replays of captured calls with new inputs each time."""
     device, dtype, C, norm = device_of(rank, size), torch.bfloat16, 4096, KINDS[0]
-    sums = row_sums(dist.group.WORLD, C, dtype, device)
+    sums = prepare_all_reduce(dist.group.WORLD, C, dtype, device)
     generator = torch.Generator(device).manual_seed(3)  # the same numbers on all ranks
     weight = torch.randn(C, generator=generator, device=device, dtype=torch.float32).to(dtype)
     inputs = [torch.zeros(size + 1, rows, C, dtype=dtype, device=device) for rows in (1, 17, 64)]
@@ -161,7 +178,7 @@ def replays(rank: int, size: int, count: int) -> Any:
 def ends(rank: int, size: int) -> Any:
     """Rank 0 waits for a sum to which the others do not come, and ends it; seconds until then."""
     device = device_of(rank, size)
-    sums = row_sums(dist.group.WORLD, 1024, torch.bfloat16, device)
+    sums = prepare_all_reduce(dist.group.WORLD, 1024, torch.bfloat16, device)
     x = torch.ones(300, 1024, dtype=torch.bfloat16, device=device)
     assert sums.sum(x).eq(size).all()
     dist.barrier()

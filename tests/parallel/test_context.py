@@ -5,7 +5,7 @@ import torch
 
 from paged_ops.cache import KVCache
 from paged_ops.cache.shard import TokenShard
-from tests.generation.test_loop import EXPECTED, GREEDY, PROMPTS, make_loop
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, make_loop
 from tests.parallel.context_cases import BATCHES, FORMS
 
 

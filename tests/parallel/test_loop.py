@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.generation.test_loop import EXPECTED, GREEDY, PROMPTS, make_loop
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, make_loop
 
 SECONDS = 30.0  # within which every failure is told to all
 

@@ -23,16 +23,16 @@ def test_ops_round_where_the_steps_one_by_one_do(run_on, size, dtype):
 def test_bad_calls_are_told(run_on):
     wanted = [
         "columns: expected at least 1, got 0",
-        "dtype: expected torch.bfloat16 or torch.float16 or torch.float32, got torch.int32",
-        "x: expected a tensor of torch.float32, as its sums, got a float16 tensor",
-        "x: expected 8 columns, as its sums, got",
+        "dtype: expected torch.float32 or torch.float16 or torch.bfloat16, got torch.int32",
+        "x: expected a tensor of torch.float32, as its reducer, got a float16 tensor",
+        "x: expected 8 columns, as its reducer, got",
         r"residual: expected 2 in dimension 0 of \[..., C\]",
         r"weight: expected 8 in dimension 0 of \[C\]",
         "weight: expected float32, got a float16 tensor",
         "eps: expected 0 or more, got -1.0",
-        "x: expected a multiple of 8 columns, as its sums, got",
+        "x: expected a multiple of 8 columns, as its reducer, got",
         r"inner_weight: expected 8 in dimension 0 of \[C\]",
-        "sums: expected the name of sums that row_sums made and nobody closed",
+        "reducer: expected the name of an AllReduce that is not closed",
     ]
     for results in run_on("sums_cases.refusals", 2, 60):
         for got, want in zip(results, wanted, strict=True):
@@ -57,7 +57,7 @@ def test_an_aborted_workspace_says_so():
 
 
 def test_parts_of_rows_that_are_gathered():
-    from paged_ops.integrations.transformers.fused_allreduce import columns_of_parts
+    from paged_ops.integrations.transformers.all_reduce_fusion import columns_of_parts
 
     assert columns_of_parts(64128) == 8016
     assert columns_of_parts(75968) == 4748  # of 64·1187 no multiple of 8 fits

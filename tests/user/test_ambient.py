@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import paged_ops
 from paged_ops import layouts, metadata, reference, registry, testing
 from paged_ops.cache import states
-from paged_ops.integrations.transformers import fused_allreduce, projections
+from paged_ops.integrations.transformers import all_reduce_fusion, projections
 from tests.fuzz import ambient, runner
 
 CASES = [(op, case) for op, cases in testing.CASES.items() for case in cases][::16]
@@ -159,7 +159,7 @@ def test_caches_and_batches_are_made_alike(state):
             caches,
             [*batch, *builder._own_tables],
             parts,
-            fused_allreduce.norm_kind(norm, torch.float32, torch.device("cpu")),
+            all_reduce_fusion.norm_kind(norm, torch.float32, torch.device("cpu")),
         )
 
     wanted = made()

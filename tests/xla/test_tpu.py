@@ -15,7 +15,7 @@ from paged_ops import testing
 
 if torch_xla.runtime.device_type() != "TPU":
     pytest.skip("not run: needs a TPU", allow_module_level=True)
-from tests.xla.test_xla_kernels import ATTENTION, WRITES
+from tests.xla.cases import ATTENTION, WRITES
 
 pytestmark = pytest.mark.tpu
 

@@ -171,7 +171,7 @@ def test_scalar_memory_is_our_error_before_it_is_the_compilers(S, M, fits):
 def test_smallest_block_size_fits():
     """The page-size helper leads to tables that the check accepts."""
     for max_model_len, max_num_seqs in ((8192, 256), (131072, 64), (32768, 512)):
-        block_size = paged_ops.min_tpu_block_size(max_model_len, max_num_seqs)
+        block_size = paged_ops.layouts.min_tpu_block_size(max_model_len, max_num_seqs)
         assert accepted(max_num_seqs, -(-max_model_len // block_size))
 
 

@@ -15,7 +15,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 
 import paged_ops
-from tests import test_compile as forms
+from tests.helpers import cache_forms as forms
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

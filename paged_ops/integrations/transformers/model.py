@@ -33,8 +33,8 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
 from paged_ops.checks import expect
+from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
-from paged_ops.integrations.transformers.fused_allreduce import Sums, Watch
 from paged_ops.integrations.transformers.generation_config import GenerationFields
 from paged_ops.integrations.transformers.latent import as_they_are, latent_modules
 from paged_ops.integrations.transformers.own_attention import (
@@ -67,7 +67,6 @@ from paged_ops.parallel.rendezvous import RankError, Ranks
 from paged_ops.parallel.tensor import process_group_of, repeated_heads
 
 WRAP_LIMIT = 300.0  # seconds for which ranks wait for each other while a model is wrapped
-_LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 
 
 class PagedCausalLM:
@@ -136,7 +135,7 @@ class PagedCausalLM:
         self.collective_groups = tuple(each for each in (self.process_group, of_context) if each is not None)
         self._wrapping = Wrapping(model)
         self.states: StateLayers | None = None
-        self.sums: Sums | None = None
+        self.sums: AllReduceReport | None = None
         self.num_layers = 0
         probes: list[Probe] = []
 
@@ -370,7 +369,7 @@ class PagedCausalLM:
         for layer, (modules, keeping) in layers.items():
             noted = [attending[module] for module in modules]
             reaches = tuple((each.window, each.chunk, each.writes, each.pool) for each in noted)
-            sums = getattr(layer, "paged_sums", None)
+            sums = getattr(layer, "paged_fusion", None)
             summed = None if sums is None else (sums.attention is None, sums.mlp is None)
             kind = type(layer), summed, reaches, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
@@ -388,7 +387,7 @@ class PagedCausalLM:
         for decoder in decoders:
             for name, part in decoder.named_children():
                 # a layer of torch itself is already one kernel
-                if ("rotary" in name or name in _LAST_NORMS) and not type(part).__module__.startswith("torch."):
+                if ("rotary" in name or name in LAST_NORMS) and not type(part).__module__.startswith("torch."):
                     self._wrapping.compile(part, **options)
         return self
 

@@ -66,6 +66,47 @@ def split_projections(model: nn.Module) -> int:
     return split
 
 
+def use_overlapping_products(model: nn.Module) -> int:
+    """Let the linear layers of a model use the few-row kernel of Hopper GPUs, in place; returns how many of them can.
+
+    These are layers without a bias, in bfloat16 or float16, also fused ones (:func:`fuse_projections`). The kernel
+    takes calls of few rows (``lowerings/gpu/linear.py``) and ``torch.nn.functional.linear`` all others. Results differ
+    only by rounding. Call it before compiling.
+    """
+    from paged_ops.lowerings.gpu.linear import serves_weight
+
+    found = 0
+    for module in model.modules():
+        part: Any = getattr(module, "paged_part", None)  # of a row-parallel layer
+        if hasattr(part, "matmul") and (part.bias is None or part.reducer is not None) and serves_weight(part.weight):
+            part.matmul = _overlapping_linear
+            found += 1
+            continue
+        # A sharded layer has a forward of its own, which calls the original one.
+        is_linear = isinstance(module, FusedLinear) or (type(module) is nn.Linear and "forward" not in vars(module))
+        if not (is_linear and module.bias is None and serves_weight(module.weight)):
+            continue
+        found += 1
+        if isinstance(module, FusedLinear):
+            module.matmul = _overlapping_linear
+        else:
+            module.__class__ = OverlappingLinear
+    return found
+
+
+class OverlappingLinear(nn.Linear):
+    """``nn.Linear`` without a bias, by :func:`paged_ops.ops.few_row_linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _overlapping_linear(x, self.weight)
+
+
+def _overlapping_linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
+    assert bias is None
+    out: Tensor = torch.ops.paged_ops_models.few_row_linear.default(x, weight)
+    return out
+
+
 class FusedLinear(nn.Module):
     """Several linear layers with one input as one layer. It keeps the result from the first part's call to the
     last's."""
@@ -80,7 +121,7 @@ class FusedLinear(nn.Module):
         if linears[0].bias is not None:
             self.bias = nn.Parameter(torch.cat([local_of(linear.bias) for linear in linears]), trains)
         self._sharded = [linear if is_sharded(linear) else None for linear in linears]
-        self.product: Callable[..., Tensor] = F.linear
+        self.matmul: Callable[..., Tensor] = F.linear
         self.input: Tensor | None = None
         self.output: Tensor | None = None
         self.left = 0
@@ -97,7 +138,7 @@ class FusedLinear(nn.Module):
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         if self.output is None or self.input is not x:
-            self.input, self.output, self.left = x, self.product(x, self.weight, self.bias), len(self.sizes)
+            self.input, self.output, self.left = x, self.matmul(x, self.weight, self.bias), len(self.sizes)
         result = self.output[..., start:stop]
         self.left -= 1
         if self.left == 0:

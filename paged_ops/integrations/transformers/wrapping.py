@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from paged_ops.integrations.transformers.fused_layers import run_fused_layer
 from paged_ops.integrations.transformers.latent import expands_step, latent_modules
 from paged_ops.integrations.transformers.probe import Attending
 from paged_ops.integrations.transformers.recurrent import StateLayers
 from paged_ops.integrations.transformers.refusals import refuse_training
 from paged_ops.integrations.transformers.state_steps import StepStates
-from paged_ops.integrations.transformers.summed_layers import run_layer_with_sums
 
 NAME = "paged_ops"  # of the attention implementation
 UNDO = "undo the wrapping by PagedCausalLM.unwrap()"
@@ -191,7 +191,7 @@ class CompiledLayer:
             kwargs[argument] = step.of_layer([step.groups[i] for i in self.states])
             if not step.is_decode:
                 return run_layer(self.layer, args, kwargs)
-        if getattr(self.layer, "paged_sums", None) is not None and isinstance(args[0], Tensor):
+        if getattr(self.layer, "paged_fusion", None) is not None and isinstance(args[0], Tensor):
             layer: Any = self.layer  # the first: what it gets is made what all others get
             args = (args[0], layer.input_layernorm(args[0])), *args[1:]
         is_eager = self.latent is not None and expands_step(kwargs["attention_metadata"], self.latent)
@@ -200,8 +200,8 @@ class CompiledLayer:
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The number of the layer is not read, as each layer would then be compiled by itself.
-    has_sums = getattr(layer, "paged_sums", None) is not None
-    forward = run_layer_with_sums if has_sums else type(layer).forward
+    has_sums = getattr(layer, "paged_fusion", None) is not None
+    forward = run_fused_layer if has_sums else type(layer).forward
     return forward(layer, *args, **kwargs)
 
 

@@ -1,15 +1,24 @@
 """How every op runs on the CPU: one C++ function, and torch ops."""
 
 from paged_ops.lowerings.cascade import cascade_attention
+from paged_ops.lowerings.collectives import all_gather_columns, all_reduce, all_reduce_add_norm, merge_over_ranks
 from paged_ops.lowerings.cpu.attention import merge_attention_states, paged_attention, paged_attention_with_lse
 from paged_ops.lowerings.cpu.cache import copy_blocks, gather_kv, latent_cache_write, reshape_and_cache, swap_blocks
+from paged_ops.lowerings.cpu.explain import explain
+from paged_ops.lowerings.cpu.linear import few_row_linear
 
 __all__ = [
+    "all_gather_columns",
+    "all_reduce",
+    "all_reduce_add_norm",
     "cascade_attention",
     "copy_blocks",
+    "explain",
+    "few_row_linear",
     "gather_kv",
     "latent_cache_write",
     "merge_attention_states",
+    "merge_over_ranks",
     "paged_attention",
     "paged_attention_with_lse",
     "reshape_and_cache",

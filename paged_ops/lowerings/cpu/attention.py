@@ -21,7 +21,7 @@ from paged_ops import checks, fake, masks
 from paged_ops.features import SMALLEST, Features, in_use, key_parts, masks_in_use, refuse_others, with_value_scale
 from paged_ops.fp8 import dequantise_rows, quantise
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
-from paged_ops.lowerings.cpu import fused, processor
+from paged_ops.lowerings.cpu import fused, prepared, processor
 from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of
 
 # What attention applies here: the arguments of the op by their names, and formats of the cache.
@@ -30,17 +30,8 @@ APPLIES = FORMATS | {
     *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
     *("soft_cap", "alibi_slopes", "sinks"),
 }
-# The arguments that PyTorch's flash kernel is called with, or that need nothing of it.
-FLASH = frozenset(
-    {
-        *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
-        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "num_first_tokens", "sinks"),
-    }
-)
 # The masks whose keys _oldest_key and _opened know. With another no tile counts as wholly seen, or as plainly causal.
 BOUNDED = frozenset({"causal", "sliding_window", "attention_chunk", "bidirectional_ranges"})
-# Where only the flash kernel uses the processor's matrix unit for bfloat16, it takes sequences of more rows.
-MATRIX_ROWS = 32
 # Keys (and values) that decode gathers at once: few enough to stay in a processor cache that others use, too.
 SCRATCH_BYTES = 1 << 22
 # From this many rows on it is prefill, whose chunks are larger: fewer merges.
@@ -54,7 +45,13 @@ MASKED_ROWS = 128
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
+    done = prepared.run(query, args, features, out, None)
+    if done is not None:
+        return done[0]
     output = fake.paged_attention(query, *args, out=out, **features)
+    done = prepared.first(query, args, features, out, None)
+    if done is not None:
+        return done[0]
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     return _attend(Features(**features), output, lse, out is not None, query, *args)[0]
 
@@ -62,8 +59,12 @@ def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **feat
 def paged_attention_with_lse(
     query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **features: Any
 ) -> tuple[Tensor, Tensor]:
+    done = prepared.run(query, args, features, *(out or (None, None)))
+    if done is not None:
+        return done
     output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
-    return _attend(Features(**features), output, lse, out is not None, query, *args)
+    done = prepared.first(query, args, features, *(out or (None, None)))
+    return done or _attend(Features(**features), output, lse, out is not None, query, *args)
 
 
 def merge_attention_states(
@@ -115,10 +116,10 @@ def _attend(
         checks.query_ranges(ranges, len(query))
         checks.needed_blocks(block_tables, lens, N, B)
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
-    flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
+    flash = in_use(f) <= prepared.FLASH and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []
-    if flash and query.dtype == torch.bfloat16 and not fused.has_matrix_unit() and processor.has_matrix_unit():
-        served = [s for s in served if starts[s + 1] - starts[s] <= MATRIX_ROWS]
+    if prepared.takes_short(flash, query.dtype):
+        served = [s for s in served if starts[s + 1] - starts[s] <= prepared.MATRIX_ROWS]
     real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
     if starts[-1] < len(query):
         real[starts[-1] :] = 0

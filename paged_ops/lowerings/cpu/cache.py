@@ -12,6 +12,7 @@ from paged_ops import checks, fake
 from paged_ops.features import CacheOptions, refuse_others
 from paged_ops.fp8 import dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
+from paged_ops.lowerings.cpu import write
 
 # Formats of the cache that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
 FORMATS = frozenset(
@@ -27,17 +28,26 @@ COPY_BYTES = 1 << 24
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
+    rows, caches = (key, value), (kv_cache, kv_cache if options.get("value_cache") is None else options["value_cache"])
+    if write.run("reshape_and_cache", rows, caches, slot_mapping, options):
+        return
     fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
     refuse_others(given, kv_cache, APPLIES, "the CPU")
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
     if kv_cache.numel():
+        write.prepare("reshape_and_cache", rows, caches, paged, slot_mapping, options)
+        if write.run("reshape_and_cache", rows, caches, slot_mapping, options):
+            return
         planes = ((paged.key, key, given.k_scale), (paged.value, value, given.v_scale))
         _write([(plane, _in_fp8(real, scale, stored)) for plane, real, scale in planes], slot_mapping)
 
 
 def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
+    rows, caches = (latent, rotated), (kv_cache, kv_cache)
+    if write.run("latent_cache_write", rows, caches, slot_mapping, options):
+        return
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
     refuse_others(given, kv_cache, APPLIES, "the CPU")
@@ -49,6 +59,9 @@ def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_m
         return
     cells, R = _storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
     parts = ((cells[..., :R], latent), (cells[..., R:], rotated))
+    write.prepare("latent_cache_write", rows, caches, PagedKV(*(each for each, _ in parts)), slot_mapping, options)
+    if write.run("latent_cache_write", rows, caches, slot_mapping, options):
+        return
     _write([(plane, _in_fp8(real[:, None], given.k_scale, stored)) for plane, real in parts], slot_mapping)
 
 

@@ -16,7 +16,7 @@
 #include "work.h"
 
 constexpr int ROWS = SIDE;        // rows whose logits are held at once
-constexpr int64_t PIECE = 256;    // the fewest keys of a piece
+constexpr int64_t PIECE = 128;    // the fewest keys of a piece
 constexpr int64_t PIECES = 512;   // about the most pieces of one row each, as they keep partial results
 constexpr float SLACK = 4;        // by how much a logit may exceed what exponentials are relative to
 
@@ -357,10 +357,7 @@ struct Worker : Attention {
     }
 };
 
-// Without a call it does nothing. Returns whether bfloat16 goes through a matrix unit.
-extern "C" int64_t paged_attention(const Call* call) {
-    if (!call) return matrix_unit();
-    const Call& c = *call;
+void attend(const Call& c) {
     const Attention a(c);
     std::vector<Span> spans;
     int64_t pairs = 0, tasks = 0, most = 0;  // tasks: of wide spans
@@ -395,7 +392,8 @@ extern "C" int64_t paged_attention(const Call* call) {
     }
     begin.push_back(pieces.size());
     const States shared(rows, a.Dv);
-#pragma omp parallel num_threads(int(c.threads))
+    const int threads = pieces.size() == 1 ? 1 : int(c.threads);  // other sizes of the team would end threads
+#pragma omp parallel num_threads(threads)
     {
         Worker worker(a, most);
         // The last rows of a prompt, which see the most keys, go first, so that threads end together.
@@ -415,5 +413,19 @@ extern "C" int64_t paged_attention(const Call* call) {
             if (!parts.empty()) worker.merge(spans[n], 0, c.K, parts.data(), parts.size());
         }
     }
-    return matrix_unit();
+}
+
+// Without a call it only returns whether bfloat16 goes through a matrix unit. Else it returns 0, or 1 if a number of the
+// batch is wrong; then nothing was read or written.
+extern "C" int64_t paged_attention(const Call* call) {
+    if (!call) return matrix_unit();
+    if (call->sequences) return attend(*call), 0;
+    const Batch batch(*call);
+    if (!batch.right) return 1;
+    const int64_t rows = batch.starts.back() * call->H, padding = (call->T - batch.starts.back()) * call->H;
+    const int64_t row_bytes = call->Dv * (call->out_cell == FLOAT32 ? 4 : 2);
+    std::memset(call->out + rows * row_bytes, 0, padding * row_bytes);
+    std::fill_n(call->lse + rows, padding, -INF);
+    attend(batch.of(*call));
+    return 0;
 }

@@ -52,7 +52,7 @@ class Call(ctypes.Structure):
         ("key_strides", ctypes.c_int64 * 5),
         ("value_strides", ctypes.c_int64 * 4),
         ("table_strides", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "H", "K", "D", "Dv", "B", "x")),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "T", "N", "M", "H", "K", "D", "Dv", "B", "x")),
         *((name, ctypes.c_int64) for name in ("cell", "query_cell", "out_cell")),
         *((name, ctypes.c_int64) for name in ("causal", "window", "chunk", "first_tokens", "R", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
@@ -78,53 +78,85 @@ def attend(
     """
     function = compiled()
     assert function is not None, "no compiled function"
-    K = paged.num_kv_heads
+    query = query.contiguous()
+    call = described(query, paged, stored, block_tables, len(seq_lens), scale, f, out.dtype)
+    assert lse.dtype == torch.float32, "lse that the C++ does not write"
     # They have names so that they live until the call returns.
     integers = [array.array("i", each) for each in (seq_lens, query_start_loc, sequences)]
-    tensors = (
-        query.contiguous(),
-        paged.key,
-        paged.value,
-        block_tables,
-        *(each if each is None else each.contiguous() for each in (f.alibi_slopes, f.sinks)),
-        *(each if each is None else each.expand(K).contiguous() for each in (f.k_scale, f.v_scale)),
-        f.bidirectional_ranges if f.bidirectional_ranges is None else f.bidirectional_ranges.contiguous(),
-        out,
-        lse,
-    )
-    assert {query.dtype, out.dtype} <= {*PLAIN}, "dtypes that the C++ does not take"
-    assert lse.dtype == torch.float32, "lse that the C++ does not write"
-    pointers = [None if each is None else each.data_ptr() for each in tensors]
-    call = Call(
-        *pointers[:4],
-        *(each.buffer_info()[0] for each in integers),
-        *pointers[4:],
-        paged.key.stride(),
-        paged.value.stride(),
-        block_tables.stride(),
-        len(sequences),
-        query.shape[1],
-        K,
-        paged.head_size,
-        paged.value_head_size,
-        paged.block_size,
-        paged.key.shape[4],
-        *(CELLS.index(each) for each in (stored, query.dtype, out.dtype)),
-        f.causal,
-        f.sliding_window,
-        f.attention_chunk,
-        f.num_first_tokens if f.sliding_window else 0,
-        0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
-        torch.get_num_threads(),
-        scale,
-        f.soft_cap,
-    )
+    call.seq_lens, call.query_start_loc, call.sequences = (each.buffer_info()[0] for each in integers)
+    call.num_sequences = len(sequences)
+    call.block_tables = block_tables.data_ptr()
+    call.query, call.key, call.value = (each.data_ptr() for each in (query, paged.key, paged.value))
+    call.out, call.lse = out.data_ptr(), lse.data_ptr()
+    vectors = vectors_of(f, paged.num_kv_heads)
+    for name, vector in vectors.items():
+        setattr(call, name, vector.data_ptr())
     function(ctypes.byref(call))
+
+
+def described(
+    query: Tensor,
+    paged: PagedKV,
+    stored: torch.dtype,
+    block_tables: Tensor,
+    S: int,
+    scale: float,
+    f: Features,
+    out: torch.dtype,
+) -> Call:
+    """All of a call but addresses."""
+    assert {query.dtype, out} <= {*PLAIN}, "dtypes that the C++ does not take"
+    return Call(
+        key_strides=paged.key.stride(),
+        value_strides=paged.value.stride(),
+        table_strides=block_tables.stride(),
+        num_sequences=S,
+        T=query.shape[0],
+        N=paged.num_blocks,
+        M=block_tables.shape[1],
+        H=query.shape[1],
+        K=paged.num_kv_heads,
+        D=paged.head_size,
+        Dv=paged.value_head_size,
+        B=paged.block_size,
+        x=paged.key.shape[4],
+        cell=CELLS.index(stored),
+        query_cell=CELLS.index(query.dtype),
+        out_cell=CELLS.index(out),
+        causal=f.causal,
+        window=f.sliding_window,
+        chunk=f.attention_chunk,
+        first_tokens=f.num_first_tokens if f.sliding_window else 0,
+        R=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
+        threads=torch.get_num_threads(),
+        scale=scale,
+        soft_cap=f.soft_cap,
+    )
+
+
+def vectors_of(f: Features, K: int) -> dict[str, Tensor]:
+    """The tensors among the features as the C++ reads them, by its names: contiguous, one scale per head."""
+    given = {"alibi_slopes": f.alibi_slopes, "sinks": f.sinks, "ranges": f.bidirectional_ranges}
+    scales = {"k_scale": f.k_scale, "v_scale": f.v_scale}
+    vectors = {name: each.contiguous() for name, each in given.items() if each is not None}
+    return vectors | {name: each.expand(K).contiguous() for name, each in scales.items() if each is not None}
 
 
 def serves(stored: torch.dtype, f: Features) -> bool:
     """Whether :func:`attend` can run with these features here."""
-    return in_use(f) <= APPLIES and stored in CELLS and f.kv_cache_dtype in NAMES and compiled() is not None
+    return not reasons_against(stored, f)
+
+
+def reasons_against(stored: torch.dtype, f: Features) -> list[str]:
+    """Why :func:`attend` cannot run with these features here."""
+    reasons = sorted(in_use(f) - APPLIES)
+    if stored not in CELLS:
+        reasons.append(f"kv_cache: expected one of {CELLS}, got {stored}")
+    if f.kv_cache_dtype not in NAMES:
+        reasons.append(f"kv_cache_dtype: expected one of {NAMES}, got {f.kv_cache_dtype!r}")
+    if not reasons and compiled() is None:
+        reasons.append("no C++ compiler could build it")
+    return reasons
 
 
 @functools.cache

@@ -18,7 +18,7 @@ struct Call {
     const int32_t* block_tables;
     const int32_t* seq_lens;
     const int32_t* query_start_loc;
-    const int32_t* sequences;   // the sequences to serve
+    const int32_t* sequences;   // the sequences to serve; null: all, and values are checked (see Batch)
     const float* alibi_slopes;  // [H], or null, as the next four
     const float* sinks;         // [H]
     const float* k_scale;       // [K]
@@ -27,10 +27,45 @@ struct Call {
     char* out;                  // [T, H, Dv], contiguous
     float* lse;                 // [T, H]
     int64_t key_strides[5], value_strides[4], table_strides[2];
-    int64_t num_sequences, H, K, D, Dv, B, x;
+    int64_t num_sequences, T, N, M, H, K, D, Dv, B, x;
     int64_t cell, query_cell, out_cell;  // formats; query and out have one of the first three
     int64_t causal, window, chunk, first_tokens, R, threads;
     float scale, soft_cap;
+};
+
+// The numbers of a batch as copies, which no other thread can change between check and use.
+struct Batch {
+    std::vector<int32_t> lens, starts, tables, sequences;
+    bool right = true;  // else nothing may be read or written
+
+    explicit Batch(const Call& c)
+        : lens(c.seq_lens, c.seq_lens + c.num_sequences),
+          starts(c.query_start_loc, c.query_start_loc + c.num_sequences + 1) {
+        int64_t columns = 0;
+        right = starts.front() == 0 && starts.back() <= c.T && std::is_sorted(starts.begin(), starts.end());
+        for (const int64_t n : lens) {
+            right = right && n >= 0 && n <= c.M * c.B;
+            columns = std::max(columns, (n + c.B - 1) / c.B);
+        }
+        if (!right) return;
+        tables.resize(c.num_sequences * columns);
+        for (int64_t s = 0; s < c.num_sequences; s++) {
+            sequences.push_back(s);
+            const int64_t needed = (lens[s] + c.B - 1) / c.B;
+            for (int64_t m = 0; m < needed; m++) {
+                const int32_t block = c.block_tables[s * c.table_strides[0] + m * c.table_strides[1]];
+                right = right && block >= 0 && block < c.N;
+                tables[s * columns + m] = block;
+            }
+        }
+    }
+
+    Call of(Call c) const {
+        c.seq_lens = lens.data(), c.query_start_loc = starts.data(), c.sequences = sequences.data();
+        c.block_tables = tables.data();
+        c.table_strides[0] = lens.empty() ? 0 : int64_t(tables.size() / lens.size()), c.table_strides[1] = 1;
+        return c;
+    }
 };
 
 // Formats -------------------------------------------------------------------------------------------------------------

@@ -3,19 +3,28 @@
 from typing import Any
 
 from paged_ops.lowerings.cascade import cascade_attention
+from paged_ops.lowerings.collectives import merge_over_ranks
 from paged_ops.lowerings.gpu import attention
-from paged_ops.lowerings.gpu.attention import paged_attention, paged_attention_with_lse
+from paged_ops.lowerings.gpu.attention import explain, paged_attention, paged_attention_with_lse
 from paged_ops.lowerings.gpu.blocks import copy_blocks, swap_blocks
 from paged_ops.lowerings.gpu.cache import latent_cache_write, reshape_and_cache
+from paged_ops.lowerings.gpu.fused_allreduce import all_gather_columns, all_reduce, all_reduce_add_norm
 from paged_ops.lowerings.gpu.gather import gather_kv
+from paged_ops.lowerings.gpu.linear import few_row_linear
 from paged_ops.lowerings.gpu.merge import merge_attention_states
 
 __all__ = [
+    "all_gather_columns",
+    "all_reduce",
+    "all_reduce_add_norm",
     "cascade_attention",
     "copy_blocks",
+    "explain",
+    "few_row_linear",
     "gather_kv",
     "latent_cache_write",
     "merge_attention_states",
+    "merge_over_ranks",
     "paged_attention",
     "paged_attention_with_lse",
     "reshape_and_cache",

@@ -26,6 +26,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from paged_ops import fake
+from paged_ops.fake.models import PREPARED, NormOptions
+from paged_ops.lowerings import collectives
 from paged_ops.lowerings.gpu.launch import Launcher
 from paged_ops.lowerings.gpu.mailboxes import put, take
 from paged_ops.lowerings.gpu.target import Target, target_of
@@ -58,6 +61,39 @@ def places(workspace: Any, rows: int, columns: int, dtype: torch.dtype) -> Place
     return Places(by_rank, turns, workspace.aborted, workspace.rank)
 
 
+def all_reduce(x: Tensor, reducer: str) -> Tensor:
+    summed, known = fake.all_reduce(x, reducer), PREPARED[reducer]
+    rows = x.numel() // known.columns
+    if known.places is None or rows > known.max_rows:
+        return collectives.all_reduce(x, reducer)
+    reduce_rows(x.contiguous(), None, None, summed, None, known.places, two_shot=known.is_two_shot(rows))
+    return summed
+
+
+def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
+    out, known = fake.all_gather_columns(x, reducer), PREPARED[reducer]
+    if known.places is None or x.numel() > known.max_rows * known.columns:
+        return collectives.all_gather_columns(x, reducer)
+    gather_columns(x.contiguous(), out, known.places)
+    return out
+
+
+def all_reduce_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, reducer: str, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    options = NormOptions(*args, **kwargs)
+    summed, normed = fake.all_reduce_add_norm(x, residual, weight, eps, reducer, *options)
+    known = PREPARED[reducer]
+    rows, x, places = x.numel() // known.columns, x.contiguous(), known.places
+    if places is None or rows > known.max_rows:
+        x, places = collectives.all_reduce(x, reducer), None
+    two_shot = places is not None and known.is_two_shot(rows)
+    inner = None if options.inner_weight is None else options.inner_weight.contiguous()
+    how = options._replace(inner_weight=inner)._asdict() | {"eps": eps, "two_shot": two_shot}
+    reduce_rows(x, residual.contiguous(), weight.contiguous(), summed, normed, places, **how)
+    return summed, normed
+
+
 def reduce_rows(
     x: Tensor,
     residual: Tensor | None,
@@ -76,9 +112,9 @@ def reduce_rows(
     num_warps: int | None = None,
     overlaps: bool = True,
 ) -> None:
-    """Fills ``summed`` and, with a weight, ``normed``: see :mod:`paged_ops.parallel.reduce`. All are contiguous.
+    """Fill ``summed`` and, given a weight, ``normed``, as :func:`paged_ops.ops.all_reduce_add_norm`; all contiguous.
 
-    Without places ``x`` is the sum already. The other options are for measurements.
+    Without places ``x`` is the sum already. ``programs``, ``num_warps`` and ``overlaps`` are for measurements.
     """
     C = x.shape[-1]
     T = x.numel() // max(C, 1)

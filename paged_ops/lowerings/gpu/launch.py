@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -116,9 +118,14 @@ class Launch:
         grid = self._grid
         return grid if isinstance(grid, tuple) else grid(numbers)
 
-    def at(self, addresses: tuple[int, ...], numbers: Any) -> bool:
-        """As :meth:`Launcher.at`."""
-        return self._launcher.at(self.grid(numbers), addresses, numbers)
+    @property
+    def kernel(self) -> tuple[str, dict[str, Any]]:
+        """The name of the kernel, and its constants."""
+        return self._launcher._kernel.fn.__name__, self._launcher._constants
+
+    def more(self, addresses: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """The kernel's arguments between the numbers and the constants; None if only a launch by Triton has them."""
+        return ()
 
     def __call__(self, tensors: Any, numbers: Any, addresses: tuple[int, ...]) -> None:
         """As :meth:`Launcher.__call__`."""
@@ -126,6 +133,27 @@ class Launch:
 
     def _taken(self, given: Any) -> Any:
         return given._replace(**dict.fromkeys(self._without.intersection(given._fields)))
+
+
+def relaunch(steps: Sequence[tuple[Launch, Grid]], addresses: tuple[int, ...], numbers: Any) -> int:
+    """Launch, in order, the kernels that Triton has launched before with this alignment of addresses. Returns their
+    number: all, or up to the first that needs a launch by Triton. All are on one device."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    if getattr(hook, "calls", hook) or precompile.notes() is not None:
+        return 0
+    alignment, stream = _alignment(addresses), None
+    for n, (launch, grid) in enumerate(steps):
+        launcher, more = launch._launcher, launch.more(addresses)
+        if more is None or alignment not in launcher._compiled:
+            return n
+        if stream is None:
+            if torch.cuda.current_device() != launcher._index:
+                with torch.cuda.device(launcher._index):
+                    return relaunch(steps, addresses, numbers)
+            stream = launcher._stream(launcher._index)
+        run, kernel = launcher._compiled[alignment]
+        run(*grid, stream, *kernel, addresses, *numbers, *more, *launcher._values)
+    return len(steps)
 
 
 # What the ``plan`` of a kernel's module chose for a batch: a hashable value. Equal choices have equal launches.
@@ -173,7 +201,4 @@ def _entry(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _alignment(addresses: Sequence[int]) -> Any:
     """Which of the addresses are multiples of 16; 0 if all are."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return bits & 15 and tuple(address & 15 == 0 for address in addresses)
+    return functools.reduce(operator.or_, addresses) & 15 and tuple(address & 15 == 0 for address in addresses)

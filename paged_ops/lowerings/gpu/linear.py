@@ -10,85 +10,30 @@ Letters: T rows, C input features, O output features.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paged_ops.integrations.transformers.projections import FusedLinear
+from paged_ops import fake
 from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
 
 FEW_ROWS, MOST_ROWS = 16, 64
 MANY_OUTPUTS = 8192  # from so many on, products of more than FEW_ROWS rows are served
 STEPS = 64, 256  # O and C are multiples of them
 
-_LIBRARY = torch.library.Library("paged_ops_products", "DEF")
-_LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
 
-
-def use_overlapping_products(model: nn.Module) -> int:
-    """Let the linear layers of a model use this kernel where it serves, in place; returns how many of them can.
-
-    These are layers without a bias, in bfloat16 or float16, also fused ones
-    (:func:`paged_ops.integrations.transformers.projections.fuse_projections`). Results differ only by rounding. Call
-    it before compiling.
-    """
-    found = 0
-    for module in model.modules():
-        part: Any = getattr(module, "paged_part", None)  # of a row-parallel product
-        if hasattr(part, "product") and (part.bias is None or part.sums is not None) and _weight_serves(part.weight):
-            part.product = linear
-            found += 1
-            continue
-        # one that is sharded has a hook of its own, which calls what it was
-        is_linear = isinstance(module, FusedLinear) or (type(module) is nn.Linear and "forward" not in vars(module))
-        if not (is_linear and module.bias is None and _weight_serves(module.weight)):
-            continue
-        found += 1
-        if isinstance(module, FusedLinear):
-            module.product = linear
-        else:
-            module.__class__ = OverlappingLinear
-    return found
-
-
-class OverlappingLinear(nn.Linear):
-    """``nn.Linear`` without a bias by :func:`linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-
-def linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
-    """``x [..., C]`` times ``weight [O, C]`` transposed: ``[..., O]`` in x's dtype, summed in float32."""
-    assert bias is None
-    return torch.ops.paged_ops_products.linear.default(x, weight)
-
-
-@torch.library.register_fake("paged_ops_products::linear", lib=_LIBRARY)
-def _fake(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@torch.library.impl(_LIBRARY, "linear", "CPU")
-def _on_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight)
-
-
-@torch.library.impl(_LIBRARY, "linear", "CUDA")
-def _on_cuda(x: Tensor, weight: Tensor) -> Tensor:
+def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     (T, C), target = rows.shape, target_of(x.device)
     O = weight.shape[0]
-    serves = x.dtype == weight.dtype and _weight_serves(weight) and target.is_hopper
+    serves = x.dtype == weight.dtype and serves_weight(weight) and target.is_hopper
     tile = tile_of(T, O, target.processors) if serves else None
     if tile is None:
         return F.linear(x, weight)
-    out = x.new_empty(*x.shape[:-1], O)
+    out = fake.few_row_linear(x, weight)
     with on_device(target.device):
         product_kernel[(O // tile["BN"],)](rows, weight, out, T, O, C, **tile, launch_pdl=True, **FUSED)
     return out
@@ -112,7 +57,7 @@ def tile_of(T: int, O: int, processors: int) -> dict[str, int] | None:
     return dict(ROWS=16, BN=128, BK=128, STAGES=4, num_warps=4)
 
 
-def _weight_serves(weight: Tensor) -> bool:
+def serves_weight(weight: Tensor) -> bool:
     O, C = weight.shape
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
     return is_half and weight.is_contiguous() and O % STEPS[0] == C % STEPS[1] == 0

@@ -178,8 +178,8 @@ def needs(spec: Spec) -> frozenset[str]:
 
 
 def not_applied(spec: Spec, applied: frozenset[str]) -> list[str]:
-    """What a spec needs and a kernel does not apply."""
-    return sorted(needs(spec) - applied)
+    """The reasons against a kernel that applies no more than ``applied``."""
+    return [f"{name}: not applied by this kernel" for name in sorted(needs(spec) - applied)]
 
 
 class Shapes(NamedTuple):

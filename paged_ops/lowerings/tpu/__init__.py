@@ -8,6 +8,7 @@ from paged_ops import registry
 from paged_ops.lowerings.tpu import functional
 from paged_ops.lowerings.tpu.attention import (
     cascade_attention,
+    explain,
     merge_attention_states,
     paged_attention,
     paged_attention_with_lse,
@@ -18,6 +19,7 @@ from paged_ops.lowerings.tpu.ragged import pad_head_size, unsupported
 __all__ = [
     "cascade_attention",
     "copy_blocks",
+    "explain",
     "gather_kv",
     "install",
     "install_torch_tpu",

@@ -25,6 +25,7 @@ from paged_ops.lowerings.tpu import ragged, runtime
 from paged_ops.lowerings.tpu.cache import reinterpreted
 from paged_ops.lowerings.tpu.functional import functionalized
 from paged_ops.lowerings.tpu.ragged import FORMATS, refuse_row_scales, rows_of
+from paged_ops.support import Explanation
 
 # What attention applies here: the arguments of the op by their names, and formats of the cache.
 APPLIES = FORMATS | {
@@ -58,6 +59,22 @@ def paged_attention_with_lse(query: Tensor, *args: Any, **features: Any) -> tupl
         raise ValueError(f"paged_ops.paged_attention_with_lse on a TPU: {ragged.NO_LSE}")
     real, lse = _attend(f, query, *args)
     return _as_output(real, out, f), lse
+
+
+def explain(op: str, query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> Explanation:
+    """As :func:`paged_ops.explain`."""
+    f = Features(**features)
+    refuse_row_scales(f.kv_cache_dtype)
+    refuse_others(f, kv_cache, APPLIES, "attention through XLA")
+    if not runtime.on_tpu():
+        others = (("torch_xla's ragged kernel", ("the device is not a TPU",)),)
+        return Explanation(op, "xla", "torch ops, compiled by XLA", (), others)
+    reasons = (
+        [ragged.NO_LSE] if op == "paged_attention_with_lse" else ragged.reasons_against(f, query, kv_cache, batch[0])
+    )
+    if reasons:
+        raise ValueError(f"paged_ops.{op} on a TPU: {'; '.join(reasons)}")
+    return Explanation(op, "xla", "torch_xla's ragged kernel", (), (("torch ops", ("TPUs have a kernel",)),))
 
 
 @functionalized

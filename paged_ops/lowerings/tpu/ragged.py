@@ -71,7 +71,7 @@ def attend(
     if not (query.numel() and kv_cache.numel() and block_tables.numel()):
         T, H, D = query.shape
         return query.new_zeros(T, H, f.value_head_size or D, dtype=torch.float32)
-    reasons = _kernel_reasons(_shown(f, query, kv_cache, block_tables))
+    reasons = reasons_against(f, query, kv_cache, block_tables)
     if reasons:
         raise ValueError("paged_ops.paged_attention on a TPU: " + "; ".join(reasons))
     T, H, _ = query.shape
@@ -163,6 +163,11 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     )
 
 
+def reasons_against(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> list[str]:
+    """What the ragged kernel lacks for a call."""
+    return _kernel_reasons(_shown(f, query, kv_cache, block_tables))
+
+
 def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> dict[str, Any]:
     """A call's features, as :func:`unsupported` takes them."""
     named: dict[str, Any] = {name: value for name, value in f._asdict().items() if value is not None}
@@ -235,7 +240,7 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
         lacks(
             nbytes > BLOCK_TABLE_BYTES,
             f"block tables [{S}, {M}] take {nbytes} bytes of scalar memory (columns in multiples of 128), "
-            f"{BLOCK_TABLE_BYTES} are there: use larger blocks (paged_ops.min_tpu_block_size) or fewer sequences",
+            f"{BLOCK_TABLE_BYTES} are there: use larger blocks (layouts.min_tpu_block_size) or fewer sequences",
         )
     return reasons
 

@@ -144,33 +144,37 @@ def versions() -> dict[str, str]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The table, as it stands in docs/models.md between its marks."""
+    """The tables between the marks of docs/models.md: what is served, composite models, what is refused by reason."""
     rows = data["families"]
     both = sum(row.get("equal") is True and row.get("compiled") is True for row in rows.values())
-    served = sum(bool(row["served"]) for row in rows.values())
-    within = sum("within" in row for row in rows.values())
+    served = {family: row for family, row in sorted(rows.items()) if row["served"]}
+    within = {family: row["within"] for family, row in sorted(rows.items()) if "within" in row}
+    refused: dict[str, list[str]] = {}
+    for family, row in sorted(rows.items()):
+        if not row["served"] and family not in within:
+            name = row["class"]
+            reason = row["reason"].replace(f"{name} cannot be served: ", "").replace(name, "the model")
+            refused.setdefault(reason.replace("|", "/"), []).append(family)
     lines = [
-        f"torch {data['versions']['torch']}, transformers {data['versions']['transformers']}: of {len(rows) - within}"
-        f" families {served} are served with equal tokens, {both} of them measured in compiled form too;"
-        f" {within} more are composite models, whose text model has a row of its own.",
+        f"torch {data['versions']['torch']}, transformers {data['versions']['transformers']}: of"
+        f" {len(rows) - len(within)} families {len(served)} are served with equal tokens, {both} of them measured in"
+        f" compiled form too. Heads are served on {', '.join(DEVICES)}, unless devices are named.",
         "",
-        "| family | class | eager | compiled | released heads: devices | what the tiny model's layers keep, or"
-        " why it is refused |",
+        "| family | class | eager | compiled | released heads | layers of the tiny model |",
         "|---|---|---|---|---|---|",
     ]
-    for family in sorted(rows):
-        row = rows[family]
-        if "within" in row:
-            lines.append(f"| {family} | | | | | its text model: {row['within']} |")
-        elif row["served"]:
-            compiled = {True: "equal", False: "**wrong**", None: "not measured"}.get(
-                row.get("compiled"), "not compilable"
-            )
-            eager = "equal" if row["equal"] else "**wrong**"
-            heads = row.get("released") or ("no attention" if row.get("released") == "" else "unknown")
-            lines.append(f"| {family} | {row['class']} | {eager} | {compiled} | {heads} | {row['keeps']} |")
-        else:
-            lines.append(f"| {family} | {row['class']} | refused | refused | | {row['reason'].replace('|', '/')} |")
+    for family, row in served.items():
+        known = {True: "equal", False: "**wrong**", None: "not measured"}
+        compiled = known.get(row.get("compiled"), "not compilable")
+        eager = "equal" if row["equal"] else "**wrong**"
+        heads = row.get("released") or ("no attention" if row.get("released") == "" else "unknown")
+        heads = heads.replace(f": {', '.join(DEVICES)}", "")
+        lines.append(f"| {family} | {row['class']} | {eager} | {compiled} | {heads} | {row['keeps']} |")
+    pairs = ", ".join(f"{family} ({name})" for family, name in within.items())
+    lines += ["", f"{len(within)} composite models, with the row of their text model: {pairs}.", ""]
+    lines += ["| refused, because | families |", "|---|---|"]
+    for reason, families in sorted(refused.items(), key=lambda each: (-len(each[1]), each[1])):
+        lines.append(f"| {reason} | {', '.join(families)} |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 from tests.integrations.transformers.model_families import make_model as make_family  # noqa: E402
 from tests.integrations.transformers.model_table import NEW_TOKENS, by_transformers  # noqa: E402
 from tests.integrations.transformers.model_table import prompts as table_prompts  # noqa: E402
-from tests.integrations.transformers.test_models import CONFIGS, MORE_CONFIGS, WINDOW, B, expected, make_model, prompts  # noqa: E402
+from tests.integrations.transformers.tiny_configs import CONFIGS, MORE_CONFIGS, WINDOW, B, expected, make_model, prompts  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=12)
 HYBRIDS = ("gemma2", "gpt_oss", "gemma3", "llama4_chunks", "gemma3n_shared_kv")
@@ -37,7 +37,7 @@ def _gemma3() -> Any:
     MORE_CONFIGS["gemma3"] = lambda: transformers.Gemma3TextConfig(
         **shared, **ids, **GEMMA3, sliding_window=WINDOW, initializer_range=0.15
     )
-    from tests.integrations.transformers.test_models import SEEDS
+    from tests.integrations.transformers.tiny_configs import SEEDS
 
     SEEDS["gemma3"] = 3
     yield

@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from paged_ops.inspection import CompileReport
-from paged_ops.integrations.transformers.projections import FusedPart, fuse_projections, split_projections
+from paged_ops.integrations.transformers.projections import (
+    FusedPart,
+    fuse_projections,
+    split_projections,
+    use_overlapping_products,
+)
 from paged_ops.lowerings.gpu import linear as products
-from paged_ops.lowerings.gpu.linear import use_overlapping_products
 from tests.helpers.gpu import GPU
 
 

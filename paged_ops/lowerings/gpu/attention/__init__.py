@@ -1,5 +1,5 @@
-"""Attention on GPUs: one module per kernel, shared helpers (tile.py), and the choice of a kernel (plan.py)."""
+"""Attention on GPUs: one call (call.py), the choice of its kernel (choose.py), and one module per kernel."""
 
-from paged_ops.lowerings.gpu.attention.call import paged_attention, paged_attention_with_lse, unsupported
+from paged_ops.lowerings.gpu.attention.call import explain, paged_attention, paged_attention_with_lse, unsupported
 
-__all__ = ["paged_attention", "paged_attention_with_lse", "unsupported"]
+__all__ = ["explain", "paged_attention", "paged_attention_with_lse", "unsupported"]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import Any
 
 from paged_ops.lowerings.gpu.attention.triton import decode, latent, prefill
-from paged_ops.lowerings.gpu.launch import Choice, Launches
+from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches
 from paged_ops.lowerings.gpu.spec import Shapes, Spec
 from paged_ops.lowerings.gpu.target import Target
+from paged_ops.support import Explanation
 
 
 def kernels_of(target: Target) -> tuple[ModuleType, ...]:
@@ -42,4 +44,32 @@ def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: 
 def launches_of(kernel: ModuleType, spec: Spec, target: Target, shapes: Shapes) -> Launches | str:
     """What a kernel would launch for a batch, or its reason against it."""
     choice = kernel.plan(spec, target, shapes)
-    return choice if isinstance(choice, str) else kernel.build(choice, spec, target, shapes)  # type: ignore[no-any-return]
+    return choice if isinstance(choice, str) else kernel.build(choice, spec, target, shapes)
+
+
+def explain(op: str, spec: Spec, target: Target, shapes: Shapes) -> Explanation:
+    """The kernel that serves a batch, its launches, and the reasons against the others."""
+    chosen, launches, others = "", Launches((), (0, 0, 0)), []
+    for kernel in kernels_of(target):
+        name = kernel.__name__.partition("attention.")[2]
+        reasons = kernel.serves(spec, target)
+        choice = None if reasons else kernel.plan(spec, target, shapes)
+        if isinstance(choice, str):
+            reasons = [choice]
+        elif not reasons and chosen:
+            reasons = [f"serves this call too, but {chosen} comes first"]
+        if reasons:
+            others.append((name, tuple(dict.fromkeys(reasons))))
+        else:
+            chosen, launches = name, kernel.build(choice, spec, target, shapes)
+    described = tuple(_described(each, shapes) for each in launches.launches)
+    return Explanation(op, target.name, chosen, described, tuple(others))
+
+
+def _described(launch: Launch, shapes: Shapes) -> str:
+    """A launch in words: its kernel, grid, tile, and how Triton compiles it."""
+    name, constants = launch.kernel
+    tile: Any = constants.get("SHAPE") or constants["TILE"]
+    options = ", ".join(f"{each} = {constants[each]}" for each in ("num_warps", "num_stages") if each in constants)
+    grid = " x ".join(map(str, launch.grid(shapes.numbers)))
+    return f"{name}: grid {grid}, tile of {tile.M} query rows x {tile.N} keys, {options}"

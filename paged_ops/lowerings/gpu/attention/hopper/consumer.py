@@ -26,8 +26,8 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     widths_of,
 )
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
-from paged_ops.lowerings.gpu.attention.hopper.work import OLDEST, field_of, next_tiles, reach_of_ranges, read_item
-from paged_ops.lowerings.gpu.attention.shared.tile import oldest_key
+from paged_ops.lowerings.gpu.attention.hopper.work import OLDEST, field_of, next_tiles, read_item
+from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -70,11 +70,7 @@ def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.cons
     if SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
         qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * as_column(cap[1], BY_ROWS)) + 1.0)
     if MASKED:
-        kept = j[None, :] < seq_len
-        if SPEC.masks.causal:
-            kept = kept & (j[None, :] <= rows.i[:, None])
-        if SPEC.masks.window or SPEC.masks.chunk:
-            kept = kept & (j[None, :] >= rows.low[:, None])
+        kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, SPEC.masks)
         qk = gl.where(kept, qk, float("-inf"))
     m_new = gl.maximum(m, gl.max(qk, 1))
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
@@ -90,18 +86,6 @@ def positions(item, which: gl.constexpr, G: gl.constexpr, layout: gl.constexpr):
     """Of a consumer's rows, among the keys."""
     first_i = item.seq_len - item.q_len + item.first_token
     return first_i + (which * WARPGROUP + gl.arange(0, WARPGROUP, layout)) // G
-
-
-@gluon.jit
-def keys_of_rows(i, s, tensors, numbers, MASKS: gl.constexpr):
-    """The first and, if causal, the last key that each row at positions i sees."""
-    low = i
-    if MASKS.window or MASKS.chunk:
-        low = oldest_key(i, numbers, MASKS)
-    if MASKS.ranges:
-        low, end = reach_of_ranges(tensors.bidirectional_ranges, s, i, i, low, i + 1, MASKS.ranges)
-        i = end - 1
-    return low, i
 
 
 @gluon.jit
@@ -190,15 +174,13 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
     release_tile(shared.k.ring, at, SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the matmul with the values.
-    masked = tile >= item.full_end
-    if MASKS.window or MASKS.chunk:
-        masked = masked | (tile < item.full_start)
+    masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     if masked:
         own = rows
         if SHAPE.M > 2 * WARPGROUP and not MASKS.ranges:  # again for each such tile, as registers are few
             i = positions(item, rows.which, SPEC.G, sums.m.type.layout)
-            low, i = keys_of_rows(i, 0, batch.tensors, batch.numbers, MASKS)
+            low, i = keys_of_rows(i, 0, None, batch.numbers, MASKS)
             own = Rows(rows.which, rows.tile, i, low, rows.factor, rows.cap)
         p, m, l_tile, decay = softmax_tile(s, sums.m, own, j, item.seq_len, True, BY_ROWS, SPEC)
     else:
@@ -296,7 +278,8 @@ def attend(
     s_of = 0
     if MASKS.ranges:
         s_of = item.s
-    low, i = keys_of_rows(positions(item, which, SPEC.G, s_rows), s_of, tensors, numbers, MASKS)
+    i = positions(item, which, SPEC.G, s_rows)
+    low, i = keys_of_rows(i, s_of, tensors.bidirectional_ranges, numbers, MASKS)
     if BY_ROWS:
         wait_full(shared.rows_full, n)
         of_rows = shared.row_factors.index(slot).slice(which * WARPGROUP, WARPGROUP).load(s_rows)

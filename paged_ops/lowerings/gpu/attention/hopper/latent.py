@@ -1,18 +1,18 @@
-"""Latent attention on Hopper (sm_90) in Gluon: a tile of latents is brought to shared memory once, and serves as keys
+"""Latent attention on Hopper (sm_90) in Gluon: a tile of latents is loaded to shared memory once, and serves as keys
 and as values.
 
 One program per multiprocessor takes an equal contiguous share of the key tiles of all units, as split_kernel of
-decode.py does: the device counts the tiles, so one captured graph is balanced for any lengths. Parts of units that
-shares divide are merged by merge_kernel of decode.py.
+decode.py does: the device counts the tiles, so one captured graph is balanced for any lengths. merge_kernel merges the
+parts of units that shares divide.
 
-A producer warp brings query rows and latents to shared memory by TMA. A first warpgroup multiplies 64 query rows with
-the 64 keys of a tile and computes their weights. Two more warpgroups multiply the weights with one half of the value
-columns each, so that the sums of 64 rows by 512 columns fit their registers. While they do, the first multiplies the
-next tile's keys. Parts of a tile have places of their own, each of which is filled again as soon as it is free.
+A producer warp loads query rows and latents by TMA. One warpgroup multiplies 64 query rows with the 64 keys of a tile
+and computes the softmax. Two more warpgroups multiply its weights with one half of the value columns each, so that the
+sums of 64 rows by 512 columns fit their registers. Meanwhile the first multiplies the next tile's keys. A tile has
+three parts (two halves of the latents, the rotated columns), each with its own ring.
 
-If there are more heads than rows, the tiles of a group of heads of all sequences stand together (``heads_apart``), and
-programs side by side take the same tiles of different groups, so that all but one find them in the L2 cache. Units that
-are all equally long stay whole if that makes shares little longer (``aligned``).
+If there are more heads than rows, the key tiles of one group of heads come first for all sequences (``heads_apart``):
+neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of
+equal length are not divided if that makes shares little longer (``aligned``).
 
 Letters: R latent columns, which are keys and values, P rotated columns, which are keys only, G query heads per unit,
 B tokens per block. A unit's 64 query rows are packed (row r is token ``r // G``, head ``r % G``).
@@ -24,279 +24,367 @@ al. 2023, arXiv:2301.03598).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
+from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.latent_consumer import scores, values
-from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, moved
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, Counts, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
-from paged_ops.lowerings.gpu.launch import Choice, Launch, Launcher, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, TileShape, not_applied
+from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 ROWS = 64  # packed query rows of a unit
 KEYS = 64  # of a tile
 LATENT, ROTATED = 512, 64  # columns
-STAGES = 2  # tiles: as many as shared memory holds beside the query rows
-# Registers of the warpgroups for values, and of the producer; the scores get the rest. With less, ptxas runs one matrix
-# instruction after another (C7512): the whole kernel took up to 1.35 times as long with 168. Triton 3.9's wants more.
+STAGES = 2  # tiles in shared memory: what fits next to the query rows
+# Registers of the two warpgroups for values, and of the producer; the first warpgroup gets the rest. With fewer, ptxas
+# serialises the matmuls (C7512): the kernel took up to 1.35 times as long with 168. Triton 3.9 needs more.
 REGISTERS = (192, 192, 24) if TRITON >= (3, 9) else (176, 176, 24)
 
-# What its roles, and those of latent_hopper_columns.py, apply, by the names of spec.needs.
+# What this kernel and that of latent_few.py apply, by the names of spec.needs.
 APPLIES = frozenset({"latent", "causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
+    return refusals(spec, APPLIES, [spec.dtype], str(spec.dtype), 8)
+
+
+def refusals(
+    spec: Spec, applied: frozenset[str], stored: Sequence[torch.dtype], expected: str, group: int
+) -> list[str]:
+    """The reasons against a kernel for latents of these dtypes that loads ``group`` rows of the cache at once."""
     if spec.rotated is None:
         return ["kv_cache: not latent"]
-    side, sizes = spec.v_side, (spec.v_side.size, spec.rotated.size)
+    side, sizes, dtype = spec.v_side, (spec.v_side.size, spec.rotated.size), spec.storage.dtype
     against = {
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
-        f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
+        f"cache_dtype: expected {expected}, got {dtype}": dtype not in stored,
         f"head sizes: expected {LATENT} and {ROTATED}, got {sizes}": sizes != (LATENT, ROTATED),
         "kv_cache: expected rows that TMA can address": side.d != 1
-        or bool(spec.B % 8 or side.b % 8 or side.n % (8 * side.b)),
+        or bool(spec.B % 8 or side.b * dtype.itemsize % 16 or side.n % (group * side.b)),
     }
-    return not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds]
+    return not_applied(spec, applied) + [reason for reason, holds in against.items() if holds]
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
-    """The choice for a batch; the reason if this kernel cannot serve it. A launch describes the rows of its queries, so
-    each number of tokens has its own."""
-    if not has_form(spec, shapes):
+    """The choice for a batch; the reason if this kernel cannot serve it."""
+    return plan_of(ROWS, spec, target, shapes)
+
+
+def plan_of(rows: int, spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
+    """The choice of a kernel whose units have ``rows`` packed query rows. A launch describes the rows of its queries,
+    so each number of tokens has its own."""
+    side, K = spec.v_side, packed(spec, rows).K
+    cache_rows = (shapes.N - 1) * (side.n // side.b) + spec.B
+    # The softmax takes the maximum before scaling.
+    if not (shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and 0 < cache_rows < 1 << 31):
         return NOT_TMA
-    return shapes.T, tuning.division(ROWS, shapes.S, everyone=True)
-
-
-def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
-    _, division = choice
-    side, R = spec.v_side, spec.v_side.size
-    spec = packed(spec, ROWS)
-    page, P = min(spec.B & -spec.B, KEYS), target.processors
-    apart = spec.K > 1 and P % spec.K == 0
-    division = division._replace(heads_apart=apart, aligned=True)
-    constants = {
-        "SPEC": spec,
-        "DIVISION": division,
-        "SHAPE": LatentShape(ROWS, KEYS, page, STAGES, side.n // side.b, REGISTERS),
-        **target.overlap(),
-        "num_warps": 4,
-    }
-    launcher = launcher_of(latent_hopper_kernel, constants, target.device)
-    launch = LatentLaunch(launcher, (P, 1, 1), spec, shapes.N, page, ROWS)
-    return decode.with_merge((launch,), P, TileShape(ROWS, KEYS, 0, R, 0, False), spec, target, division)
-
-
-def has_form(spec: Spec, shapes: Shapes) -> bool:
-    """Whether TMA can bring the tiles of these shapes, and the maximum can be taken before scaling."""
-    side = spec.v_side
-    rows = (shapes.N - 1) * (side.n // side.b) + spec.B
-    return bool(shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and 0 < rows < 1 << 31)
+    apart = K > 1 and target.processors % K == 0
+    return shapes.T, tuning.division(rows, shapes.S, everyone=True)._replace(heads_apart=apart, aligned=True)
 
 
 def packed(spec: Spec, rows: int) -> Spec:
-    """The spec with groups of query heads, of at most ``rows`` each, as key/value heads; query rows side by side."""
+    """The spec with groups of at most ``rows`` query heads as key/value heads; query rows are contiguous."""
     H, D = spec.heads, LATENT + ROTATED
     G = min(H, rows)
     return spec._replace(K=-(-H // G), G=G, query=(H * D, D, 1))
 
 
-QUERY, CACHE = map(Pointers._fields.index, ("query", "key_cache"))
-# The pointers that the kernel does not get.
-NOT_TAKEN = ("taken", "arrived", "key_cache", "value_cache", "alibi_slopes", "k_scale", "v_scale", "output_scale")
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    widths = LATENT // 2, ROTATED
+    rows = [functools.partial(describe_rows, ROWS, width) for width in widths]
+    shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, REGISTERS)
+    groups = [functools.partial(describe_groups, spec, shape.page, width) for width in widths]
+    return build_of(latent_hopper_kernel, shape, rows, groups, choice, spec, target)
 
 
-class LatentLaunch(Launch):
-    """Adds to :class:`Launch` the descriptors of the query rows and of the cache. Query rows are copied if they do not
-    lie side by side, at multiples of 16 bytes."""
-
-    __slots__ = ("_N", "_described", "_page", "_rows", "_spec")
-    described: tuple[int, ...] = (QUERY, QUERY, CACHE, CACHE)  # what the descriptors describe
-
-    def __init__(
-        self, launcher: Launcher, grid: tuple[int, int, int], spec: Spec, N: int, page: int, rows: int
-    ) -> None:
-        super().__init__(launcher, grid, NOT_TAKEN)
-        self._spec, self._N, self._page, self._rows = spec, N, page, rows
-        self._described: tuple[dict[str, Any], ...] = ()  # descriptors, after the first call
-
-    def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
-        if not self._described or addresses[QUERY] & 15:
-            return False
-        descriptors = map(moved, self._described, (addresses[each] for each in self.described))
-        return self._launcher.at(self.grid(numbers), addresses, numbers, *descriptors)
-
-    def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
-        query = tensors.query
-        whole = query.is_contiguous()
-        if not whole or addresses[QUERY] & 15:
-            query = query.clone(memory_format=torch.contiguous_format)
-        descriptors = (*self._describe_rows(query), *self._describe(tensors.key_cache))
-        if whole:  # a base would keep the tensor alive
-            self._described = tuple({**vars(each), "base": None} for each in descriptors)
-        taken = self._taken(tensors._replace(query=query))
-        addresses = (*addresses[:QUERY], query.data_ptr(), *addresses[QUERY + 1 :])
-        self._launcher(self.grid(numbers), taken, numbers, *descriptors, addresses=addresses)
-
-    def _describe_rows(self, query: Tensor) -> Iterator[TensorDescriptor]:
-        """Halves of the latent columns, and the rotated columns, of a contiguous ``[T, H, R + P]``. One copy brings a
-        unit's rows."""
-        T, H, D = query.shape
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        for width in (LATENT // 2, ROTATED):
-            yield TensorDescriptor(query, [T * H, D], [D, 1], [self._rows, width], layout)
-
-    def _describe(self, cache: Tensor) -> Iterator[TensorDescriptor]:
-        """Halves of the latents, and the rotated columns, of ``[N, B, ...]`` in groups of 8 rows by 64 columns. One
-        copy brings a page."""
-        side, B = self._spec.v_side, self._spec.B
-        shape = [((self._N - 1) * (side.n // side.b) + B) // 8, (LATENT + ROTATED) // 64, 8, 64]
-        groups = cache.as_strided(shape, (8 * side.b, 64, side.b, 1))
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        for width in (LATENT // 2, ROTATED):
-            box = [self._page // 8, width // 64, 8, 64]
-            yield TensorDescriptor(groups, shape, list(groups.stride()), box, layout)
+def build_of(
+    kernel: Any, shape: LatentShape, rows: list[Any], cache: list[Any], choice: Choice, spec: Spec, target: Target,
+    takes: tuple[str, ...] = (),
+) -> Launches:  # fmt: skip
+    """The launches of a kernel with these descriptors of query rows and of the cache."""
+    _, division = choice
+    spec, P = packed(spec, shape.M), target.processors
+    constants = {"SPEC": spec, "DIVISION": division, "SHAPE": shape, **target.overlap(), "num_warps": 4}
+    described: list[Described] = [*(("query", each) for each in rows), *(("key_cache", each) for each in cache)]
+    launcher = launcher_of(kernel, constants, target.device)
+    launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, *takes), described)
+    merged = TileShape(shape.M, KEYS, 0, spec.v_side.size, 0, False)
+    return decode.with_merge((launch,), P, merged, spec, target, division)
 
 
-class LatentShape(NamedTuple):
-    """The tile, and how it is brought."""
+def page_of(spec: Spec) -> int:
+    """Keys per TMA load."""
+    return min(spec.B & -spec.B, KEYS)
 
-    M: int
-    N: int
-    page: int  # keys that one copy brings
-    stages: int
-    rows_n: int  # rows of the cache between blocks
-    registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
+
+def describe_rows(rows: int, width: int, query: Tensor) -> TensorDescriptor:
+    """``[T, H, R + P]``, contiguous: one copy loads some columns of a unit's rows."""
+    T, H, D = query.shape
+    return TensorDescriptor(query, [T * H, D], [D, 1], [rows, width], gl.NVMMASharedLayout(128, 16, 2))
+
+
+def describe_groups(spec: Spec, page: int, width: int, cache: Tensor) -> TensorDescriptor:
+    """``[N, B, ...]`` in groups of 8 rows by 64 columns: one copy loads some columns of a page."""
+    side = spec.v_side
+    shape = [((cache.shape[0] - 1) * (side.n // side.b) + spec.B) // 8, (LATENT + ROTATED) // 64, 8, 64]
+    groups = cache.as_strided(shape, (8 * side.b, 64, side.b, 1))
+    box = [page // 8, width // 64, 8, 64]
+    return TensorDescriptor(groups, shape, list(groups.stride()), box, gl.NVMMASharedLayout(128, 16, 4))
 
 
 class Shared(NamedTuple):
-    """The contents of shared memory, and barriers that say that something has arrived, and that its place is free."""
+    """The contents of shared memory."""
 
     q_left: Any  # query rows: the columns for the first half of the latents,
     q_right: Any  # for the second half,
     q_rotated: Any  # and the rotated ones
-    q_full: Any
-    q_empty: Any
-    left_pages: Any  # the first half of the latents, as the producer brings them
-    left_tiles: Any  # the same, as they are multiplied
-    right_pages: Any
-    right_tiles: Any
-    rotated_pages: Any
-    rotated_tiles: Any
-    left_full: Any
-    right_full: Any
-    rotated_full: Any
-    left_empty: Any
-    right_empty: Any
-    rotated_empty: Any
-    weights: Any  # of a tile of keys
-    factors: Any  # of the sums so far
-    changed: Any  # for each warp, whether a factor of its rows is not 1
-    weighed: Any  # barriers: weights, factors and flags are there; both warpgroups have taken them
-    taken: Any
+    q_ring: Any
+    left: Any  # Tiles of the first half of the latents,
+    right: Any  # of the second half,
+    rotated: Any  # and of the rotated columns
+    messages: Any
 
 
 @gluon.jit
-def bring(
-    desc, column: gl.constexpr, pages, full, empty, at, first, begin, seq_len, WIDTH: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
-    """Columns of the at-th tile that the program takes; lane n of ``first`` has the first row of its n-th page."""
+def load_columns(desc, column: gl.constexpr, to, at, first, begin, seq_len, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load columns of the at-th tile; lane n of ``first`` has the first row of its n-th page."""
     PAGE: gl.constexpr = SHAPE.page
     PAGES: gl.constexpr = SHAPE.N // PAGE
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    stage = at % SHAPE.stages
-    mbarrier.wait(empty.index(stage), ((at // SHAPE.stages) & 1) ^ 1)
+    ring.wait_empty(to.ring, at)
     for page in gl.static_range(PAGES):
-        row = gl.sum(gl.where(lane == page, first, 0), 0) // 8
+        row = roles.of_lane(first, page) // 8
         if begin + page * PAGE < seq_len:
-            mbarrier.expect(full.index(stage), PAGE * WIDTH * 2)
-            load_box(desc, [row, column // 64, 0, 0], full.index(stage), pages.index(stage * PAGES + page))
+            mbarrier.expect(ring.full_of(to.ring, at), PAGE * WIDTH * 2)
+            place = to.pages.index(ring.stage_of(to.ring, at) * PAGES + page)
+            load_box(desc, [row, column // 64, 0, 0], ring.full_of(to.ring, at), place)
         else:
-            mbarrier.arrive(full.index(stage), count=1)
+            ring.fill(to.ring, at)
 
 
 @gluon.jit
-def producer(
-    descriptors, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
-    """Brings the tiles of the share, and each unit's query rows."""
-    q_latent_desc, q_rotated_desc, latent_desc, rotated_desc = descriptors
-    B: gl.constexpr = SPEC.B
-    N: gl.constexpr = SHAPE.N
-    PAGE: gl.constexpr = SHAPE.page
-    PAGES: gl.constexpr = N // PAGE
+def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Load the tiles of a part, and its unit's query rows."""
+    q_latent_desc, q_rotated_desc, latent_desc, rotated_desc = descs
     R: gl.constexpr = SPEC.v_side.size
     P: gl.constexpr = SPEC.rotated.size
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    left, s, kh, first_token, tile = share
-    n = 0
-    total = 0
-    while left > 0:
-        row_start, q_len, seq_len, _first_tile, _end_tile, count, seen = part_of(
-            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
-        )
-        left -= count
-        if q_len > 0:
-            block_table = batch.tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
-            j = tile * N + lane % PAGES * PAGE
-            ids = gl.load(block_table + j // B * SPEC.table, mask=j < seq_len, other=0)
-            for t in range(seen):
-                at = total + t
-                begin = (tile + t) * N
-                first = ids * SHAPE.rows_n + (begin + lane % PAGES * PAGE) % B
-                j = begin + N + lane % PAGES * PAGE  # of the next tile, ahead of time
-                ids = gl.load(block_table + j // B * SPEC.table, mask=j < seq_len, other=0)
-                bring(
-                    rotated_desc, R, shared.rotated_pages, shared.rotated_full, shared.rotated_empty, at, first, begin,
-                    seq_len, P, SHAPE,
-                )  # fmt: skip
-                bring(
-                    latent_desc, 0, shared.left_pages, shared.left_full, shared.left_empty, at, first, begin, seq_len,
-                    R // 2, SHAPE,
-                )  # fmt: skip
-                bring(
-                    latent_desc, R // 2, shared.right_pages, shared.right_full, shared.right_empty, at, first, begin,
-                    seq_len, R // 2, SHAPE,
-                )  # fmt: skip
-                if t == 0:
-                    mbarrier.wait(shared.q_empty.index(0), (n & 1) ^ 1)
-                    mbarrier.expect(shared.q_full.index(0), SHAPE.M * (R + P) * 2)
-                    row = (row_start + first_token) * SPEC.heads + kh * SPEC.G
-                    load_box(q_latent_desc, [row, 0], shared.q_full.index(0), shared.q_left)
-                    load_box(q_latent_desc, [row, R // 2], shared.q_full.index(0), shared.q_right)
-                    load_box(q_rotated_desc, [row, R], shared.q_full.index(0), shared.q_rotated)
-            total += seen
-            n += 1
-        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
+    n = counts.units
+    ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
+    for t in range(part.seen):
+        at = counts.tiles + t
+        begin = (part.tile + t) * SHAPE.N
+        first = roles.first_rows(ids, part.tile + t, SPEC, SHAPE)
+        ids = roles.load_ids(part, part.tile + t + 1, batch, SPEC, SHAPE)  # ahead of time
+        load_columns(rotated_desc, R, shared.rotated, at, first, begin, part.seq_len, P, SHAPE)
+        load_columns(latent_desc, 0, shared.left, at, first, begin, part.seq_len, R // 2, SHAPE)
+        load_columns(latent_desc, R // 2, shared.right, at, first, begin, part.seq_len, R // 2, SHAPE)
+        if t == 0:  # after the tile: the last unit's query rows may still be read
+            ring.wait_empty(shared.q_ring, n)
+            full = ring.full_of(shared.q_ring, n)
+            mbarrier.expect(full, SHAPE.M * (R + P) * 2)
+            row = roles.query_row(part, SPEC)
+            load_box(q_latent_desc, [row, 0], full, shared.q_left)
+            load_box(q_latent_desc, [row, R // 2], full, shared.q_right)
+            load_box(q_rotated_desc, [row, R], full, shared.q_rotated)
+    return Counts(n + 1, counts.tiles + part.seen, counts.messages)
 
 
 @gluon.jit
-def left_values(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    values(0, shared.left_tiles, shared.left_full, shared.left_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
+def multiply_keys(at, shared, zero):
+    """The scores of the at-th tile."""
+    stage = ring.stage_of(shared.left.ring, at)
+    ring.wait_full(shared.rotated.ring, at)
+    rotated = shared.rotated.tiles.index(stage).permute((1, 0))
+    qk = warpgroup_mma(shared.q_rotated, rotated, zero, use_acc=False, is_async=True)
+    ring.wait_full(shared.left.ring, at)
+    qk = warpgroup_mma(shared.q_left, shared.left.tiles.index(stage).permute((1, 0)), qk, is_async=True)
+    ring.wait_full(shared.right.ring, at)
+    qk = warpgroup_mma(shared.q_right, shared.right.tiles.index(stage).permute((1, 0)), qk, is_async=True)
+    return warpgroup_mma_wait(0, deps=[qk])
 
 
 @gluon.jit
-def right_values(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    values(1, shared.right_tiles, shared.right_full, shared.right_empty, batch, share, shared, SPEC, DIVISION, SHAPE)
+def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
+    """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's sums of
+    weights, and the decay of earlier sums.
+
+    A maximum that grows by at most SLACK stays in use, so that the sums need not be scaled. Weights are then at most
+    2^SLACK, and as exact (the idea is FlashAttention-4's).
+    """
+    if SOFT_CAP:
+        qk = roles.apply_soft_cap(qk, rows.cap)
+    if MASKED:
+        qk = gl.where(kept, qk, float("-inf"))
+    # Over a thread's pairs of columns first: chains of maxima are half as long.
+    largest = gl.max(gl.max(qk.reshape([qk.shape[0], qk.shape[1] // 8, 4, 2]), 1), 2)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(largest, 1), m.type.layout) * rows.factor)
+    m_new = gl.where(m_new > m + SLACK, m_new, m)
+    shift = roles.finite(m_new)
+    p = gl.exp2(qk * rows.factor - shift[:, None])
+    decay = gl.exp2(m - shift)
+    # Over the columns of a thread; the threads of a row are summed at the end.
+    sums = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+    return p, m_new, sums, decay
 
 
+@gluon.jit
+def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Send the weights of a tile. Returns the maxima and the totals."""
+    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
+    N: gl.constexpr = SHAPE.N
+    begin = tile * N
+    if roles.is_masked(rows, tile, SPEC):
+        kept = roles.keep(qk, rows, begin, 1, SPEC)
+        p, m_new, sums, decay = softmax_tile(qk, m, rows, kept, True, SOFT_CAP)
+        if roles.has_unseen(rows, begin, N):
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+            stage = ring.stage_of(shared.left.ring, at)
+            for key in gl.static_range(0, N, 8):
+                roles.zero_unseen(shared.left.tiles.index(stage).slice(key, 8, dim=0), begin + key, rows, layout)
+            for key in gl.static_range(0, N, 8):
+                roles.zero_unseen(shared.right.tiles.index(stage).slice(key, 8, dim=0), begin + key, rows, layout)
+            fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
+    else:
+        p, m_new, sums, decay = softmax_tile(qk, m, rows, True, False, SOFT_CAP)
+    ring.wait_empty(shared.messages.ring, sent)
+    shared.messages.weights.store(p.to(shared.messages.weights.dtype))
+    roles.send_factors(shared.messages, sent, decay, m_new, m)
+    ring.fill(shared.messages.ring, sent)
+    return m_new, l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + sums
+
+
+@gluon.jit
+def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The weights of all tiles of a part, the factors of earlier sums, and lse."""
+    n, total, sent = counts
+    factor, cap = args
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    r = gl.arange(0, M, row_layout)
+    rows = roles.rows_of(part, r, factor, cap, batch.numbers, SPEC, SHAPE)
+    zero = gl.full([M, N], 0.0, gl.float32, layout)
+    m = gl.full([M], float("-inf"), gl.float32, row_layout)
+    l = gl.sum(gl.sum(zero.reshape([M, N // 8, 4, 2]), 3), 1)
+    ring.wait_full(shared.q_ring, n)
+    for t in range(part.seen):
+        qk = multiply_keys(total + t, shared, zero)
+        ring.release(shared.rotated.ring, total + t)
+        if t == part.seen - 1:
+            ring.release(shared.q_ring, n)
+        m, l = send_weights(qk, m, l, rows, part.tile + t, total + t, sent, shared, SPEC, SHAPE)
+        sent += 1
+    head = part.kh * SPEC.G + r % SPEC.G
+    m, l_, decay = roles.add_sink(m, gl.convert_layout(gl.sum(l, 1), row_layout), head, part, batch.tensors, SPEC)
+    roles.send_last(shared.messages, sent, roles.normalizer(l_, decay))
+    roles.store_lse(roles.lse2_of(m, l_), part, r, batch.tensors, SPEC, SHAPE)
+    return Counts(n + 1, total + part.seen, sent + 1)
+
+
+@gluon.jit
+def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Half of the value columns of a part's result, ``args``: which half, and its tiles."""
+    total, received = counts.tiles, counts.messages
+    FIRST: gl.constexpr = args[0]
+    latents = args[1]
+    messages, tensors = shared.messages, batch.tensors
+    M: gl.constexpr = SHAPE.M
+    R: gl.constexpr = SPEC.v_side.size
+    WIDTH: gl.constexpr = R // 4  # a matmul with twice the columns would need more registers than ptxas allows it
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    acc0 = gl.full([M, WIDTH], 0.0, gl.float32, layout)
+    acc1 = acc0
+    for t in range(part.seen):
+        ring.wait_full(latents.ring, total + t)
+        ring.wait_full(messages.ring, received)
+        decay, changed = roles.load_factors(messages, received, row_layout)
+        p = messages.weights.load(gl.DotOperandLayout(0, layout, 2))
+        ring.release(messages.ring, received)
+        received += 1
+        if changed != 0:
+            acc0 = acc0 * decay[:, None]
+            acc1 = acc1 * decay[:, None]
+        tile = latents.tiles.index(ring.stage_of(latents.ring, total + t))
+        acc0 = warpgroup_mma(p, tile.slice(0, WIDTH, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(p, tile.slice(WIDTH, WIDTH, dim=1), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        ring.release(latents.ring, total + t)
+    factor = roles.receive_last(messages, received, row_layout)
+    acc0 = acc0 * factor[:, None]
+    acc1 = acc1 * factor[:, None]
+    r = gl.arange(0, M, row_layout)
+    live = roles.live_rows(part, r, SPEC, SHAPE)
+    if roles.is_whole(part):
+        store_columns(tensors.out, roles.output_row(part, r, SPEC), live, acc0, acc1, FIRST, R)
+    else:
+        store_columns(tensors.parts, roles.part_row(part, r, SHAPE), live, acc0, acc1, FIRST, R)
+    return Counts(counts.units, total + part.seen, received + 1)
+
+
+@gluon.jit
+def store_columns(to, row, live, acc0, acc1, FIRST: gl.constexpr, R: gl.constexpr):
+    """Store adjacent columns of rows of R columns."""
+    WIDTH: gl.constexpr = acc0.shape[1]
+    d = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, acc0.type.layout))
+    at = to + row[:, None] * R + d[None, :]
+    gl.store(at, acc0.to(to.dtype.element_ty), mask=live[:, None])
+    gl.store(at + WIDTH, acc1.to(to.dtype.element_ty), mask=live[:, None])
+
+
+@gluon.jit
+def scores(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    roles.walk(score_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+
+
+@gluon.jit
+def values(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    roles.walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+
+
+@gluon.jit
+def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    roles.walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+
+
+@gluon.jit
+def tiles_of(dtype: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
+    """A ring of some columns of tiles, in groups of 8 rows by 64 columns."""
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    shape: gl.constexpr = [SHAPE.stages * PAGES, SHAPE.page // 8, WIDTH // 64, 8, 64]
+    pages = gl.allocate_shared_memory(dtype, shape, gl.NVMMASharedLayout(128, 16, 4))
+    tiles = reinterpret(pages, dtype, [SHAPE.stages, SHAPE.N, WIDTH], tile_layout(SHAPE.N, WIDTH))
+    return Tiles(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 1))
+
+
+# More than 20 parameters: Triton takes numbers that it must not specialise on, and descriptors, one by one.
 @gluon.jit(do_not_specialize=Numbers._fields)
 def latent_hopper_kernel(
     tensors,  # Pointers
@@ -314,43 +402,29 @@ def latent_hopper_kernel(
         gdc_launch_dependents()
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
-    N: gl.constexpr = SHAPE.N
-    PAGE: gl.constexpr = SHAPE.page
-    STAGES: gl.constexpr = SHAPE.stages
     HALF: gl.constexpr = SPEC.v_side.size // 2
-    P: gl.constexpr = SPEC.rotated.size
-    PAGES: gl.constexpr = N // PAGE
     row_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    page_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(dtype, [M, HALF], row_layout)
     q_right = gl.allocate_shared_memory(dtype, [M, HALF], row_layout)
-    q_rotated = gl.allocate_shared_memory(dtype, [M, P], row_layout)
-    left_pages = gl.allocate_shared_memory(dtype, [STAGES * PAGES, PAGE // 8, HALF // 64, 8, 64], page_layout)
-    right_pages = gl.allocate_shared_memory(dtype, [STAGES * PAGES, PAGE // 8, HALF // 64, 8, 64], page_layout)
-    rotated_pages = gl.allocate_shared_memory(dtype, [STAGES * PAGES, PAGE // 8, 1, 8, 64], page_layout)
-    left_tiles = reinterpret(left_pages, dtype, [STAGES, N, HALF], tile_layout(N, HALF))
-    right_tiles = reinterpret(right_pages, dtype, [STAGES, N, HALF], tile_layout(N, HALF))
-    rotated_tiles = reinterpret(rotated_pages, dtype, [STAGES, N, P], tile_layout(N, P))
-    weights = gl.allocate_shared_memory(dtype, [M, N], row_layout)
-    factors = gl.allocate_shared_memory(gl.float32, [M], vector)
-    changed = gl.allocate_shared_memory(gl.int32, [4], vector)
+    q_rotated = gl.allocate_shared_memory(dtype, [M, SPEC.rotated.size], row_layout)
+    weights = gl.allocate_shared_memory(dtype, [M, SHAPE.N], row_layout)
+    factors = gl.allocate_shared_memory(gl.float32, [1, M], vector)
+    changed = gl.allocate_shared_memory(gl.int32, [1, 4], vector)
     shared = Shared(
-        q_left, q_right, q_rotated, barriers(1, 1), barriers(1, 1), left_pages, left_tiles, right_pages, right_tiles,
-        rotated_pages, rotated_tiles, barriers(STAGES, PAGES), barriers(STAGES, PAGES), barriers(STAGES, PAGES),
-        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1),
-        weights, factors, changed, barriers(1, 1), barriers(1, 2),
+        q_left, q_right, q_rotated, ring.ring_of(1, 1, 1), tiles_of(dtype, HALF, SHAPE), tiles_of(dtype, HALF, SHAPE),
+        tiles_of(dtype, SPEC.rotated.size, SHAPE), Messages(weights, factors, changed, ring.ring_of(1, 1, 2)),
     )  # fmt: skip
     fence_async_shared()
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
-    descriptors = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
+    descs = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
     gl.warp_specialize(
         [
-            (scores, (batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (left_values, (batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (right_values, (batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (descriptors, batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (scores, (roles.factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (values, ((0, shared.left), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (values, ((HALF, shared.right), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (producer, (descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

@@ -67,11 +67,10 @@ class HopperLaunch(Launch):
         self._described, self._rows, self._more = described, rows, more
         self._known: list[tuple[int, dict[str, Any]] | None] = []  # place of the address, and the rest
 
-    def at(self, addresses: tuple[int, ...], numbers: Numbers) -> bool:
+    def more(self, addresses: tuple[int, ...]) -> tuple[Any, ...] | None:
         if not self._known or addresses[QUERY] & 15:
-            return False
-        descriptors = [each and moved(each[1], addresses[each[0]]) for each in self._known]
-        return self._launcher.at(self.grid(numbers), addresses, numbers, *self._more, *descriptors)
+            return None
+        return *self._more, *[each and moved(each[1], addresses[each[0]]) for each in self._known]
 
     def __call__(self, tensors: Pointers, numbers: Numbers, addresses: tuple[int, ...]) -> None:
         query = self._rows(tensors.query)

@@ -1,18 +1,18 @@
-"""Prompts and decodes of one batch side by side, on Hopper (sm_90) in Gluon.
+"""Prompts and decodes of one batch at the same time, on Hopper (sm_90) in Gluon.
 
-Prompts wait for tensor cores, and decodes for memory. So each program, one per multiprocessor, does both at a time: two
-warpgroups multiply the prompts' items as in dense.py, and a third, the decoder, takes an equal contiguous share of the
-key tiles of all decodes, whatever their lengths are, as split_kernel of decode.py does. Units that shares divide leave
-parts, which merge_kernel of decode.py merges.
+Prompts wait for tensor cores, and decodes for memory. So each program, one per multiprocessor, computes both at a time:
+two warpgroups multiply the prompts' items as in dense.py, and a third, the decoder (mixed_decodes.py), takes an equal
+contiguous share of the key tiles of all decodes, whatever their lengths are, as split_kernel of decode.py does. Units
+that shares divide leave parts, which merge_kernel of decode.py merges.
 
-The decoder (hopper_decodes.py) needs few registers and little shared memory, so the consumers keep theirs. Three single
-warps bring everything: the scheduler items and their query rows, and one producer for each kind of tiles.
+The decoder needs few registers and little shared memory, so the consumers keep theirs. Three single warps load
+everything: the scheduler takes items and copies their query rows, and one producer loads each kind of tiles.
 
-Who arrives at a barrier, in each of its phases: ``item_full`` the scheduler, once an item and at the end;
-``item_empty`` both consumers and the items' producer, once an item each; ``rows_full`` the scheduler, once an item;
-``k_full`` and ``v_full`` the producer with its copies; ``k_empty`` and ``v_empty`` both consumers, once a tile each;
-``v_clean`` the first consumer, once an item; of the ring ``full`` its producer with its copies, and ``empty`` the
-decoder, once a chunk.
+Who arrives at a barrier, in each of its phases: of items the scheduler, and both consumers and the items' producer; of
+query rows the scheduler; of tiles the producer with its copies, and both consumers; of clean values the first consumer;
+of chunks their producer with its copies, and the decoder.
+
+Serves what dense.py does without ranges, with heads of 64 and 128, at most 8 query heads per key/value head.
 
 Letters: as in dense.py. Bytes of a decode's key: 2 (D + Dv). FLOPs: 2 M (D + Dv) of a decode's key, 2 G (D + Dv) of
 each pair of a prompt's token and key. Ideas: POD-Attention (Kamath et al. 2024, arXiv:2410.18038), FlashAttention-3
@@ -21,7 +21,6 @@ each pair of a prompt's token and key. Ideas: POD-Attention (Kamath et al. 2024,
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -36,23 +35,15 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
     KEYS,
     ROWS,
+    WIDTH,
     chunk_descriptors,
+    decode_memory,
     decoder,
-    page_of,
     producer_of_decodes,
-    ring_of,
 )
-from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, producer
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, wait_empty
-from paged_ops.lowerings.gpu.attention.hopper.work import (
-    Item,
-    end_items,
-    first_item,
-    key_tiles,
-    light_programs,
-    take,
-    write_item,
-)
+from paged_ops.lowerings.gpu.attention.hopper.producer import producer, take_items
+from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
+from paged_ops.lowerings.gpu.attention.hopper.work import Work, item_at, light_programs
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import decode
@@ -69,22 +60,22 @@ COUNTERS = gl.constexpr(4)  # three of items, as dense.py's scheduler has them, 
 FEWEST, MOST = 16, 256
 AT_ONCE = 64  # sequences that the scheduler's registers hold
 MOST_ROWS = 16  # on average; batches of that many rows per sequence may be speculation only
-# What was run on a GPU: K, G, tokens of a block, head sizes, dtype.
-TRIED = (
-    (8, 4, 16, (128, 128), torch.bfloat16),
-    (8, 8, 16, (128, 128), torch.bfloat16),
-    (8, 4, 16, (128, 128), torch.float16),
-    (8, 4, 64, (128, 128), torch.bfloat16),
-    (8, 4, 128, (128, 128), torch.bfloat16),
-)
-APPLIES = frozenset({"float16", "bfloat16"})  # of the names of spec.needs: causal attention and no other
+SIZES = {64, 128}  # of heads: with wider ones registers spill, or shared memory holds no tile of decodes
+MOST_PLACES = 16  # of chunks
+# What its roles apply, by the names of spec.needs.
+APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
-    call = spec.K, spec.G, spec.B, (spec.k_side.size, spec.v_side.size), spec.dtype
-    against = [] if call in TRIED else [f"expected one of {TRIED}, got {call}"]
-    return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
+    sizes = spec.k_side.size, spec.v_side.size
+    against = {
+        f"num_heads: expected at most {ROWS} per key/value head, got {spec.G}": spec.G > ROWS,
+        f"head sizes: expected {SIZES}, got {sizes}": not SIZES.issuperset(sizes),
+    }
+    return (
+        not_applied(spec, APPLIES) + [reason for reason, holds in against.items() if holds] + dense.serves(spec, target)
+    )
 
 
 def takes(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> bool:
@@ -112,29 +103,43 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     division, others = choice
     others = dense.build(others, spec, target, shapes)
     shape, P = shape_of(spec, target.shared_memory), target.processors
-    tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
+    decodes = decode_shape(spec, shape, target.shared_memory)
     constants = {
         "SPEC": dense.read_spec(spec),
         "DIVISION": division,
         "LIGHT": division._replace(rows=WARPGROUP.value),
         "SHAPE": shape,
-        "TILE": tile,
+        "DECODES": decodes,
         "PROGRAMS": P,
         **target.overlap(),
         "num_warps": 4,
     }
     launcher = launcher_of(mixed_kernel, constants, target.device)
-    described = [*dense.descriptors(spec, shape.page), *chunk_descriptors(spec, min(shape.page, KEYS))]
+    described = [*dense.descriptors(spec, shape.page), *chunk_descriptors(spec, decodes.page)]
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
+    tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     own = decode.with_merge((launch,), P, tile, spec, target, division)
     workspace = tuple(map(max, own.workspace, others.workspace))
     return Launches(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
 
 
 def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
-    """One tile of query rows and two of keys and values, which leave the space of the ring."""
+    """One tile of query rows and two of keys and values, which leave the space of the decoder's ring."""
     whole = dense.shape_of(spec, shared_memory)
-    return whole._replace(stages=2, slots=SLOTS, row_slots=1, registers=REGISTERS)
+    return whole._replace(stages=2, slots=SLOTS, row_slots=1, registers=REGISTERS, warps=1)
+
+
+def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int) -> HopperShape:
+    """The tiles of decodes; a stage is a chunk."""
+    return shape._replace(M=ROWS, N=KEYS, page=min(shape.page, KEYS), stages=places_of(spec, shared_memory))
+
+
+def places_of(spec: Spec, shared_memory: int) -> int:
+    """The chunks that shared memory holds next to the prompts' tiles, a unit's query rows, and its weights."""
+    shape = shape_of(spec, shared_memory)
+    prompts = shape.M * shape.k.size + shape.stages * shape.N * (sum(shape.k.parts) + sum(shape.v.parts))
+    space = (shared_memory - dense.OTHERS) // spec.dtype.itemsize - prompts - ROWS * (shape.k.size + KEYS)
+    return min(space // (KEYS * WIDTH.value), MOST_PLACES)
 
 
 @gluon.jit
@@ -167,56 +172,29 @@ def sequence_of(query_tile, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, T
 
 
 @gluon.jit
-def not_kept(address):
-    """The same address. With what is added to it for each lane it would be kept on the stack, as it never changes."""
-    moved = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], address.dtype, is_pure=False, pack=1)
-    return gl.multiple_of(moved, 16)
+def prompt_item(at, work, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    """The at-th item of prompts; each has key tiles."""
+    tensors = batch.tensors
+    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
+    query_tile = work.tiles - 1 - at // SPEC.K  # later tiles see more keys, so they start first
+    s, before = sequence_of(query_tile, batch, SPEC, DIVISION, TOKENS)
+    first_token = (query_tile - before) * TOKENS
+    row_start = gl.load(tensors.query_start_loc + s)
+    q_len = gl.load(tensors.query_start_loc + s + 1) - row_start
+    seq_len = gl.load(tensors.seq_lens + s)
+    return item_at(at % SPEC.K, s, row_start, q_len, seq_len, first_token, True, batch, SPEC, SHAPE)
 
 
 @gluon.jit
 def scheduler(
     tiles, few, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PROGRAMS: gl.constexpr
 ):  # fmt: skip
-    """Takes the prompts' items, of which there are ``tiles`` for each head, as dense.py's scheduler does. ``few``
-    programs first take sequences of few rows. Query rows are copied when those of the item before are no longer
-    needed."""
-    tensors, numbers = batch.tensors, batch.numbers
-    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
-    last = tiles * SPEC.K - 1
-    reverse, start, at = first_item(few, PROGRAMS)
-    ticket = gl.program_id(0)
-    n = 0
-    while ticket <= last:
-        at = gl.where(reverse, last - at, at)
-        kh = at % SPEC.K
-        query_tile = tiles - 1 - at // SPEC.K  # later tiles see more keys, so they start first
-        s, before = sequence_of(query_tile, batch, SPEC, DIVISION, TOKENS)
-        first_token = (query_tile - before) * TOKENS
-        row_start = gl.load(tensors.query_start_loc + s)
-        q_len = gl.load(tensors.query_start_loc + s + 1) - row_start
-        seq_len = gl.load(tensors.seq_lens + s)
-        count, end_tile, full_start, full_end, oldest = key_tiles(
-            s, q_len, seq_len, first_token, tensors, numbers, SPEC, SHAPE
-        )
-        item = Item(kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest)
-        # The last items go to the programs that are free first, so they are not taken ahead.
-        ends = ticket + 2 * PROGRAMS > last
-        if not ends:
-            ticket, at = take(tensors.arrived, reverse, start, PROGRAMS, last)
-        write_item(shared, n, item, 1)
-        fill(shared.item_ring, n)  # keys can come before the query rows are there
-        wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before, by the consumers
-        begin_rows(not_kept(tensors.query), item, shared.q_groups, 0, SPEC, SHAPE, 1)
-        await_rows()
-        fill(shared.rows_full, n)
-        n += 1
-        if ends:
-            wait_empty(shared.item_ring, n + SHAPE.slots - 1)
-            ticket, at = take(tensors.arrived, reverse, start, PROGRAMS, last)
-    end_items(shared, n, 1)
-    if gl.atomic_add(tensors.arrived + 3, 1) == PROGRAMS - 1:  # no program takes any more
+    """Takes the prompts' items, ``tiles`` per head, and leaves the counters at zero."""
+    counters = batch.tensors.arrived
+    take_items(prompt_item, Work(tiles, few, PROGRAMS, counters, None), batch, shared, SPEC, DIVISION, SHAPE)
+    if gl.atomic_add(counters + 3, 1) == PROGRAMS - 1:  # no program takes any more
         for counter in gl.static_range(COUNTERS):
-            gl.store(tensors.arrived + counter, 0)
+            gl.store(counters + counter, 0)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -225,43 +203,41 @@ def mixed_kernel(
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2, k_chunk_desc, v_chunk_desc,
-    SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, DECODES: gl.constexpr,
     PROGRAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(
         scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
         table_stride, S, T,
     )  # fmt: skip
+    batch = Batch(tensors, numbers, None)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     TIMES: gl.constexpr = DIVISION.times
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
-    ring = ring_of(dtype, TILE.M, TILE.N, page_of(SHAPE))
+    memory = decode_memory(dtype, DECODES)
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    share = share_of(gl.program_id(0), PROGRAMS, batch, SPEC, DIVISION, TILE)
+    share = share_of(gl.program_id(0), PROGRAMS, batch, SPEC, DIVISION, DECODES)
     tiles = 0
     for n in gl.static_range(TIMES):
         s = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
         tiles += gl.sum(tiles_of_prompts(s, batch, SPEC, DIVISION, SHAPE.M // SPEC.G), 0)
     # Sequences of more rows than a decode wait for memory as well, if one warpgroup multiplies them: by LIGHT.
-    least: gl.constexpr = TILE.M // SPEC.G
+    least: gl.constexpr = DECODES.M // SPEC.G
     few = light_programs(batch, DIVISION.long, PROGRAMS, SPEC.G, LIGHT, SHAPE.M, 4, least)
+    chunk_descs = k_chunk_desc, v_chunk_desc
     gl.warp_specialize(
         [
-            (decoder, (batch, share, ring, SPEC, DIVISION, SHAPE, TILE)),
+            (decoder, (batch, share, memory, SPEC, DIVISION, DECODES)),
             (consumer, (0, batch, shared, SPEC, SHAPE)),
             (consumer, (1, batch, shared, SPEC, SHAPE)),
             (scheduler, (tiles, few, batch, shared, SPEC, DIVISION, SHAPE, PROGRAMS)),
             (producer, (descs, batch, shared, SPEC, SHAPE)),
-            (
-                producer_of_decodes,
-                ((k_chunk_desc, v_chunk_desc), batch, share, ring, SPEC, DIVISION, SHAPE, TILE),
-            ),
+            (producer_of_decodes, (chunk_descs, batch, share, memory, SPEC, DIVISION, DECODES)),
         ],
         [4, 4, 1, 1, 1],
         SHAPE.registers,

@@ -1,10 +1,10 @@
-"""Decodes on Hopper (sm_90) by one warpgroup beside others: see hopper_beside.py.
+"""Decodes on Hopper (sm_90) by one warpgroup next to those of prompts: see mixed.py.
 
 The decoder multiplies keys as rows: ``S^T = K Q^T`` and ``O^T = V^T P^T`` with M packed query rows as columns, a tile
-of N keys at a time, one product after the other. With 8 rows the sums take 8 registers of a thread. Keys and values
-pass through a ring of chunks of 64 keys by 64 columns, which a single warp fills.
+of N keys at a time, one matmul after the other. With 8 rows the sums of 64 columns take 4 registers of a thread. Keys
+and values pass through a ring of chunks of 64 keys by 64 columns, which a single warp fills.
 
-Letters: as in hopper.py.
+Letters: see dense.py. SHAPE is that of decodes: its stages are chunks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
-from paged_ops.lowerings.gpu.attention.hopper.latent_few import store_columns, weights_of
+from paged_ops.lowerings.gpu.attention.hopper.latent_few import softmax_tile, store_columns
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
-from paged_ops.lowerings.gpu.attention.hopper.producer import rows_of
-from paged_ops.lowerings.gpu.attention.hopper.ring import barriers
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after
-from paged_ops.lowerings.gpu.attention.shared.work_split import sequence
+from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, rows_of
+from paged_ops.lowerings.gpu.attention.hopper.ring import full_of, release, ring_of, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Side, Spec
 
 ROWS = 8  # packed query rows of a unit
 KEYS = 64  # of a tile
 WIDTH = gl.constexpr(64)  # columns of a chunk
-SIDES = gl.constexpr(2)  # chunks of a tile of keys, and of one of values
-PLACES = gl.constexpr(7)  # of chunks: so many fit
 
 
 def chunk_descriptors(spec: Spec, page: int) -> list[Described]:
@@ -56,203 +53,182 @@ def describe(side: Side, spec: Spec, page: int, cache: Tensor) -> TensorDescript
     return TensorDescriptor(rows, shape, [side.b, 1], [page, WIDTH.value], gl.NVMMASharedLayout(128, 16, 2))
 
 
-class Ring(NamedTuple):
-    """What the decoder has in shared memory, and barriers that say that a chunk has arrived, or that its place is
-    free."""
+class DecodeMemory(NamedTuple):
+    """What the decoder has in shared memory."""
 
     queries: Any  # chunks of a unit's query rows
-    pages: Any  # of chunks of keys and values, as the producer brings them
-    chunks: Any  # as they are multiplied
-    full: Any
-    empty: Any
+    chunks: Any  # Tiles: of keys and values
     weights: Any  # of a tile of keys
 
 
-@gluon.constexpr_function
-def page_of(shape):
-    """Keys of a decode that one copy brings."""
-    return min(shape.page, KEYS)
-
-
 @gluon.jit
-def ring_of(dtype: gl.constexpr, M: gl.constexpr, N: gl.constexpr, PAGE: gl.constexpr):
+def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    queries = gl.allocate_shared_memory(dtype, [SIDES, M, WIDTH], layout)
-    pages = gl.allocate_shared_memory(dtype, [PLACES * (N // PAGE), PAGE, WIDTH], layout)
-    chunks = reinterpret(pages, dtype, [PLACES, N, WIDTH], layout)
-    weights = gl.allocate_shared_memory(dtype, [M, N], layout)
-    return Ring(queries, pages, chunks, barriers(PLACES, 1), barriers(PLACES, 1), weights)
+    PLACES: gl.constexpr = SHAPE.stages
+    queries = gl.allocate_shared_memory(dtype, [SHAPE.k.size // WIDTH, SHAPE.M, WIDTH], layout)
+    pages = gl.allocate_shared_memory(dtype, [PLACES * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
+    tiles = reinterpret(pages, dtype, [PLACES, SHAPE.N, WIDTH], layout)
+    weights = gl.allocate_shared_memory(dtype, [SHAPE.M, SHAPE.N], layout)
+    return DecodeMemory(queries, Tiles(pages, tiles, ring_of(PLACES, 1, 1)), weights)
 
 
 @gluon.jit
-def bring_chunks(
-    desc, rows, column, at, ring, SIZE: gl.constexpr, PAGE: gl.constexpr, PAGES: gl.constexpr
-):  # fmt: skip
+def bring_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to copy a tile of keys, or of values: chunks ``at`` and following."""
-    for chunk in gl.static_range(SIZE // WIDTH):
-        place = (at + chunk) % PLACES
-        full = ring.full.index(place)
-        mbarrier.wait(ring.empty.index(place), (((at + chunk) // PLACES) & 1) ^ 1)
-        mbarrier.expect(full, PAGES * PAGE * WIDTH * 2)
-        for page in gl.static_range(PAGES):
-            load_box(desc, [rows[page], column + chunk * WIDTH], full, ring.pages.index(place * PAGES + page))
-
-
-@gluon.jit
-def producer_of_decodes(
-    descs, batch, share, ring, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr
-):
-    """Brings the key tiles of the share, in order."""
-    B: gl.constexpr = SPEC.B
-    N: gl.constexpr = TILE.N
-    PAGE: gl.constexpr = page_of(SHAPE)
-    PAGES: gl.constexpr = N // PAGE
-    K_MATRIX: gl.constexpr = SHAPE.k.matrix
-    V_MATRIX: gl.constexpr = SHAPE.v.matrix
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    left, s, kh, first_token, tile = share
-    at = 0
-    while left > 0:
-        _row_start, q_len, seq_len, _first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
-        count = gl.minimum(end_tile - tile, left)
-        left -= count
-        if q_len > 0:
-            block_table = batch.tensors.block_tables + s.to(gl.int64) * batch.numbers.table_stride
-            j = tile * N + lane % PAGES * PAGE
-            ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
-            for _t in range(count):
-                k_rows = rows_of(ids, kh, j % B, lane, PAGES, K_MATRIX, 1)
-                v_rows = rows_of(ids, kh, j % B, lane, PAGES, V_MATRIX, 1)
-                # block ids of the next tile, ahead of time; keys past the end are masked
-                j += N
-                ids = gl.load(block_table + gl.where(j < seq_len, j, 0) // B * SPEC.table)
-                bring_chunks(descs[0], k_rows, kh * K_MATRIX.columns_head, at, ring, SPEC.k_side.size, PAGE, PAGES)
-                at += SIDES
-                bring_chunks(descs[1], v_rows, kh * V_MATRIX.columns_head, at, ring, SPEC.v_side.size, PAGE, PAGES)
-                at += SIDES
-        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, TILE)
+    j = (tile * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
+    rows = rows_of(ids, part.kh, j, lane, PAGES, COLUMNS.matrix, 1)
+    for chunk in gl.static_range(COLUMNS.size // WIDTH):
+        wait_empty(chunks.ring, at + chunk)
+        full = full_of(chunks.ring, at + chunk)
+        mbarrier.expect(full, SHAPE.N * WIDTH * 2)
+        for page in gl.static_range(PAGES):
+            to = chunks.pages.index(stage_of(chunks.ring, at + chunk) * PAGES + page)
+            load_box(desc, [rows[page], part.kh * COLUMNS.matrix.columns_head + chunk * WIDTH], full, to)
 
 
 @gluon.jit
-def load_rows_of(row_start, tokens, kh, tensors, ring, SPEC: gl.constexpr, M: gl.constexpr):
-    """A unit's query rows, from row_start on, as products take them."""
+def load_part(part, counts, descs, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Brings the tiles of a part, in order."""
+    K_CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
+    CHUNKS: gl.constexpr = K_CHUNKS + SHAPE.v.size // WIDTH
+    next_ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
+    for t in range(part.seen):
+        ids, tile, at = next_ids, part.tile + t, (counts.tiles + t) * CHUNKS
+        next_ids = roles.load_ids(part, tile + 1, batch, SPEC, SHAPE)  # one tile ahead, to hide their latency
+        bring_chunks(descs[0], ids, part, tile, at, memory.chunks, SHAPE.k, SPEC, SHAPE)
+        bring_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, SHAPE.v, SPEC, SHAPE)
+    return roles.Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+
+
+@gluon.jit
+def load_queries(part, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Copy a unit's query rows to where matmuls read them."""
     G: gl.constexpr = SPEC.G
+    CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    r = gl.arange(0, M, gl.SliceLayout(1, layout))
-    row = (row_start + r // G).to(gl.int64) * SPEC.query[0] + (kh * G + r % G) * SPEC.query[1]
-    at = tensors.query + row[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    live = (r // G < tokens)[:, None]
-    left = gl.load(at, mask=live, other=0.0)
-    right = gl.load(at + WIDTH, mask=live, other=0.0)
-    ring.queries.index(0).store(left)
-    ring.queries.index(1).store(right)
+    r = gl.arange(0, SHAPE.M, gl.SliceLayout(1, layout))
+    token = part.row_start + part.first_token + r // G
+    row = token.to(gl.int64) * SPEC.query[0] + (part.kh * G + r % G) * SPEC.query[1]
+    at = batch.tensors.query + row[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    live = (r // G < part.q_len - part.first_token)[:, None]
+    for chunk in gl.static_range(CHUNKS):
+        memory.queries.index(chunk).store(gl.load(at + chunk * WIDTH, mask=live, other=0.0))
     fence_async_shared()
 
 
 @gluon.jit
-def multiply_keys(at, zero, ring):
-    """The products ``[N, M]`` of a tile's keys, chunks ``at`` and ``at + 1``, with the unit's query rows."""
-    qk = zero
-    for chunk in gl.static_range(SIDES):
-        place = (at + chunk) % PLACES
-        mbarrier.wait(ring.full.index(place), ((at + chunk) // PLACES) & 1)
-        rows = ring.queries.index(chunk).permute((1, 0))
-        qk = warpgroup_mma(ring.chunks.index(place), rows, qk, use_acc=chunk > 0, is_async=True)
+def multiply_keys(at, zero, memory, SHAPE: gl.constexpr):
+    """The scores ``[N, M]`` of a tile's keys, chunks ``at`` and following, and the unit's query rows."""
+    CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
+    chunks, qk = memory.chunks, zero
+    for chunk in gl.static_range(CHUNKS):
+        wait_full(chunks.ring, at + chunk)
+        rows = memory.queries.index(chunk).permute((1, 0))
+        keys = chunks.tiles.index(stage_of(chunks.ring, at + chunk))
+        qk = warpgroup_mma(keys, rows, qk, use_acc=chunk > 0, is_async=True)
     qk = warpgroup_mma_wait(0, deps=[qk])
-    mbarrier.arrive(ring.empty.index(at % PLACES), count=1)
-    mbarrier.arrive(ring.empty.index((at + 1) % PLACES), count=1)
+    for chunk in gl.static_range(CHUNKS):
+        release(chunks.ring, at + chunk)
     return qk
 
 
 @gluon.jit
-def multiply_values(at, acc, ring):
-    """Begin to add the product of a chunk's columns and the weights to ``acc [64, M]``."""
-    mbarrier.wait(ring.full.index(at % PLACES), (at // PLACES) & 1)
-    columns = ring.chunks.index(at % PLACES).permute((1, 0))
-    return warpgroup_mma(columns, ring.weights.permute((1, 0)), acc, is_async=True)
+def multiply_values(acc, decay, at, memory, SHAPE: gl.constexpr):
+    """``acc``, a tuple of ``[64, M]``, with the values of a tile, chunks ``at`` and following, multiplied by the
+    weights."""
+    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    chunks = memory.chunks
+    made: gl.tuple = ()
+    for chunk in gl.static_range(CHUNKS):
+        wait_full(chunks.ring, at + chunk)
+        columns = chunks.tiles.index(stage_of(chunks.ring, at + chunk)).permute((1, 0))
+        sums = acc[chunk] * decay[None, :]
+        made += (warpgroup_mma(columns, memory.weights.permute((1, 0)), sums, is_async=True),)
+    if CHUNKS == 1:
+        done = (warpgroup_mma_wait(0, deps=made),)
+    else:
+        done = warpgroup_mma_wait(0, deps=made)
+    for chunk in gl.static_range(CHUNKS):
+        release(chunks.ring, at + chunk)
+    return done
 
 
 @gluon.jit
-def zero_unseen(at, begin, end, ring, PAGE: gl.constexpr, PAGES: gl.constexpr):
-    """Zero the values from key ``end`` on in a tile, of which ``begin`` is the first key: their weights are 0, but
-    0 * NaN would be NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for chunk in range(SIDES):
-        place = (at + chunk) % PLACES
-        mbarrier.wait(ring.full.index(place), ((at + chunk) // PLACES) & 1)
+def zero_unseen(at, begin, rows, chunks, SHAPE: gl.constexpr):
+    """Zero the values of the keys of a tile that no row sees; the first is key ``begin``."""
+    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    for chunk in range(CHUNKS):
+        wait_full(chunks.ring, at + chunk)
         for page in range(PAGES):
-            first = begin + page * PAGE
-            if first + PAGE > end:
-                j = first + gl.arange(0, PAGE, gl.SliceLayout(1, layout))
-                values = ring.pages.index(place * PAGES + page)
-                values.store(gl.where((j < end)[:, None], values.load(layout), 0.0))
+            first = begin + page * SHAPE.page
+            if (first < rows.oldest) | (first + SHAPE.page > rows.seq_len):
+                values = chunks.pages.index(stage_of(chunks.ring, at + chunk) * PAGES + page)
+                zero_rows(values, first, rows.oldest, rows.seq_len)
 
 
 @gluon.jit
-def decoder(
-    batch, share, ring, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
-    """The results, or parts, of the share's units, a tile of keys at a time: one product after the other."""
-    tensors, numbers = batch.tensors, batch.numbers
-    G: gl.constexpr = SPEC.G
-    M: gl.constexpr = TILE.M
-    N: gl.constexpr = TILE.N
-    Dv: gl.constexpr = SPEC.v_side.size
+def attend_part(part, counts, args, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The result of a part, and its lse: a tile of keys at a time, one matmul after the other."""
+    factor, cap = args
+    tensors = batch.tensors
+    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
+    M: gl.constexpr = SHAPE.M
+    N: gl.constexpr = SHAPE.N
+    Dv: gl.constexpr = SHAPE.v.size
+    K_CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
+    V_CHUNKS: gl.constexpr = Dv // WIDTH
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    factor = numbers.scale * LOG2E
     r = gl.arange(0, M, row_layout)
+    load_queries(part, batch, memory, SPEC, SHAPE)
+    rows = roles.rows_of(part, r, factor, cap, batch.numbers, SPEC, SHAPE)
     zero = gl.full([N, M], 0.0, gl.float32, layout)
-    left, s, kh, first_token, tile = share
-    at = 0  # chunks
-    while left > 0:
-        row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
-        count = gl.minimum(end_tile - tile, left)
-        left -= count
-        if q_len > 0:
-            row_start += first_token
-            tokens = q_len - first_token
-            load_rows_of(row_start, tokens, kh, tensors, ring, SPEC, M)
-            i = seq_len - tokens + r // G
-            full_end = gl.maximum(seq_len - tokens + 1, 0) // N
-            m = gl.full([M], float("-inf"), gl.float32, row_layout)
-            l = zero  # each thread's sums of weights
-            acc0, acc1 = zero, zero
-            for t in range(count):
-                qk = multiply_keys(at, zero, ring)
-                if tile + t >= full_end:
-                    begin = (tile + t) * N
-                    j = begin + gl.arange(0, N, gl.SliceLayout(1, layout))
-                    kept = (j[:, None] < seq_len) & (j[:, None] <= i[None, :])
-                    p, m, decay = weights_of(qk, m, factor, (0.0, 0.0), kept, True, False)
-                    if begin + N > seq_len:
-                        zero_unseen(at + SIDES, begin, seq_len, ring, page_of(SHAPE), N // page_of(SHAPE))
-                else:
-                    p, m, decay = weights_of(qk, m, factor, (0.0, 0.0), True, False, False)
-                l = l * decay[None, :] + p
-                ring.weights.permute((1, 0)).store(p.to(ring.weights.dtype))
-                fence_async_shared()
-                acc0 = multiply_values(at + SIDES, acc0 * decay[None, :], ring)
-                acc1 = multiply_values(at + SIDES + 1, acc1 * decay[None, :], ring)
-                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-                mbarrier.arrive(ring.empty.index((at + SIDES) % PLACES), count=1)
-                mbarrier.arrive(ring.empty.index((at + SIDES + 1) % PLACES), count=1)
-                at += 2 * SIDES
-            l_ = gl.sum(l, 0)
-            any_seen = l_ != 0.0
-            scale = gl.where(any_seen, 1.0 / gl.where(any_seen, l_, 1.0), 0.0)
-            lse2 = gl.where(any_seen, m + gl.log2(gl.where(any_seen, l_, 1.0)), float("-inf"))
-            live = r // G < tokens
-            from_start = tile == first_tile
-            if from_start & (tile + count == end_tile):
-                row = (row_start + r // G).to(gl.int64) * (SPEC.K * G) + kh * G + r % G
-                if SPEC.lse:
-                    gl.store(tensors.lse + row, lse2 * LN2, mask=live)
-                store_columns(tensors.out, row, live, acc0, 0, scale, Dv)
-                store_columns(tensors.out, row, live, acc1, 1, scale, Dv)
-            else:
-                part_row = (gl.program_id(0) * 2 + from_start.to(gl.int32)).to(gl.int64) * M + r
-                gl.store(tensors.part_lse + part_row, lse2, mask=live)
-                store_columns(tensors.parts, part_row, live, acc0, 0, scale, Dv)
-                store_columns(tensors.parts, part_row, live, acc1, 1, scale, Dv)
-        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, TILE)
+    m = gl.full([M], float("-inf"), gl.float32, row_layout)
+    l = zero  # each thread's sums of weights
+    acc: gl.tuple = ()
+    for _chunk in gl.static_range(V_CHUNKS):
+        acc += (zero,)
+    for t in range(part.seen):
+        at, begin = (counts.tiles + t) * (K_CHUNKS + V_CHUNKS), (part.tile + t) * N
+        qk = multiply_keys(at, zero, memory, SHAPE)
+        if roles.is_masked(rows, part.tile + t, SPEC):
+            kept = roles.keep(qk, rows, begin, 0, SPEC)
+            p, m, decay = softmax_tile(qk, m, rows.factor, rows.cap, kept, True, SOFT_CAP)
+            if roles.has_unseen(rows, begin, N):
+                zero_unseen(at + K_CHUNKS, begin, rows, memory.chunks, SHAPE)
+        else:
+            p, m, decay = softmax_tile(qk, m, rows.factor, rows.cap, True, False, SOFT_CAP)
+        l = l * decay[None, :] + p
+        memory.weights.permute((1, 0)).store(p.to(memory.weights.dtype))
+        fence_async_shared()
+        acc = multiply_values(acc, decay, at + K_CHUNKS, memory, SHAPE)
+    head = part.kh * SPEC.G + r % SPEC.G
+    m, l_, decay = roles.add_sink(m, gl.sum(l, 0), head, part, tensors, SPEC)
+    scale = roles.normalizer(l_, decay)
+    lse2 = roles.lse2_of(m, l_)
+    live = roles.live_rows(part, r, SPEC, SHAPE)
+    if roles.is_whole(part):
+        row = roles.output_row(part, r, SPEC)
+        if SPEC.lse:
+            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
+        for chunk in gl.static_range(V_CHUNKS):
+            store_columns(tensors.out, row, live, acc[chunk], chunk, scale, Dv)
+    else:
+        row = roles.part_row(part, r, SHAPE)
+        gl.store(tensors.part_lse + row, lse2, mask=live)
+        for chunk in gl.static_range(V_CHUNKS):
+            store_columns(tensors.parts, row, live, acc[chunk], chunk, scale, Dv)
+    return roles.Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+
+
+@gluon.jit
+def decoder(batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    roles.walk(attend_part, roles.factor_of(batch.numbers, SPEC), batch, share, memory, SPEC, DIVISION, SHAPE)
+
+
+@gluon.jit
+def producer_of_decodes(descs, batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    roles.walk(load_part, descs, batch, share, memory, SPEC, DIVISION, SHAPE)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, number_of, rows_at_once, size_of, sum_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty
 from paged_ops.lowerings.gpu.attention.hopper.work import (
+    Work,
     end_items,
     first_item,
     light_programs,
@@ -72,39 +73,64 @@ def await_rows():
 
 @gluon.jit
 def scheduler(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    """Takes items, longest first, and copies their query rows, packed (token, head of the group).
-
-    ``taken`` counts items: all, from the front, and from the back. Programs for short sequences start at that end of
-    the batch where these are, the others at the other end, until they meet. ``short`` None: there are none.
-    """
-    tensors, numbers = batch.tensors, batch.numbers
-    tiles = numbers.T // (SHAPE.M // SPEC.G) + numbers.S
-    last = tiles * SPEC.K - 1
-    programs = gl.num_programs(0)
+    """Takes the items of all sequences that are not split_kernel's; ``short`` None: there are no short ones."""
+    numbers, programs = batch.numbers, gl.num_programs(0)
     if short is None:
         few = 0 * programs
     else:
         few = light_programs(batch, short, programs, SPEC.G, DIVISION, SHAPE.M, SHAPE.warps)
-    reverse, start, at = first_item(few, programs)
+    work = Work(numbers.T // (SHAPE.M // SPEC.G) + numbers.S, few, programs, batch.tensors.taken, short)
+    take_items(work_item, work, batch, shared, SPEC, DIVISION, SHAPE)
+
+
+@gluon.jit
+def take_items(
+    item_of: gl.constexpr, work, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Takes items, longest first, and copies their query rows, packed (token, head of the group).
+
+    Programs for short sequences start at that end of the batch where these are, the others at the other end, until they
+    meet. With fewer places for rows than for items, keys can come before the query rows.
+    """
+    WARPS: gl.constexpr = SHAPE.warps
+    ROWS_LATER: gl.constexpr = SHAPE.row_slots < SHAPE.slots
+    programs = work.programs
+    last = work.tiles * SPEC.K - 1
+    reverse, start, at = first_item(work.few, programs)
     ticket = gl.program_id(0)
     n = 0
     while ticket <= last:
         at = gl.where(reverse, last - at, at)
-        item = work_item(at, tiles, batch, short, SPEC, DIVISION, SHAPE, SHAPE.warps)
+        item = item_of(at, work, batch, SPEC, DIVISION, SHAPE)
         # The last items go to the programs that are free first, so they are not taken ahead.
         ends = ticket + 2 * programs > last
         if not ends:
-            ticket, at = take(tensors.taken, reverse, start, programs, last)
+            ticket, at = take(work.counters, reverse, start, programs, last)
         if item.tiles > 0:
-            write_item(shared, n, item, SHAPE.warps)
-            begin_rows(tensors.query, item, shared.q_groups, stage_of(shared.item_ring, n), SPEC, SHAPE, SHAPE.warps)
-            await_rows()
-            fill(shared.item_ring, n)
+            write_item(shared, n, item, WARPS)
+            if ROWS_LATER:
+                fill(shared.item_ring, n)
+                wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before, by the consumers
+                begin_rows(not_kept(batch.tensors.query), item, shared.q_groups, 0, SPEC, SHAPE, WARPS)
+                await_rows()
+                fill(shared.rows_full, n)
+            else:
+                slot = stage_of(shared.item_ring, n)
+                begin_rows(batch.tensors.query, item, shared.q_groups, slot, SPEC, SHAPE, WARPS)
+                await_rows()
+                fill(shared.item_ring, n)
             n += 1
         if ends:
-            wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before
-            ticket, at = take(tensors.taken, reverse, start, programs, last)
-    end_items(shared, n, SHAPE.warps)
+            wait_empty(shared.item_ring, n + SHAPE.slots - 1)
+            ticket, at = take(work.counters, reverse, start, programs, last)
+    end_items(shared, n, WARPS)
+
+
+@gluon.jit
+def not_kept(address):
+    """The same address. Hides it from ptxas, which would spill the addresses of all lanes."""
+    moved = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], address.dtype, is_pure=False, pack=1)
+    return gl.multiple_of(moved, 16)
 
 
 @gluon.jit

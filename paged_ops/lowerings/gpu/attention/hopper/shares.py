@@ -36,7 +36,8 @@ from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
-from paged_ops.lowerings.gpu.attention.shared.tile import Batch, oldest_key
+from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
@@ -146,8 +147,6 @@ def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """Tells the others the items of the share, and copies their query rows."""
     tensors, numbers = batch.tensors, batch.numbers
-    MASKS: gl.constexpr = SPEC.masks
-    N: gl.constexpr = SHAPE.N
     TOKENS: gl.constexpr = SHAPE.M // SPEC.G
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     left, s, kh, first_token, tile = share
@@ -159,15 +158,8 @@ def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, 
         left -= count
         if q_len > 0:
             first_i = seq_len - q_len + first_token
-            full_end = seq_len // N
-            full_start = 0
-            oldest = 0
-            if MASKS.causal:
-                full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
-            if MASKS.window or MASKS.chunk:
-                last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
-                oldest = oldest_key(first_i, numbers, MASKS)
-                full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+            last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
+            full_start, full_end, oldest = full_tiles(first_i, last_i, seq_len, numbers, SPEC.masks, SHAPE.N)
             from_start = tile == first_tile
             place = share_index(SPEC, DIVISION) * 2 + from_start.to(gl.int32)
             place = gl.where(from_start & (tile + count == end_tile), -1, place)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, stage_of, wait_empty, wait_full
-from paged_ops.lowerings.gpu.attention.shared.tile import oldest_key
+from paged_ops.lowerings.gpu.attention.shared.masks import key_tiles
 
 
 class Item(NamedTuple):
@@ -30,6 +30,16 @@ class Item(NamedTuple):
     oldest: Any  # the oldest key that a row sees
 
 
+class Work(NamedTuple):
+    """The items of a batch, and how programs take them."""
+
+    tiles: Any  # of query rows, per key/value head; some may be no items
+    few: Any  # programs that first take short sequences of few rows: see light_programs
+    programs: Any
+    counters: Any  # of items that are taken: all, from the front, and from the back
+    short: Any  # see dense.short_keys; None: there are none
+
+
 FIELDS, COUNT, OLDEST = map(gl.constexpr, (len(Item._fields), Item._fields.index("tiles"), len(Item._fields) - 1))
 # The weight of a key with few rows, relative to a key with a whole tile of rows, when programs are divided between the
 # two. Measured: half of this weight and one and a half times this weight are slower.
@@ -37,28 +47,12 @@ LIGHT = gl.constexpr(0.45)
 
 
 @gluon.jit
-def reach_of_ranges(ranges, s, first_i, last_i, low, end, RANGES: gl.constexpr):
-    """Widen the keys ``low : end`` of queries first_i to last_i of sequence s by the bidirectional ranges that hold one
-    of them. The ranges that hold a query also hold its own key, so all keys that it sees are one interval."""
-    for n in range(RANGES):
-        at = ranges + (s.to(gl.int64) * RANGES + n) * 2
-        start = gl.load(at)
-        stop = gl.load(at + 1)
-        holds = (start >= 0) & (start < stop) & (start <= last_i) & (stop > first_i)
-        low = gl.where(holds, gl.minimum(low, start), low)
-        end = gl.where(holds, gl.maximum(end, stop), end)
-    return low, end
-
-
-@gluon.jit
-def work_item(
-    item, tiles, batch, short, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr
-):
+def work_item(item, work, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
     """The item-th tile of query rows as an :class:`Item`, without key tiles if this kernel does not serve it."""
-    tensors, numbers = batch.tensors, batch.numbers
+    tensors, numbers, tiles = batch.tensors, batch.numbers, work.tiles
     G: gl.constexpr = SPEC.G
     TOKENS: gl.constexpr = SHAPE.M // G
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [SHAPE.warps], [0])
     HEADS: gl.constexpr = SHAPE.heads
     first_head = item // (tiles * HEADS) * HEADS
     item -= first_head * tiles
@@ -73,47 +67,25 @@ def work_item(
     q_len = gl.load(tensors.query_start_loc + s + 1) - row_start
     seq_len = gl.load(tensors.seq_lens + s)
     first_token = (query_tile - row_start // TOKENS - s) * TOKENS
-    count, end_tile, full_start, full_end, oldest = key_tiles(
-        s, q_len, seq_len, first_token, tensors, numbers, SPEC, SHAPE
-    )
-    if short is None:
-        mine = (first_token < q_len) & (q_len * G > DIVISION.rows)
-    else:
-        mine = (first_token < q_len) & ((q_len * G > DIVISION.rows) | (seq_len <= short))
-    count = gl.where(mine, count, 0)
-    return Item(kh, s, row_start, q_len, seq_len, first_token, count, end_tile, full_start, full_end, oldest)
+    mine = q_len * G > DIVISION.rows
+    if work.short is not None:
+        mine = mine | (seq_len <= work.short)
+    return item_at(kh, s, row_start, q_len, seq_len, first_token, mine, batch, SPEC, SHAPE)
 
 
 @gluon.jit
-def key_tiles(s, q_len, seq_len, first_token, tensors, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The key tiles of the rows from ``first_token`` on: their number, their end, and the first and the end of those
-    that need no mask; and the oldest key that a row sees."""
-    MASKS: gl.constexpr = SPEC.masks
-    N: gl.constexpr = SHAPE.N
-    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
+def item_at(
+    kh, s, row_start, q_len, seq_len, first_token, mine, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """The item that begins at ``first_token``, without key tiles if it is past the sequence, or not ``mine``."""
     first_i = seq_len - q_len + first_token
-    last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
-    newest = seq_len
-    full_end = seq_len // N
-    if MASKS.causal:
-        newest = gl.minimum(seq_len, last_i + 1)
-        full_end = gl.minimum(gl.maximum(first_i + 1, 0) // N, full_end)
-    opened = seq_len
-    if MASKS.ranges:
-        ranges = tensors.bidirectional_ranges
-        opened, newest = reach_of_ranges(ranges, s, first_i, last_i, opened, newest, MASKS.ranges)
-        newest = gl.minimum(newest, seq_len)
-    end_tile = gl.maximum(gl.cdiv(newest, N), 1)  # one masked tile, if no key is seen
-    count = end_tile
-    full_start = 0
-    oldest = 0
-    if MASKS.window or MASKS.chunk:
-        oldest = oldest_key(first_i, numbers, MASKS)
-        if MASKS.ranges:
-            oldest = gl.minimum(oldest, opened)
-        count = gl.maximum(end_tile - oldest // N, 1)
-        full_start = gl.cdiv(oldest_key(last_i, numbers, MASKS), N)
-    return count, end_tile, full_start, full_end, oldest
+    last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, q_len - first_token) - 1
+    ranges = batch.tensors.bidirectional_ranges
+    tiles, end, full_start, full_end, oldest = key_tiles(
+        s, first_i, last_i, seq_len, ranges, batch.numbers, SPEC.masks, SHAPE.N
+    )
+    tiles = gl.where(mine & (first_token < q_len), tiles, 0)
+    return Item(kh, s, row_start, q_len, seq_len, first_token, tiles, end, full_start, full_end, oldest)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The changes of a step of a generation loop, all decided before the first is made."""
+"""The changes of a step of a generation loop. All are decided before the first is made."""
 
 from __future__ import annotations
 
@@ -9,35 +9,39 @@ from typing import Any
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
+from paged_ops.generation.params import TokenLogprobs
 from paged_ops.generation.request import NewToken, Request
-from paged_ops.generation.sampling import Choices, TokenLogprobs
-from paged_ops.generation.scheduler import Scheduled, Scheduler
+from paged_ops.generation.sampling import Choices
+from paged_ops.generation.scheduler import Scheduled, ScheduledStep, Scheduler
+
+NO_STEP = ScheduledStep([], 0, 0, False)
 
 
 @dataclass
-class Outcome:
-    """The changes of a step, or of an abort. Each can be made twice, so an interrupted one is made again."""
+class StepChanges:
+    """The changes of a step, or of aborts. Each can be made twice, so interrupted changes are made again."""
 
-    commits: list[Scheduled] = field(default_factory=list)
+    step: ScheduledStep = NO_STEP
+    sampled: list[Request] = field(default_factory=list)  # a token is chosen for each
     forks: list[tuple[Request, Request]] = field(default_factory=list)
     # with the position and the log-probabilities
     tokens: list[tuple[Request, int, int, TokenLogprobs | None]] = field(default_factory=list)
-    # for a part of a prompt: its first position with a log-probability, and those
-    prompts: list[tuple[Request, int, Sequence[TokenLogprobs]]] = field(default_factory=list)
+    # for a chunk of a prompt: its first position with a log-probability, and the log-probabilities
+    prompt_logprobs: list[tuple[Request, int, Sequence[TokenLogprobs]]] = field(default_factory=list)
     starts: list[tuple[Request, tuple[Request, ...]]] = field(default_factory=list)  # samples that wait from now on
-    ends: list[tuple[Request, str, str | None]] = field(default_factory=list)  # finish_reason, and of an error why
-    # Each is an iterator of one event, as extend() takes that from it and adds it in one go. So it is added once, also
-    # where another thread has delivered it before an interrupted outcome is made again.
+    ends: list[tuple[Request, str, str | None]] = field(default_factory=list)  # finish_reason, and the error's text
+    # Each is an iterator over one event. extend() takes the event from it and adds it in one go, so it is added once,
+    # even if another thread has delivered it before interrupted changes are made again.
     events: list[tuple[deque[NewToken], Iterator[NewToken]]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends a request without a token."""
         self.ends.append((request, reason, error))
-        self.say(request, NewToken(request.request_id, None, reason, error))
+        self.emit(request, NewToken(request.request_id, None, reason, error))
 
     def abort(self, requests: Set[Request]) -> None:
-        """Ends those of the requests that go on."""
+        """Ends the requests that have not ended."""
         for request in sorted(requests, key=lambda request: request.request_id):
             if request.finish_reason is None:
                 self.end(request, "abort")
@@ -45,13 +49,14 @@ class Outcome:
                 if others:  # the first of them now computes the prompt
                     self.starts.append((others[0], tuple(others[1:])))
 
-    def say(self, request: Request, new: NewToken) -> None:
-        """Delivers an event."""
+    def emit(self, request: Request, new: NewToken) -> None:
+        """Adds an event."""
         self.events.append((request.events, iter((new,))))
 
-    def add_samples(self, rows: list[int], requests: list[Request], num_free: int) -> None:
-        """Further samples of prompts that are computed. As many as can run choose from the same rows; the others wait,
-        and find the prompt in the cache."""
+    def add_samples(self, rows: list[int], num_free: int) -> None:
+        """Adds the further samples of prompts that are computed. The first ``num_free`` choose from the same rows; the
+        others wait, and find the prompt in the cache."""
+        requests = self.sampled
         for row, request in list(zip(rows, requests, strict=True)):
             others = [other for other in request.others if other.finish_reason is None]
             running, waiting = others[:num_free], others[num_free:]
@@ -61,57 +66,57 @@ class Outcome:
             requests += running
             num_free -= len(running)
 
-    def take(self, requests: Sequence[Request], choices: Choices) -> None:
-        """The tokens that were chosen for ``requests``, and the requests that these end."""
-        for i, (request, token) in enumerate(zip(requests, choices.tokens, strict=True)):
+    def add_choices(self, choices: Choices) -> None:
+        """Adds the chosen tokens, and the ends of requests that follow from them."""
+        for i, (request, token) in enumerate(zip(self.sampled, choices.tokens, strict=True)):
             if token < 0:
                 self.end(request, "error", "the logits hold NaN or inf, or leave no token to choose")
                 continue
             reason = request.finish_reason_with(token, i in choices.stops)
             logprobs = choices.logprobs.get(i)
             self.tokens.append((request, len(request.tokens), token, logprobs))
-            self.say(request, NewToken(request.request_id, token, reason, None, logprobs))
+            self.emit(request, NewToken(request.request_id, token, reason, None, logprobs))
             if reason is not None:
                 self.ends.append((request, reason, None))
         at = 0
-        for request, start, count in parts_of_prompts(self.commits):
-            self.prompts.append((request, start + 1, choices.of_prompts[at : at + count]))
+        for request, start, count in chunks_with_logprobs(self.step.requests):
+            self.prompt_logprobs.append((request, start + 1, choices.of_prompts[at : at + count]))
             at += count
         if self.forks:
             ended = {request for request, _, _ in self.ends}
             self.forks = [(parent, child) for parent, child in self.forks if child not in ended]
 
 
-def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, again: bool) -> None:
+def apply_changes(changes: StepChanges, cache: KVCache | HybridCache, scheduler: Scheduler, again: bool) -> None:
     """Makes the changes in requests and cache; ``again`` when any part of them may be made already."""
     if again:
         cache.recover()
-    for request, start, num_tokens in outcome.commits:
+    for request, start, num_tokens in changes.step.requests:
         if not again:
             cache.commit(request, num_tokens)
         elif request in cache:
             cache.commit(request, start + num_tokens - cache.num_computed_tokens(request))
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = min(start, request.num_prompt)
-    for parent, child in outcome.forks:
+    for parent, child in changes.forks:
         scheduler.fork(parent, child)
-    for request, position, found in outcome.prompts:
+    for request, position, found in changes.prompt_logprobs:
         assert request.prompt_logprobs is not None
         request.prompt_logprobs[position : position + len(found)] = found
-    for request, position, token, logprobs in outcome.tokens:
+    for request, position, token, logprobs in changes.tokens:
         request.tokens[position:] = [token]
         if logprobs is not None:
             request.logprobs[position - request.num_prompt :] = [logprobs]
         request.others = ()
         if request.num_cached_tokens < 0:  # it begins where another sample has computed the prompt
             request.num_cached_tokens = request.num_prompt
-    for request, others in [*outcome.starts, *((child, ()) for _, child in outcome.forks)]:
+    for request, others in [*changes.starts, *((child, ()) for _, child in changes.forks)]:
         request.others = others
         if again:
             scheduler.unfinished[request] = None
         else:
             scheduler.join(request)
-    for request, reason, error in outcome.ends:
+    for request, reason, error in changes.ends:
         request.end(reason, error)
         if request in cache:
             cache.free(request)
@@ -119,36 +124,36 @@ def apply(outcome: Outcome, cache: KVCache | HybridCache, scheduler: Scheduler, 
         if not again:
             scheduler.leave(request)
     if again:
-        scheduler.relist()
-    for events, new in outcome.events:
+        scheduler.rebuild_lists()
+    for events, new in changes.events:
         events.extend(new)
 
 
 def rows_of(requests: Sequence[Scheduled]) -> tuple[list[int], list[Request]]:
-    """The requests of a step for which a token is chosen, and their rows of the logits."""
+    """The rows of the logits from which a token is chosen, and the requests that they belong to."""
     rows: list[int] = []
-    through: list[Request] = []
+    sampled: list[Request] = []
     for row, (request, start, num_tokens) in enumerate(requests):
-        if start + num_tokens == len(request.tokens):  # else a part of its prompt is not yet computed
+        if start + num_tokens == len(request.tokens):  # else the step computes a chunk of its prompt
             rows.append(row)
-            through.append(request)
-    return rows, through
+            sampled.append(request)
+    return rows, sampled
 
 
-def parts_of_prompts(requests: Sequence[Scheduled]) -> list[tuple[Request, int, int]]:
-    """The parts of prompts in a step whose next tokens' log-probabilities are asked for: the request, the first
-    position, and how many. The last token of a prompt has no next one in it."""
-    parts = []
+def chunks_with_logprobs(requests: Sequence[Scheduled]) -> list[tuple[Request, int, int]]:
+    """The chunks of prompts in a step whose next tokens' log-probabilities are asked for: the request, the first
+    position, and the number of positions. The last token of a prompt has no next one."""
+    chunks = []
     for request, start, num_tokens in requests:
         stop = min(start + num_tokens, request.num_prompt - 1)
         if request.settings.prompt_logprobs is not None and start < stop:
-            parts.append((request, start, stop - start))
-    return parts
+            chunks.append((request, start, stop - start))
+    return chunks
 
 
 def prompt_rows(requests: Sequence[Scheduled]) -> tuple[list[int], list[int], list[int]]:
-    """For each position of these parts: its row in the step's tokens, the next token, and the count of likeliest
-    tokens."""
+    """For each position of these chunks: its row in the step's tokens, the next token, and the number of likeliest
+    tokens that are asked for."""
     rows: list[int] = []
     tokens: list[int] = []
     counts: list[int] = []
@@ -157,7 +162,7 @@ def prompt_rows(requests: Sequence[Scheduled]) -> tuple[list[int], list[int], li
     for request, start, num_tokens in requests:
         row_of[request] = num_rows - start
         num_rows += num_tokens
-    for request, start, count in parts_of_prompts(requests):
+    for request, start, count in chunks_with_logprobs(requests):
         rows += range(row_of[request] + start, row_of[request] + start + count)
         tokens += request.tokens[start + 1 : start + 1 + count]
         counts += [request.settings.prompt_logprobs or 0] * count

@@ -16,57 +16,57 @@ from torch import Tensor, nn
 
 from paged_ops.parallel.tensor import local_of
 
-_OPS = torch.ops.paged_ops_parallel  # of paged_ops.parallel.reduce
+_OPS = torch.ops.paged_ops_parallel  # of paged_ops.parallel.all_reduce
 
 
-class Part:
+class RowParallel:
     """This rank's part of a row-parallel product. ``sums``: the name of the sums by which it is summed, if alone."""
 
-    def __init__(self, linear: Any, sums: str | None) -> None:
-        self.weight, self.sums = local_of(linear.weight), sums
+    def __init__(self, linear: Any, reducer: str | None) -> None:
+        self.weight, self.reducer = local_of(linear.weight), reducer
         self.bias = None if linear.bias is None else local_of(linear.bias)
-        self.product: Callable[..., Tensor] = F.linear
+        self.matmul: Callable[..., Tensor] = F.linear
 
 
-class Lookup:
+class ShardedEmbedding:
     """This rank's part of an embedding's rows, which begin at ``start``."""
 
-    def __init__(self, embedding: Any, rank: int, size: int, sums: str) -> None:
-        self.weight, self.sums = local_of(embedding.weight), sums
+    def __init__(self, embedding: Any, rank: int, size: int, reducer: str) -> None:
+        self.weight, self.reducer = local_of(embedding.weight), reducer
         self.start = rank * -(-embedding.weight.shape[0] // size)
 
 
-class SumNorm:
+class FusedAllReduceNorm:
     """A sum over ranks with the residual add and the norm behind it; ``inner`` is the norm before the add, if any."""
 
     def __init__(
-        self, norm: nn.Module, kind: dict[str, Any], sums: str, inner: nn.Module | None, inner_eps: float
+        self, norm: nn.Module, kind: dict[str, Any], reducer: str, inner: nn.Module | None, inner_eps: float
     ) -> None:
         self.weight: Any = norm.weight
         self.inner_weight: Any = None if inner is None else inner.weight
-        self.eps, self.inner_eps, self.sums = kind["eps"], inner_eps, sums
+        self.eps, self.inner_eps, self.reducer = kind["eps"], inner_eps, reducer
         self.weight_offset, self.rounds_first = kind["weight_offset"], kind["rounds_first"]
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        how = self.sums, self.weight_offset, self.rounds_first, self.inner_weight, self.inner_eps
+        how = self.reducer, self.weight_offset, self.rounds_first, self.inner_weight, self.inner_eps
         summed, normed = _OPS.all_reduce_add_norm.default(x, residual, self.weight, self.eps, *how)
         return summed, normed
 
 
-class LayerSums(NamedTuple):
+class FusedLayer(NamedTuple):
     """Of one layer: the sums behind its attention and its mlp that are fused, whether it norms what it adds (as
     Gemma-2 does), and arguments that its attention gets beside the layer's own."""
 
-    attention: SumNorm | None
-    mlp: SumNorm | None
+    attention: FusedAllReduceNorm | None
+    mlp: FusedAllReduceNorm | None
     norms_first: bool
     extras: dict[str, Any]
 
 
-def run_layer_with_sums(layer: Any, hidden_states: Any, **kwargs: Any) -> Any:
+def run_fused_layer(layer: Any, hidden_states: Any, **kwargs: Any) -> Any:
     """The forward of a decoder layer whose sums are fused: takes and gives ``[1, T, C]``, or the pair of residual
     stream and normed rows."""
-    sums: LayerSums = layer.paged_sums
+    sums: FusedLayer = layer.paged_fusion
     if isinstance(hidden_states, tuple):
         residual, normed = hidden_states
     else:
@@ -88,30 +88,30 @@ def run_layer_with_sums(layer: Any, hidden_states: Any, **kwargs: Any) -> Any:
     return residual + (layer.post_feedforward_layernorm(out) if sums.norms_first else out)
 
 
-def run_part(linear: Any, x: Tensor) -> Tensor:
-    part: Part = linear.paged_part
-    out = part.product(x, part.weight)
-    if part.sums is None:
+def run_row_parallel(linear: Any, x: Tensor) -> Tensor:
+    part: RowParallel = linear.paged_part
+    out = part.matmul(x, part.weight)
+    if part.reducer is None:
         return out
-    out = _OPS.all_reduce.default(out, part.sums)
+    out = _OPS.all_reduce.default(out, part.reducer)
     return out if part.bias is None else out + part.bias
 
 
 def run_head(linear: Any, x: Tensor) -> Tensor:
-    part: Part = linear.paged_part
-    out = part.product(x, part.weight)
-    assert part.sums is not None
-    gathered: Tensor = _OPS.all_gather_columns.default(out if part.bias is None else out + part.bias, part.sums)
+    part: RowParallel = linear.paged_part
+    out = part.matmul(x, part.weight)
+    assert part.reducer is not None
+    gathered: Tensor = _OPS.all_gather_columns.default(out if part.bias is None else out + part.bias, part.reducer)
     return gathered
 
 
-def run_lookup(embedding: Any, ids: Tensor) -> Tensor:
-    part: Lookup = embedding.paged_part
-    summed: Tensor = _OPS.all_reduce.default(rows_of(part, ids), part.sums)
+def run_embedding(embedding: Any, ids: Tensor) -> Tensor:
+    part: ShardedEmbedding = embedding.paged_part
+    summed: Tensor = _OPS.all_reduce.default(rows_of(part, ids), part.reducer)
     return summed
 
 
-def rows_of(part: Lookup, ids: Tensor) -> Tensor:
+def rows_of(part: ShardedEmbedding, ids: Tensor) -> Tensor:
     """The rows of ids that are here, zeros for the others."""
     own = ids - part.start
     here = (own >= 0) & (own < len(part.weight))

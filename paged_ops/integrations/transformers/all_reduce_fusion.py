@@ -3,11 +3,11 @@
 transformers sums each row-parallel product by itself: ``o_proj`` and ``down_proj`` of a layer. What follows such a sum
 in most models is the residual add and an RMSNorm: that of the same layer, that of the next, or the last one. Here a
 layer hands on the pair of residual stream and normed rows instead of their sum, and one op
-(:meth:`paged_ops.parallel.reduce.RowSums.add_norm`) makes both.
+(:meth:`paged_ops.parallel.all_reduce.AllReduce.add_norm`) makes both.
 
 Nothing is taken from names alone. While the model runs on trial, each layer is watched: that a product is summed over
 ranks and handed on as it is, what is added to what, which norm follows. Where anything differs, the layer is left
-alone, and :class:`Sums` says why. All ranks decide alike.
+alone, and :class:`AllReduceReport` says why. All ranks decide alike.
 
 Letters: T tokens, C hidden size.
 """
@@ -23,33 +23,34 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_ops.integrations.transformers.summed_layers import (
-    LayerSums,
-    Lookup,
-    Part,
-    SumNorm,
+from paged_ops.integrations.transformers.fused_layers import (
+    FusedAllReduceNorm,
+    FusedLayer,
+    RowParallel,
+    ShardedEmbedding,
     rows_of,
+    run_embedding,
+    run_fused_layer,
     run_head,
     run_last_norm,
-    run_layer_with_sums,
-    run_lookup,
-    run_part,
+    run_row_parallel,
 )
-from paged_ops.parallel.reduce import DTYPES, RowSums, rms_norm, row_sums
+from paged_ops.layouts import MODEL_DTYPES as DTYPES
+from paged_ops.parallel.all_reduce import AllReduce, prepare_all_reduce, rms_norm
 from paged_ops.parallel.tensor import is_sharded, local_of
 
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # of layers that norm what they add
 # The logits of so many rows are gathered in parts of so many columns.
 _GATHERED_ROWS, _LEAST_COLUMNS, _MOST_COLUMNS = 64, 512, 8192
-_LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
+LAST_NORMS = ("norm", "final_norm", "final_layernorm", "norm_f", "ln_f")
 
 
-class Sums(NamedTuple):
+class AllReduceReport(NamedTuple):
     """What became of a model's sums over ranks.
 
     Attributes:
-        kind: "symmetric" or "plain", and ``reason`` for plain: see :class:`paged_ops.parallel.reduce.RowSums`.
+        kind: "symmetric" or "plain", and ``reason`` for plain: see :class:`paged_ops.parallel.all_reduce.AllReduce`.
         fused: the products that are summed together with the add and the norm behind them.
         alone: products and look-ups that are summed by themselves, by the same kernel, and why.
         gathered: the last product, if its columns are brought together by the same way.
@@ -90,7 +91,7 @@ class _Layer:
         self.inner: dict[str, Any] = {"self_attn": None, "mlp": None}
         if self.norms_first:
             self.inner = {"self_attn": layer.post_attention_layernorm, "mlp": layer.post_feedforward_layernorm}
-        self.products = {"self_attn": _row_parallel(layer, "self_attn"), "mlp": _row_parallel(layer, "mlp")}
+        self.matmuls = {"self_attn": _row_parallel(layer, "self_attn"), "mlp": _row_parallel(layer, "mlp")}
         self.against: dict[str, str] = {}
         self.extras: dict[str, Any] = {}
         self.input: Any = None
@@ -133,7 +134,7 @@ class _Layer:
         elif not _equal(self.output, second.first, self._added("mlp", mlp.output, calls)):
             self.refuse("layer", "its output is not the residual stream and the mlp's output")
         for part, made in (("self_attn", attended), ("mlp", mlp.output)):
-            linear = self.products[part]
+            linear = self.matmuls[part]
             call = None if linear is None else calls.get(linear)
             if call is None or call.output is not made:
                 self.refuse(part, "its last product is not row-parallel, or not its output")
@@ -186,7 +187,7 @@ class Watch:
         watched = {*self._summing, *by_layer, *self._heads}
         for layer in by_layer:
             watched |= {getattr(layer, name) for name in _PARTS + _INNER if hasattr(layer, name)}
-        watched |= {module for module, name in self._names.items() if name.rpartition(".")[2] in _LAST_NORMS}
+        watched |= {module for module, name in self._names.items() if name.rpartition(".")[2] in LAST_NORMS}
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._calls[module] = _Call(args, kwargs, output)
@@ -234,7 +235,7 @@ class Watch:
         dist.all_gather(every, own, group=self._group)
         self._heads[linear] = isinstance(output, Tensor) and torch.equal(torch.cat(every, -1), output)
 
-    def fuse(self, wrapping: Any) -> Sums:
+    def fuse(self, wrapping: Any) -> AllReduceReport:
         """Changes the model, as a :class:`paged_ops.integrations.transformers.wrapping.Wrapping` then undoes."""
         plans = self._plans()
         fit, alone_fit, heads_fit = self._agreed(
@@ -245,17 +246,17 @@ class Watch:
         for plan, fits in zip(plans, fit, strict=True):
             if not fits:
                 plan.layer.refuse(plan.part, plan.layer.against.get("layer", "another rank cannot"))
-        made: dict[int, RowSums] = {}
+        made: dict[int, AllReduce] = {}
         fused = self._fuse_layers(wrapping, [plan for plan, fits in zip(plans, fit, strict=True) if fits], made)
         alone, left = self._sum_others(wrapping, set(fused), alone_fit, made)
         gathered = []
         for head, fits in zip(self._heads, heads_fit, strict=True):
             if fits:
-                self._replace(wrapping, head, run_head, Part(head, self._gathers(made, head).name))
+                self._replace(wrapping, head, run_head, RowParallel(head, self._gathers(made, head).name))
                 gathered.append(self._names[head])
         sums = next(iter(made.values()), None)
         told = ("plain", "there are none") if sums is None else (sums.kind, sums.reason)
-        return Sums(*told, tuple(fused), alone, tuple(gathered), left)
+        return AllReduceReport(*told, tuple(fused), alone, tuple(gathered), left)
 
     def _plans(self) -> list[_Plan]:
         """What could be fused; what speaks against it is noted at the layers."""
@@ -269,7 +270,7 @@ class Watch:
         plans = []
         for each, after in zip(self._layers, self._following(), strict=True):
             for part, norm in (("self_attn", each.second), ("mlp", after)):
-                linear, inner = each.products[part], each.inner[part]
+                linear, inner = each.matmuls[part], each.inner[part]
                 if linear is not None and self._summing[linear]:
                     each.refuse(part, self._summing[linear])
                 if linear is not None and linear.bias is not None:
@@ -287,33 +288,35 @@ class Watch:
                 plans.append(_Plan(each, part, linear, norm, kind, 0.0 if inner_kind is None else inner_kind["eps"]))
         return plans
 
-    def _fuse_layers(self, wrapping: Any, plans: list[_Plan], made: dict[int, RowSums]) -> list[str]:
+    def _fuse_layers(self, wrapping: Any, plans: list[_Plan], made: dict[int, AllReduce]) -> list[str]:
         """The names of the products whose sums are fused."""
         fused: list[str] = []
         for each in self._layers:
-            done: dict[str, SumNorm | None] = {"self_attn": None, "mlp": None}
+            done: dict[str, FusedAllReduceNorm | None] = {"self_attn": None, "mlp": None}
             for plan in plans:
                 if plan.layer is each:
                     sums = self._sums(made, plan.linear).name
-                    done[plan.part] = SumNorm(plan.norm, plan.kind, sums, each.inner[plan.part], plan.inner_eps)
-                    self._replace(wrapping, plan.linear, run_part, Part(plan.linear, None))
+                    done[plan.part] = FusedAllReduceNorm(
+                        plan.norm, plan.kind, sums, each.inner[plan.part], plan.inner_eps
+                    )
+                    self._replace(wrapping, plan.linear, run_row_parallel, RowParallel(plan.linear, None))
                     fused.append(self._names[plan.linear])
             if plans and "layer" not in each.against:  # then it takes the pair that another gives
-                of_layer = LayerSums(done["self_attn"], done["mlp"], each.norms_first, each.extras)
-                wrapping.set_attribute(each.layer, "paged_sums", of_layer)
-                wrapping.replace_forward(each.layer, _bound(run_layer_with_sums, each.layer))
+                of_layer = FusedLayer(done["self_attn"], done["mlp"], each.norms_first, each.extras)
+                wrapping.set_attribute(each.layer, "paged_fusion", of_layer)
+                wrapping.replace_forward(each.layer, _bound(run_fused_layer, each.layer))
         for norm in self._last:
             wrapping.replace_forward(norm, _bound(run_last_norm, norm))
         return fused
 
     def _sum_others(
-        self, wrapping: Any, fused: set[str], fit: list[bool], made: dict[int, RowSums]
+        self, wrapping: Any, fused: set[str], fit: list[bool], made: dict[int, AllReduce]
     ) -> tuple[dict[str, str], dict[str, str]]:
         """What is summed alone, and what is left to transformers, with the reasons."""
         alone: dict[str, str] = {}
         left: dict[str, str] = {}
         reasons = {
-            each.products[part]: why for each in self._layers for part, why in each.against.items() if part != "layer"
+            each.matmuls[part]: why for each in self._layers for part, why in each.against.items() if part != "layer"
         }
         for (module, why), fits in zip(self._summing.items(), fit, strict=True):
             name = self._names[module]
@@ -322,10 +325,10 @@ class Watch:
             if not fits:
                 left[name] = why or "another rank cannot"
             elif module in self._lookups:
-                self._replace(wrapping, module, run_lookup, self._lookup(module, self._sums(made, module).name))
+                self._replace(wrapping, module, run_embedding, self._lookup(module, self._sums(made, module).name))
                 alone[name] = "it looks up a part of the vocabulary"
             else:
-                self._replace(wrapping, module, run_part, Part(module, self._sums(made, module).name))
+                self._replace(wrapping, module, run_row_parallel, RowParallel(module, self._sums(made, module).name))
                 alone[name] = reasons.get(module, "it is not the last product of a layer that is known")
         for module, name in self._names.items():
             has_forward = "forward" in vars(module) and module not in self._summing
@@ -346,30 +349,32 @@ class Watch:
             elif later is None:
                 for module, call in self._calls.items():
                     name = self._names[module].rpartition(".")[2]
-                    if name in _LAST_NORMS and len(call.args) == 1 and call.args[0] is each.output:
+                    if name in LAST_NORMS and len(call.args) == 1 and call.args[0] is each.output:
                         found[i] = module
                         self._last = [module]
         return found
 
-    def _lookup(self, embedding: Any, sums: str) -> Lookup:
-        return Lookup(embedding, self._group.rank(), self._group.size(), sums)
+    def _lookup(self, embedding: Any, sums: str) -> ShardedEmbedding:
+        return ShardedEmbedding(embedding, self._group.rank(), self._group.size(), sums)
 
-    def _sums(self, made: dict[int, RowSums], linear: Any) -> RowSums:
+    def _sums(self, made: dict[int, AllReduce], linear: Any) -> AllReduce:
         columns = linear.weight.shape[1 if linear in self._lookups else 0]
         if columns not in made:
-            made[columns] = row_sums(self._group, columns, self._model.dtype, self._model.device)
+            made[columns] = prepare_all_reduce(self._group, columns, self._model.dtype, self._model.device)
         return made[columns]
 
-    def _gathers(self, made: dict[int, RowSums], head: Any) -> RowSums:
+    def _gathers(self, made: dict[int, AllReduce], head: Any) -> AllReduce:
         """For the logits of so many rows; more go through the backend."""
         rows = len(local_of(head.weight))
         columns = columns_of_parts(rows)
         assert columns is not None
         most = _GATHERED_ROWS * (rows // columns)
-        made[-1] = row_sums(self._group, columns, self._model.dtype, self._model.device, max_rows=most)
+        made[-1] = prepare_all_reduce(self._group, columns, self._model.dtype, self._model.device, max_rows=most)
         return made[-1]
 
-    def _replace(self, wrapping: Any, module: nn.Module, run: Callable[..., Any], part: Part | Lookup) -> None:
+    def _replace(
+        self, wrapping: Any, module: nn.Module, run: Callable[..., Any], part: RowParallel | ShardedEmbedding
+    ) -> None:
         wrapping.set_attribute(module, "paged_part", part)
         wrapping.replace_forward(module, _bound(run, module))
 
@@ -383,7 +388,7 @@ class Watch:
 
 @torch.no_grad()
 def norm_kind(norm: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
-    """How an RMSNorm rounds and what it adds to its weight, as :func:`paged_ops.parallel.reduce.rms_norm` takes it;
+    """How an RMSNorm rounds and what it adds to its weight, as :func:`paged_ops.parallel.all_reduce.rms_norm` takes it;
     None if it is none of these. It is tried on a few rows, so all that counts is what it computes."""
     weight = getattr(norm, "weight", None)
     eps = next((e for e in (getattr(norm, n, None) for n in ("variance_epsilon", "eps")) if isinstance(e, float)), None)

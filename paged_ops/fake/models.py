@@ -1,0 +1,72 @@
+"""Fakes of the ops of whole models: collectives, and linear layers. Letters: C columns, O output features."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_ops import checks
+from paged_ops.checks import expect
+from paged_ops.layouts import MODEL_DTYPES
+
+# What the ranks of a group prepared together, by the name that ops take: a schema has no process group.
+# The reducers are a paged_ops.parallel.all_reduce.AllReduce each, the contexts a paged_ops.parallel.exchange.Exchange.
+PREPARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+class NormOptions(NamedTuple):
+    """The last arguments of :func:`paged_ops.ops.all_reduce_add_norm`."""
+
+    weight_offset: float = 0.0
+    rounds_first: bool = False
+    inner_weight: Tensor | None = None
+    inner_eps: float = 0.0
+
+
+def all_reduce(x: Tensor, reducer: str) -> Tensor:
+    columns = _reducer(x, reducer).columns
+    expect(x.shape[-1] == columns, "x", f"{columns} columns, as its reducer", x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
+    known = _reducer(x, reducer)
+    expect(x.shape[-1] % known.columns == 0, "x", f"a multiple of {known.columns} columns, as its reducer", x)
+    return x.new_empty(*x.shape[:-1], known.size * x.shape[-1])
+
+
+def all_reduce_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, reducer: str, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    options = NormOptions(*args, **kwargs)
+    summed = all_reduce(x, reducer)
+    checks.tensor("residual", residual, x.shape, x.dtype, x.device, "[..., C]")
+    dtypes = x.dtype if options.rounds_first else MODEL_DTYPES
+    checks.tensor("weight", weight, x.shape[-1:], dtypes, x.device, "[C]")
+    expect(eps >= 0, "eps", "0 or more", eps)
+    if options.inner_weight is not None:
+        dtypes = weight.dtype if options.rounds_first else MODEL_DTYPES
+        checks.tensor("inner_weight", options.inner_weight, x.shape[-1:], dtypes, x.device, "[C]")
+    expect(options.inner_eps >= 0, "inner_eps", "0 or more", options.inner_eps)
+    return summed, torch.empty_like(summed)
+
+
+def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(part), torch.empty_like(lse)
+
+
+def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _reducer(x: Tensor, name: str) -> Any:
+    found = PREPARED.get(name)
+    if found is None:
+        raise ValueError(f"reducer: expected the name of an AllReduce that is not closed, got {name}")
+    expect(x.dim() >= 1, "x", "rows [..., C]", x)
+    expect(x.dtype == found.dtype, "x", f"a tensor of {found.dtype}, as its reducer", x)
+    expect(x.device == found.device, "x", f"a tensor on {found.device}, as its reducer", x)
+    return found

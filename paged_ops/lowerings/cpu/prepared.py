@@ -1,0 +1,140 @@
+"""Attention calls that were checked before: further ones with the same shapes, strides, dtypes and features need one
+look-up, and one call of the C++ function, which checks the values of the batch.
+
+Checks and descriptions in Python take 0.1 ms, longer than C++ needs for a short sequence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_ops.features import Features, in_use, with_value_scale
+from paged_ops.layouts import PagedKV, element_dtype, paged_kv
+from paged_ops.lowerings.cpu import fused, processor
+
+# The arguments that PyTorch's flash kernel is called with, or that need nothing of it.
+FLASH = frozenset(
+    {
+        *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
+        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "num_first_tokens", "sinks"),
+    }
+)
+# Where only the flash kernel uses the processor's matrix unit for bfloat16, it takes sequences of more rows.
+MATRIX_ROWS = 32
+_prepared: dict[Any, Prepared] = {}  # by all that checks look at
+MOST_PREPARED = 1024
+
+
+def signature(args: Iterable[Any], keywords: dict[str, Any]) -> Any:
+    """What checks and descriptions of a call depend on: its shapes, strides, dtypes, and numbers."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype, value.shape, value.stride(), value.device
+        return tuple(value) if isinstance(value, list) else value
+
+    return *map(of, args), *((name, of(value)) for name, value in keywords.items())
+
+
+def run(
+    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """The results of a call whose signature is known; None if it is not, or if a value of the batch is wrong."""
+    known = _prepared.get(signature((query, *args), features))
+    if known is None:
+        return None
+    for given, shape, dtype in ((out, known.out_shape, query.dtype), (lse, known.out_shape[:2], torch.float32)):
+        if given is not None and not (given.shape == shape and given.dtype == dtype and given.is_contiguous()):
+            return None
+    out = query.new_empty(known.out_shape) if out is None else out
+    lse = query.new_empty(known.out_shape[:2], dtype=torch.float32) if lse is None else lse
+    kv_cache, *batch, _scale = args
+    caches = kv_cache, kv_cache if features.get("value_cache") is None else features["value_cache"]
+    return (out, lse) if known.attend(query, caches, tuple(batch), features, out, lse) else None
+
+
+def first(
+    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """The results of the first call of its signature, which passed the checks; None if the C++ does not serve it alone,
+    or if a value is wrong."""
+    kv_cache, block_tables, seq_lens, query_start_loc, scale = args
+    f = with_value_scale(Features(**features), kv_cache)
+    paged, stored = (
+        paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype),
+        element_dtype(kv_cache, f.kv_cache_dtype),
+    )
+    plain = all(each.is_contiguous() for each in (query, seq_lens, query_start_loc))
+    if not (plain and f.output_scale is None and query.numel() and paged.key.numel() and fused.serves(stored, f)):
+        return None
+    flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
+    if takes_short(flash, query.dtype) and len(query) > MATRIX_ROWS:
+        return None
+    values = kv_cache if f.value_cache is None else f.value_cache
+    where = paged.key.data_ptr() - kv_cache.data_ptr(), paged.value.data_ptr() - values.data_ptr()
+    if len(_prepared) >= MOST_PREPARED:
+        _prepared.clear()
+    call = Prepared(query, paged, stored, block_tables, len(seq_lens), scale, f, where)
+    _prepared[signature((query, *args), features)] = call
+    return run(query, args, features, out, lse)
+
+
+def takes_short(flash: bool, dtype: torch.dtype) -> bool:
+    """Whether the flash kernel serves sequences of more than MATRIX_ROWS rows: it uses the processor's matrix unit, and
+    the C++ does not."""
+    return flash and dtype == torch.bfloat16 and not fused.has_matrix_unit() and processor.has_matrix_unit()
+
+
+class Prepared:
+    """A call whose shapes, strides, dtypes and features were checked: further ones like it differ in addresses and
+    values only. C++ checks the values of the batch.
+
+    ``where``: the bytes from kv_cache to the first key, and from the values' tensor to the first value.
+    """
+
+    __slots__ = ("_K", "_call", "_has_vectors", "_where", "out_shape")
+
+    def __init__(
+        self,
+        query: Tensor,
+        paged: PagedKV,
+        stored: torch.dtype,
+        block_tables: Tensor,
+        S: int,
+        scale: float,
+        f: Features,
+        where: tuple[int, int],
+    ) -> None:
+        self._call = fused.described(query, paged, stored, block_tables, S, scale, f, query.dtype)
+        self._K, self._where = paged.num_kv_heads, where
+        self._has_vectors = bool(fused.vectors_of(f, self._K))
+        self.out_shape = (*query.shape[:2], paged.value_head_size)
+
+    def attend(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        batch: tuple[Tensor, Tensor, Tensor],
+        features: dict[str, Any],
+        out: Tensor,
+        lse: Tensor,
+    ) -> bool:
+        """Fill out and lse. False, with nothing read or written: a value of the batch is wrong."""
+        call = fused.Call.from_buffer_copy(self._call)
+        call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse.data_ptr()
+        key, value = caches
+        call.key, call.value = key.data_ptr() + self._where[0], value.data_ptr() + self._where[1]
+        call.block_tables, call.seq_lens, call.query_start_loc = (each.data_ptr() for each in batch)
+        call.threads = torch.get_num_threads()
+        if self._has_vectors:
+            f = with_value_scale(Features(**features), key)
+            vectors = fused.vectors_of(f, self._K)  # which live until the call returns
+            for name, vector in vectors.items():
+                setattr(call, name, vector.data_ptr())
+        function = fused.compiled()
+        return function is not None and function(ctypes.byref(call)) == 0

@@ -1,0 +1,312 @@
+"""What the roles of the latent Hopper kernels share: the walk over a share of units, page addresses, masks, softmax,
+messages between warpgroups, and where results are stored.
+
+Letters, and the roles of warps: see latent.py. AXIS is the axis of the keys in a tile of scores: 1 of ``[M, N]``, 0 of
+``[N, M]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of
+from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
+from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
+from paged_ops.lowerings.gpu.gluon_names import load_box
+
+# The maximum in use is replaced only by one that is larger by more than this, to base 2: see softmax_tile.
+SLACK = gl.constexpr(8.0)
+
+
+class LatentShape(NamedTuple):
+    """The tile, and how it is loaded."""
+
+    M: int
+    N: int
+    page: int  # keys per TMA load
+    stages: int  # tiles in shared memory
+    units: int  # units whose query rows are in shared memory
+    registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
+    e4m3: bool = False  # the fp8 format; else e5m2
+    outstanding: int = 0  # matmuls in flight, whose left operands occupy registers
+
+
+class Part(NamedTuple):
+    """The key tiles of one unit that are in a program's share."""
+
+    program: Any  # the index of the share
+    s: Any  # sequence
+    kh: Any  # group of query heads
+    first_token: Any
+    tile: Any  # the first
+    row_start: Any  # the sequence's first query row,
+    q_len: Any  # its number of tokens
+    seq_len: Any  # and of keys
+    first_tile: Any  # of the unit
+    end_tile: Any
+    count: Any  # tiles of this part
+    seen: Any  # tiles of this part that a row may see, at least 1
+
+
+class Counts(NamedTuple):
+    """What a role has processed so far."""
+
+    units: Any
+    tiles: Any
+    messages: Any
+
+
+@gluon.jit
+def walk(
+    role: gl.constexpr, args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Call ``role(part, counts, args, batch, shared, SPEC, SHAPE)``, which returns the new counts, for each part in a
+    share."""
+    program = share_index(SPEC, DIVISION)
+    left, s, kh, first_token, tile = share
+    counts = Counts(0, 0, 0)
+    while left > 0:
+        row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
+            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
+        )
+        left -= count
+        if q_len > 0:
+            part = Part(
+                program, s, kh, first_token, tile, row_start, q_len, seq_len, first_tile, end_tile, count, seen
+            )  # fmt: skip
+            counts = role(part, counts, args, batch, shared, SPEC, SHAPE)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
+
+
+@gluon.jit
+def load_ids(part, tile, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Block ids of the pages of a tile: lane n has page n."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    block_table = batch.tensors.block_tables + part.s.to(gl.int64) * batch.numbers.table_stride
+    j = tile * SHAPE.N + lane % (SHAPE.N // SHAPE.page) * SHAPE.page
+    return gl.load(block_table + j // SPEC.B * SPEC.table, mask=j < part.seq_len, other=0)
+
+
+@gluon.jit
+def first_rows(ids, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The first row of each page of a tile, in the cache: lane n has page n."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    ROWS_N: gl.constexpr = SPEC.v_side.n // SPEC.v_side.b
+    return ids * ROWS_N + (tile * SHAPE.N + lane % (SHAPE.N // SHAPE.page) * SHAPE.page) % SPEC.B
+
+
+@gluon.jit
+def of_lane(vector, n: gl.constexpr):
+    """The value of lane n."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(lane == n, vector, 0), 0)
+
+
+@gluon.jit
+def load_rows(desc, part, n, shared, CHUNKS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load the query rows of the program's n-th unit, in chunks of 64 columns."""
+    wait_empty(shared.q_ring, n)
+    full = full_of(shared.q_ring, n)
+    mbarrier.expect(full, SHAPE.M * CHUNKS * 128)
+    for chunk in gl.static_range(CHUNKS):
+        place = shared.queries.index(stage_of(shared.q_ring, n) * CHUNKS + chunk)
+        load_box(desc, [query_row(part, SPEC), chunk * 64], full, place)
+
+
+@gluon.jit
+def query_row(part, SPEC: gl.constexpr):
+    """The first of a unit's rows in the packed queries ``[T * H, R + P]``."""
+    return (part.row_start + part.first_token) * SPEC.heads + part.kh * SPEC.G
+
+
+class Rows(NamedTuple):
+    """The packed query rows of a unit: how their scores are scaled, and the keys that they see."""
+
+    factor: Any  # of scores, to base 2: one number, or one per row
+    cap: Any  # soft cap: cap[0] * tanh(cap[1] * score)
+    seq_len: Any
+    oldest: Any  # no row sees a key before it
+    i: Any  # the last key that each row sees, if causal
+    low: Any  # the first
+    full_start: Any  # the range of tiles that need no mask
+    full_end: Any
+
+
+@gluon.jit
+def rows_of(part, r, factor, cap, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """:class:`Rows` of a unit whose packed rows are r."""
+    MASKS: gl.constexpr = SPEC.masks
+    first_i = part.seq_len - part.q_len + part.first_token
+    last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
+    full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, numbers, MASKS, SHAPE.N)
+    low, i = keys_of_rows(first_i + r // SPEC.G, part.s, None, numbers, MASKS)
+    return Rows(factor, cap, part.seq_len, oldest, i, low, full_start, full_end)
+
+
+@gluon.jit
+def factor_of(numbers, SPEC: gl.constexpr):
+    """The factor and the soft cap of :class:`Rows` if all rows have the same."""
+    factor = numbers.scale * LOG2E
+    cap = (0.0, 0.0)
+    if SPEC.logits.soft_cap:
+        factor = 1.0
+        cap = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
+    return factor, cap
+
+
+@gluon.jit
+def is_masked(rows, tile, SPEC: gl.constexpr):
+    """Whether some row does not see some key of a tile."""
+    MASKS: gl.constexpr = SPEC.masks
+    return needs_mask(tile, rows.full_start, rows.full_end, MASKS)
+
+
+@gluon.jit
+def keep(qk, rows, begin, AXIS: gl.constexpr, SPEC: gl.constexpr):
+    """Whether each row sees each key of the tile of scores that begins at key ``begin``."""
+    MASKS: gl.constexpr = SPEC.masks
+    keys: gl.constexpr = gl.SliceLayout(1 - AXIS, qk.type.layout)
+    j = gl.expand_dims(begin + gl.arange(0, qk.shape[AXIS], keys), 1 - AXIS)
+    return keep_seen(j, gl.expand_dims(rows.low, AXIS), gl.expand_dims(rows.i, AXIS), rows.seq_len, MASKS)
+
+
+@gluon.jit
+def has_unseen(rows, begin, N: gl.constexpr):
+    """Whether no row sees some key of a tile: its values may be NaN."""
+    return (begin + N > rows.seq_len) | (begin < rows.oldest)
+
+
+@gluon.jit
+def zero_unseen(values, begin, rows, layout: gl.constexpr):
+    """Zero the values ``[8, columns]`` of the keys from ``begin`` on that no row sees: their weights are 0, but
+    0 * NaN would be NaN."""
+    if (begin < rows.oldest) | (begin + 8 > rows.seq_len):
+        j = begin + gl.arange(0, 8, gl.SliceLayout(1, layout))
+        values.store(gl.where(((j >= rows.oldest) & (j < rows.seq_len))[:, None], values.load(layout), 0.0))
+
+
+@gluon.jit
+def apply_soft_cap(scores, cap):
+    """``cap[0] * tanh(cap[1] * scores)``, to base 2."""
+    return cap[0] - 2.0 * cap[0] / (gl.exp2(scores * cap[1]) + 1.0)
+
+
+@gluon.jit
+def finite(m):
+    """The maximum that is subtracted: 0 for a row that has seen no key, as exp2(-inf - 0) is 0."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def add_sink(m, l, head, part, tensors, SPEC: gl.constexpr):
+    """Maxima and totals with the sinks of the heads, which the first part of a unit includes, and the decay."""
+    decay = gl.full([m.shape[0]], 1.0, gl.float32, m.type.layout)
+    if SPEC.logits.sinks:
+        if part.tile == part.first_tile:
+            sink = gl.load(tensors.sinks + head, mask=head < SPEC.heads, other=0.0) * LOG2E
+            m_new = gl.maximum(m, sink)
+            shift = finite(m_new)
+            decay = gl.exp2(m - shift)
+            l = l * decay + gl.exp2(sink - shift)
+            m = m_new
+    return m, l, decay
+
+
+@gluon.jit
+def normalizer(l, decay):
+    """The factor of a unit's sums: 0 for a row that has seen no key. NaN stays NaN."""
+    return gl.where(l != 0.0, decay / gl.where(l != 0.0, l, 1.0), 0.0)
+
+
+@gluon.jit
+def lse2_of(m, l):
+    """lse to base 2: -inf for a row that has seen no key."""
+    return gl.where(l != 0.0, m + gl.log2(gl.where(l != 0.0, l, 1.0)), float("-inf"))
+
+
+@gluon.jit
+def live_rows(part, r, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Which of the packed rows r belong to a token and a head."""
+    in_tile = r < SHAPE.M // SPEC.G * SPEC.G
+    return in_tile & (part.first_token + r // SPEC.G < part.q_len) & (part.kh * SPEC.G + r % SPEC.G < SPEC.heads)
+
+
+@gluon.jit
+def is_whole(part):
+    """Whether a part is all of its unit; other parts are merged later."""
+    return (part.tile == part.first_tile) & (part.tile + part.count == part.end_tile)
+
+
+@gluon.jit
+def output_row(part, r, SPEC: gl.constexpr):
+    """The rows of packed rows r in ``out [T * H, R]``."""
+    return (part.row_start + (part.first_token + r // SPEC.G)).to(gl.int64) * SPEC.heads + (
+        part.kh * SPEC.G + r % SPEC.G
+    )
+
+
+@gluon.jit
+def part_row(part, r, SHAPE: gl.constexpr):
+    """The rows of packed rows r in ``parts [P * 2 * M, R]``."""
+    return (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
+
+
+@gluon.jit
+def store_lse(lse2, part, r, tensors, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Store the lse of a part's rows."""
+    live = live_rows(part, r, SPEC, SHAPE)
+    if is_whole(part):
+        if SPEC.lse:
+            gl.store(tensors.lse + output_row(part, r, SPEC), lse2 * LN2, mask=live)
+    else:
+        gl.store(tensors.part_lse + part_row(part, r, SHAPE), lse2, mask=live)
+
+
+class Messages(NamedTuple):
+    """What the warpgroup that computes scores sends to the two that sum values: one message per tile, and one at the
+    end of a part, with the factors of its result."""
+
+    weights: Any  # of the keys of a tile
+    factors: Any  # of the sums so far
+    changed: Any  # per warp: whether a factor of its rows is not 1
+    ring: Any
+
+
+@gluon.jit
+def send_factors(messages, n, factors, m_new, m):
+    """Store the factors of the sums so far in the n-th message."""
+    place = stage_of(messages.ring, n)
+    messages.factors.index(place).store(factors)
+    changed = (m_new != m).to(gl.int32)
+    messages.changed.index(place).store(gl.max(changed.reshape([4, changed.shape[0] // 4]), 1))
+
+
+@gluon.jit
+def send_last(messages, n, factors):
+    """Send the factors of a part's result as the n-th message."""
+    wait_empty(messages.ring, n)
+    messages.factors.index(stage_of(messages.ring, n)).store(factors)
+    fill(messages.ring, n)
+
+
+@gluon.jit
+def receive_last(messages, n, layout: gl.constexpr):
+    """The factors of a part's result."""
+    wait_full(messages.ring, n)
+    factors = messages.factors.index(stage_of(messages.ring, n)).load(layout)
+    release(messages.ring, n)
+    return factors
+
+
+@gluon.jit
+def load_factors(messages, n, layout: gl.constexpr):
+    """The factors of the sums so far, and whether one of them is not 1."""
+    place = stage_of(messages.ring, n)
+    factors = messages.factors.index(place).load(layout)
+    return factors, gl.max(messages.changed.index(place).load(gl.BlockedLayout([4], [32], [4], [0])), 0)

@@ -1,0 +1,126 @@
+"""What ``explain`` says of calls: the kernel that serves them, and the reasons against the others."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import paged_ops
+from paged_ops.cli import app
+from paged_ops.lowerings.cpu import fused, processor
+
+
+def a_call(T=4, S=4, H=4, K=2, D=16, dtype=torch.float32):
+    """The arguments of attention on the CPU, with values that must not be read."""
+    tables, lens, starts = (torch.full(shape, -7, dtype=torch.int32) for shape in ((S, 3), (S,), (S + 1,)))
+    kv_cache = torch.full((5, 2, 8, K, D), torch.nan, dtype=dtype)
+    return torch.full((T, H, D), torch.nan, dtype=dtype), kv_cache, tables, lens, starts, 0.25
+
+
+def reasons_of(answer):
+    return {name: "; ".join(reasons) for name, reasons in answer.others}
+
+
+@pytest.mark.parametrize("op", [paged_ops.paged_attention, "paged_attention_with_lse"])
+def test_the_kernel_of_the_cpu(op, monkeypatch):
+    monkeypatch.setattr(fused, "compiled", lambda: lambda _: 1)
+    answer = paged_ops.explain(op, *a_call())
+    assert answer.op == getattr(op, "__name__", op) and answer.device == "cpu"
+    assert answer.kernel == "the C++ function" and len(answer.others) == 2
+    assert str(answer).splitlines()[0] == f"{answer.op} on cpu: the C++ function"
+    answer = paged_ops.explain(op, *a_call(), block_sparse=[8, 1, 2, 1, 0, 0, 1])
+    assert answer.kernel.startswith("float32 matmuls")
+    assert all("block_sparse" in reason for reason in reasons_of(answer).values())
+    monkeypatch.setattr(fused, "compiled", lambda: None)
+    answer = paged_ops.explain(op, *a_call())
+    assert answer.kernel.startswith("PyTorch's flash kernel")
+    assert "compiler" in reasons_of(answer)["the C++ function"]
+    assert paged_ops.explain(op, *a_call(), soft_cap=3.0).kernel.startswith("float32 matmuls")
+
+
+def test_the_cpu_names_both_kernels_where_rows_decide(monkeypatch):
+    monkeypatch.setattr(fused, "compiled", lambda: lambda _: 0)
+    monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
+    answer = paged_ops.explain("paged_attention", *a_call(dtype=torch.bfloat16))
+    assert "more than 32 rows" in answer.kernel
+
+
+def test_other_ops_have_one_implementation():
+    key = torch.zeros(3, 2, 16)
+    answer = paged_ops.explain("reshape_and_cache", key, key, torch.zeros(5, 2, 8, 2, 16), torch.arange(3))
+    assert answer.kernel == "one implementation, which serves all calls" and not answer.others
+
+
+def test_what_explain_refuses():
+    with pytest.raises(ValueError, match="op: expected one of"):
+        paged_ops.explain("attention", *a_call())
+    with pytest.raises(ValueError, match="got no tensor"):
+        paged_ops.explain("paged_attention")
+    query, *rest = a_call()
+    with pytest.raises(ValueError, match="cache"):
+        paged_ops.explain("paged_attention", query, rest[0][0, 0, 0], *rest[1:])
+    with pytest.raises(ValueError, match="device"):
+        paged_ops.explain("paged_attention", *(each.to("meta") for each in (query, *rest[:-1])), 0.25)
+
+
+def described(*options):
+    result = CliRunner().invoke(app, ["explain", *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel", "launches", "against"),
+    [
+        ([], "hopper.shares", ["shares_kernel", "merge_kernel"], {"hopper.dense": "fits a tile of split_kernel"}),
+        (["--query-lens", "2x1"], "triton.decode", ["split_kernel", "merge_kernel"],
+         {"hopper.shares": "packed query rows"}),
+        (["--query-lens", "63x1,2048"], "hopper.mixed", ["mixed_kernel", "merge_kernel"], {}),
+        (["--query-lens", "2000", "--feature", "sliding_window=64"], "hopper.dense",
+         ["split_kernel", "dense_kernel", "merge_kernel"], {"hopper.fp8": "expected float8"}),
+        (["--query-lens", "2000", "--feature", "alibi_slopes"], "triton.prefill",
+         ["split_kernel", "prefill_kernel", "merge_kernel"], {"hopper.dense": "alibi: not applied"}),
+        (["--device", "A100", "--cache-dtype", "e4m3", "--feature", "k_scale"], "triton.decode",
+         ["split_kernel", "merge_kernel"], {"triton.prefill": "triton.decode comes first"}),
+        (["--layout", "LATENT", "--heads", "128/1", "--head-size", "576", "--value-head-size", "512"], "hopper.latent",
+         ["latent_hopper_kernel", "merge_kernel"], {"triton.decode": "head_size: at most 256"}),
+    ],
+)  # fmt: skip
+def test_described_calls_on_gpus_that_are_not_present(options, kernel, launches, against):
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from paged_ops.lowerings.gpu.attention import call, choose
+    from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, TRITON
+
+    if TRITON > NEWEST_KNOWN:
+        pytest.skip("Gluon kernels are used up to the newest known Triton")
+    given = options if "--device" in options else ["--device", "H200", *options]
+    answer = json.loads(described(*given, "--json"))
+    assert answer["kernel"] == kernel
+    assert [each.partition(":")[0] for each in answer["launches"]] == launches
+    assert all("grid" in each and "query rows" in each for each in answer["launches"])
+    others = {name: "; ".join(reasons) for name, reasons in answer["others"]}
+    assert all(text in others[name] for name, text in against.items()), others
+    assert not (call._calls or call._signatures), "explain keeps nothing"
+    names = [each.__name__.partition("attention.")[2] for each in choose.hopper_kernels()]
+    if "A100" not in given:
+        assert {kernel, *others} >= {*names}
+
+
+def test_a_described_call_on_the_cpu():
+    assert described("--dtype", "float32").startswith("paged_attention on cpu: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "H20"], "--device: expected cpu, xla, cuda"),
+        (["--heads", "32"], "--heads: expected two numbers"),
+        (["--query-lens", "3x"], "--query-lens: expected numbers"),
+        (["--dtype", "real"], "--dtype: expected the name of a dtype"),
+        (["--layout", "nhd"], "--layout: expected one of"),
+    ],
+)
+def test_wrong_descriptions(options, message):
+    result = CliRunner().invoke(app, ["explain", *options])
+    assert result.exit_code == 1 and message in str(result.exception)
