@@ -1,4 +1,4 @@
-"""The arithmetic of the Hopper kernels: what a warpgroup computes with its part of an item's query rows.
+"""The consumers of the Hopper kernels: matmuls and softmax of 64 query rows of an item per warpgroup.
 
 Letters, and the roles of warps: see dense.py.
 """
@@ -34,7 +34,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 class Rows(NamedTuple):
-    """What a consumer knows of its rows of an item."""
+    """A consumer's query rows of an item."""
 
     which: Any  # of the consumers
     tile: Any  # of query rows, in shared memory
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a consumer has of the key tiles so far."""
+    """A consumer's results of the key tiles so far."""
 
     acc: Any  # the sums of weighted values, a tuple: each has some columns
     p16: Any  # the weights of the last tile, whose values are not added yet
@@ -62,13 +62,30 @@ def as_column(factor, BY_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def factor_of(numbers, SPEC: gl.constexpr):
+    """The factor of scores, to base 2, and the soft cap."""
+    factor = numbers.scale * LOG2E
+    cap = (0.0, 0.0)
+    if SPEC.logits.soft_cap:
+        factor = 1.0
+        cap = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
+    return factor, cap
+
+
+@gluon.jit
+def apply_soft_cap(scores, cap):
+    """``cap[0] * tanh(cap[1] * scores)``, to base 2."""
+    return cap[0] - 2.0 * cap[0] / (gl.exp2(scores * cap[1]) + 1.0)
+
+
+@gluon.jit
 def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.constexpr, SPEC: gl.constexpr):
     """p (unnormalised), m, each thread's sum of p, and the decay of earlier sums; to base 2, with the scale folded into
     one multiply-add. BY_ROWS: each row has its own factor, or with a soft cap its own cap[1]."""
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     factor, cap = rows.factor, rows.cap
-    if SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
-        qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * as_column(cap[1], BY_ROWS)) + 1.0)
+    if SOFT_CAP:
+        qk = apply_soft_cap(qk, (cap[0], as_column(cap[1], BY_ROWS)))
     if MASKED:
         kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, SPEC.masks)
         qk = gl.where(kept, qk, float("-inf"))
@@ -363,13 +380,7 @@ def attend(
 @gluon.jit
 def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """64 of the rows of each item: their matmuls, softmax and output."""
-    numbers = batch.numbers
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    of_all = numbers.scale * LOG2E
-    cap_of_all = (0.0, 0.0)
-    if SOFT_CAP:
-        of_all = 1.0
-        cap_of_all = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
+    factor, cap = factor_of(batch.numbers, SPEC)
     tiles = next_tiles(shared, 0, 4)
     n = 0
     total = 0
@@ -379,7 +390,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
             skip(item, total, shared, SHAPE)
             release(shared.item_ring, n)
         else:
-            attend(item, n, total, of_all, cap_of_all, which, batch, shared, SPEC, SHAPE)
+            attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)
         total += tiles
         n += 1
         tiles = next_tiles(shared, n, 4)
