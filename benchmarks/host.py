@@ -50,7 +50,7 @@ def cold(is_ahead: bool) -> None:
 
     torch.set_grad_enabled(False)
     if not is_ahead:
-        precompile.compiles_ahead = lambda: False
+        precompile.can_precompile = lambda: False
     record: dict[str, Any] = {"part": "cold", "ahead": is_ahead, "import_s": time.perf_counter() - started}
     c = d.LLAMA_8B
     model = d.transformers_model(c)

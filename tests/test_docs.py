@@ -112,6 +112,13 @@ def test_folder_listing_is_complete():
     assert listed == present
 
 
+@pytest.mark.parametrize("folder", ["cache", "metadata", "graphs", "generation", "parallel"])
+def test_folder_lines_name_every_module(folder):
+    line = re.search(rf"^  {folder}/ .*$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)[0]
+    modules = {path.stem for path in (ROOT / "paged_ops" / folder).glob("*.py")} - {"__init__"}
+    assert modules - set(re.findall(r"\w+", line)) == set()
+
+
 def equivalents() -> list[str]:
     """The identifiers in the second columns of docs/comparison.md, without their arguments."""
     tables = (ROOT / "docs/comparison.md").read_text().partition("### PagedAttention")[2]

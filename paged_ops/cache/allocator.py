@@ -1,8 +1,8 @@
-"""Which blocks hold which tokens of which sequence.
+"""The blocks of each sequence: allocation, sharing, copy-on-write, and swapping to the host.
 
 Paged memory with copy-on-write and preemption by swapping is the idea of PagedAttention (Kwon et al. 2023,
-arXiv:2309.06180); the reuse of full prefix blocks, idle ones in least-recently-used order, that of vLLM's automatic
-prefix caching and of RadixAttention (SGLang, Zheng et al. 2023, arXiv:2312.07104).
+arXiv:2309.06180); the reuse of full prefix blocks, idle ones in least-recently-used order, comes from vLLM's
+automatic prefix caching and RadixAttention (SGLang, Zheng et al. 2023, arXiv:2312.07104).
 
 Letters: N blocks, B tokens per block.
 """
@@ -15,7 +15,7 @@ from typing import NoReturn
 from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.cache.lock import CacheLock
-from paged_ops.cache.prefixes import Prefix, PrefixIndex
+from paged_ops.cache.prefixes import Prefix, PrefixIndex, servable_lengths
 from paged_ops.checks import at_least
 from paged_ops.masks import oldest_key
 
@@ -24,18 +24,18 @@ from paged_ops.masks import oldest_key
 class _Sequence:
     tokens: list[int]
     blocks: list[int]  # of the device pool or, when swapped, of the host pool
-    num_computed: int  # tokens whose keys and values were written by a step that was issued
+    num_computed: int  # tokens whose keys and values an issued step wrote
     num_reserved: int  # tokens that have slots, computed ones included
     prefixes: list[Prefix]  # the root, then one for each full block of computed tokens
-    first_block: int = 0  # the index of blocks[0] in the sequence: earlier blocks were given back
+    first_block: int = 0  # the index of blocks[0] in the sequence: earlier blocks were freed
     swapped: bool = False
 
 
 class BlockAllocator:
-    """Which blocks hold which tokens of which sequence: only bookkeeping, in plain Python without tensors.
+    """The blocks of each sequence: only bookkeeping, in plain Python without tensors.
 
-    A sequence has tokens (reserved slots, in order), of which the first ``num_computed_tokens`` are written. Two kinds
-    of blocks are shared:
+    A sequence has tokens (reserved slots, in order); the first ``num_computed_tokens`` are written. Two kinds of blocks
+    are shared:
 
     - All blocks of a fork and its parent. The first of them that appends to a shared last block gets a new block, and a
       copy is queued.
@@ -43,14 +43,14 @@ class BlockAllocator:
       Blocks that a step has yet to write are not found, so no sequence attends to missing tokens.
 
     With a ``sliding_window`` w or an ``attention_chunk`` c (0 is none) each layer sees no further than that: the query
-    at position i sees the keys j > i - w, and those of its own chunk, j // c = i // c. Then a commit gives back the
+    at position i sees the keys j > i - w, and the keys of its own chunk, j // c = i // c. Then a commit frees the
     blocks that no later token can see. Their entries in the block table name the sequence's oldest block instead, as
-    kernels may read what they mask. A prefix is shared if the blocks within reach of its end are in the cache. The
+    kernels may read masked keys. A prefix is shared if the blocks within reach of its end are in the cache. The
     slots of a prompt can be reserved in parts (``first_chunk``, ``reserve``), so that it may be longer than the cache.
 
-    Work is assumed to run in the order in which it is issued (one stream): a step sees what earlier steps wrote.
-    Methods raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or not new where a new one is needed,
-    and ``OutOfBlocks`` when blocks run out; either way nothing has changed.
+    Work is assumed to run in the order of its issue (one stream): a step sees all writes of earlier steps. Methods
+    raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or not new where a new one is needed, and
+    ``OutOfBlocks`` when blocks run out; either way nothing has changed.
     """
 
     def __init__(
@@ -65,19 +65,17 @@ class BlockAllocator:
         at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         at_least(0, sliding_window=sliding_window, attention_chunk=attention_chunk)
         at_least(1, block_size=block_size)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.sliding_window = sliding_window
-        self.attention_chunk = attention_chunk
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.sliding_window, self.attention_chunk = sliding_window, attention_chunk
         self._forgets = bool(sliding_window or attention_chunk)
-        self.pool = BlockPool(num_blocks, "device")
-        self.host_pool = BlockPool(num_host_blocks, "host")
+        self.pool, self.host_pool = BlockPool(num_blocks, "device"), BlockPool(num_host_blocks, "host")
         self._sequences: dict[Hashable, _Sequence] = {}
-        self.weights_version: Hashable = None  # of a loop's model; requests by other weights have it in their keys
+        self.weights_version: Hashable = None  # of the model that first used the cache; other versions are in the keys
         self._copies: dict[int, int] = {}  # pending, by destination; each holds a reference to its source
         self._prefixes = PrefixIndex(block_size)
         self.lock = CacheLock()
-        self._admitted_tokens = self._hit_tokens = self._num_copied = self._num_swapped_out = self._num_swapped_in = 0
+        counts = ("admitted_tokens", "hit_tokens", "copied_blocks", "swapped_out_blocks", "swapped_in_blocks")
+        self._counts = dict.fromkeys(counts, 0)
 
     def admit(
         self,
@@ -105,10 +103,10 @@ class BlockAllocator:
         prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
         blocks = self.pool.take(plan)
         num_cached = (len(prefixes) - 1) * self.block_size
-        first_block = self._first_block(num_cached)
-        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, first_block)
-        self._admitted_tokens += len(tokens)
-        self._hit_tokens += num_cached
+        first = self._first_block(num_cached)
+        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, first)
+        self._counts["admitted_tokens"] += len(tokens)
+        self._counts["hit_tokens"] += num_cached
         return num_cached
 
     def can_admit(
@@ -128,11 +126,10 @@ class BlockAllocator:
     def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
         """The numbers of leading tokens that ``admit`` could find in the cache now, from 0 up."""
         blocks = self._chain(list(map(int, token_ids)), extra_key)[1]
-        return [length * self.block_size for length in self._servable(blocks)]
+        return [length * self.block_size for length in servable_lengths(blocks, self.block_size, self._first_block)]
 
     def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
-        """Makes sure that the next ``num_tokens`` tokens that are not computed have slots. For prompts that were
-        admitted with a ``first_chunk``."""
+        """Reserves slots for the next ``num_tokens`` uncomputed tokens of a prompt admitted with a ``first_chunk``."""
         seq = self._live(seq_id)
         waiting = len(seq.tokens) - seq.num_computed
         if not 0 <= num_tokens <= waiting:
@@ -171,8 +168,8 @@ class BlockAllocator:
         return self.pool.fits([None] * self._growth(self._live(seq_id), num_tokens)[1])
 
     def commit(self, seq_id: Hashable, num_written: int) -> None:
-        """Records that the step which writes the next ``num_written`` reserved tokens was issued. Blocks that it made
-        full can be shared from now on; blocks that no later token sees are given back."""
+        """Records that the step which writes the next ``num_written`` reserved tokens was issued. Its full blocks can
+        be shared from now on; blocks that no later token sees are freed."""
         seq = self.check_commit(seq_id, num_written)
         seq.num_computed += num_written
         num_full, num_known = seq.num_computed // self.block_size, len(seq.prefixes) - 1
@@ -198,7 +195,7 @@ class BlockAllocator:
         self.truncate(seq_id, self.num_computed_tokens(seq_id))
 
     def truncate(self, seq_id: Hashable, num_tokens: int) -> None:
-        """Drops the tokens from ``num_tokens`` on, none of which is committed."""
+        """Drops the tokens from ``num_tokens`` on; none of them may be committed."""
         seq = self._live(seq_id)
         if not seq.num_computed <= num_tokens <= len(seq.tokens):
             committed = f"{seq.num_computed}..{len(seq.tokens)} (committed and all tokens of {seq_id!r})"
@@ -213,11 +210,9 @@ class BlockAllocator:
         parent's tokens must all be committed, as no step would write the reserved ones for the child."""
         self._check_new(child_id)
         parent = self._live(parent_id)
-        if parent.num_computed < len(parent.tokens):
-            raise ValueError(
-                f"parent_id: {parent_id!r} has {len(parent.tokens) - parent.num_computed} reserved tokens that are not"
-                " committed; fork after commit or rollback"
-            )
+        if left := len(parent.tokens) - parent.num_computed:
+            has = f"{parent_id!r} has {left} reserved tokens that are not committed"
+            raise ValueError(f"parent_id: {has}; fork after commit or rollback")
         for block in parent.blocks:
             self.pool.share(block)
         self._sequences[child_id] = replace(
@@ -228,15 +223,13 @@ class BlockAllocator:
         """Removes a sequence, swapped out or not; blocks that no other sequence owns become free, or idle when full."""
         seq = self._get(seq_id)
         del self._sequences[seq_id]
+        release = self.host_pool.release if seq.swapped else self._release
         for block in reversed(seq.blocks):  # so that the end of a prefix is evicted before its start
-            if seq.swapped:
-                self.host_pool.release(block)
-            else:
-                self._release(block)
+            release(block)
 
     def reset(self, free_sequences: bool = False) -> None:
-        """Forgets all prefixes, on the host too. For when the weights change: the cache holds what the old weights, or
-        another adapter, computed. Raises ``ValueError`` if there are sequences, unless asked to free them first."""
+        """Forgets all prefixes, on the host too. For changed weights or adapters, as the cache holds the old ones' keys
+        and values. Raises ``ValueError`` if there are sequences, unless asked to free them first."""
         if self._sequences and not free_sequences:
             raise ValueError(
                 f"free_sequences: expected no sequence in the cache, got {len(self._sequences)}; free them, or say True"
@@ -249,9 +242,9 @@ class BlockAllocator:
         self.weights_version = None
 
     def recover(self) -> None:
-        """Repairs the bookkeeping after an exception in the middle of a call: KeyboardInterrupt may come between any
-        two statements. The pools are restored from the sequences' own lists and the pending copies. An interrupted call
-        then has happened as a whole, or not at all. O(N); changes nothing if nothing is wrong."""
+        """Repairs the bookkeeping after an exception within a call (KeyboardInterrupt, between any two statements). The
+        pools are restored from the sequences and the pending copies. The interrupted call then has happened whole, or
+        not at all. O(N); changes nothing if nothing is wrong."""
         owners: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         for seq in self._sequences.values():
             seq.num_reserved = min(seq.num_reserved, len(seq.tokens))
@@ -269,20 +262,19 @@ class BlockAllocator:
                 (self.host_pool if seq.swapped else self.pool).remember(block, prefix)
 
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
-        """Moves a sequence to host blocks. Returns pairs (device block, host block), which must be copied before
-        anything else is issued; blocks whose content is on the host already, and blocks without content, are not among
-        them."""
+        """Moves a sequence to host blocks. Returns pairs (device block, host block), which must be copied before other
+        work is issued. Blocks without content, or with content that is on the host already, are left out."""
         seq = self._live(seq_id)
         if self._copies:
             raise ValueError(f"seq_id: {seq_id!r} cannot be swapped out while copies are pending; flush copies first")
         pairs = self._move(seq_id, seq)
-        self._num_swapped_out += len(pairs)
+        self._counts["swapped_out_blocks"] += len(pairs)
         return pairs
 
     def swap_in(self, seq_id: Hashable) -> list[tuple[int, int]]:
-        """Brings a sequence back to the device; pairs (host block, device block) as in ``swap_out``."""
+        """Moves a sequence back to the device; pairs (host block, device block) as in ``swap_out``."""
         pairs = self._move(seq_id, self._swapped(seq_id))
-        self._num_swapped_in += len(pairs)
+        self._counts["swapped_in_blocks"] += len(pairs)
         return pairs
 
     def can_swap_out(self, seq_id: Hashable) -> bool:
@@ -290,17 +282,16 @@ class BlockAllocator:
         return self.host_pool.fits(self._swap_plan(self._live(seq_id)))
 
     def can_swap_in(self, seq_id: Hashable, *, num_tokens: int = 0, spare_blocks: int = 0) -> bool:
-        """Whether ``swap_in`` would find the blocks it needs now, and after it the next ``num_tokens`` tokens that are
-        not computed (by ``reserve`` or ``append``) would find theirs, with ``spare_blocks`` left over."""
+        """Whether ``swap_in`` would find its blocks now, and after it the next ``num_tokens`` uncomputed tokens (by
+        ``reserve`` or ``append``) theirs, with ``spare_blocks`` left over."""
         seq = self._swapped(seq_id)
-        plan = self._swap_plan(seq)
         stop = max(seq.num_reserved, seq.num_computed + num_tokens)
         more = self._num_blocks(stop) - self._num_blocks(seq.num_reserved) + spare_blocks
-        return self.pool.fits(plan + [None] * more)
+        return self.pool.fits(self._swap_plan(seq) + [None] * more)
 
     def pending_copies(self) -> list[tuple[int, int]]:
-        """The (source block, destination block) pairs of copy-on-write that must be copied before anything else is
-        issued. No block is both source and destination and no destination occurs twice."""
+        """The (source block, destination block) pairs of copy-on-write, which must be copied before other work is
+        issued. No block is both source and destination, and no destination occurs twice."""
         return [(source, destination) for destination, source in self._copies.items()]
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -309,37 +300,33 @@ class BlockAllocator:
         self._copies.clear()
         for source, _ in pairs:
             self._release(source)
-        self._num_copied += len(pairs)
+        self._counts["copied_blocks"] += len(pairs)
         return pairs
 
     def block_ids(self, seq_id: Hashable) -> list[int]:
-        """The sequence's row of the block table. It names the oldest block in place of blocks that were given back."""
+        """The sequence's row of the block table. It names the oldest block in place of freed blocks."""
         seq = self._live(seq_id)
         return seq.blocks[:1] * seq.first_block + seq.blocks
 
     @property
     def reserves_in_parts(self) -> bool:
-        """Whether the slots of a prompt can be reserved in parts and blocks are given back, as with a window or
-        chunk."""
+        """Whether a prompt's slots can be reserved in chunks and blocks are freed, as with a window or chunk."""
         return self._forgets
 
     def num_given_back(self, seq_id: Hashable) -> int:
-        """How many blocks at its start a sequence has given back. This and the number of its slots tell whether
-        ``block_ids`` has changed."""
+        """How many blocks at its start a sequence has freed. ``block_ids`` changes only with this number and the number
+        of slots."""
         return self._live(seq_id).first_block
 
     def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
-        """The slots (block · B + offset) of tokens start..stop-1; by default, of the tokens reserved and not
-        committed."""
+        """The slots (block · B + offset) of tokens start..stop-1; by default, of the uncommitted reserved tokens."""
         seq = self._live(seq_id)
         start, stop = seq.num_computed if start is None else start, seq.num_reserved if stop is None else stop
         size = self.block_size
         first = seq.first_block * size
         if not first <= start <= stop <= seq.num_reserved:
-            raise ValueError(
-                f"start, stop: expected a range within {first}..{seq.num_reserved} (the tokens of {seq_id!r} that have"
-                f" slots), got {start}..{stop}"
-            )
+            has_slots = f"{first}..{seq.num_reserved} (the tokens of {seq_id!r} that have slots)"
+            raise ValueError(f"start, stop: expected a range within {has_slots}, got {start}..{stop}")
         return [seq.blocks[(at - first) // size] * size + at % size for at in range(start, stop)]
 
     def num_tokens(self, seq_id: Hashable) -> int:
@@ -353,9 +340,8 @@ class BlockAllocator:
     @property
     def max_seq_len(self) -> int:
         """The longest sequence that the cache can hold if there is no other."""
-        if self._forgets and self.num_blocks >= most_blocks_kept(
-            self.block_size, self.sliding_window, self.attention_chunk
-        ):
+        reach = self.sliding_window, self.attention_chunk
+        if self._forgets and self.num_blocks >= most_blocks_kept(self.block_size, *reach):
             return 2**31 - 1  # lengths are int32
         return self.num_blocks * self.block_size
 
@@ -366,7 +352,7 @@ class BlockAllocator:
 
     @property
     def seq_ids(self) -> list[Hashable]:
-        """All sequences, in the order in which they came."""
+        """All sequences, in the order of their admission."""
         return list(self._sequences)
 
     def __contains__(self, seq_id: Hashable) -> bool:
@@ -387,11 +373,7 @@ class BlockAllocator:
             shared_blocks=sum(count > 1 for count in pool.ref_counts),
             host_used_blocks=host.num_blocks - host.num_free,
             host_free_blocks=host.num_free,
-            admitted_tokens=self._admitted_tokens,
-            hit_tokens=self._hit_tokens,
-            copied_blocks=self._num_copied,
-            swapped_out_blocks=self._num_swapped_out,
-            swapped_in_blocks=self._num_swapped_in,
+            **self._counts,
         )
 
     def _get(self, seq_id: Hashable) -> _Sequence:
@@ -427,8 +409,7 @@ class BlockAllocator:
 
     def _give_back(self, seq_id: Hashable, seq: _Sequence) -> None:
         first_block = self._first_block(seq.num_computed)
-        count = first_block - seq.first_block
-        if count:
+        if count := first_block - seq.first_block:
             unseen = seq.blocks[:count]
             # one assignment, so that an interrupt leaves both as they were or both changed
             self._sequences[seq_id] = replace(seq, blocks=seq.blocks[count:], first_block=first_block)
@@ -436,8 +417,7 @@ class BlockAllocator:
                 self._release(block)
 
     def _chain(self, tokens: list[int], extra_key: Hashable) -> tuple[list[Prefix], list[int | None]]:
-        """The prefixes of the leading blocks, after the root, as far as they are known; and for each, the block that
-        holds its end if that is still in the cache."""
+        """The root and the known prefixes of the leading blocks; and for each block, its id if it is in the cache."""
         if not tokens:
             raise ValueError("token_ids: expected at least one token, got none")
         prefixes = [self._prefixes.root(extra_key)]
@@ -451,23 +431,15 @@ class BlockAllocator:
             blocks.append(block)
         return prefixes, blocks
 
-    def _servable(self, blocks: list[int | None]) -> list[int]:
-        """The numbers of leading blocks after which a sequence could go on, because all that it would see is there."""
-        lengths, start = [0], 0  # the start of the last run of blocks without a gap
-        for index, block in enumerate(blocks):
-            if block is None:
-                start = index + 1
-            elif start <= self._first_block((index + 1) * self.block_size):
-                lengths.append(index + 1)
-        return lengths
-
     def _plan(
         self, tokens: list[int], extra_key: Hashable, first_chunk: int | None, max_cached: int | None
     ) -> tuple[list[Prefix], list[int | None], int]:
-        """The prefixes that an admission finds, what it takes from the pool, and how many tokens get slots."""
+        """The prefixes that an admission finds, its request to the pool, and how many tokens get slots."""
         prefixes, blocks = self._chain(tokens, extra_key)
         most = len(blocks) if max_cached is None else max_cached // self.block_size
-        length = max(length for length in self._servable(blocks) if length <= most)
+        length = max(
+            length for length in servable_lengths(blocks, self.block_size, self._first_block) if length <= most
+        )
         num_reserved = len(tokens)
         if first_chunk is not None:
             at_least(1, first_chunk=first_chunk)
@@ -496,8 +468,7 @@ class BlockAllocator:
             self._release(self._copies.pop(block))  # the copy is no longer needed
 
     def _swap_plan(self, seq: _Sequence) -> list[int | None]:
-        """For the other memory than the sequence is in. The host takes only computed tokens, the device also reserved
-        ones."""
+        """What to take from the other memory. The host holds only computed tokens, the device also reserved ones."""
         target, num_tokens = (self.pool, seq.num_reserved) if seq.swapped else (self.host_pool, seq.num_computed)
         found = [target.find(prefix) for prefix in seq.prefixes[1 + seq.first_block :]]
         return found + [None] * (self._num_blocks(num_tokens) - seq.first_block - len(found))
@@ -522,10 +493,8 @@ class BlockAllocator:
         return pairs
 
     def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:
-        """Issues the copies of a swap, before the sequence changes. This class has no memory, so nothing to copy."""
+        """Issues the copies of a swap, before the sequence changes; this class has no memory to copy."""
 
     def __copy__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__}: a shallow copy would own the same blocks a second time; copy.deepcopy gives an"
-            " independent one"
-        )
+        name = type(self).__name__
+        raise TypeError(f"{name}: a shallow copy would own the same blocks a second time; use copy.deepcopy")

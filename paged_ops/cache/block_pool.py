@@ -146,7 +146,7 @@ class CacheStats:
     host_used_blocks: int
     host_free_blocks: int
     admitted_tokens: int  # prompt tokens of all admissions
-    hit_tokens: int  # those of them found in the cache
+    hit_tokens: int  # of these, found in the cache
     copied_blocks: int  # copy-on-write
     swapped_out_blocks: int  # moved to the host; blocks whose content was there already are not counted
     swapped_in_blocks: int

@@ -1,9 +1,9 @@
 """A cache of several pools: layers with different windows have blocks of their own, and layers with state have slots.
 
-Layers with a sliding window or chunk give back blocks that layers which see everything must keep. So each window or
-chunk has a ``KVCache`` of its own, a *pool*, with its own block ids. A sequence is in all pools, and in the state slots
+Layers with a sliding window or chunk free blocks that layers which see everything must keep. So each window or chunk
+has a ``KVCache`` of its own, a *pool*, with its own block ids. A sequence is in all pools, and in the state slots
 of layers that keep state instead of keys. ``HybridCache`` has the methods of ``KVCache``; each changes all pools or
-none. The idea of pools by reach is that of vLLM's hybrid KV cache manager and of Jenga (Zhang et al. 2025,
+none. The idea of pools by reach comes from vLLM's hybrid KV cache manager and from Jenga (Zhang et al. 2025,
 arXiv:2503.18292).
 
 Letters: N blocks, B tokens per block, L layers with attention.
@@ -44,7 +44,7 @@ class HybridCache:
         states: slots of the layers that keep state.
 
     Attributes:
-        layers: the tensors of the L layers in the model's order, then those of ``states``: what a step is given.
+        layers: the tensors of the L layers in the model's order, then the tensors of ``states``: the caches of a step.
         block_size, device: of all pools.
         lock: held by calls of generation loops that change the cache.
 
@@ -108,8 +108,8 @@ class HybridCache:
                 ``KVCache``.
             sliding_window, attention_chunk: one number or one for each layer; 0 is everything.
             num_blocks: N of the pool whose layers see everything, and of all pools if ``num_window_blocks`` is None.
-            num_window_blocks: N of each pool with a window or chunk. :func:`blocks_within_reach` gives what suffices
-                for so many sequences at once.
+            num_window_blocks: N of each pool with a window or chunk. :func:`blocks_within_reach` gives a number
+                that always suffices.
             num_host_blocks: of each pool.
             states: slots of further layers.
             shard: as of ``KVCache``, for the layers that see everything; the others keep all their tokens.
@@ -153,11 +153,11 @@ class HybridCache:
 
     @property
     def reserves_in_parts(self) -> bool:
-        """Whether some pool reserves the slots of a prompt in parts, and gives blocks back."""
+        """Whether some pool reserves a prompt's slots in chunks, and frees blocks."""
         return any(pool.reserves_in_parts for pool in self.pools)
 
     def num_given_back(self, seq_id: Hashable) -> int:
-        """How many blocks the sequence has given back, in all pools."""
+        """How many blocks the sequence has freed, in all pools."""
         return sum(pool.num_given_back(seq_id) for pool in self.pools)
 
     @property
@@ -233,7 +233,7 @@ class HybridCache:
         max_cached: int | None = None,
         spare_blocks: int = 0,
     ) -> bool:
-        """Whether ``admit`` would find what it needs now, and leave ``spare_blocks`` free in each pool."""
+        """Whether ``admit`` would find its blocks and slot now, and leave ``spare_blocks`` free in each pool."""
         tokens = [int(token) for token in token_ids]
         cached = self._common_length(tokens, extra_key, max_cached)
         options: dict[str, Any] = {"first_chunk": first_chunk, "max_cached": cached, "spare_blocks": spare_blocks}
@@ -284,7 +284,7 @@ class HybridCache:
         self._finish_commit()
 
     def rollback(self, seq_id: Hashable) -> None:
-        """Drops the tokens that were not committed; the state is always that of the last commit."""
+        """Drops the tokens that were not committed; the state is always the last commit's."""
         for pool in self.pools:
             pool.rollback(seq_id)
 
@@ -457,10 +457,10 @@ def pools_by_reach(reaches: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, 
 def blocks_within_reach(
     max_num_seqs: int, max_num_tokens: int, block_size: int, *, sliding_window: int = 0, attention_chunk: int = 0
 ) -> int:
-    """The number of blocks with which a pool of this window or chunk never runs out.
+    """The number of blocks that always suffices for a pool of this window or chunk.
 
     Each of ``max_num_seqs`` sequences keeps what its window (chunk) touches, and a step of ``max_num_tokens`` tokens
-    adds new blocks before it gives back old ones. More blocks keep more prefixes.
+    adds new blocks before it frees old ones. More blocks keep more prefixes.
     """
     expect(sliding_window > 0 or attention_chunk > 0, "sliding_window", "one, or an attention_chunk", sliding_window)
     kept = most_blocks_kept(block_size, sliding_window, attention_chunk)

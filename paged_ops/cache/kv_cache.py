@@ -62,10 +62,10 @@ class KVCache(BlockAllocator):
         device: where the layers live; "cuda" means the GPU that is current at construction.
         layout: the default layout of the device when None.
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
-        sliding_window, attention_chunk: how far all layers see; blocks out of reach are given back. 0: everything.
+        sliding_window, attention_chunk: how far all layers see; blocks out of reach are freed. 0: everything.
             All layers share the blocks, so use :class:`paged_ops.HybridCache` for layers with different windows.
-        shard: this rank among those over which the tokens are spread (context parallelism): of each block of B tokens
-            it then holds B / W. All ranks have the same N, B and calls, and so the same block ids.
+        shard: this rank's shard of each sequence's tokens (context parallelism): B / W tokens of each block. All ranks
+            have the same N, B and calls, and so the same block ids.
 
     Attributes:
         layers: L tensors, zeroed, in the form that the ops take (HND is a view of its allocation). Two forms must be

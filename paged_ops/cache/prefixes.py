@@ -6,7 +6,7 @@ Letters: B tokens per block.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 
@@ -57,3 +57,20 @@ class PrefixIndex:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prefixes = weakref.WeakValueDictionary(state["_prefixes"])
+
+
+def servable_lengths(blocks: Sequence[int | None], block_size: int, first_block: Callable[[int], int]) -> list[int]:
+    """The numbers of leading blocks after which a sequence could continue, as all blocks that it would see are cached.
+
+    Args:
+        blocks: the ids of the leading blocks; None is a block that is not in the cache.
+        block_size: B.
+        first_block: the oldest block that tokens from a position on see.
+    """
+    lengths, start = [0], 0  # the start of the last run of blocks without a gap
+    for index, block in enumerate(blocks):
+        if block is None:
+            start = index + 1
+        elif start <= first_block((index + 1) * block_size):
+            lengths.append(index + 1)
+    return lengths

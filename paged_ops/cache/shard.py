@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are on which rank, when a cache is sharded over ranks (context parallelism).
+"""The tokens of a sequence on each rank, when a cache is sharded over ranks (context parallelism).
 
 A block of a block table is ``block_size`` tokens over all W ranks, and b = block_size / W tokens in a row on each: the
 first b on rank 0, the next b on rank 1. So token j is on rank ``j // b % W``: block i of b tokens on rank ``i % W``. In
@@ -20,13 +20,13 @@ from paged_ops.checks import expect
 
 
 class TokenShard(NamedTuple):
-    """This rank, among ``size`` ranks that each hold a part of every sequence's tokens."""
+    """This rank's shard of every sequence's tokens: shard ``rank`` of ``size``."""
 
     rank: int = 0
     size: int = 1
 
     def check(self, block_size: int) -> int:
-        """b, the tokens of a block that lie on each rank.
+        """b, the number of a block's tokens on each rank.
 
         Raises:
             ValueError: the ranks do not divide a block, or there is no such rank.
@@ -55,9 +55,9 @@ class TokenShard(NamedTuple):
         return slots if self.size == 1 else torch.where((offsets >= 0) & (offsets < b), slots, -1)
 
 
-UNSHARDED = TokenShard()  # every rank holds all
+UNSHARDED = TokenShard()  # every rank holds all tokens
 
 
 def widest(shards: Sequence[TokenShard]) -> TokenShard:
-    """That of the pools which are spread. All of them are spread alike; others are whole on each rank."""
+    """The shard of the pools that are sharded, all in the same way; the other pools are whole on each rank."""
     return max(shards, key=lambda shard: shard.size)

@@ -4,7 +4,7 @@
 
     states.admit(seq_id)  # a slot of zeros
     ...                   # the model reads rows states.row(seq_id) and writes their partners, row ^ 1
-    states.commit(seq_id)  # the step is issued: what it wrote is now the state
+    states.commit(seq_id)  # the step is issued: the rows that it wrote are now the state
 
 A slot is two rows of every tensor. A step reads one and writes the other, and ``commit`` swaps the two. So a step that
 fails after some layers have run, or whose result is not taken, has changed nothing, and can be run again.
@@ -37,7 +37,7 @@ class StateSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one sequence's state; a slot takes twice as many."""
+        """Bytes of one sequence's state; a slot takes twice this number."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -51,7 +51,7 @@ class _Slot:
 class StateCache:
     """A slot per sequence, in tensors of ``2 * (num_slots + 1)`` rows; the first two rows belong to padding.
 
-    Work is assumed to run in the order in which it is issued (one stream). Methods raise ``ValueError`` for a
+    Work is assumed to run in the order of its issue (one stream). Methods raise ``ValueError`` for a
     ``seq_id`` that is unknown, swapped out, or not new where a new one is needed, and ``OutOfBlocks`` when slots run
     out; either way nothing has changed.
 
@@ -131,7 +131,7 @@ class StateCache:
 
     @property
     def seq_ids(self) -> list[Hashable]:
-        """All sequences, in the order in which they came."""
+        """All sequences, in the order of their admission."""
         return list(self._slots)
 
     def __contains__(self, seq_id: Hashable) -> bool:
@@ -189,7 +189,7 @@ class StateCache:
         self._slots[seq_id] = _Slot(index, swapped=True)
 
     def swap_in(self, seq_id: Hashable) -> None:
-        """Brings a sequence's state back, asynchronously on the current stream."""
+        """Moves a sequence's state back, asynchronously on the current stream."""
         slot = self._get(seq_id)
         if not slot.swapped:
             raise ValueError(f"seq_id: {seq_id!r} is not swapped out")

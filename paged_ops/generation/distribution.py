@@ -2,7 +2,7 @@
 
 Random numbers are a hash of (seed, sample, position): a draw does not depend on the rest of the batch, has no state
 that a failed step would have to restore, and is the same on every device. Probabilities are rounded to integers before
-they are added up, so sums do not depend on the order of additions.
+they are added up, so the total does not depend on the order of additions.
 
 Sources of the ideas: nucleus sampling of Holtzman et al. (2019, arXiv:1904.09751), min-p of Nguyen et al. (2024,
 arXiv:2407.01082), the repetition penalty of Keskar et al. (2019, arXiv:1909.05858); counter-based random numbers of
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_UNIT = 2.0**51  # the weight of probability 1; sums of weights stay below 2^53, where float64 holds all integers
+_UNIT = 2.0**51  # the weight of probability 1; totals of weights stay below 2^53, where float64 holds all integers
 _LEAST_BUCKET = 127 - 51 << 7  # the upper 16 bits of 1 / _UNIT: smaller probabilities have weight 0
 _NUM_BUCKETS = (127 << 7) + 2  # up to that of probability 1, and one for NaN
 _FEW = 1024  # tokens of a row that are sorted without buckets

@@ -65,7 +65,7 @@ class GenerationLoop:
 
     Args:
         step: the model.
-        kv_cache: the cache that the step writes. It may also hold sequences of others, who must not change it while a
+        kv_cache: the cache that the step writes. Other code may keep sequences in it, but must not change it while a
             step runs. The loop's sequences are freed when they finish, when the loop is closed, and when it is garbage
             collected.
         max_num_seqs: most sequences of a step.
@@ -74,16 +74,15 @@ class GenerationLoop:
             cache can hold.
         compile: run the step through ``torch.compile(fullgraph=True)``. The sizes T and S are dynamic, so one graph
             serves every batch; it is compiled by :meth:`warm_up`, or else in the first step. If the cache has states,
-            only decodes are compiled, and steps with parts of prompts run eagerly.
+            only decodes are compiled, and steps with chunks of prompts run eagerly.
         graph_mode: which batches are captured in CUDA graphs, also by :meth:`warm_up`.
-        logits_processor, stopping_criteria: as in :class:`SamplingParams`, for all requests, before their own.
-        generation_config: what holds for requests that do not say otherwise, in place of the model's own generation
-            config: a mapping of its fields, or transformers' ``GenerationConfig``. Fields that it leaves out are the
-            model's. Both are read when the loop is made.
+        logits_processor, stopping_criteria: as in :class:`SamplingParams`, for all requests; each request's own follow.
+        generation_config: the defaults of requests: a mapping of fields, or transformers' ``GenerationConfig``. Fields
+            that it leaves out come from the model's own config. Both are read when the loop is made.
         tokenizer: the model's, for ``stop_strings``.
-        seed: makes the seeds of requests that have none; with None these differ from loop to loop.
+        seed: of the seeds of requests that have none; with None they differ from loop to loop.
         group: the ``torch.distributed`` group of ranks that run the step together, each with a loop of its own; by
-            default the step's ``process_group``. See :mod:`paged_ops.parallel` for what they must call.
+            default the step's ``process_group``. docs/parallel.md has the rules for their calls.
         rank_time_limit: seconds after which a missing rank is named in an error on all others.
 
     Raises:
@@ -147,15 +146,15 @@ class GenerationLoop:
         """Queue a prompt; returns the request's id, counted from 0.
 
         Args:
-            prompt: token ids: a list, a tensor ``[n]`` or ``[1, n]``, or what a tokenizer returns for one text.
+            prompt: token ids: a list, a tensor ``[n]`` or ``[1, n]``, or a tokenizer's result for one prompt.
             params: how to continue it; by default as ``model.generate(prompt)`` does. Samples of ``n`` above 1 have
-                consecutive ids, of which the first is returned.
+                consecutive ids; the first is returned.
             extra_key: requests with different keys never share computed prefixes (an adapter's name, a digest of an
                 image).
 
         Raises:
-            ValueError: the prompt is text or empty, holds an id that is not in the vocabulary, or can exceed, with its
-                output, max_model_len or the whole cache; weights or adapters have changed while requests are
+            ValueError: the prompt is a string or empty, holds an id that is not in the vocabulary, or can exceed, with
+                its output, max_model_len or the whole cache; weights or adapters have changed while requests are
                 unfinished; or the loop is closed. Nothing is queued then.
         """
         requests = self._inbox.make([("prompt", prompt)], [params], extra_key, self._inbox.events)
@@ -163,9 +162,9 @@ class GenerationLoop:
         return requests[0].request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request, waiting, running or swapped out, at any time; its blocks are free at once, or, within a step,
-        after it, or, among several ranks, with the next step. Its last :class:`NewToken` says "abort". False if it had
-        ended already.
+        """End a request at any time: waiting, running or swapped out. Its blocks are free at once; if a step is
+        running, after it; among several ranks, with the next step. Its last :class:`NewToken` has finish_reason
+        "abort". False if it had ended already.
 
         Waits for the step that another thread runs.
 
@@ -197,7 +196,8 @@ class GenerationLoop:
         Tokens that an earlier call left, and the ends of aborted requests, are returned first, without a step.
 
         Raises:
-            OutOfBlocks: no request can run, because others hold the cache's blocks. Free some, or abort a request.
+            OutOfBlocks: no request can run, because other sequences hold the cache's blocks. Free some, or abort a
+                request.
             Exception: whatever the model, a processor or a criterion raises. The step has not happened then.
         """
         new: list[NewToken] = []
@@ -209,8 +209,8 @@ class GenerationLoop:
             raise
 
     def run(self, on_token: Callable[[NewToken], None] | None = None) -> dict[int, Output]:
-        """Runs steps until no request is left; returns the new tokens by request id. ``on_token`` is called with each
-        token."""
+        """Runs steps until no request is unfinished; returns the new tokens by request id. ``on_token`` is called with
+        each token."""
         outputs: dict[int, Output] = {}
         while self.has_work:
             events = deque(self.step())
@@ -239,8 +239,8 @@ class GenerationLoop:
         submitted before run at the same time; their tokens are kept for :meth:`step` and :meth:`run`.
 
         Args:
-            prompts: a list of what :meth:`submit` takes, a tensor ``[S, n]``, or what a tokenizer returns for several
-                texts; if there is an ``attention_mask``, padding is removed.
+            prompts: a list of prompts as :meth:`submit` takes, a tensor ``[S, n]``, or a tokenizer's result for several
+                prompts; if there is an ``attention_mask``, padding is removed.
             params: one for all prompts, or one for each.
             on_token: called with each new token, and with the ends of requests that have no token.
             extra_key: as in :meth:`submit`.
@@ -283,8 +283,8 @@ class GenerationLoop:
         return stream
 
     def follow(self) -> None:
-        """Takes part in all that rank 0 does with its loop, until that loop is closed. For the other ranks, if only
-        rank 0 has the requests.
+        """Runs every call that rank 0 makes of its loop, until that loop is closed. For the other ranks, if only rank 0
+        has the requests.
 
         Raises:
             ValueError: on rank 0, or without a group.
@@ -300,8 +300,8 @@ class GenerationLoop:
             self._inbox.events.clear()
 
     def close(self) -> None:
-        """Aborts all requests and gives their blocks back; the loop then takes no more requests. Within a step, it does
-        so after the step. If it is interrupted, call it again. Of several ranks, all close."""
+        """Aborts all requests and frees their blocks; the loop then takes no more requests. Within a step, this happens
+        after the step. If it is interrupted, call it again. Among several ranks, all loops close."""
         self._lock.run_or_defer(self._leave)
 
     def _leave(self) -> None:
@@ -320,12 +320,12 @@ class GenerationLoop:
         self.close()
 
     def reset(self) -> None:
-        """Forgets all computed prefixes: call it when the model's weights have changed in a way that
-        ``weights_version`` of the step does not show (writes through ``.data``).
+        """Forgets all computed prefixes. Call it if the model's weights have changed, and ``weights_version`` of the
+        step does not show it (writes through ``.data``).
 
         Raises:
-            ValueError: requests are unfinished, or others have sequences in the cache. Finish or abort them first, as
-                they would go on with keys and values of the old weights.
+            ValueError: requests are unfinished, or other code has sequences in the cache. Finish or abort them first:
+                they would continue with keys and values of the old weights.
         """
         self._lock.run(functools.partial(self._on_all_ranks, "reset", self._reset))
 
@@ -350,10 +350,9 @@ class GenerationLoop:
         return self._model.graphs.stats
 
     def warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
-        """Compiles the graph that all batches use, by a step that is only padding, and captures graphs if there is a
-        mode.
+        """Compiles the step on a batch that is only padding, and captures graphs as ``graph_mode`` asks.
 
-        The cache is not touched. ``on_capture`` is called with (sizes captured, sizes in all).
+        The cache is neither read nor written. ``on_capture`` is called with (sizes captured, sizes in all).
         """
         warm_up = functools.partial(self._warm_up, on_capture)
         self._lock.run(functools.partial(self._on_all_ranks, "warm_up", warm_up))

@@ -1,4 +1,4 @@
-"""What a generation loop asks of a model, and how it runs the model: compiled, captured, with unchanged weights.
+"""The step of a model that a generation loop runs, and its runner: compiled, captured, with unchanged weights.
 
 Letters: T tokens of a step (padded), S sequences (padded), V vocabulary.
 """
@@ -22,7 +22,7 @@ class WeightsVersion(NamedTuple):
     """The version of a model's weights.
 
     ``place`` changes if weights are replaced, or other adapters become active: captured graphs would read the old ones.
-    ``writes`` changes if they are written where they are.
+    ``writes`` changes if they are written in place.
     """
 
     place: Hashable
@@ -33,12 +33,12 @@ class ModelStep(Protocol):
     """One step of a model: writes keys and values of the new tokens into the caches and returns logits.
 
     A step may have these attributes, which a loop then uses: ``max_model_len``, ``vocab_size`` (ids from there on are
-    refused), ``stop_token_ids`` (the tokens that end a text by default), ``pad_token_id`` (to refuse padded prompts),
-    ``prompts_see_ahead`` (if true, the loop refuses the step: it computes prompts in parts), ``check_kv_cache`` (a
-    method that raises ValueError for a cache that does not fit the model), ``generation_fields`` (a
-    :class:`paged_ops.generation.settings.Library`: the model's generation config, and what makes processors of it) and
-    ``weights_version`` (a method called before each step: it returns what changes with the weights, hashable, best a
-    :class:`WeightsVersion`, and raises ValueError if the model cannot run).
+    refused), ``stop_token_ids`` (the tokens that end a sequence by default), ``pad_token_id`` (to refuse padded
+    prompts), ``prompts_see_ahead`` (if true, the loop refuses the step: it computes prompts in parts),
+    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model), ``generation_fields``
+    (a :class:`paged_ops.generation.settings.Library`: the model's generation config, and makers of its processors) and
+    ``weights_version`` (a method called before each step: it returns a hashable value that changes with the weights,
+    best a :class:`WeightsVersion`, and raises ValueError if the model cannot run).
     """
 
     def __call__(

@@ -1,7 +1,7 @@
-"""What a request may ask for: :class:`SamplingParams`, its checks, and the log-probabilities that come back.
+"""The parameters of a request, :class:`SamplingParams`, with their checks, and the log-probabilities of a token.
 
 Sources of the ideas: logits processors and stopping criteria are called as transformers calls its own; presence and
-frequency penalties are those of OpenAI's completions.
+frequency penalties are defined as in OpenAI's completions.
 
 Letters: V vocabulary, n tokens of a sequence.
 """
@@ -41,28 +41,29 @@ class SamplingParams:
         seed: of this request's random numbers, which do not depend on the rest of the batch: at least -2^63 and below
             2^64. None takes a new one from the loop.
         stop_token_ids: tokens that end the sequence, and are then its last token; ``()`` means no token. None means the
-            end of text of the generation config.
+            end-of-sequence tokens of the generation config.
         n: the number of samples of the prompt, which is computed once. None follows ``num_return_sequences``.
-        logprobs: with each token, give its log-probability and those of this many likeliest tokens, from the model's
-            own logits: before penalties, processors and temperature. None gives none.
+        logprobs: with each token, give its log-probability, and the ones of this number of likeliest tokens, from the
+            model's own logits: before penalties, processors and temperature. None gives none.
         logits_processor: ``(input_ids [1, n], scores [1, V]) -> scores``, or several, called after the penalties and
-            before the temperature: those of transformers (``LogitsProcessorList``), or any function. Scores are
+            before the temperature: transformers' (``LogitsProcessorList``), or any function. Scores are
             float32; ``input_ids`` are prompt and output.
         stopping_criteria: ``(input_ids [1, n], scores [1, V]) -> bool`` or a bool tensor of one, or several, called
-            with each new token: those of transformers (``StoppingCriteriaList``), or any function.
-        top_k: sample from this many likeliest tokens; 0 is off.
+            with each new token: transformers' (``StoppingCriteriaList``), or any function.
+        top_k: sample from this number of likeliest tokens; 0 is off.
         min_p: sample from tokens whose probability is at least this part of the likeliest one's; 0 is off.
         repetition_penalty: positive logits of tokens of the prompt and the output are divided by it, others are
             multiplied by it; 1 is off.
-        presence_penalty: is taken from the logits of tokens of the output; 0 is off.
-        frequency_penalty: is taken from them once for each time that the token is in the output; 0 is off.
-        min_new_tokens: the tokens that end the sequence are not chosen before so many others.
-        stop_strings: text that ends the sequence, one or several; ``()`` means none. The tokens of the text stay in
-            the output. The loop needs the model's tokenizer: ``GenerationLoop(tokenizer=...)``.
+        presence_penalty: is subtracted from the logits of tokens of the output; 0 is off.
+        frequency_penalty: is subtracted once for each time that the token is in the output; 0 is off.
+        min_new_tokens: the number of tokens before a token that ends the sequence can be chosen.
+        stop_strings: a string that ends the sequence, or several; ``()`` means none. Its tokens stay in the output. The
+            loop needs the model's tokenizer: ``GenerationLoop(tokenizer=...)``.
         logits_processor_factory: a function without arguments that makes a ``logits_processor`` for each of the ``n``
             samples. For processors that keep state of their own, such as grammars.
-        prompt_logprobs: give the log-probability of each token of the prompt but the first, and those of this many
-            likeliest tokens: ``Output.prompt_logprobs``. Such a prompt is computed whole, without cached prefixes.
+        prompt_logprobs: give the log-probability of each token of the prompt but the first, and the ones of this
+            number of likeliest tokens: ``Output.prompt_logprobs``. Such a prompt is computed whole, without cached
+            prefixes.
 
     Raises:
         ValueError: a value is out of range, or of another type.

@@ -22,13 +22,13 @@ from paged_ops.parallel.rendezvous import ApartError, RankError, Ranks, portable
 
 Result = TypeVar("Result")
 
-FOLLOW = "follow"  # whatever rank 0 calls
+FOLLOW = "follow"  # the same call as rank 0
 LEAVE_LIMIT = 5.0  # seconds for which a leaving rank waits for the others
 UNLIMITED = float(2**24)  # seconds
 
 
 class OneRank:
-    """What a loop does together with the loops of other ranks if there are none."""
+    """The coordination of a loop with the loops of other ranks, if there are none."""
 
     leads = True
     is_lost = False  # whether the ranks cannot go on
@@ -78,11 +78,11 @@ class Call(NamedTuple):
     state: tuple[Any, ...]  # must be equal on all ranks
     submitted: tuple[Submission, ...] = ()  # since the last call
     aborted: tuple[int, ...] = ()
-    error: BaseException | None = None  # with which the rank leaves a call that others may continue
+    error: BaseException | None = None  # ended this rank's part of a call that others may continue
 
 
 class ManyRanks(OneRank):
-    """What a loop does together with the loops of other ranks.
+    """The coordination of a loop with the loops of other ranks.
 
     Two rendezvous per step: one before it, about calls, requests and aborts, and one after it, about tokens and errors.
     The first is left out while all ranks only call steps.
@@ -181,7 +181,7 @@ def join_ranks(
     stats: GenerationStats,
     sizes: tuple[Any, ...],
 ) -> OneRank:
-    """What a loop does together with the loops of the other ranks of its group, by default the step's
+    """The coordination of a loop with the loops of the other ranks of its group, by default the step's
     ``process_group``."""
     own = getattr(step, "process_group", None)
     group = own if group is None else group
@@ -197,11 +197,11 @@ def join_ranks(
 
 
 def agree_on(calls: Sequence[Call]) -> Call:
-    """The call that all ranks make: that of rank 0, with the aborts of all.
+    """The call that all ranks make: rank 0's, with the aborts of all.
 
     Raises:
         ApartError: others make another call, have another state, or submitted requests that rank 0 did not.
-        Exception: the error with which a rank has left.
+        Exception: the error of a rank that has left.
     """
     first = calls[0]
     for rank, call in enumerate(calls):

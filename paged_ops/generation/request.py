@@ -1,4 +1,4 @@
-"""What goes into a generation loop and comes out: prompts, the state of a request, its tokens."""
+"""The requests of a generation loop: their prompts, state, tokens and outputs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Output(list[int]):
         finish_reason: None while it runs.
         error: the reason, if it failed.
         logprobs: one for each token, or None if they were not asked for.
-        prompt_logprobs: one for each token of the prompt, or None if they were not asked for. That of the first token
-            is None, and so are those that are not yet computed.
+        prompt_logprobs: one for each token of the prompt, or None if they were not asked for. The first is None, as are
+            the ones that are not yet computed.
         num_cached_tokens: how many tokens of the prompt were found in the cache, or were computed for another sample,
             when the request was first run.
     """
@@ -115,7 +115,7 @@ class Request:
     others: tuple[Request, ...] = ()  # further samples of the prompt, which start when the prompt is computed
     row: int = -1  # of the block table; -1 when not running
     num_blocks: int = 0  # written to that row
-    num_given_back: int = 0  # blocks that the sequence had given back when the row was written
+    num_given_back: int = 0  # blocks that the sequence had freed when the row was written
     yielded_at: int = -1  # its length when it last gave all its blocks to others in the cache
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one list for all samples of a prompt
@@ -154,7 +154,7 @@ class Request:
         return "length" if len(self.tokens) + 1 - self.num_prompt >= self.settings.max_new_tokens else None
 
     def end(self, reason: str, error: str | None) -> None:
-        """Ends it, and lets go of what only its next tokens needed: memory of the device, and the user's functions."""
+        """Ends it, and drops what only its next tokens needed: device memory and the user's functions."""
         self.error = error
         self.processors = self.criteria = ()
         self._ids = None
@@ -268,7 +268,7 @@ class RequestMaker:
 class TokenStream(Iterator[NewToken]):
     """The tokens of one prompt as they are generated; made by :meth:`GenerationLoop.stream`.
 
-    Asking for the next token runs steps, in which all other requests take part. ``close``, leaving its ``with`` block,
+    Asking for the next token runs steps, of all other requests too. ``close``, leaving its ``with`` block,
     or deleting the stream aborts what is unfinished.
 
     Attributes:
@@ -353,7 +353,7 @@ def expect_key(extra_key: Any) -> None:
 
 
 def read_prompts(prompts: Any) -> list[Any]:
-    """The prompts of a batch as a list: from a list, a tensor ``[S, n]``, or what a tokenizer returns.
+    """The prompts of a batch as a list: from a list, a tensor ``[S, n]``, or a tokenizer's result.
 
     Of a mapping the ``input_ids`` are taken, except where ``attention_mask`` is 0: padding on either side is removed.
     """
@@ -371,11 +371,11 @@ def read_prompts(prompts: Any) -> list[Any]:
 
 
 def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]:
-    """The token ids of one prompt: from a list, a tensor ``[n]`` or ``[1, n]``, or what a tokenizer returns for one
-    text.
+    """The token ids of one prompt: from a list, a tensor ``[n]`` or ``[1, n]``, or a tokenizer's result for one prompt.
 
     Raises:
-        ValueError: it is text or empty, or an id is no integer or not in the vocabulary. The message names the prompt.
+        ValueError: it is a string or empty, or an id is no integer or not in the vocabulary. The message names the
+            prompt.
     """
     if isinstance(prompt, str):
         _refuse_text(argument)
@@ -407,9 +407,9 @@ def read_prompt(argument: str, prompt: Any, vocab_size: int | None) -> list[int]
 
 
 def refuse_padding(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -> None:
-    """Refuses a batch that looks padded: rows of one length, some of which start or end with padding and some not.
+    """Refuses a batch that looks padded: rows of one length; some start or end with padding, others do not.
 
-    The padding would be read as text.
+    The padding would be read as tokens of the prompts.
     """
     if pad_token_id is None or len(prompts) < 2 or {len(prompt) for prompt in prompts} != {max(2, len(prompts[0]))}:
         return
@@ -417,8 +417,9 @@ def refuse_padding(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -
         padded = [prompt[end] == pad_token_id for prompt in prompts]
         if any(padded) and not all(padded):
             raise ValueError(
-                f"prompts: expected text without padding, got rows of one length, some with padding ({pad_token_id}) on"
-                f" the {side}; give the tokenizer's whole result, with its attention_mask, or tokenize without padding"
+                f"prompts: expected prompts without padding, got rows of one length, some with padding ({pad_token_id})"
+                f" on the {side}; give the tokenizer's whole result, with its attention_mask, or tokenize without"
+                " padding"
             )
 
 
@@ -440,8 +441,8 @@ def _without_padding(encoding: Mapping[str, Any]) -> list[Any]:
 
 def _remedy(name: str) -> str:
     if name == "token_type_ids":
-        return "a loop reads one text per prompt; tokenize with return_token_type_ids=False"
-    return "a loop reads tokens; leave it out if the prompt is text, or call the model itself (docs/models.md)"
+        return "a loop reads one sequence per prompt; tokenize with return_token_type_ids=False"
+    return "a loop reads tokens; leave it out if the prompt has tokens alone, or call the model itself (docs/models.md)"
 
 
 def _rows(values: Any) -> list[list[Any]]:
@@ -458,4 +459,4 @@ def _is_index(value: Any) -> bool:
 
 
 def _refuse_text(argument: str) -> None:
-    raise ValueError(f"{argument}: expected token ids, got text; give tokenizer(text).input_ids")
+    raise ValueError(f"{argument}: expected token ids, got a string; give tokenizer(prompt).input_ids")

@@ -23,14 +23,14 @@ class Choices(NamedTuple):
 
     tokens: list[int]  # -1 where the logits hold NaN, or no finite value
     stops: set[int]  # indices of the requests that a stopping criterion ends
-    logprobs: dict[int, TokenLogprobs]  # of those that asked for them
-    of_prompts: Sequence[TokenLogprobs] = ()  # of the tokens of prompts for which they were asked
+    logprobs: dict[int, TokenLogprobs]  # by the index of the request, where asked for
+    of_prompts: Sequence[TokenLogprobs] = ()  # of the tokens of prompts, where asked for
 
 
 def choose(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> Choices:
     """The next token of each request, from its row of ``logits [S, V]``; a row may serve several requests.
 
-    If all requests are greedy and ask for nothing more, one transfer brings all tokens to the host.
+    If all requests are greedy and ask for nothing more, one copy transfers all tokens to the host.
     """
     if not rows:
         return Choices([], set(), {})
@@ -170,7 +170,7 @@ def _logprobs(
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """The log-probability of one token in each row of logits ``[R, V]``, and those of so many likeliest ones."""
+    """The log-probability of one token in each row of logits ``[R, V]``, and of ``counts`` likeliest tokens."""
     result: list[TokenLogprobs] = []
     most = max(1, 2**24 // logits.shape[-1])  # bounds the memory of the log-probabilities
     for start in range(0, len(tokens), most):

@@ -1,7 +1,7 @@
 """Which requests run, and which of their tokens a step computes.
 
-The state is the unfinished requests and the cache, which knows whose sequence is there, swapped out, or neither. The
-lists of requests that wait, run and are swapped out follow from it, and are rebuilt after a step that failed.
+The state is the unfinished requests and the cache, which knows whether a sequence is there, swapped out, or neither.
+The lists of waiting, running and swapped-out requests follow from it, and are rebuilt after a step that failed.
 
 Letters: M columns of a block table, B tokens per block.
 """
@@ -117,7 +117,7 @@ class Scheduler:
         request's tokens had room, but a request was preempted: the step after it then has room for others.
 
         Raises:
-            OutOfBlocks: no request can run, because others hold the cache's blocks.
+            OutOfBlocks: no request can run, because other sequences hold the cache's blocks.
         """
         self.is_open, self._admitted = True, []
         decodes: list[Scheduled] = []
@@ -296,8 +296,8 @@ class Scheduler:
         return num_cached
 
     def _least_slots(self, request: Request) -> int:
-        """The fewest slots with which it is admitted: one, but if it gave way to others in the cache, as many as get it
-        through its prompt whatever they do. As each part gives blocks back, :meth:`finish` reserves others."""
+        """The fewest slots for an admission: one. If the request yielded to other sequences in the cache, enough for
+        its whole prompt whatever they do. As each chunk frees blocks, :meth:`finish` reserves others."""
         cache, size = self._kv_cache, self._kv_cache.block_size
         if request.yielded_at != len(request.tokens) or not cache.num_used_blocks:
             return 1
@@ -327,8 +327,8 @@ class Scheduler:
         """Takes a running sequence's blocks: it is swapped out, or, if the host has no room, computed again later.
 
         Raises:
-            OutOfBlocks: the loop runs nothing else, so that it gives way to others in the cache; and it has done so
-                before, without a token since. It has given way then.
+            OutOfBlocks: the loop runs nothing else, so the request yields to other sequences in the cache; and it has
+                yielded before, without a token since. It has yielded when this is raised.
         """
         is_alone = self.running == [request]
         if self._kv_cache.can_swap_out(request):

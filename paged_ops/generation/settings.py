@@ -1,8 +1,8 @@
-"""What the parameters of a request are where it gives none: a generation config's, else transformers' defaults.
+"""The defaults of a request's parameters: from a generation config, else from transformers.
 
-A generation config is read as plain data. Its fields are in one of four classes: those that this module serves for any
-model, those for which the model's library makes processors and criteria, those that are refused, and those that change
-no token (speed, memory, the form of the result), which are ignored.
+A generation config is read as plain data. Its fields are in one of four classes: served by this module for any model;
+served by processors and criteria that the model's library makes; refused; and ignored, because they change no token
+(speed, memory, the form of the result).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from paged_ops.generation.params import SamplingParams, check_field, functions, 
 
 NEW_TOKENS, TOP_K = 20, 50  # transformers' defaults, for all models whose config says nothing
 
-# With the value that is off. First those that come before a request's own processors, then those that come with
-# temperature, top-k, top-p and min-p, then stopping criteria.
+# Fields and the values that turn them off. BEFORE: applied before a request's own processors. ALONGSIDE: applied with
+# temperature, top-k, top-p and min-p. STOPPING: stopping criteria.
 BEFORE: dict[str, Any] = {
     "sequence_bias": None,
     "encoder_repetition_penalty": 1.0,
@@ -36,7 +36,7 @@ BEFORE: dict[str, Any] = {
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
 }
-BESIDE: dict[str, Any] = {
+ALONGSIDE: dict[str, Any] = {
     "top_h": None,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -98,7 +98,7 @@ class Library(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How one prompt is continued: :class:`SamplingParams` in which nothing is left open, without functions."""
+    """How one prompt is continued: :class:`SamplingParams` with all defaults filled in, without functions."""
 
     max_new_tokens: int = NEW_TOKENS
     n: int = 1
@@ -136,7 +136,7 @@ class Defaults:
     Args:
         library: of the model, or None: fields that need it are then refused.
         given: a generation config for the loop: a mapping, or an object with ``to_dict`` such as transformers'
-            ``GenerationConfig``. What it sets overrides the model's; a None in a mapping sets a field to its default.
+            ``GenerationConfig``. Its fields override the model's; a None in a mapping sets a field to its default.
         stop_token_ids: of a model without a library.
         tokenizer: for ``stop_strings``.
         processors, criteria: for all requests, before their own.
@@ -174,7 +174,7 @@ class Defaults:
             fits = callable(getattr(given, "to_dict", None))
             expect(fits, "generation_config", "a GenerationConfig, or a mapping of its fields", given)
             return fields_of(given)
-        known = SERVED | BEFORE.keys() | BESIDE.keys() | STOPPING.keys() | REFUSED.keys()
+        known = SERVED | BEFORE.keys() | ALONGSIDE.keys() | STOPPING.keys() | REFUSED.keys()
         if self._library is not None:
             known |= self._library.names
         unknown = sorted(map(str, given.keys() - known))
@@ -186,7 +186,7 @@ class Defaults:
         fields = self._fields
         for name, (off, reason) in REFUSED.items():
             expect(not is_on(fields, name, off), f"generation_config.{name}", f"{off}, as {reason}", fields.get(name))
-        for name, off in {**BEFORE, **BESIDE, **STOPPING}.items():
+        for name, off in {**BEFORE, **ALONGSIDE, **STOPPING}.items():
             is_served = self._library is not None or not is_on(fields, name, off)
             reason = f"{off}, as this model is a plain step, and processors of transformers come with PagedCausalLM"
             expect(is_served, f"generation_config.{name}", reason, fields.get(name))
@@ -205,7 +205,7 @@ class Defaults:
             self._make_processors(self._settings(SamplingParams(), 1, 2), [0], ())
         except Exception as error:
             raise ValueError(
-                f"generation_config: expected fields of which processors can be made, got {fields}: {error}"
+                f"generation_config: expected fields that make processors, got {fields}: {error}"
             ) from error
 
     def _end_of_text(self) -> tuple[int, ...]:
@@ -286,10 +286,10 @@ class Defaults:
         # The library lets a request's processor replace one of the same type.
         before |= bool(own) and (settings.repetition_penalty != 1 or settings.min_new_tokens > 0)
         samples = settings.temperature > 0
-        beside = is_on(self._fields, "watermarking_config", None) or (
-            samples and any(is_on(self._fields, name, off) for name, off in BESIDE.items())
+        alongside = is_on(self._fields, "watermarking_config", None) or (
+            samples and any(is_on(self._fields, name, off) for name, off in ALONGSIDE.items())
         )
-        if not before and not beside:
+        if not before and not alongside:
             return settings, own
         fields = {name: self._fields.get(name) for name in BEFORE}
         left = settings
@@ -299,9 +299,9 @@ class Defaults:
             if settings.presence_penalty or settings.frequency_penalty:  # they come after the repetition penalty
                 own = (_penalties_of_output(settings, len(prompt)), *own)
                 left = dataclasses.replace(left, presence_penalty=0.0, frequency_penalty=0.0)
-        if beside:
-            fields |= {name: self._fields.get(name) for name in BESIDE}
-        if beside and samples:
+        if alongside:
+            fields |= {name: self._fields.get(name) for name in ALONGSIDE}
+        if alongside and samples:
             fields |= {"do_sample": True, "min_p": settings.min_p or None}  # 0 would be a processor that does nothing
             fields |= {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
             left = dataclasses.replace(left, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

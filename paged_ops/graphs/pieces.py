@@ -18,7 +18,7 @@ Place = tuple[int, ...]  # of an input of a piece: its index, and that in a list
 
 
 class Pieces:
-    """The graphs of one step of one size, in the order in which the step calls its pieces.
+    """The graphs of one step of one size, in the order of the step's calls.
 
     The same compiled code may be called many times (once per layer): each call has a graph of its own. An input of a
     piece either lives longer than the step (weights, caches, inputs of the step), or comes from an earlier piece, and

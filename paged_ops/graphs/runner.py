@@ -42,7 +42,7 @@ class GraphStats:
     """Steps since the runner was made."""
 
     replays: Counter[GraphKey] = field(default_factory=Counter)
-    plain: int = 0  # steps for which no graph fitted
+    plain: int = 0  # steps that fitted no graph
     tokens: int = 0  # of the replayed steps
     padded_tokens: int = 0  # replayed in addition to them
 
@@ -61,8 +61,8 @@ class DecodeGraphs:
 
     Args:
         step: ``step(input_ids [T], metadata, last_rows [S], kv_caches) -> logits [S, V]``
-            (:class:`paged_ops.generation.ModelStep`), eager or compiled. It must read no value on the host. What it
-            decides by integers of the metadata is decided at capture.
+            (:class:`paged_ops.generation.ModelStep`), eager or compiled. It must read no value on the host. A
+            decision that depends on integers of the metadata is made at capture.
         kv_cache: whose ``layers`` the step writes.
         max_num_seqs: most sequences of a step.
         max_num_tokens: most tokens of a step, by default max_num_seqs * query_len.
@@ -75,13 +75,13 @@ class DecodeGraphs:
         token_sizes: tokens of the mixed batches to capture; by default to max_num_tokens, at most 512.
         cascade: capture each decode size a second time, for steps with a common prefix.
         sample: the next tokens ``[S]`` from the logits, on the device (``lambda logits: logits.argmax(-1)``). A
-            step then ends with these in ``tokens``, and with its inputs changed to those of the next step, so that
+            step then ends with these in ``tokens``, and with its inputs advanced to the next step, so that
             :meth:`replay_next` is only a launch.
 
     Attributes:
         builder: the builder of the metadata.
         tokens: int64 ``[max_num_seqs]`` on the device: the newest tokens, with ``sample``.
-        captured: the graphs by what they serve.
+        captured: the graphs, by the sizes that they serve.
         stats: what was replayed.
 
     Raises:
@@ -174,7 +174,7 @@ class DecodeGraphs:
                 False each size is compiled by itself: better code, more time.
 
         Raises:
-            CaptureError: the step syncs with the host, or does what a graph cannot hold.
+            CaptureError: the step syncs with the host, or does work that a graph cannot hold.
             ValueError: the mode needs pieces, and the step has none.
         """
         started = time.perf_counter()
@@ -211,8 +211,8 @@ class DecodeGraphs:
         return warm_up(steps, sizes=captured, wait=wait, **limits)
 
     def _run_on_trial(self, is_decode: bool) -> None:
-        """A step of which nothing is kept; an error is left to the next one. Not among ranks: there the others would
-        wait for what this one has not sent."""
+        """A step whose result is dropped. Its errors are ignored, as the next step raises them again; not among ranks,
+        where the others would wait for this one."""
         inputs = inputs_of_open_sizes(self.builder, is_decode)
         among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         with contextlib.nullcontext() if among_ranks else contextlib.suppress(Exception):
@@ -228,11 +228,11 @@ class DecodeGraphs:
             batch: the step, as :meth:`AttentionMetadataBuilder.build` takes it.
             input_ids: its tokens, on the host or on the cache's device.
             common_prefix_len: tokens that all sequences share; they are read once if ``cascade`` was asked for.
-            lookahead: how often :meth:`replay_next` may follow; the blocks for so many tokens must be in the batch.
+            lookahead: how often :meth:`replay_next` may follow; the batch must have the blocks for these tokens.
 
         Returns:
-            Logits ``[num_reqs, V]``. Those of a replayed step lie in its graph's memory, and are valid until the next
-            call.
+            Logits ``[num_reqs, V]``. The logits of a replayed step lie in its graph's memory, and are valid until the
+            next call.
 
         Raises:
             ValueError: the batch is wrong, or the cache has moved since capture.
@@ -256,7 +256,7 @@ class DecodeGraphs:
             rows: of ``input_ids``.
 
         Returns:
-            Logits ``[num_reqs + len(rows), V]``: first those of the last rows.
+            Logits ``[num_reqs + len(rows), V]``: the last rows' first.
         """
         n, t = batch.num_reqs, batch.num_tokens
         inputs = build_inputs(self.builder, batch, input_ids, max(n, LEAST), max(t, LEAST))

@@ -94,7 +94,7 @@ def warm_up(
         found.update(dict.fromkeys(notes))
         compiler.submit(list(found))
     states = compiler.submit(list(found))
-    errors = precompile.finish(states, precompile.MOST_SECONDS) if wait else []
+    errors = precompile.wait_for(states, precompile.MOST_SECONDS) if wait else []
     return WarmUp(len(found), len(compiler.states) - before, time.perf_counter() - started, tuple(errors))
 
 
@@ -104,7 +104,7 @@ def prepare() -> bool:
         return False
     from paged_ops.lowerings.gpu import precompile
 
-    if precompile.compiles_ahead():
+    if precompile.can_precompile():
         precompile.compiler()
         return True
     return False

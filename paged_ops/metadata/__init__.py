@@ -1,6 +1,7 @@
 """One step's batch: its metadata, the builder that fills it, and helpers that split, reorder and rewrite batches.
 
-``step`` has what a model reads, ``builder`` fills it from a :class:`paged_ops.Batch`, ``buffers`` has its memory.
+``step`` has the metadata that a model reads, ``builder`` fills it from a :class:`paged_ops.Batch`, ``buffers`` has its
+memory.
 """
 
 from paged_ops.metadata.batch import (

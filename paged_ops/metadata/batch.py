@@ -22,7 +22,7 @@ from paged_ops.metadata.bidirectional import Ranges, ranges_of_requests
 Ints = Sequence[int] | Tensor  # numpy arrays too
 
 
-# Up to so many numbers are read faster by Python than by a torch op.
+# Up to this number of integers, Python reads them faster than a torch op.
 FEW = 512
 
 
@@ -83,7 +83,7 @@ class Batch:
         return sum(self.query_lens.tolist()) if self.num_reqs <= FEW else int(self.query_lens.sum())
 
     def is_uniform(self, query_len: int) -> bool:
-        """Whether each request has so many tokens."""
+        """Whether each request has ``query_len`` tokens."""
         if self.num_reqs <= FEW:
             lens = self.query_lens.tolist()
             return lens.count(query_len) == len(lens)
@@ -113,9 +113,9 @@ class Reorderable(Protocol):
 
 
 def swaps_to_split_decodes_and_prefills(query_lens: Ints, decode_threshold: int = 1) -> list[tuple[int, int]]:
-    """The fewest swaps ``(i, j)``, ``i < j``, that bring requests of at most ``decode_threshold`` tokens to the front.
+    """The fewest swaps ``(i, j)``, ``i < j``, that move requests of at most ``decode_threshold`` tokens to the front.
 
-    With d decodes, the prefills among the first d places must leave, and as many decodes behind them come in. A swap
+    With d decodes, the prefills among the first d places must leave, and equally many later decodes enter. A swap
     can do no more than one of each, so pairing them is minimal. No request is in two swaps, so their order does not
     matter.
 
@@ -131,7 +131,7 @@ def swaps_to_split_decodes_and_prefills(query_lens: Ints, decode_threshold: int 
 
 
 def reorder_batch_to_split_decodes_and_prefills(batch: Reorderable, decode_threshold: int = 1) -> bool:
-    """Bring a batch's decodes to the front, in place, by the fewest swaps.
+    """Move a batch's decodes to the front, in place, by the fewest swaps.
 
     Takes a :class:`Batch`, or any object with ``query_lens`` and ``swap(i, j)``, so that an engine's own state of its
     requests can move along. For the bare list of swaps see :func:`swaps_to_split_decodes_and_prefills`.
@@ -150,7 +150,7 @@ def reorder_batch_to_split_decodes_and_prefills(batch: Reorderable, decode_thres
 
 
 class VirtualBatches(NamedTuple):
-    """A batch of V sequences that stands for another one."""
+    """A batch of V sequences that replaces another one."""
 
     query_lens: Tensor  # int32 [V], host
     seq_lens: Tensor  # int32 [V], host
@@ -163,7 +163,7 @@ def make_local_attention_virtual_batches(
     """Rewrite a batch for chunked-local attention as more, shorter sequences.
 
     With ``attention_chunk = chunk`` a token at position i sees the keys ``j <= i`` with ``i // chunk == j // chunk``.
-    So each chunk of a sequence in which query tokens stand becomes a sequence of its own: its keys from the start of
+    So each chunk of a sequence that has query tokens becomes a sequence of its own: its keys from the start of
     the chunk to the last query token in it. Plain causal attention over these gives the same numbers, and the query
     rows keep their order. The blocks of a chunk are ``chunk / B`` adjacent columns of the sequence's block table.
 
@@ -205,7 +205,7 @@ def make_local_attention_virtual_batches(
     ordinal = torch.arange(len(request), device="cpu") - (num_chunks.cumsum(0) - num_chunks)[request]
     start = (first_chunk[request] + ordinal) * chunk
     stop = torch.minimum(start + chunk, kv[request])
-    # The last chunk may reach past the table, where nothing is needed, so any column can stand there.
+    # The last chunk may reach past the table, where nothing is needed, so any column serves.
     column = start[:, None] // block_size + torch.arange(chunk // block_size, device="cpu")
     column = column.clamp(max=max(columns - 1, 0))
     device = block_tables.device
@@ -253,7 +253,7 @@ def block_ids_from_addresses(
     wrong = needed & ((ids * stride != offsets) | (ids < 0) | (ids >= N))
     if bool(wrong.any()):
         s, column = wrong.nonzero()[0].tolist()
-        starts = f"the start of one of the cache's {N} blocks ({stride} bytes apart from {base:#x} on)"
+        starts = f"the start of one of the cache's {N} blocks (every {stride} bytes from {base:#x} on)"
         expect(False, "block_tables", starts, f"{int(addresses[s, column]):#x} at [{s}, {column}]")
     return ids.to(torch.int32)
 
@@ -264,11 +264,11 @@ def use_cascade_attention(
     """Whether reading a shared prefix once for the whole batch should beat reading it for each sequence.
 
     The unit of time is what one SM needs for one key and value of one head: 512 bytes in bf16 with D 128, some 14 ns of
-    an H200's bandwidth, and about as long in matrix instructions when a full tile of R = 128 rows meets them. Rows of a
+    an H200's bandwidth, and about as long in matrix instructions for a full tile of R = 128 rows. Rows of a
     tile are query tokens times the G = H / K heads that share a key. With P = common_prefix_len, q the query_lens and T
     their sum::
 
-        plain   = K * sum_s ceil(q[s] * G / R) * P / num_sms     each sequence reads the prefix, spread over all SMs
+        plain   = K * sum_s ceil(q[s] * G / R) * P / num_sms     each sequence reads the prefix, split over all SMs
         cascade = ceil(K * ceil(T * G / R) / num_sms) * P        waves of tiles, each tile walks the prefix once
                   + 1.5 * T * H / num_sms                        the merge: two outputs read, one written
                   + 700                                          two more launches, some 10 us

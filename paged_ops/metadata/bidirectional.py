@@ -1,7 +1,7 @@
-"""Bidirectional ranges on the host: those that a request has, and those that a step needs.
+"""Bidirectional ranges on the host: the ranges of a request, and the ranges that a step needs.
 
 A range is half-open, (start, end), in positions of its sequence. Tokens of one range see each other: see
-:func:`paged_ops.paged_attention`. Letters: R ranges per sequence for which a step has room.
+:func:`paged_ops.paged_attention`. Letters: R, the most ranges per sequence in a step.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Buffers:
             if tensor is None or count == 0:
                 continue
             start = tensor.data_ptr() - self.storage.data_ptr()
-            # Not by the stride: that of one row may be 1 (torch.from_dlpack of torch 2.9).
+            # Not by the stride: a tensor of one row may have stride 1 (torch.from_dlpack of torch 2.9).
             stop = start + count * math.prod(tensor.shape[1:]) * tensor.itemsize
             # Sending 64 KiB of stale bytes takes 1-3 us, issuing another copy more.
             if ranges and start - ranges[-1][1] <= 64 << 10:
@@ -198,10 +198,10 @@ class Staging:
             self.event.record(torch.cuda.current_stream(device))
 
 
-# Below so many bytes of columns past the longest sequence they are sent, too.
+# Up to this number of bytes, the columns past the longest sequence are sent, too.
 LEAST_SPREAD_BYTES = 256 << 10
 
 
 def prefers_compact(rows: int, width: int, M: int) -> bool:
-    """Whether to send only the columns in use and to spread them on the device: one more kernel, but fewer bytes."""
+    """Whether to send only the columns in use and scatter them on the device: one more kernel, but fewer bytes."""
     return 4 * rows * (M - width) > LEAST_SPREAD_BYTES and 2 * width <= M

@@ -62,13 +62,13 @@ class AttentionMetadataBuilder:
             they are; tests poison them.
         num_state_rows: R of the tensors of a ``StateCache``; 0 without one.
         max_bidirectional_ranges: the most bidirectional ranges that hold tokens of one request in one step; 0 is none.
-            If it is not 0, every step has room for so many, for captured graphs. Kernels are compiled for the number.
+            If it is not 0, every step has room for them, for captured graphs. Kernels are compiled for the number.
         num_staging_buffers: host copies of the buffers, taken in turn: by default none on the CPU and 2 elsewhere, so
             that the host fills one while the device still reads the other.
         with_inputs: whether the buffers also have the step's token ids and the last row of each sequence:
             :meth:`inputs`.
-        shards: of each pool, over which ranks its tokens are spread (``KVCache.shard``); by default over none. Steps
-            then have a ``context``.
+        shards: this rank's shard of each pool's tokens (``KVCache.shard``); by default all tokens. Steps of sharded
+            pools have a ``context``.
 
     Raises:
         ValueError: a size is not positive, lengths would not fit int32, or the device is of another type.
@@ -170,12 +170,12 @@ class AttentionMetadataBuilder:
             batch: the step.
             fast_build: make this call faster, at the cost of the layers: leaves ``cascade`` out. For metadata that few
                 layers read, such as a draft model's steps. Everything else is the same, checks included.
-            num_reqs: S, the sequences to pad to (a capture size); by default those of the batch.
-            num_tokens: T, the tokens to pad to; by default those of the batch.
-            lookahead: tokens by which :func:`advance_decodes` may lengthen each request afterwards; the blocks for
-                them are checked and sent, too.
+            num_reqs: S, the padded number of sequences (a capture size); by default the batch's.
+            num_tokens: T, the padded number of tokens; by default the batch's.
+            lookahead: how often :func:`advance_decodes` may follow, by one token per request; the blocks for these
+                tokens are checked and sent, too.
             input_ids: int64 ``[num_tokens of the batch]``, contiguous, host: the step's token ids, for a builder
-                ``with_inputs``. Those of padding become 0. None leaves what :meth:`inputs` gives as it is.
+                ``with_inputs``. The ids of padding become 0. None leaves the ids in :meth:`inputs` unchanged.
 
         Raises:
             ValueError: a capacity is exceeded, a length is negative, a request has too few blocks, a needed block id is
@@ -284,7 +284,7 @@ class AttentionMetadataBuilder:
 
         Its device tensors are the ones that ``build`` fills later when it pads to the same sizes. The query ranges
         are uniform, but slots are -1 and seq_lens 0, so that the captured step neither writes nor reads the cache: a
-        causal row before the first key gives 0. The integers are the largest that the graph will meet (``max_seq_len``
+        causal row before the first key gives 0. The integers are the largest of all its replays (``max_seq_len``
         is M * B), for host code that decides by them. With ``cascade`` it carries a common prefix of 0 tokens.
 
         Raises:
@@ -314,8 +314,8 @@ class AttentionMetadataBuilder:
         return metadata
 
     def context_of(self, S: int, T: int, is_decode: bool) -> ContextMetadata | None:
-        """What this rank attends to in the step in the buffers, whose padded sizes are S and T; None if the cache is
-        not spread over ranks. ``is_decode``: no sequence has more than one token. Otherwise it serves every step."""
+        """The context of the step in the buffers, whose padded sizes are S and T; None if the cache is not sharded over
+        ranks. With ``is_decode`` it serves steps of at most one token per sequence, else every step."""
         if self._shard.size == 1:
             return None
         lens, history_lens = self._views_of(S, T).context_lens
@@ -419,7 +419,7 @@ class AttentionMetadataBuilder:
         max_seq_len: int,
         T: int,
     ) -> AttentionMetadata:
-        """Host tensors ``[S + 1]``, ``[S]``, ``[S]`` and integers, beside the views of the buffers that fit them."""
+        """Metadata of host tensors ``[S + 1]``, ``[S]``, ``[S]``, integers, and the views of the buffers that fit."""
         on_device = self._views_of(seq_lens.shape[0], T)
         return AttentionMetadata(
             query_start_loc=on_device.query_start_loc,
@@ -448,7 +448,7 @@ class AttentionMetadataBuilder:
         return self._views[S, T]
 
     def _fill_own_tables(self, S: int, T: int) -> None:
-        """The rows of each sequence in the step, as blocks of one token: what a row's own table has is its start."""
+        """Fills each sequence's own table: its rows in the step, as blocks of one token."""
         if self._own_tables is None:
             most = self.max_num_tokens
             with torch.inference_mode(False):

@@ -1,6 +1,6 @@
 // A step of a batch in plain integers: checks, then positions, slots, lengths and block tables, in one pass over each.
-// paged_ops/metadata/fill.py compiles and calls this. It says only whether a step is right; what is wrong with another
-// one, the builder's own checks say.
+// paged_ops/metadata/fill.py compiles and calls this. It returns only whether a step is right; the builder's own checks
+// raise the errors of a wrong one.
 //
 // Letters as in builder.py: n requests, S sequences and T tokens (padded), B tokens per block, M columns of a table.
 
@@ -20,7 +20,7 @@ struct Step {
     const void* query_lens;  // [n], int64 if wide, else int32
     const void* computed;    // [n]
     int64_t wide_lens, wide_computed;
-    int64_t n, S, T;  // S and T of -1: as many as there are
+    int64_t n, S, T;  // S and T: -1 is the batch's own size
     int64_t B, M, max_seqs, max_tokens, lookahead;
     int64_t compact_bytes;  // tables are written without the columns past the longest, if these are more bytes; 0: never
     int64_t num_pools;
@@ -35,7 +35,7 @@ struct Step {
     int32_t* starts_host;
     int32_t* lens_host;
     int32_t* computed_host;
-    // What it found.
+    // Results.
     int64_t tokens, max_query_len, max_seq_len, width, compact;
 };
 
@@ -47,7 +47,7 @@ inline int64_t at(const void* numbers, int64_t wide, int64_t i) {
 
 inline int64_t blocks_for(int64_t tokens, int64_t B) { return (tokens + B - 1) / B; }
 
-// Nothing is written but what it found.
+// Writes the results alone.
 bool is_right(Step& s) {
     if (s.n > s.max_seqs || s.lookahead < 0 || s.lookahead > s.M * s.B) return false;
     const int64_t most = s.M * s.B;

@@ -1,9 +1,9 @@
 """The usual step, checked and written by one C++ function (``fill.cpp``) in a few microseconds.
 
 A step takes some thirty torch ops otherwise, of 2 to 10 µs of the host each. The function serves steps without states,
-bidirectional ranges, a common prefix or a spread over ranks. It is compiled at the first build, in a tenth of a second
-(:mod:`paged_ops.cpp`); without a compiler, and for what it refuses, the builder's torch ops serve, which
-also say what is wrong.
+bidirectional ranges, a common prefix or shards. It is compiled at the first build, in a tenth of a second
+(:mod:`paged_ops.cpp`). Without a compiler, and for steps that it refuses, the builder's torch ops serve, which also
+raise the errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hyperparameters of a model's attention layers: collected by layer, and those that all layers share."""
+"""Hyperparameters of a model's attention layers: collected by layer, and the values that all layers share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged_ops.checks import expect
 
 
 class LayerHyperparameters(NamedTuple):
-    """What a model sets for each of its attention layers; layers may differ."""
+    """The values of one attention layer; the layers of a model may differ."""
 
     sliding_window: int  # tokens, the query's own included; 0 is off
     soft_cap: float  # 0 is off

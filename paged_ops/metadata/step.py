@@ -40,17 +40,18 @@ class PoolMetadata:
 
 @dataclass
 class ContextMetadata:
-    """What a rank attends to if the cache's tokens are sharded over ranks; see :mod:`paged_ops.parallel.context`.
+    """The keys that a rank attends to if the cache's tokens are sharded over ranks; see
+    :mod:`paged_ops.parallel.context`.
 
-    In a step of at most one token for each sequence, each rank attends to all tokens that it holds, the step's among
-    them: ``history_lens`` and ``own_tables`` are None. In any other, it attends to what it holds of the history, and
-    the step's tokens are attended to by themselves.
+    In a step of at most one token per sequence, each rank attends to all tokens that it holds, the step's included:
+    ``history_lens`` and ``own_tables`` are None. In any other step, it attends to its tokens of the history, and
+    separately to the step's tokens.
     """
 
     lens: Tensor  # int32 [S]: the tokens of each sequence, this step's among them, that this rank holds
-    history_lens: Tensor | None  # int32 [S]: those of them that were in the cache before this step
+    history_lens: Tensor | None  # int32 [S]: of these, the tokens that were in the cache before this step
     own_tables: Tensor | None  # int32 [S, T]: the step's tokens of each sequence, by their rows, as blocks of one token
-    shards: tuple[TokenShard, ...]  # of each pool: this rank, and over how many it is spread
+    shards: tuple[TokenShard, ...]  # of each pool
 
 
 @dataclass(kw_only=True)
@@ -82,7 +83,7 @@ class AttentionMetadata:
         state_slots: int32 ``[S]`` or None: the row of :class:`paged_ops.cache.StateCache` that holds each sequence's
             state; the step writes the next one to row ``state_slots ^ 1``. 0 for padding.
         bidirectional_ranges: int32 ``[S, R, 2]`` or None: as :func:`paged_attention` takes them.
-        cascade: present when the step was built with a common prefix (and without ``fast_build``). It tells of the
+        cascade: present when the step was built with a common prefix (and without ``fast_build``). It is about the
             first pool alone.
         other_pools: of a cache with several pools, what ``block_tables`` and ``slot_mapping`` are in the second and
             further ones, else None; :meth:`pool` gives them by number.
@@ -90,7 +91,7 @@ class AttentionMetadata:
             ranks, and all other tensors are the same on all ranks.
     """
 
-    # torch.export replaces the names of inputs in its guards as text, in this order: x_cpu has to come before x.
+    # torch.export replaces the names of inputs in its guards as strings, in this order: x_cpu must come before x.
     query_start_loc_cpu: Tensor
     query_start_loc: Tensor
     seq_lens_cpu: Tensor
@@ -145,8 +146,8 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
 
     ``seq_lens`` and ``positions`` (and a cascade's ``suffix_lens``) grow by 1, ``slot_mapping`` names the next slot, in
     each pool, and ``state_slots`` the rows that this step wrote; padding stays padding. No copy, no sync: it can be
-    captured, and a compiler fuses it into one kernel. Only device tensors change: the numbers on the host still tell of
-    the step that was built.
+    captured, and a compiler fuses it into one kernel. Only device tensors change: the numbers on the host still
+    describe the step that was built.
 
     Args:
         metadata: a step of one token for each request, S = T, built with a ``lookahead`` that covers the tokens by
@@ -154,7 +155,7 @@ def advance_decodes(metadata: AttentionMetadata, block_size: int) -> None:
         block_size: B.
 
     Raises:
-        ValueError: the padded sizes are not those of a decode step.
+        ValueError: S and T differ, so it is no decode step.
     """
     S, T = len(metadata.seq_lens), len(metadata.slot_mapping)
     if S != T:  # in plain Python, as this is compiled with open sizes

@@ -66,7 +66,7 @@ def check_state_slots(rows: Tensor | None, num_reqs: int, num_state_rows: int) -
     if rows is None:
         return
     valid = not len(rows) or (bool((rows >= 2).all()) and bool((rows < R).all()))
-    expect(valid, "state_slots", f"rows in [2, {R}), those of StateCache.rows", rows.tolist())
+    expect(valid, "state_slots", f"rows in [2, {R}), as StateCache.rows gives", rows.tolist())
     slots = rows // 2
     expect(len(slots.unique()) == len(slots), "state_slots", "a slot for each request alone", rows.tolist())
 

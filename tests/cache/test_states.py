@@ -244,7 +244,7 @@ def test_rows_of_states_move_with_their_requests_and_flip_with_their_tokens() ->
 @pytest.mark.parametrize(
     ("make_builder", "rows", "message"),
     [
-        (metadata_builder, [1, 4], r"state_slots: expected rows in \[2, 12\), those of StateCache.rows, got \[1, 4\]"),
+        (metadata_builder, [1, 4], r"state_slots: expected rows in \[2, 12\), as StateCache.rows gives, got \[1, 4\]"),
         (metadata_builder, [2, 12], r"state_slots: expected rows in \[2, 12\)"),
         (metadata_builder, [4, 5], r"state_slots: expected a slot for each request alone, got \[4, 5\]"),
         (metadata_builder, None, "state_slots: expected one for each request, as the builder has states, got None"),

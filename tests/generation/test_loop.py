@@ -449,7 +449,7 @@ def test_tokens_outside_the_vocabulary_are_refused_before_anything_runs() -> Non
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("a text", "prompt: expected token ids, got text; give tokenizer"),
+        ("a text", "prompt: expected token ids, got a string; give tokenizer"),
         ([1, 2.0], "prompt: expected token ids, integers, got 2.0 at 1"),
         ([1, "a"], "prompt: expected token ids, integers, got a at 1"),
         ([True], "prompt: expected token ids, integers, got True at 0"),
@@ -469,8 +469,8 @@ def test_prompts_that_are_refused(prompt: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("a text", "prompts: expected token ids, got text"),
-        (["a", "b"], r"prompts\[0\]: expected token ids, got text"),
+        ("a text", "prompts: expected token ids, got a string"),
+        (["a", "b"], r"prompts\[0\]: expected token ids, got a string"),
         ([1, 2, 3], "prompts: expected a list of prompts, got token ids; put the one prompt into a list"),
         (torch.tensor([1, 2]), r"prompts: expected a tensor \[S, n\]"),
         (torch.tensor([[7, 7, 3], [1, 2, 3]]), r"prompts: .* padding \(7\) on the left; give the tokenizer's whole"),

@@ -62,7 +62,7 @@ def test_padded_batches_are_the_texts_in_them(side: str) -> None:
     params = SamplingParams(max_new_tokens=NEW)
     assert make_loop().generate(encoding, params) == expected()
     assert make_loop().generate(tokenizer()(PROMPTS), params) == expected()
-    with pytest.raises(ValueError, match=r"prompts\[0\]: expected token ids, got text; give tokenizer"):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: expected token ids, got a string; give tokenizer"):
         make_loop().generate(PROMPTS, params)
 
 

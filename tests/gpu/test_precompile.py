@@ -19,7 +19,7 @@ import paged_ops
 from paged_ops.lowerings import gpu, warm_up
 from paged_ops.lowerings.gpu import launch, precompile
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.attention.triton import decode, merge
 from paged_ops.lowerings.gpu.target import settled
 from tests.gpu.step import step
 
@@ -35,7 +35,7 @@ import paged_ops
 from paged_ops.lowerings import gpu
 from paged_ops.lowerings.gpu import precompile
 
-precompile.compiles_ahead = lambda: True
+precompile.can_precompile = lambda: True
 kv_cache, key, query = aot.gpu(64, 2, 16, 8, 128), aot.gpu(7, 8, 128), aot.gpu(7, 32, 128)
 tables, lens, starts = (aot.gpu(*shape, dtype=torch.int32) for shape in ((3, 64), (3,), (4,)))
 write = functools.partial(gpu.reshape_and_cache, key, key, kv_cache, aot.gpu(7, dtype=torch.int64))
@@ -168,14 +168,15 @@ def test_alignment_and_absence_are_part_of_a_job(on_cuda):
 def test_keys_do_not_depend_on_the_order_of_calls(order):
     """Else a process would not find what another one compiled."""
     program = f"""
-from paged_ops.lowerings.gpu.attention.triton import decode, prefill
+from paged_ops.lowerings.gpu.attention.triton import decode, merge, prefill
 from paged_ops.lowerings.gpu.target import settled
-kernels = dict(merge=decode.merge_kernel, split=decode.split_kernel, prefill=prefill.prefill_kernel)
+kernels = dict(merge=merge.merge_kernel, split=decode.split_kernel, prefill=prefill.prefill_kernel)
 keys = {{name: settled(kernels[name]).cache_key for name in {order.split()}}}
 print(sorted(keys.items()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    keys = {name: settled(getattr(decode, f"{name}_kernel")).cache_key for name in ("merge", "split")}
+    kernels = {"merge": merge.merge_kernel, "split": decode.split_kernel}
+    keys = {name: settled(kernel).cache_key for name, kernel in kernels.items()}
     for name, key in keys.items():
         assert repr((name, key)) in done.stdout
 
@@ -188,7 +189,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch():
     compiler = precompile.Compiler(1)
     try:
         states = compiler.submit([job("no_such_kernel")])
-        (error,) = precompile.finish(states, 60)
+        (error,) = precompile.wait_for(states, 60)
         assert "no_such_kernel: AttributeError" in error
         assert compiler.wait(job("no_such_kernel")) is None
         assert compiler.wait(job("never_asked_for")) is None
@@ -201,7 +202,7 @@ def test_when_the_other_process_ends_nothing_waits():
     states = compiler.submit([job("first"), job("second")])
     os.killpg(compiler._server.pid, signal.SIGKILL)
     started = time.monotonic()
-    assert len(precompile.finish(states, 60)) == 2
+    assert len(precompile.wait_for(states, 60)) == 2
     assert compiler.wait(job("second")) is None
     assert time.monotonic() - started < 30
     compiler._server.wait()
@@ -213,7 +214,7 @@ def test_what_has_not_begun_is_compiled_by_its_launch():
     try:
         compiler.submit([job("first")])
         assert compiler.wait(job("first")) is None
-        assert precompile.finish(compiler.submit([job("first")]), 1) == ["compiled at its first launch"]
+        assert precompile.wait_for(compiler.submit([job("first")]), 1) == ["compiled at its first launch"]
     finally:
         compiler.end()
 

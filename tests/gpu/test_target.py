@@ -150,9 +150,9 @@ def test_attention_of_each_device(machine, current):
         by_module = {module: constants for module, _, constants in machine.launches}
         assert [index for _, index, _ in machine.launches] == [where.index] * 3
         is_hopper = where == H200
-        assert by_module.keys() == {"decode", "dense" if is_hopper else "prefill"}
-        assert [each["PDL"] for module, _, each in machine.launches if module == "decode"] == [is_hopper] * 2
-        split = next(each for module, _, each in machine.launches if module == "decode")
+        assert by_module.keys() == {"decode", "dense" if is_hopper else "prefill", "merge"}
+        split = by_module["decode"]
+        assert split["PDL"] is by_module["merge"]["PDL"] is is_hopper
         keys, warps, stages, *_ = target.read_tiles(PROPERTIES[where.index].name)["split"]["16bit"]["128"]
         assert (split["TILE"].N, split["num_warps"], split["num_stages"]) == (keys, warps, stages)
 

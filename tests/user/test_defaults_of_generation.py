@@ -224,7 +224,7 @@ def test_configs_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"generation_config.temperature: expected a finite number"):
         make_loop({"temperature": 10**400})
     with pytest.raises(
-        ValueError, match=r"generation_config: expected fields of which processors can be made, got .*bad_words_ids"
+        ValueError, match=r"generation_config: expected fields that make processors, got .*bad_words_ids"
     ):
         make_loop({"bad_words_ids": [[-1]]})
     loop = make_loop()

@@ -245,7 +245,7 @@ _compiler: Compiler | None = None
 _starting = threading.Lock()
 
 
-def compiles_ahead() -> bool:
+def can_precompile() -> bool:
     """Whether kernels can be compiled ahead here: for CUDA, with another processor for it."""
     on_cuda = torch.cuda.is_available() and torch.version.hip is None and not triton.knobs.runtime.interpret
     return on_cuda and len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
@@ -279,7 +279,7 @@ def in_cache(job_arguments: tuple[Any, ...]) -> Iterator[None]:
         yield
 
 
-def finish(states: Sequence[_State], limit: float) -> list[str]:
+def wait_for(states: Sequence[_State], limit: float) -> list[str]:
     """Wait for jobs; returns why some have failed."""
     end = time.monotonic() + limit
     for state in states:

@@ -134,7 +134,7 @@ class Spec(NamedTuple):
     # Of a latent cache the columns of the keys that are no values; None: not latent. With row_scales: in bfloat16.
     rotated: Side | None
 
-    def of_merge(self) -> Spec:
+    def for_merge(self) -> Spec:
         """The part that merge_kernel needs, so that calls which differ in nothing else share a merge_kernel."""
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
         logits, storage = Logits(), Storage(torch.float32, 0, False)
@@ -193,7 +193,7 @@ class TileShape(NamedTuple):
     Dv: int
     W: int
     paired: bool  # whether 8-bit keys and values are loaded in pairs
-    heads: int = 1  # key/value heads of a unit, see in_units
+    heads: int = 1  # key/value heads of a unit, see join_heads
 
 
 class Division(NamedTuple):
@@ -308,7 +308,7 @@ def readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tenso
     return paged.key.view(torch.uint8), paged.value.view(torch.uint8), bits
 
 
-def is_sliceable(spec: Spec) -> bool:
+def can_slice(spec: Spec) -> bool:
     """Whether tiles can be divided into slices that lie in one block each, with elements as tensor cores take them."""
     return (
         torch.version.hip is None
@@ -327,7 +327,7 @@ def has_adjacent_heads(spec: Spec) -> bool:
     return spec.K % 2 == 0 and all(adjacent)
 
 
-def in_units(spec: Spec, heads: int) -> Spec:
+def join_heads(spec: Spec, heads: int) -> Spec:
     """The same with units of so many adjacent key/value heads, whose query heads are one group."""
     k_side, v_side = (side._replace(k=heads * side.k) for side in (spec.k_side, spec.v_side))
     return spec._replace(K=spec.K // heads, G=spec.G * heads, k_side=k_side, v_side=v_side)

@@ -10,7 +10,7 @@ loaded once for all of them) and N keys of a tile.
   equal contiguous shares, one per program. Programs compute their shares on the device, so the host plans nothing, and
   one captured graph is balanced for any lengths. A unit within one share is written to the output. A unit that several
   shares split leaves partial results in a workspace.
-* ``merge_kernel`` (triton/decode.py) merges the partial results of a unit in a fixed order. Where that is faster, the
+* ``merge_kernel`` (triton/merge.py) merges the partial results of a unit in a fixed order. Where that is faster, the
   last program of a unit does it, and there is no second launch (shared/split_merge.py).
 * ``prefill_kernel`` (triton/prefill.py) serves longer sequences by tiles of query rows.
 * The kernels for Hopper are in hopper/, those for latent caches in triton/latent.py and hopper/.

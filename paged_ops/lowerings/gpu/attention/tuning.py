@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, has_adjacent_heads, is_sliceable
+from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, can_slice, has_adjacent_heads
 from paged_ops.lowerings.gpu.target import Target
 
 LARGEST_HEAD = 256
@@ -140,7 +140,7 @@ def fan_of(tiles: Tiles, spec: Spec, target: Target, S: int) -> int:
 def tiles_of(spec: Spec, target: Target, T: int, S: int) -> Tiles:
     """:func:`choose_tiles` for a call."""
     D, Dv, masks = spec.k_side.size, spec.v_side.size, spec.masks
-    form = masks.sparse, is_sliceable(spec), spec.K if has_adjacent_heads(spec) else 0
+    form = masks.sparse, can_slice(spec), spec.K if has_adjacent_heads(spec) else 0
     return choose_tiles(spec.dtype, spec.storage.dtype, T, S, spec.G, D, Dv, target, *form)
 
 
@@ -160,7 +160,7 @@ def choose_tiles(
 ) -> Tiles:
     """The tiles for T rows in S sequences. Lengths are not known: any batch of these shapes is computed correctly.
 
-    ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.is_sliceable`. ``adjacent``: the number of key/value heads
+    ``sliceable``: see :func:`~paged_ops.lowerings.gpu.spec.can_slice`. ``adjacent``: the number of key/value heads
     if :func:`~paged_ops.lowerings.gpu.spec.has_adjacent_heads`, else 0.
     """
     group = power_of_2(G)

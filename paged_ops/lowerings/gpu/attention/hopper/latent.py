@@ -51,7 +51,7 @@ from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
-from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
@@ -136,7 +136,7 @@ def build_of(
     launcher = launcher_of(kernel, constants, target.device)
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, *takes), described)
     merged = TileShape(shape.M, KEYS, 0, spec.v_side.size, 0, False)
-    return decode.with_merge((launch,), P, merged, spec, target, division)
+    return merge.with_merge((launch,), P, merged, spec, target, division)
 
 
 def page_of(spec: Spec) -> int:

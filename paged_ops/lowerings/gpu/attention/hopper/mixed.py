@@ -46,7 +46,7 @@ from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Work, item_at, light_programs
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
-from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
@@ -118,7 +118,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     described = [*dense.descriptors(spec, shape.page), *chunk_descriptors(spec, decodes.page)]
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
-    own = decode.with_merge((launch,), P, tile, spec, target, division)
+    own = merge.with_merge((launch,), P, tile, spec, target, division)
     workspace = tuple(map(max, own.workspace, others.workspace))
     return Launches(own.launches, workspace, COUNTERS.value, others.launches)  # type: ignore[arg-type]
 

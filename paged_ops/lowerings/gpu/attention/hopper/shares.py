@@ -39,7 +39,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, par
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
-from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
@@ -111,7 +111,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     launcher, described = launcher_of(shares_kernel, constants, target.device), dense.descriptors(spec, shape.page)
     launch = HopperLaunch(launcher, (P, 1, 1), PARTS, described, dense.rows_of(spec))
     merged = TileShape(M, shape.N, 0, tuning.padded(spec.v_side.size, spec.storage.dtype.itemsize), 0, False)
-    return decode.with_merge((launch,), P, merged, spec, target, division)
+    return merge.with_merge((launch,), P, merged, spec, target, division)
 
 
 def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:

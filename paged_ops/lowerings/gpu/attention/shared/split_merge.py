@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from paged_ops.lowerings.gpu.attention.shared.tile import finish, store_rows
+from paged_ops.lowerings.gpu.attention.shared.tile import normalise, store_rows
 
 # Integers of a program: counters of the group that begins with its first part, of that with its second, and of the unit
 # that begins in its share; then NOTES, what it needs again after its last tile, for which its loop has no registers.
@@ -44,8 +44,8 @@ class Divided(NamedTuple):
 
 
 @triton.jit
-def note(tensors, p, begun, share, longer):
-    """Keep for :func:`noted` what program p began with."""
+def store_begun(tensors, p, begun, share, longer):
+    """Keep for :func:`load_begun` what program p began with."""
     place = tensors.arrived + p * INTEGERS + NOTES
     tl.store(place, begun.first)
     tl.store(place + 1, begun.last)
@@ -57,7 +57,7 @@ def note(tensors, p, begun, share, longer):
 
 
 @triton.jit
-def noted(tensors, p):
+def load_begun(tensors, p):
     """What program p has noted: the unit that others began, and its share as :func:`shares` tells it."""
     place = tensors.arrived + p * INTEGERS + NOTES
     tl.debug_barrier()  # one thread has stored them
@@ -150,7 +150,7 @@ def merge_between(tensors, unit, low, high, step, grouped, SPEC: tl.constexpr, T
                 acc = acc * decay[:, None] + part * weight[:, None]
                 l = l * decay + weight
                 m = m_new
-        result, lse2 = finish(acc, m, l)
+        result, lse2 = normalise(acc, m, l)
         if grouped:
             tl.debug_barrier()  # all threads have loaded what is overwritten
             place = part_place(low, unit.first, M) + row

@@ -227,7 +227,7 @@ def masked_logits(qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def weigh(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
+def masked_softmax(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """The results of :func:`softmax_step` from products of queries and keys; operands broadcast to the products."""
     return softmax_step(masked_logits(qk, rows, j, live, numbers, SPEC, MASKED, EXACT), m, l)
 
@@ -242,7 +242,7 @@ def count_sink(acc, m, l, sink):
 
 
 @triton.jit
-def finish(acc, m, l):
+def normalise(acc, m, l):
     """The normalised output and the base-2 lse of each row; 0 and -inf if it has seen no key. NaN stays NaN."""
     seen = l != 0.0
     out = tl.where(seen[:, None], acc / tl.where(seen, l, 1.0)[:, None], 0.0)
@@ -300,7 +300,7 @@ def see_tile(
     if sees is not None:
         sees = (sees[0][:, None], sees[1][:, None])
     across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = weigh(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    p, decay, m, l = masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
     if TILE.paired:
         v_even, v_odd = load_pairs(keys.v, block, offset, live, V_SIDE, TILE.Dv)
         acc = tl.dot(p.to(tl.float16), v_even, acc * decay)
@@ -333,3 +333,13 @@ def store_rows(tensors, result, lse2, row_token, row_head, row_live, d, H, Dv: t
     tl.store(tensors.out + row[:, None] * Dv + d[None, :], result.to(tensors.out.dtype.element_ty), mask=mask)
     if tensors.lse is not None:
         tl.store(tensors.lse + row, lse2 * LN2, mask=row_live)
+
+
+@triton.jit
+def store_padding(tensors, first, T, step, one, d, H, Dv: tl.constexpr):
+    """Rows of padding, from ``first`` to T by ``step``: zero, and nothing seen."""
+    for t in range(first, T, step):
+        for h in range(0, H):
+            nothing = tl.zeros([1, d.shape[0]], tl.float32)
+            unseen = tl.full([1], float("-inf"), tl.float32)
+            store_rows(tensors, nothing, unseen, t + one, h + one, one == 0, d, H, Dv)

@@ -34,14 +34,14 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
     Rows,
     count_sink,
     dot_keys,
-    finish,
     load_tile,
+    masked_softmax,
+    normalise,
     nothing_seen,
     store_rows,
-    weigh,
 )
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares
-from paged_ops.lowerings.gpu.attention.triton import decode
+from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.scaled_rows import load_scales, rotated_columns, times_scales
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
@@ -84,7 +84,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     launch = Launch(
         launcher_of(latent_kernel, constants, target.device), (programs, 1, 1), ("T", "taken", "arrived", "value_cache")
     )
-    return decode.with_merge((launch,), programs, shape, grouped, target, division)
+    return merge.with_merge((launch,), programs, shape, grouped, target, division)
 
 
 def in_groups(spec: Spec, rows: int) -> Spec:
@@ -184,7 +184,7 @@ def latent_kernel(
         if SPEC.logits.sinks:
             if from_start:  # the first part includes the sink
                 acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
-        result, lse2 = finish(acc, m, l)
+        result, lse2 = normalise(acc, m, l)
         if tensors.k_scale is not None:
             result = result * tl.load(tensors.k_scale)
         if from_start & (stop == end_tile):
@@ -267,6 +267,6 @@ def see_latents(
     if sees is not None:
         sees = (sees[0][:, None], sees[1][:, None])
     across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = weigh(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    p, decay, m, l = masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
     acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
     return acc, m, l

@@ -22,8 +22,8 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
     Keys,
     Rows,
     count_sink,
-    finish,
     load_queries,
+    normalise,
     queries_for_fp8,
     see_tile,
     store_rows,
@@ -187,7 +187,7 @@ def prefill_kernel(
             acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
     if SPEC.logits.sinks:
         acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
-    result, lse2 = finish(acc, m, l)
+    result, lse2 = normalise(acc, m, l)
     if tensors.v_scale is not None:
         result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
     columns = tl.arange(0, DV_PAD)
