@@ -263,21 +263,22 @@ def test_static_error_is_the_same_in_eager_and_fake(where, argument, change, mes
         assert raises(op, fake, message) == eager
 
 
-EXCLUSIVE = [
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "alibi_slopes": ones(8)}, "block_sparse cannot be combined with alibi_slopes"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "sliding_window": 4}, "block_sparse cannot be combined with sliding_window"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "attention_chunk": 4}, "block_sparse cannot be combined with attention_chunk"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "soft_cap": 4.0}, "block_sparse cannot be combined with soft_cap"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "causal": False}, "block_sparse cannot be combined with causal=False"),
-    ({"causal": False, "sliding_window": 4}, "causal=False cannot be combined with sliding_window"),
-    ({"causal": False, "attention_chunk": 4}, "causal=False cannot be combined with attention_chunk"),
-    ({"bidirectional_ranges": ones(7, 1, 2, dtype=i32), "block_sparse": [16, 1, 1, 0, 0, 0, 1]}, "bidirectional_ranges cannot be combined with block_sparse"),
-    ({"bidirectional_ranges": ones(7, 1, 2, dtype=i32), "causal": False}, "bidirectional_ranges cannot be combined with causal=False"),
-]  # fmt: skip
+def exclusive():
+    """The arguments of a call with each pair that excludes each other, and the message."""
+    arguments = {
+        "causal=False" if argument == "causal" else argument: (argument, value)
+        for argument, value in testing.FEATURES.values()
+    }
+    for a, b in features.EXCLUSIVE:
+        named = testing.case_named(*ATTEND)
+        inputs = replace(named, features=(arguments[a], arguments[b])).inputs()
+        yield (
+            {name: inputs.kwargs[name] for name in (arguments[a][0], arguments[b][0])},
+            f"{a} cannot be combined with {b}",
+        )
 
 
-def test_every_exclusive_pair_has_its_row():
-    assert [message for _, message in EXCLUSIVE] == [f"{a} cannot be combined with {b}" for a, b in features.EXCLUSIVE]
+EXCLUSIVE = list(exclusive())
 
 
 @pytest.mark.parametrize(("chosen", "message"), EXCLUSIVE, ids=[message for _, message in EXCLUSIVE])

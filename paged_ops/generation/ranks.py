@@ -131,7 +131,7 @@ class ManyRanks(OneRank):
         if agreed.submitted != submitted:
             inbox.adopt(agreed.submitted)
         inbox.unsent.clear()
-        inbox.unsent_aborts -= aborting  # others may have come meanwhile
+        inbox.unsent_aborts -= aborting  # without the ones that were added meanwhile
         inbox.abort_ids(agreed.aborted)
         return agreed.name
 

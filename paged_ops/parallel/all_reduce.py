@@ -97,7 +97,7 @@ class AllReduce:
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream with the sum over ranks of ``x [..., C]`` added, and its norm. The options are the last
-        arguments of :func:`paged_ops.ops.all_reduce_add_norm`."""
+        arguments of ``paged_ops.ops.all_reduce_add_norm``."""
         op = torch.ops.paged_ops_parallel.all_reduce_add_norm.default
         summed, normed = op(x, residual, weight, eps, self.name, *NormOptions(**options))
         return summed, normed

@@ -6,8 +6,11 @@ names the target, so each launch is specialised exactly as on that GPU; it is co
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
+import os
 import re
 import subprocess
 import tempfile
@@ -85,6 +88,7 @@ class Driver(precompile_workers.Driver):
 
 
 launched: list[Any] = []  # the compiled kernels of a variant
+ptxas_logs: dict[str, str] = {}  # a kernel's hash -> what ptxas printed, if this process compiled it
 
 
 def properties(target: str) -> SimpleNamespace:
@@ -102,6 +106,7 @@ def install(target: str) -> None:
     """Make this process believe in the target."""
     backend, _, arch = target.partition(":")
     is_cuda = backend == "cuda"
+    os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
     number = int(arch) if is_cuda else arch
     warp = 32 if is_cuda or arch.startswith("gfx1") else 64
     triton.runtime.driver.set_active(Driver(GPUTarget(backend, number, warp)))
@@ -130,7 +135,9 @@ def install(target: str) -> None:
 
     # As in the interpreter, None comes back: there is nothing to launch again.
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launched.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            launched.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        ptxas_logs.setdefault(launched[-1].hash, printed.getvalue())
 
     triton.JITFunction.run = compile_only
 
@@ -264,13 +271,14 @@ def serialized(kernel: Any) -> list[str]:
     text = kernel.asm.get("ptx", "")
     if "setmaxnreg" not in text:
         return []
-    tool = get_ptxas(90).path
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "kernel.ptx").write_text(text)
-        command = [tool, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.o"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    said = done.stderr
-    assert done.returncode == 0, said
+    said = ptxas_logs.get(kernel.hash, "")
+    if "ptxas info" not in said:  # the kernel came from Triton's cache
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "kernel.ptx").write_text(text)
+            command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.o"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        said = done.stderr
+        assert done.returncode == 0, said
     return [line for line in said.splitlines() if "Potential Performance Loss" in line]
 
 

@@ -95,7 +95,7 @@ def use_overlapping_products(model: nn.Module) -> int:
 
 
 class OverlappingLinear(nn.Linear):
-    """``nn.Linear`` without a bias, by :func:`paged_ops.ops.few_row_linear`."""
+    """``nn.Linear`` without a bias, by ``paged_ops.ops.few_row_linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _overlapping_linear(x, self.weight)

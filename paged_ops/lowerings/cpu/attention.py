@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import SMALLEST, Features, in_use, masks_in_use, refuse_others, with_value_scale
+from paged_ops.features import SMALLEST, Features, in_use, key_parts, masks_in_use, refuse_others, with_value_scale
 from paged_ops.fp8 import dequantise_rows, quantise
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import fused, prepared, processor
@@ -27,7 +27,7 @@ from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of
 # What attention applies here: the arguments of the op by their names, and formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
-    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
     *("soft_cap", "alibi_slopes", "sinks"),
 }
 # The masks whose keys _oldest_key and _opened know. With another no tile counts as wholly seen, or as plainly causal.
@@ -281,12 +281,12 @@ def _sequence(
     """
     q, B, chunk = q.to(cache.dtype), cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
     total = None
-    for a in range(_reach(first, len(q), f)[0] // B * B, n, chunk):
-        b = min(a + chunk, n)
+    for start, end, own, a in _chunks(first, len(q), n, chunk, B, f):
+        b = min(a + chunk, end)
         blocks = block_table[a // B : -(-b // B)]
         k, v = cache.read(blocks)
-        for r, stop, low, high in _tiles(q, first, a, b, f, kernel is _flash):
-            part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, f)
+        for r, stop, low, high in _tiles(q, first, max(a, start), b, own, kernel is _flash):
+            part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, own)
             if total is None and stop - r == len(q):
                 total = part
             elif total is not None and stop - r == len(q) and high == n:  # nothing follows: no need for float32
@@ -297,6 +297,15 @@ def _sequence(
                 _merge_into(total, slice(r, stop), part)
     assert total is not None, "a live row without keys"
     return total
+
+
+def _chunks(first: int, rows: int, n: int, chunk: int, B: int, f: Features) -> Iterator[tuple[int, int, Features, int]]:
+    """The chunks of n keys that the rows from position ``first`` reach: (start and end of their part, its features, the
+    first key of the chunk)."""
+    for start, end, own in key_parts(f, n):
+        oldest = max(start, _reach(first, rows, own)[0])
+        for a in range(oldest // B * B, end, chunk) if oldest < end else ():
+            yield start, end, own, a
 
 
 def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> Iterator[tuple[int, int, int, int]]:

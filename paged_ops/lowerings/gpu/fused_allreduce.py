@@ -112,7 +112,7 @@ def reduce_rows(
     num_warps: int | None = None,
     overlaps: bool = True,
 ) -> None:
-    """Fill ``summed`` and, given a weight, ``normed``, as :func:`paged_ops.ops.all_reduce_add_norm`; all contiguous.
+    """Fill ``summed`` and, given a weight, ``normed``, as ``paged_ops.ops.all_reduce_add_norm``; all contiguous.
 
     Without places ``x`` is the sum already. ``programs``, ``num_warps`` and ``overlaps`` are for measurements.
     """

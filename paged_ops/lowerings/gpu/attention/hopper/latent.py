@@ -44,11 +44,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper import ring
+from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, Counts, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -238,7 +239,7 @@ def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr
     most 2^SLACK, and as exact (the idea is FlashAttention-4's).
     """
     if SOFT_CAP:
-        qk = roles.apply_soft_cap(qk, rows.cap)
+        qk = apply_soft_cap(qk, rows.cap)
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
     # Over a thread's pairs of columns first: chains of maxima are half as long.
@@ -342,7 +343,7 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     acc1 = acc1 * factor[:, None]
     r = gl.arange(0, M, row_layout)
     live = roles.live_rows(part, r, SPEC, SHAPE)
-    if roles.is_whole(part):
+    if is_whole(part):
         store_columns(tensors.out, roles.output_row(part, r, SPEC), live, acc0, acc1, FIRST, R)
     else:
         store_columns(tensors.parts, roles.part_row(part, r, SHAPE), live, acc0, acc1, FIRST, R)
@@ -361,17 +362,17 @@ def store_columns(to, row, live, acc0, acc1, FIRST: gl.constexpr, R: gl.constexp
 
 @gluon.jit
 def scores(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(score_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(score_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def values(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -421,7 +422,7 @@ def latent_hopper_kernel(
     descs = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
     gl.warp_specialize(
         [
-            (scores, (roles.factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (scores, (factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (values, ((0, shared.left), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (values, ((HALF, shared.right), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (producer, (descs, batch, share, shared, SPEC, DIVISION, SHAPE)),

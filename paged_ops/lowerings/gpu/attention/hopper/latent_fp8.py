@@ -34,9 +34,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import latent, latent_few, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, Counts, LatentShape, Messages
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, apply_soft_cap
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.masks import oldest_key
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -235,7 +235,7 @@ def softmax_tile(qk, m, factor, cap, exponent, kept, MASKED: gl.constexpr, SPEC:
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     SCALED: gl.constexpr = SPEC.storage.row_scales
     if SOFT_CAP:
-        qk = roles.apply_soft_cap(qk * factor[None, :], cap)
+        qk = apply_soft_cap(qk * factor[None, :], cap)
     elif SCALED:
         qk = qk * factor[None, :]
     if SCALED:
@@ -335,7 +335,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
         cap = (batch.numbers.soft_cap * LOG2E, 2.0 * LOG2E / batch.numbers.soft_cap)
     else:
         scale *= LOG2E
-    roles.walk(score_part, (scale, cap, k_scale), batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(score_part, (scale, cap, k_scale), batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -420,7 +420,7 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     r = gl.arange(0, M, row_layout)
     live = roles.live_rows(part, r, SPEC, SHAPE)
     acc = (acc0, acc1, acc2, acc3)
-    if roles.is_whole(part):
+    if is_whole(part):
         store_columns(batch.tensors.out, roles.output_row(part, r, SPEC), live, acc, factor, G0)
     else:
         store_columns(batch.tensors.parts, roles.part_row(part, r, SHAPE), live, acc, factor, G0)
@@ -429,12 +429,12 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
 
 @gluon.jit
 def values(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)

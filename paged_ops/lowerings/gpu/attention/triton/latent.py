@@ -21,8 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.shared.masks import (
+    hidden_keys,
     next_seen_tile,
     oldest_key,
+    only_seen,
+    place_of,
     ranges_at,
     reach_of_rows,
     stripe_offset,
@@ -169,7 +172,8 @@ def latent_kernel(
             first_rotated = rotated_columns(tensors.key_cache)
         else:
             first_rotated = tensors.key_cache + R * SPEC.rotated.d
-        keys = Keys(seq_len, oldest, block_table, tensors.key_cache, first_rotated)
+        hidden = hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
+        keys = Keys(seq_len, hidden, block_table, tensors.key_cache, first_rotated)
         acc, m, l = nothing_seen(M, R_PAD, 0)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # the last row sees no later key
@@ -237,10 +241,10 @@ def see_latents(
     P_PAD: tl.constexpr = TILE.D
     FORMAT: tl.constexpr = SPEC.storage.format
     ROTATED_FORMAT: tl.constexpr = 0 if SPEC.storage.row_scales else SPEC.storage.format
+    MASKS: tl.constexpr = SPEC.masks
+    tile = place_of(tile, keys.hidden, MASKS, N)
     j = tile * N + tl.arange(0, N)
-    live = j < keys.seq_len
-    if SPEC.masks.window or SPEC.masks.chunk:
-        live = live & (j >= keys.oldest)
+    live = only_seen(j < keys.seq_len, j, 1, keys.hidden, MASKS)
     if SPEC.masks.sparse:
         live = live & seen
     if SPEC.B % N == 0:  # a tile lies in one block
