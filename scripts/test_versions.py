@@ -114,7 +114,7 @@ def wanted(python: Path) -> list[str]:
 
 
 def stand_in(place: Path) -> None:
-    """Libraries beside torch's own for those that they link and that are not there, whose functions end the process."""
+    """Stub libraries next to torch's for the missing ones that it links; a call of a stub ends the process."""
     (packages,) = place.glob("lib/python*/site-packages")
     libraries = sorted(packages.glob("torch/lib/lib*.so*"))
     real = [each for each in packages.glob("nvidia/**/*.so*") if not each.is_symlink()]
