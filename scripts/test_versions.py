@@ -41,7 +41,7 @@ VERSIONS = {
 NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")  # torch's own
 TOOLS = ("typer>=0.15", "rich>=13", "pytest>=9", "hypothesis>=6.150", "expecttest>=0.3", "packaging")
 REAL_LIBRARIES = ("cuda-runtime", "cuda-cupti", "nvshmem")  # their symbols are looked up at the import
-OFF = "not (gpu or interpreter or aot or xla or tpu or slow)"
+OFF = "not (gpu or interpreter or aot or xla or tpu)"
 # Column of the table: a file of tests, and which of them (an expression of pytest's -k). These run in one process,
 ON_CPU = {
     "ops": (
