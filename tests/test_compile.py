@@ -267,7 +267,7 @@ WITHOUT_COPY = [
     copy_and_swap_before_use,
     cascade_before_write,
     sum_of_two_steps,
-    sum_over_an_arena,
+    pytest.param(sum_over_an_arena, marks=pytest.mark.slow),
     sum_over_unbound_planes,
 ]
 
@@ -281,7 +281,6 @@ def clone_all(caches):
 
 
 @pytest.mark.parametrize("way", WITHOUT_COPY, ids=lambda way: way.__name__)
-@pytest.mark.slow
 def test_no_cache_copy(way, device):
     function, caches = way(device)
     batch = decode_batch(device=device)
