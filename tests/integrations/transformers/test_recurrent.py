@@ -416,12 +416,12 @@ def test_a_module_with_the_states_of_two_layers_is_refused() -> None:
 
     model.model.layers[2].conv = AsLayer()
     with pytest.raises(
-        ValueError, match="model: expected a module to keep the states of one layer, got one for several"
+        ValueError, match="model: expected a module to keep the states of one layer, got a module with several"
     ):
         StateLayers.find(model)
     shared.layer_idx = 0
     model.model.layers[2].conv = shared
-    with pytest.raises(ValueError, match=r"each state was to be written once a step, but .* is twice"):
+    with pytest.raises(ValueError, match=r"expected each state to be written once per step, but .* is written twice"):
         StateLayers.find(model)
 
 

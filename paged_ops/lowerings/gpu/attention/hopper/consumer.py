@@ -82,12 +82,13 @@ def apply_soft_cap(scores, cap):
 def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.constexpr, SPEC: gl.constexpr):
     """p (unnormalised), m, each thread's sum of p, and the decay of earlier sums; to base 2, with the scale folded into
     one multiply-add. BY_ROWS: each row has its own factor, or with a soft cap its own cap[1]."""
+    MASKS: gl.constexpr = SPEC.masks
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     factor, cap = rows.factor, rows.cap
     if SOFT_CAP:
         qk = apply_soft_cap(qk, (cap[0], as_column(cap[1], BY_ROWS)))
     if MASKED:
-        kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, SPEC.masks)
+        kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, MASKS)
         qk = gl.where(kept, qk, float("-inf"))
     m_new = gl.maximum(m, gl.max(qk, 1))
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
@@ -181,12 +182,14 @@ def zero_rows(values, j, low, end):
 @gluon.jit
 def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Computes the scores of the next key tile, the at-th, while the matmul with the previous tile's values runs."""
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    V_PARTS: gl.constexpr = SHAPE.v.parts
     MASKS: gl.constexpr = SPEC.masks
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     wait_full(shared.k.ring, at)
-    s = multiply_keys(shared, rows.tile, at, SHAPE.k.parts)
+    s = multiply_keys(shared, rows.tile, at, K_PARTS)
     wait_full(shared.v.ring, at - 1)
-    acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, SHAPE.v.parts)
+    acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
     s = warpgroup_mma_wait(number_of(widths_of(SHAPE.v.parts)), deps=[s])
     release_tile(shared.k.ring, at, SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
@@ -202,12 +205,12 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
         p, m, l_tile, decay = softmax_tile(s, sums.m, own, j, item.seq_len, True, BY_ROWS, SPEC)
     else:
         p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, BY_ROWS, SPEC)
-    acc = wait_for(acc, SHAPE.v.parts)
+    acc = wait_for(acc, V_PARTS)
     release_tile(shared.v.ring, at - 1, SHAPE)
     l_layout: gl.constexpr = gl.SliceLayout(1, l_tile.type.layout)
     l = sums.l * gl.convert_layout(decay, l_layout)[:, None] + l_tile
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
-    return Sums(scaled(acc, decay, SHAPE.v.parts), p16, m, l)
+    return Sums(scaled(acc, decay, V_PARTS), p16, m, l)
 
 
 @gluon.jit
@@ -279,6 +282,7 @@ def attend(
     item, n, total, factor, cap, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """A consumer's rows of the n-th item, whose tiles are the total-th and following: scores times ``factor``."""
+    K_PARTS: gl.constexpr = SHAPE.k.parts
     tensors, numbers = batch.tensors, batch.numbers
     MASKS: gl.constexpr = SPEC.masks
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
@@ -319,7 +323,7 @@ def attend(
     if shared.rows_full is not None and not BY_ROWS:
         wait_full(shared.rows_full, n)
     wait_full(shared.k.ring, total)
-    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total, SHAPE.k.parts)])
+    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total, K_PARTS)])
     release_tile(shared.k.ring, total, SHAPE)
     j = (item.end_tile - 1) * N + gl.arange(0, N, gl.SliceLayout(0, s_layout))
     p, m, l, _decay = softmax_tile(s, m, rows, j, item.seq_len, True, BY_ROWS, SPEC)

@@ -234,6 +234,7 @@ def fp8_kernel(
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of pairs; the others are None
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
+    K_PARTS: gl.constexpr = SHAPE.k.parts
     if tensors.k_scale is not None:
         scale *= gl.load(tensors.k_scale)
     numbers = Numbers(
@@ -247,7 +248,7 @@ def fp8_kernel(
     of_all = shared_memory(half, SPEC, SHAPE, 2)
     if dtype == gl.bfloat16:
         # what shared.q_tiles are made of
-        groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, SHAPE.k.parts)
+        groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, K_PARTS)
         factors = gl.allocate_shared_memory(gl.float32, [SHAPE.slots, SHAPE.M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         rows = signal_of(SHAPE.slots)
         shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]

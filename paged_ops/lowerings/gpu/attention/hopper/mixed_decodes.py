@@ -92,14 +92,16 @@ def load_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: 
 @gluon.jit
 def load_part(part, counts, descs, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Load the tiles of a part, in order."""
+    K_SHAPE: gl.constexpr = SHAPE.k
+    V_SHAPE: gl.constexpr = SHAPE.v
     K_CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
     CHUNKS: gl.constexpr = K_CHUNKS + SHAPE.v.size // WIDTH
     next_ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
     for t in range(part.seen):
         ids, tile, at = next_ids, part.tile + t, (counts.tiles + t) * CHUNKS
         next_ids = roles.load_ids(part, tile + 1, batch, SPEC, SHAPE)  # one tile ahead, to hide their latency
-        load_chunks(descs[0], ids, part, tile, at, memory.chunks, SHAPE.k, SPEC, SHAPE)
-        load_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, SHAPE.v, SPEC, SHAPE)
+        load_chunks(descs[0], ids, part, tile, at, memory.chunks, K_SHAPE, SPEC, SHAPE)
+        load_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, V_SHAPE, SPEC, SHAPE)
     return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
 
 

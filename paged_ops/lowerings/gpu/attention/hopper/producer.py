@@ -163,13 +163,17 @@ def load_tile(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr
 def load_both(descs, ids, first_lane, t, item, before, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to load an item's t-th tile of keys and of values, after ``before`` tiles of other items. Lanes of ``ids``
     from ``first_lane`` on have its block ids."""
+    K_SHAPE: gl.constexpr = SHAPE.k
+    K_MATRIX: gl.constexpr = SHAPE.k.matrix
+    V_SHAPE: gl.constexpr = SHAPE.v
+    V_MATRIX: gl.constexpr = SHAPE.v.matrix
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     j = ((item.end_tile - 1 - t) * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
-    k_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, SHAPE.k.matrix)
-    v_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, SHAPE.v.matrix)
-    load_tile(descs[0], k_rows, item.kh, shared.k, before + t, SHAPE.k, SHAPE)
-    load_tile(descs[1], v_rows, item.kh, shared.v, before + t, SHAPE.v, SHAPE)
+    k_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, K_MATRIX)
+    v_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, V_MATRIX)
+    load_tile(descs[0], k_rows, item.kh, shared.k, before + t, K_SHAPE, SHAPE)
+    load_tile(descs[1], v_rows, item.kh, shared.v, before + t, V_SHAPE, SHAPE)
 
 
 @gluon.jit

@@ -146,11 +146,12 @@ def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 @gluon.jit
 def publish_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Publish a part as an item, and begin to copy its query rows."""
+    MASKS: gl.constexpr = SPEC.masks
     n = counts.units
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     first_i = part.seq_len - part.q_len + part.first_token
     last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
-    full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, batch.numbers, SPEC.masks, SHAPE.N)
+    full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, batch.numbers, MASKS, SHAPE.N)
     item = Item(
         part.kh, part.s, part.row_start, part.q_len, part.seq_len, part.first_token, part.seen, part.tile + part.seen,
         full_start, full_end, oldest,

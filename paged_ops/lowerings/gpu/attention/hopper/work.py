@@ -78,11 +78,12 @@ def item_at(
     kh, s, row_start, q_len, seq_len, first_token, mine, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """The item that begins at ``first_token``, without key tiles if it is past the sequence, or not ``mine``."""
+    MASKS: gl.constexpr = SPEC.masks
     first_i = seq_len - q_len + first_token
     last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, q_len - first_token) - 1
     ranges = batch.tensors.bidirectional_ranges
     tiles, end, full_start, full_end, oldest = key_tiles(
-        s, first_i, last_i, seq_len, ranges, batch.numbers, SPEC.masks, SHAPE.N
+        s, first_i, last_i, seq_len, ranges, batch.numbers, MASKS, SHAPE.N
     )
     tiles = gl.where(mine & (first_token < q_len), tiles, 0)
     return Item(kh, s, row_start, q_len, seq_len, first_token, tiles, end, full_start, full_end, oldest)
