@@ -1,85 +1,95 @@
-# Each target sets up all that it needs; the second run starts at once.
+# Each target sets up what it needs, once.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TORCH := $(shell sed -n '/^dev = /,$$ s/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 PYTEST := $(BIN)/python -m pytest -q
-# Two processes: one that is done takes over tests of the other.
+# Two workers; one that is done takes over tests of the other.
 TWO := -n 2 --dist worksteal
-# One thread per process: two workers on two cores would otherwise fight. Inductor's caches of graphs do not key on an
-# op's schema or kernels, so tests never read them; tests/conftest.py keeps what is compiled from C++ for one run.
+# One thread per worker, for two cores. Inductor's graph caches have neither an op's schema nor its kernels in their keys,
+# so tests do not use them; tests/conftest.py keeps compiled C++ for one run.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FX_GRAPH_CACHE=0 TORCHINDUCTOR_AUTOGRAD_CACHE=0 \
   TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+ON_CPU := not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)
 INTERPRETER_TESTS := $(wildcard tests/gpu/test_*interpreter.py)
-AOT_TESTS := $(wildcard tests/aot/test_*.py)
+# Of each test with more than 8 cases, one in 8: always the same ones.
+EIGHTH := --sample 8
 
 # The Triton of torch 2.10 and 2.11, with which the GPU kernels were tuned; the environment has a newer one.
 OLDER_TRITON := 3.6.0
 
-# What `make fuzz` runs, each for so many seconds: on a machine with a GPU, make fuzz DEVICE=cuda SECONDS=480 PROCESSES=8
+# The campaigns of `make fuzz`, SECONDS each. With a GPU: make fuzz DEVICE=cuda SECONDS=480 PROCESSES=8
 CAMPAIGNS ?= ops allocator metadata loop lifecycle graphs programs threads ambient
 SECONDS ?= 60
 DEVICE ?= cpu
 SEED ?= 0
 PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-cpu test-parallel test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-aot-versions test-wheel test-vllm docs lint format bench compiler
+# The folder for the distributions that test-wheel builds; none: they are deleted.
+DIST ?=
+
+.PHONY: demo check test test-cpu test-parallel test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-aot-versions test-wheel test-vllm docs lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
 	$(BIN)/paged-ops demo
 
-# A file of tests that does not exist is not run, and is not called passed either.
-test: test-cpu test-fuzz $(if $(INTERPRETER_TESTS),test-interpreter) $(if $(AOT_TESTS),test-aot)
+# Before each commit, 2 minutes: lint, types, and the quick tests with a selection of their cases.
+check: lint
+	$(TEST_ENV) $(PYTEST) $(TWO) $(EIGHTH) -m "$(ON_CPU) and not slow" --ignore tests/parallel --ignore tests/user tests
+
+# Before a pull request, 10 minutes: all that needs no accelerator, with a selection of the interpreter's cases.
+test: test-cpu test-fuzz
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) $(TWO) $(EIGHTH) -m interpreter $(INTERPRETER_TESTS)
 
 test-cpu: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) $(TWO) -m "not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)" --ignore tests/parallel tests
+	$(TEST_ENV) $(PYTEST) $(TWO) -m "$(ON_CPU)" --ignore tests/parallel tests
 
-# Groups of two and four processes, by gloo: one worker starts them.
+# Groups of two and four processes that communicate by gloo: one pytest worker starts them.
 test-parallel: compiler $(INSTALLED)
 	$(TEST_ENV) $(PYTEST) -m "not gpu" tests/parallel
 
 test-fuzz: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) $(TWO) -m fuzz tests/fuzz/test_fuzz.py
+	$(TEST_ENV) $(PYTEST) $(TWO) -m fuzz tests/fuzz
 
-# At length: what is found is printed with the command that runs it again, and lies in .fuzz/ with all counts.
+# For long runs: a finding is printed with the command that repeats it; .fuzz/ has the counts.
 fuzz: compiler $(INSTALLED)
 	@mkdir -p .fuzz; status=0; for campaign in $(CAMPAIGNS); do echo "== $$campaign"; \
 	  $(TEST_ENV) $(BIN)/python -m tests.fuzz $$campaign --seconds $(SECONDS) --device $(DEVICE) --seed $(SEED) \
 	    --processes $(PROCESSES) --out .fuzz/$$campaign.json || status=1; done; exit $$status
 
 test-interpreter: compiler $(INSTALLED)
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) $(TWO) -m interpreter $(or $(INTERPRETER_TESTS),tests)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) $(TWO) -m interpreter $(INTERPRETER_TESTS)
 
 test-aot: compiler $(INSTALLED)
-	$(TEST_ENV) $(PYTEST) $(TWO) -m aot $(or $(AOT_TESTS),tests)
+	$(TEST_ENV) $(PYTEST) $(TWO) -m aot tests/aot tests/gpu/test_precompile.py
 
-# XLA has an environment of its own: torch_xla needs an older torch. 8 GB, and not part of `test`.
+# In its own environment, because torch_xla needs an older torch. 8 GB; not part of `test`.
 test-xla: compiler .venv-xla/.installed
 	$(TEST_ENV) PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q -n 2 -m "xla or tpu" tests/xla
 
-# vLLM's build for CPUs has an environment of its own: its torch and transformers are pinned. 4 GB and 5 to 10 minutes,
-# not part of `test`. The result is recorded by
+# In its own environment, because vLLM's build for CPUs pins torch and transformers. 4 GB and 5 to 10 minutes; not part
+# of `test`. To record the result:
 # .venv-vllm/bin/python scripts/test_vllm.py --out benchmarks/data/vllm_engine_cpu.json
 test-vllm: compiler .venv-vllm/.installed
 	$(TEST_ENV) .venv-vllm/bin/python scripts/test_vllm.py
 
-# Every torch that is claimed, one after the other, each in an environment of its own that is deleted again: 10 minutes
-# and 4 GB for each, and not part of `test`. VERSIONS="2.9 2.15" runs these alone.
+# Every supported torch in turn, each in an environment that is deleted afterwards: 10 minutes and 4 GB each; not part of
+# `test`. VERSIONS="2.9 2.15" runs only these.
 test-versions: compiler
 	$(PYTHON) scripts/test_versions.py $(VERSIONS)
 
-# The sdist and the wheel, built, installed in an environment of their own and used there: half a minute.
+# The sdist and the wheel are built; the wheel is installed in an empty environment and used: half a minute.
 test-wheel: compiler $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/test_wheel.py
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/test_wheel.py $(DIST)
 
-# The kernels for sm_90 compile with an older Triton as well: 2 minutes. test-versions has all Tritons, each with its torch.
+# The kernels for sm_90 with an older Triton: 2 minutes. test-versions has every Triton, each with its torch.
 test-aot-versions: compiler $(INSTALLED) .venv-versions/triton-$(OLDER_TRITON)
 	export PYTHONPATH=$(CURDIR)/.venv-versions/triton-$(OLDER_TRITON) && \
 	  $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDER_TRITON)", triton' && \
-	  $(TEST_ENV) $(PYTEST) $(TWO) -m aot -k "cuda:90" $(AOT_TESTS)
+	  $(TEST_ENV) $(PYTEST) $(TWO) -m aot -k "cuda:90" tests/aot
 
-# The reference of all public names, from their docstrings: build/docs/index.html. A warning is an error.
+# The reference of all public names: build/docs/index.html. A warning is an error.
 docs: $(INSTALLED)
 	$(BIN)/python -c "import sphinx" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[docs]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -E -W --keep-going -b html docs/api build/docs
@@ -102,7 +112,7 @@ compiler:
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "paged_ops: no C++ compiler found. torch.compile needs one on the CPU: install g++ or clang++, or set CXX."; exit 1; }
 
-# torch first and alone: a later requirement must not choose another build of it.
+# torch first: a later requirement must not replace its build.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "paged_ops: $(PYTHON) is older than Python 3.10. Set PYTHON=/path/to/python3."; exit 1; }
@@ -122,7 +132,7 @@ $(INSTALLED): pyproject.toml
 	.venv-xla/bin/python -m pip install -q -e ".[tpu]" pytest pytest-xdist numpy
 	touch $@
 
-# The media libraries that it asks for come built for CUDA, and do not load.
+# Its media libraries are built for CUDA and do not load.
 .venv-vllm/.installed: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install -q torch==2.13.0

@@ -40,6 +40,7 @@ class Features(NamedTuple):
     kv_cache_dtype: str = "auto"
     bidirectional_ranges: Tensor | None = None
     value_head_size: int | None = None
+    num_first_tokens: int = 0
 
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -53,6 +54,7 @@ def check_features(f: Features, query: Tensor, S: int, block_size: int, scale: f
         expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
     expect(f.sliding_window >= 0, "sliding_window", "0 (off) or a number of tokens", f.sliding_window)
     expect(f.attention_chunk >= 0, "attention_chunk", "0 (off) or a number of tokens", f.attention_chunk)
+    expect(f.num_first_tokens >= 0, "num_first_tokens", "0 (off) or a number of tokens", f.num_first_tokens)
     expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
     if type(f.soft_cap) is float and f.soft_cap != 0:  # kernels hold it as float32
         expect(SMALLEST <= f.soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", f.soft_cap)
@@ -135,8 +137,8 @@ def refuse_others(options: Features | CacheOptions, kv_cache: Tensor, applied: f
         raise ValueError(f"{', '.join(others)}: expected what {where} applies, one of {sorted(applied)}")
 
 
-# Pairs that have no meaning together: block-sparse kernels skip keys by the pattern alone; window and chunk need the
-# order of causality; and without causality a range has nothing left to open.
+# Pairs that have no meaning together: block-sparse kernels skip keys by the pattern alone; window, chunk and first
+# tokens need the order of causality; and without causality a range has nothing left to open.
 EXCLUSIVE = (
     ("block_sparse", "alibi_slopes"),
     ("block_sparse", "sliding_window"),
@@ -147,6 +149,8 @@ EXCLUSIVE = (
     ("causal=False", "attention_chunk"),
     ("bidirectional_ranges", "block_sparse"),
     ("bidirectional_ranges", "causal=False"),
+    ("num_first_tokens", "block_sparse"),
+    ("num_first_tokens", "causal=False"),
 )
 
 
@@ -199,3 +203,51 @@ def _on(features: Mapping[str, Any], feature: str) -> bool:
         return features.get("causal", True) is False
     value = features.get(feature)
     return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
+
+
+# The masks that kept_keys applies.
+MASKS = frozenset(
+    {
+        *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
+    }
+)
+
+
+def kept_keys(
+    f: Features, s: int | Tensor, i: Tensor, j: Tensor, num_heads: int, num_kv_heads: int, block_size: int
+) -> Tensor:
+    """:func:`paged_ops.masks.keep` with all masks of a call: bool ``[H or 1, q, k]``.
+
+    Args:
+        f: the call's keyword arguments.
+        s: the sequence of the queries, or ``[q]`` that of each.
+        i, j: positions ``[q]`` of queries and ``[k]`` of keys.
+        num_heads, num_kv_heads, block_size: H, K and the tokens of a block of the cache.
+    """
+    sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, block_size)
+    ranges: Sequence[Sequence[Any]] = ()
+    if f.bidirectional_ranges is not None:
+        of_rows = f.bidirectional_ranges[s]  # [R, 2], or [q, R, 2]
+        ranges = [pair[:, None].unbind(2) for pair in of_rows.unbind(1)] if of_rows.dim() == 3 else of_rows.tolist()
+    return masks.keep(
+        i,
+        j,
+        num_heads,
+        num_kv_heads,
+        is_causal=f.causal,
+        window=f.sliding_window,
+        chunk=f.attention_chunk,
+        sparse=sparse,
+        ranges=ranges,
+        num_first_tokens=f.num_first_tokens,
+    )
+
+
+def key_parts(f: Features, n: int) -> list[tuple[int, int, Features]]:
+    """The n keys of a sequence in parts ``(start, end, features)``. With the features of a part, the keys of it that a
+    row sees are one interval."""
+    others = f._replace(num_first_tokens=0)
+    first = min(f.num_first_tokens, n) if f.sliding_window else 0
+    if not first:
+        return [(0, n, others)]
+    return [(0, first, others._replace(sliding_window=0)), (first, n, others)]

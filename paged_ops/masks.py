@@ -7,15 +7,12 @@ tensors that broadcast, and a predicate returns a bool tensor. A tile of keys is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paged_ops.checks import expect
-
-if TYPE_CHECKING:
-    from paged_ops.features import Features
 
 
 def causal(i: Tensor, j: Tensor) -> Tensor:
@@ -23,9 +20,9 @@ def causal(i: Tensor, j: Tensor) -> Tensor:
     return j <= i
 
 
-def sliding_window(i: Tensor, j: Tensor, window: int) -> Tensor:
-    """A query sees the last ``window`` positions, its own among them."""
-    return i - j < window
+def sliding_window(i: Tensor, j: Tensor, window: int, num_first_tokens: int = 0) -> Tensor:
+    """A query sees the last ``window`` positions, its own among them, and the first tokens of its sequence."""
+    return (i - j < window) | (j < num_first_tokens)
 
 
 def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
@@ -127,6 +124,7 @@ def keep(
     chunk: int = 0,
     sparse: SparsePattern | None = None,
     ranges: Sequence[Sequence[Any]] = (),
+    num_first_tokens: int = 0,
 ) -> Tensor:
     """All of a call's predicates for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``.
 
@@ -135,7 +133,7 @@ def keep(
     i, j = i[None, :, None], j[None, None, :]
     kept = causal(i, j) if is_causal else torch.ones_like(i - j, dtype=torch.bool)
     if window:
-        kept = kept & sliding_window(i, j, window)
+        kept = kept & sliding_window(i, j, window, num_first_tokens)
     if chunk:
         kept = kept & attention_chunk(i, j, chunk)
     if sparse is not None:
@@ -144,25 +142,3 @@ def keep(
     for start, end in ranges:
         kept = kept | bidirectional(i, j, start, end)
     return kept
-
-
-def kept(
-    f: Features, s: int | Tensor, i: Tensor, j: Tensor, num_heads: int, num_kv_heads: int, block_size: int
-) -> Tensor:
-    """:func:`keep` with all masks of a call: bool ``[H or 1, q, k]``.
-
-    Args:
-        f: the call's keyword arguments.
-        s: the sequence of the queries, or ``[q]`` that of each.
-        i, j: positions ``[q]`` of queries and ``[k]`` of keys.
-        num_heads, num_kv_heads, block_size: H, K and the tokens of a block of the cache.
-    """
-    sparse = None if f.block_sparse is None else check_block_sparse(f.block_sparse, block_size)
-    ranges: Sequence[Sequence[Any]] = ()
-    if f.bidirectional_ranges is not None:
-        of_rows = f.bidirectional_ranges[s]  # [R, 2], or [q, R, 2]
-        ranges = [pair[:, None].unbind(2) for pair in of_rows.unbind(1)] if of_rows.dim() == 3 else of_rows.tolist()
-    window, chunk = f.sliding_window, f.attention_chunk
-    return keep(
-        i, j, num_heads, num_kv_heads, is_causal=f.causal, window=window, chunk=chunk, sparse=sparse, ranges=ranges
-    )

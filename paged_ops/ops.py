@@ -132,6 +132,7 @@ def paged_attention(
     kv_cache_dtype: str = "auto",
     bidirectional_ranges: Tensor | None = None,
     value_head_size: int | None = None,
+    num_first_tokens: int = 0,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
 
@@ -171,12 +172,15 @@ def paged_attention(
             padding; ranges may overlap, and pass ``seq_len``, past which no key is seen. GPU kernels compile for R.
         value_head_size: Dv. Required for a latent cache ``[N, B, D]``, whose values are the first Dv columns of its
             keys, and whose ``k_scale`` is that of both; other forms show their own Dv, which it must equal if given.
+        num_first_tokens: with a window, keys ``j < num_first_tokens`` are seen past the window (StreamingLLM; Xiao et
+            al. 2023, arXiv:2309.17453). Positions stay absolute, and the other masks hold. Without a window it changes
+            nothing. Blocks between the first tokens and the window are not read. GPU kernels compile for the number.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.
 
     Block-sparse refuses ALiBi, window, chunk, soft cap and causal=False; causal=False refuses window and chunk;
-    bidirectional_ranges refuse block-sparse and causal=False.
+    bidirectional_ranges and num_first_tokens refuse block-sparse and causal=False.
     Window and chunk together mean both. Sources: PagedAttention (arXiv:2309.06180), FlashAttention-2
     (arXiv:2307.08691), soft cap of Gemma-2 (arXiv:2408.00118), chunks of Llama-4, latent attention of DeepSeek-V2
     (arXiv:2405.04434).
@@ -206,6 +210,7 @@ def paged_attention_with_lse(
     kv_cache_dtype: str = "auto",
     bidirectional_ranges: Tensor | None = None,
     value_head_size: int | None = None,
+    num_first_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
 

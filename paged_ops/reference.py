@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_ops import masks
 from paged_ops.fake.models import PREPARED, NormOptions
-from paged_ops.features import Features, with_value_scale
+from paged_ops.features import Features, kept_keys, with_value_scale
 from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.registry import without_autocast
@@ -98,7 +97,7 @@ def paged_attention_with_lse(
             logits = f.soft_cap * torch.tanh(logits / f.soft_cap)
         if f.alibi_slopes is not None:
             logits = logits + f.alibi_slopes[:, None, None].to(dtype) * (j[None, :] - i[:, None]).to(dtype)
-        kept = masks.kept(f, s, i, j, H, K, B)
+        kept = kept_keys(f, s, i, j, H, K, B)
         logits = logits.masked_fill(~kept, -torch.inf)
         summands = logits
         if f.sinks is not None:  # one more logit per head, without a value

@@ -1,7 +1,8 @@
 """Build the sdist and the wheel, install the wheel in an environment of its own, and use it there.
 
-``make test-wheel`` calls it: about half a minute. The environment sees torch and what torch requires, lent by the
-Python that runs this script, and nothing else, until the command line is tried: then what the extra cli requires.
+``python scripts/test_wheel.py [FOLDER]``, about half a minute; both are copied to FOLDER if they pass. The environment
+has only torch and its requirements, linked from the Python that runs this script; for the command line also those of
+the extra cli.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,7 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE_THE_PACKAGE = ("LICENSE", "README.md", "pyproject.toml")
+NEXT_TO_THE_PACKAGE = ("LICENSE", "README.md", "pyproject.toml")
 USE = """
 import importlib.metadata, torch, paged_ops
 from pathlib import Path
@@ -37,8 +39,8 @@ torch.testing.assert_close(output, expected[0].transpose(0, 1))
 
 
 def run(*command: str | Path, expect: int = 0) -> str:
-    """A command's output; another exit code than expected ends this script with it."""
-    # Outside of the checkout, and without paths to it: what is imported is what was installed.
+    """A command's output. An unexpected exit code ends this script and shows it."""
+    # Outside the checkout and without PYTHONPATH, so imports find the installed package.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(each) for each in command],
@@ -55,7 +57,7 @@ def run(*command: str | Path, expect: int = 0) -> str:
 
 
 def requirements(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
-    """The distributions of these names and, again and again, of what they require."""
+    """The named distributions and, recursively, their requirements."""
     found: dict[str, importlib.metadata.Distribution] = {}
     while names:
         name = names.pop().lower().replace("_", "-")
@@ -67,8 +69,8 @@ def requirements(names: list[str]) -> dict[str, importlib.metadata.Distribution]
     return found
 
 
-def lend(names: list[str], site: Path) -> None:
-    """Link distributions of this Python, and what they require, into the folder of another."""
+def link(names: list[str], site: Path) -> None:
+    """Link distributions of this Python and their requirements into another's site-packages."""
     for distribution in requirements(names).values():
         for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] != ".."} - {"__pycache__"}:
             if not (site / top).exists():
@@ -76,7 +78,7 @@ def lend(names: list[str], site: Path) -> None:
 
 
 def extra(wheel: Path, name: str) -> list[str]:
-    """What the wheel requires with that extra alone, by name."""
+    """The names of the requirements that an extra of the wheel has."""
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         text = archive.read(metadata).decode()
@@ -86,7 +88,7 @@ def extra(wheel: Path, name: str) -> list[str]:
 
 
 def tracked_files() -> list[str]:
-    """The files of the checkout that git knows or would add, relative to it: nothing that an earlier build left."""
+    """The files of the checkout that git tracks or would add: nothing from an earlier build."""
     listed = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         capture_output=True,
@@ -97,7 +99,7 @@ def tracked_files() -> list[str]:
 
 
 def build(place: Path, *options: str) -> Path:
-    """The wheel, built from the tracked files: through an sdist unless ``--wheel`` is given; in ``place/dist``."""
+    """Build the wheel from the tracked files in ``place/dist``, through an sdist unless ``--wheel`` is given."""
     for name in tracked_files():
         (place / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (place / "source" / name).write_bytes((ROOT / name).read_bytes())
@@ -107,16 +109,16 @@ def build(place: Path, *options: str) -> Path:
 
 
 def install(wheel: Path, venv: Path, *extras: str) -> Path:
-    """A new environment with the wheel and what these extras require, lent; returns its site-packages."""
+    """A new environment with the wheel and the linked requirements of these extras; returns its site-packages."""
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     (site,) = venv.glob("lib/python*/site-packages")
     for name in ("", *extras):
-        lend(extra(wheel, name), site)
+        link(extra(wheel, name), site)
     run(sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "-q", "--no-deps", wheel)
     return site
 
 
-def main() -> None:
+def main(folder: Path | None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         wheel = build(place)
@@ -130,8 +132,8 @@ def main() -> None:
             raise SystemExit(f"the wheel differs from the package's files: {sorted(inside ^ package)}")
         with tarfile.open(sdist) as archive:
             inside = {name.partition("/")[2] for name in archive.getnames()}
-        if missing := (package | set(BESIDE_THE_PACKAGE)) - inside:
-            raise SystemExit(f"the sdist lacks {sorted(missing)}")
+        if missing := (package | set(NEXT_TO_THE_PACKAGE)) - inside:
+            raise SystemExit(f"not in the sdist: {sorted(missing)}")
 
         site = install(wheel, place / "venv")
         python, command = place / "venv/bin/python", place / "venv/bin/paged-ops"
@@ -139,13 +141,15 @@ def main() -> None:
         print(f"{wheel.name}: {len(package)} files; imported, written to and attended with torch alone", flush=True)
         said = run(command, expect=1)
         if "Traceback" in said or "pip install '.[cli]'" not in said:
-            raise SystemExit(f"paged-ops without the extra cli: expected to be told of it, got\n{said}")
+            raise SystemExit(f"paged-ops without the extra cli: expected an error that names the extra, got\n{said}")
 
-        lend(extra(wheel, "cli"), site)
+        link(extra(wheel, "cli"), site)
         if "paged_attention" not in (said := run(command, "support")):
             raise SystemExit(f"paged-ops support: expected the table of ops, got\n{said}")
         print("paged-ops support: runs with the extra cli", flush=True)
+        if folder:
+            shutil.copytree(place / "dist", folder, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -152,8 +152,8 @@ def test_shortcuts_of_the_cpu_know_their_masks(q_len, features, monkeypatch):
     """A mask that is added to the lowering but not to what says that a tile is wholly seen, or plainly causal."""
     wide = with_field(Features, "dilation", 1)
     replace_everywhere(monkeypatch, Features, wide)
-    monkeypatch.setattr(cpu, "APPLIES", cpu.APPLIES | {"dilation"})
-    monkeypatch.setattr(prepared, "FLASH", prepared.FLASH | {"dilation"})
+    for module, name in ((cpu, "APPLIES"), (prepared, "FLASH")):
+        monkeypatch.setattr(module, name, getattr(module, name) | {"dilation"})
     kept = cpu._kept
 
     def every_second(rows, n, i, j, f):

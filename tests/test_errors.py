@@ -263,21 +263,22 @@ def test_static_error_is_the_same_in_eager_and_fake(where, argument, change, mes
         assert raises(op, fake, message) == eager
 
 
-EXCLUSIVE = [
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "alibi_slopes": ones(8)}, "block_sparse cannot be combined with alibi_slopes"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "sliding_window": 4}, "block_sparse cannot be combined with sliding_window"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "attention_chunk": 4}, "block_sparse cannot be combined with attention_chunk"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "soft_cap": 4.0}, "block_sparse cannot be combined with soft_cap"),
-    ({"block_sparse": [16, 1, 1, 0, 0, 0, 1], "causal": False}, "block_sparse cannot be combined with causal=False"),
-    ({"causal": False, "sliding_window": 4}, "causal=False cannot be combined with sliding_window"),
-    ({"causal": False, "attention_chunk": 4}, "causal=False cannot be combined with attention_chunk"),
-    ({"bidirectional_ranges": ones(7, 1, 2, dtype=i32), "block_sparse": [16, 1, 1, 0, 0, 0, 1]}, "bidirectional_ranges cannot be combined with block_sparse"),
-    ({"bidirectional_ranges": ones(7, 1, 2, dtype=i32), "causal": False}, "bidirectional_ranges cannot be combined with causal=False"),
-]  # fmt: skip
+def exclusive():
+    """The arguments of a call with each pair that excludes each other, and the message."""
+    arguments = {
+        "causal=False" if argument == "causal" else argument: (argument, value)
+        for argument, value in testing.FEATURES.values()
+    }
+    for a, b in features.EXCLUSIVE:
+        named = testing.case_named(*ATTEND)
+        inputs = replace(named, features=(arguments[a], arguments[b])).inputs()
+        yield (
+            {name: inputs.kwargs[name] for name in (arguments[a][0], arguments[b][0])},
+            f"{a} cannot be combined with {b}",
+        )
 
 
-def test_every_exclusive_pair_has_its_row():
-    assert [message for _, message in EXCLUSIVE] == [f"{a} cannot be combined with {b}" for a, b in features.EXCLUSIVE]
+EXCLUSIVE = list(exclusive())
 
 
 @pytest.mark.parametrize(("chosen", "message"), EXCLUSIVE, ids=[message for _, message in EXCLUSIVE])
@@ -299,9 +300,9 @@ VALUES = [
     (WRITE, "slot_mapping", lambda t: torch.where(t == t[7], 10**9, t), r"slot_mapping: .* got 1000000000 at \[7\]"),
     (ATTEND, "seq_lens", lambda t: t * 100, r"seq_lens: expected lengths that \d+ blocks of 16 tokens can hold, in .* got 4000"),
     (ATTEND, "seq_lens", lambda t: -t, r"seq_lens: expected lengths .*, got -40 at \[0\]"),
-    (ATTEND, "query_start_loc", lambda t: t + 1, r"query_start_loc: expected 0 first, got 1"),
+    (ATTEND, "query_start_loc", lambda t: t + 1, r"query_start_loc: expected the first entry to be 0, got 1"),
     (ATTEND, "query_start_loc", lambda t: t * 2, r"query_start_loc: expected rows of query in \[0, 62\), got"),
-    (ATTEND, "query_start_loc", lambda t: t.flip(0), r"query_start_loc: expected values that do not fall, got"),
+    (ATTEND, "query_start_loc", lambda t: t.flip(0), r"query_start_loc: expected non-decreasing offsets, got"),
     (ATTEND, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks of the cache in .*, got 10"),
     (ATTEND, "block_tables", lambda t: -t - 1, r"block_tables: expected ids .*, got -"),
     (GATHER, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks"),
@@ -336,8 +337,8 @@ def test_values_are_checked_before_anything_is_written(where, argument, change, 
 
 # One wrong number each, in a batch that is right in all else: every entry of its tables is a block.
 ONE_WRONG = [
-    ("query_start_loc", [0, 3, 2, 5], r"query_start_loc: expected values that do not fall, got \[0, 3, 2, 5\]"),
-    ("query_start_loc", [1, 2, 3, 5], r"query_start_loc: expected 0 first, got 1"),
+    ("query_start_loc", [0, 3, 2, 5], r"query_start_loc: expected non-decreasing offsets, got \[0, 3, 2, 5\]"),
+    ("query_start_loc", [1, 2, 3, 5], r"query_start_loc: expected the first entry to be 0, got 1"),
     ("query_start_loc", [0, 2, 3, 6], r"query_start_loc: expected rows of query in \[0, 6\), got 6 at \[3\]"),
     ("query_start_loc", [0, -1, 3, 5], r"query_start_loc: expected rows of query in \[0, 6\), got -1 at \[1\]"),
     ("seq_lens", [4, -3, 6], r"seq_lens: expected lengths that 2 blocks of 4 tokens can hold, in \[0, 9\), got -3 at \[1\]"),

@@ -64,7 +64,6 @@ LAYERS = (
 )
 LEFT = {  # to be removed
     ("paged_ops.masks", "paged_ops.features"),
-    ("paged_ops.lowerings.gpu.linear", "paged_ops.integrations"),
 }
 
 

@@ -394,3 +394,18 @@ def test_the_oldest_key_is_the_first_that_the_masks_keep():
     for i, window, chunk in itertools.product((0, 1, 7, 8, 20), (0, 1, 5, 30), (0, 1, 4, 30)):
         kept = masks.keep(ints(i), torch.arange(32), 1, 1, is_causal=True, window=window, chunk=chunk)[0, 0]
         assert masks.oldest_key(i, window, chunk) == int(kept.nonzero()[0]), (i, window, chunk)
+
+
+def test_first_tokens_stay_visible_past_the_window():
+    """Six tokens, a window of two, one first token: the last row sees keys 0, 4 and 5. Values are their positions."""
+    values = torch.arange(6.0).view(6, 1, 1)
+    cache = torch.stack([torch.zeros_like(values), values])[None]  # [1, 2, 6, 1, 1]
+    call = (torch.ones(6, 1, 1), cache, ints([0]), ints(6), ints(0, 6), 1.0)
+    out, lse = reference.paged_attention_with_lse(*call, sliding_window=2, num_first_tokens=1)
+    seen = [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5]]
+    torch.testing.assert_close(out.flatten(), torch.tensor([sum(keys) / len(keys) for keys in seen]))
+    torch.testing.assert_close(lse.flatten(), torch.tensor([float(len(keys)) for keys in seen]).log())
+    chunked, _ = reference.paged_attention_with_lse(*call, sliding_window=2, num_first_tokens=1, attention_chunk=3)
+    torch.testing.assert_close(chunked.flatten(), torch.tensor([0.0, 0.5, 1.0, 3.0, 3.5, 4.5]))
+    plain = reference.paged_attention_with_lse(*call)
+    assert all(map(torch.equal, plain, reference.paged_attention_with_lse(*call, num_first_tokens=3)))

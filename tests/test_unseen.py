@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import paged_ops
-from paged_ops import BlockSparse, masks, reference
+from paged_ops import BlockSparse, reference
+from paged_ops.features import Features, kept_keys
 from paged_ops.lowerings.cpu import attention as cpu
-from paged_ops.lowerings.cpu import fused
+from paged_ops.lowerings.cpu import fused, prepared
 
 SEQS = ((1, 40), (5, 60), (40, 40), (33, 96), (3, 2))
 RANGES = torch.tensor(
@@ -25,6 +26,7 @@ FEATURES = {
     "cap-window": {"soft_cap": 2.0, "sliding_window": 13},
     "noncausal": {"causal": False},
     "sparse": {"block_sparse": BlockSparse(16, 1, 3)},
+    "window-first": {"sliding_window": 9, "num_first_tokens": 5},
     "ranges": {"bidirectional_ranges": RANGES},
     "ranges-window": {"bidirectional_ranges": RANGES, "sliding_window": 9},
 }
@@ -39,7 +41,7 @@ def attention(request, monkeypatch):
     if request.param == "matrix":
         monkeypatch.setattr(cpu.processor, "has_matrix_unit", lambda: True)
         monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
-        monkeypatch.setattr(cpu, "MATRIX_ROWS", 1)
+        monkeypatch.setattr(prepared, "MATRIX_ROWS", 1)
     return OPS.get(request.param, OPS["op"])
 
 
@@ -64,18 +66,7 @@ def who_sees(H, K, features, s, j):
     """Of all rows ``[T, H]``: which see token j of sequence s."""
     sees = torch.zeros(sum(q for q, _ in SEQS), H, dtype=torch.bool)
     start, (q, n) = sum(q for q, _ in SEQS[:s]), SEQS[s]
-    sparse = features.get("block_sparse")
-    kept = masks.keep(
-        torch.arange(n - q, n),
-        torch.tensor([j]),
-        H,
-        K,
-        is_causal=features.get("causal", True),
-        window=features.get("sliding_window", 0),
-        chunk=features.get("attention_chunk", 0),
-        sparse=None if sparse is None else masks.check_block_sparse(sparse, 16),
-        ranges=features["bidirectional_ranges"][s].tolist() if "bidirectional_ranges" in features else (),
-    )
+    kept = kept_keys(Features(**features), s, torch.arange(n - q, n), torch.tensor([j]), H, K, 16)
     sees[start : start + q] = kept[:, :, 0].expand(H, q).T
     return sees
 

@@ -30,10 +30,10 @@ def explain(
         str, typer.Option(help="cpu, xla, cuda, cuda:1, or part of the name of a GPU that need not be present: H200.")
     ] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the queries: bfloat16, float16 or float32.")] = "bfloat16",
-    cache_dtype: Annotated[str, typer.Option(help="By default that of the queries; e4m3 and e5m2 are fp8.")] = "",
+    cache_dtype: Annotated[str, typer.Option(help="By default the queries' dtype; e4m3 and e5m2 are fp8.")] = "",
     heads: Annotated[str, typer.Option(help="Query heads / key/value heads.")] = "32/8",
     head_size: Annotated[int, typer.Option(help="Of keys; in a LATENT cache latent and rotated columns.")] = 128,
-    value_head_size: Annotated[int, typer.Option(help="By default that of keys; 512 for most LATENT caches.")] = 0,
+    value_head_size: Annotated[int, typer.Option(help="By default the keys' size; 512 for most LATENT caches.")] = 0,
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     layout: Annotated[str, typer.Option(help=f"Of the cache: {', '.join(layouts.Layout)}.")] = "NHD",
     query_lens: Annotated[str, typer.Option(help="Tokens per sequence: 63x1,512 is 63 decodes and a prompt.")] = "64x1",

@@ -18,7 +18,7 @@ PREPARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class NormOptions(NamedTuple):
-    """The last arguments of :func:`paged_ops.ops.all_reduce_add_norm`."""
+    """The last arguments of ``paged_ops.ops.all_reduce_add_norm``."""
 
     weight_offset: float = 0.0
     rounds_first: bool = False

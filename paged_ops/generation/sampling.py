@@ -170,15 +170,20 @@ def _logprobs(
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """The log-probability of one token in each row of logits ``[R, V]``, and of ``counts`` likeliest tokens."""
+    """The log-probability of one token in each row of logits ``[R, V]``, and of ``counts`` likeliest tokens.
+
+    A token of a prompt may have no logit, as the vocabulary of a model's input can be the larger one: it is -inf.
+    """
+    V = logits.shape[-1]
     result: list[TokenLogprobs] = []
-    most = max(1, 2**24 // logits.shape[-1])  # bounds the memory of the log-probabilities
+    most = max(1, 2**24 // V)  # bounds the memory of the log-probabilities
     for start in range(0, len(tokens), most):
         part = slice(start, start + most)
         logprobs = torch.log_softmax(logits[part].float(), -1)
         chosen = on_device(tokens[part], torch.int64, logits.device)
-        values, ids = logprobs.topk(min(max(counts[part]), logits.shape[-1]), -1)
-        of_chosen = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+        values, ids = logprobs.topk(min(max(counts[part]), V), -1)
+        found_of = logprobs.gather(-1, chosen.clamp(max=V - 1)[:, None])[:, 0]
+        of_chosen = found_of.masked_fill_(chosen >= V, -torch.inf).tolist()
         for count, *found in zip(counts[part], of_chosen, values.tolist(), ids.tolist(), strict=True):
             logprob, likely, likely_ids = found
             result.append(TokenLogprobs(logprob, tuple(zip(likely_ids[:count], likely[:count], strict=True))))

@@ -78,7 +78,7 @@ SERVED = frozenset(
 
 
 class Library(Protocol):
-    """What makes processors and criteria of a generation config's fields: of one model, by the library it comes from.
+    """Makes processors and criteria of a generation config's fields, for one model, by the model's library.
 
     Attributes:
         fields: the model's own generation config as plain data, without fields that are not set.

@@ -39,7 +39,7 @@ def all_reduce_add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, rounds_first: bool = False) -> Tensor:
-    """The norm of :func:`paged_ops.ops.all_reduce_add_norm` alone: ``[..., C]`` in x's dtype, rounded as there."""
+    """The norm of ``paged_ops.ops.all_reduce_add_norm`` alone: ``[..., C]`` in x's dtype, rounded as there."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if rounds_first:

@@ -50,6 +50,7 @@ FEATURES: dict[str, tuple[str, Any]] = {
     "sinks": ("sinks", True),
     "sparse": ("block_sparse", [*SPARSE]),
     "ranges": ("bidirectional_ranges", True),
+    "first": ("num_first_tokens", 5),
 }
 
 
@@ -71,7 +72,12 @@ def _attention_cases() -> Iterator[AttentionCase]:
                 chosen = tuple(FEATURES[name] for name in names)
                 yield case("-".join(names), features=chosen)
                 yield case("-".join(names) + "-bf16-decode", "decode", features=chosen, dtype=torch.bfloat16)
-    every = tuple(FEATURES[name] for name in ("window", "chunk", "cap", "alibi", "sinks"))
+    for name in FEATURES:  # first tokens are hidden by a window alone
+        if name not in ("window", "first") and _allowed("window", "first", name):
+            chosen = tuple(FEATURES[each] for each in ("window", "first", name))
+            for batch in ("long", "decode", "prefill"):
+                yield case(f"window-first-{name}-{batch}", batch, features=chosen)
+    every = tuple(FEATURES[name] for name in ("window", "first", "chunk", "cap", "alibi", "sinks"))
     for form in FORMS:
         yield case(f"{form}-fp16", form=form, dtype=torch.float16)
         yield case(f"{form}-all-features", form=form, features=every, strided_query=True)
@@ -144,7 +150,7 @@ def _latent_cases() -> Iterator[AttentionCase]:
         yield case(name, features=(feature,))
         yield case(f"{name}-long", "long", features=(feature,))
         yield case(f"{name}-bf16-decode", "decode", features=(feature,), dtype=torch.bfloat16)
-    every = tuple(FEATURES[name] for name in ("window", "chunk", "cap", "alibi", "sinks"))
+    every = tuple(FEATURES[name] for name in ("window", "first", "chunk", "cap", "alibi", "sinks"))
     for form in LATENT_FORMS:
         yield case(f"{form}-all-features", form=form, features=every, strided_query=True, dtype=torch.float16)
     real = {"head_size": 576, "value_head_size": 512}  # DeepSeek-V2 and V3, Kimi-K2

@@ -251,6 +251,7 @@ def test_one_more_call_after_an_interrupt_of_what_an_interrupt_had_left() -> Non
         assert (stats.used_blocks, stats.host_used_blocks) == (0, 0), alarm.where
 
 
+@pytest.mark.slow
 def test_a_stream_loses_no_token_to_an_interrupt() -> None:
     def begin() -> tuple[GenerationLoop, TokenStream]:
         loop = make_loop()
@@ -445,6 +446,37 @@ def test_a_change_within_a_turn_waits_for_its_end() -> None:
     for copied in (copy.deepcopy(lock), pickle.loads(pickle.dumps(lock))):
         assert copied.run(lambda copied=copied: lock.run(lambda: copied.is_held and lock.is_held))
     assert not lock.is_held
+
+
+def test_tokens_are_put_back_only_under_the_lock() -> None:
+    """on_token fails at the first of several tokens, while another thread's step may be taking events."""
+    loop = make_loop()
+    ids = [loop.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    seen: list[NewToken] = []
+    while_held: list[int] = []
+    threads: list[threading.Thread] = []
+
+    def hold(held: threading.Event) -> None:
+        held.set()
+        time.sleep(0.2)
+        while_held.append(len(loop._inbox.events))
+
+    def on_token(new: NewToken) -> None:
+        seen.append(new)
+        if not threads:
+            held = threading.Event()
+            threads.append(threading.Thread(target=lambda: loop._lock.run(lambda: hold(held))))
+            threads[0].start()
+            assert held.wait(30)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop.run(on_token)
+    threads[0].join(30)
+    assert while_held == [0]
+    loop.run(on_token)
+    for i, prompt in zip(ids, range(3), strict=True):
+        assert [new.token for new in seen if new.request_id == i] == EXPECTED[prompt]
 
 
 # Two loops on one cache

@@ -333,6 +333,21 @@ def test_log_probabilities_of_a_prompt() -> None:
     assert single.prompt_logprobs == [None]
 
 
+def test_prompt_logprobs_of_ids_without_a_logit() -> None:
+    """A model's input may have more ids than its logits: such an id of a prompt has no probability."""
+
+    def step(input_ids: Tensor, *others: Any) -> Tensor:
+        return toy_step(input_ids % V, *others)
+
+    prompt = [3, V + 5, 4, 2**62]
+    (output,) = GenerationLoop(step, KVCache(1, 64, B, K, D)).generate(
+        [prompt], SamplingParams(max_new_tokens=3, prompt_logprobs=1)
+    )
+    found = output.prompt_logprobs
+    assert found is not None and [each and each.logprob > -torch.inf for each in found] == [None, False, True, False]
+    assert all(each is None or len(each.top) == 1 for each in found) and len(output) == 3
+
+
 def test_cached_tokens_of_each_output() -> None:
     loop = make_loop(max_num_seqs=4)
     prompt = PROMPTS[8]

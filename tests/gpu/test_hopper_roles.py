@@ -151,7 +151,7 @@ def by_code(monkeypatch, told, loaded):
     def begin_rows(query, item, groups, slot, *_):
         groups.index(slot).store((item.row_start, "given"))
 
-    def bring(descs, rows, kh, to, n, *_):
+    def load_tile(descs, rows, kh, to, n, *_):
         ring.wait_empty(to.ring, n)
         to.pages[0].index(ring.stage_of(to.ring, n)).store(loaded[id(to.pages)])
         loaded[id(to.pages)] += 1
@@ -166,7 +166,7 @@ def by_code(monkeypatch, told, loaded):
 
     stubs = {
         "gl": language, "mbarrier": barrier, "FIELDS": FIELDS, "COUNT": TILES, "take": take, "begin_rows": begin_rows,
-        "await_rows": lambda: None, "bring": bring, "light_programs": lambda *_: 0,
+        "await_rows": lambda: None, "load_tile": load_tile, "light_programs": lambda *_: 0,
         "first_item": lambda *_: (False, 0, 0), "rows_of": lambda *_: None, "work_item": lambda item, *_: told[item],
         "fence_async_shared": lambda: None, "halve_rows": halve_rows, "as_words": lambda given, *_: given,
         "widen_words": lambda words, _: (words, words),

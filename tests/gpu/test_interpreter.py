@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from paged_ops import layouts, registry, testing
+from paged_ops.features import Features, kept_keys
 from paged_ops.lowerings import cpu, gpu
 from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
@@ -218,3 +219,43 @@ def test_slices_of_several_blocks_and_units_of_two_heads(heads, slices, together
     assert got[0].isnan().any()
     for mine, wanted in zip(got, want, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"attention_chunk": 200}, {"bidirectional_ranges": [(150, 170), (330, 341)]}], ids=list
+)
+@pytest.mark.parametrize("first", [20, 10**9])
+@pytest.mark.parametrize("form", ["decode", "prefill", "latent", "x_packed"])
+def test_blocks_between_first_tokens_and_window_are_not_read(form, first, others, monkeypatch):
+    """Their entries in the block table are no blocks: a read would fail. Shares end on both sides of the gap."""
+    monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", 7)
+    B, window = 16, 30
+    seqs = [(1, 300), (2, 350), (1, 40)] if form != "prefill" else [(40, 350), (33, 33), (70, 301)]
+    spec = {
+        "decode": testing.CacheSpec("nhd", 2, 32, block_size=B, dtype=torch.float16),
+        "prefill": testing.CacheSpec("nhd", 2, 32, block_size=B, dtype=torch.float16),
+        "latent": testing.CacheSpec("latent", 1, 40, 32, block_size=B, dtype=torch.float16),
+        "x_packed": testing.CacheSpec("x_packed", 2, 32, block_size=B, dtype=torch.float16),
+    }[form]
+    case = testing.AttentionCase("gap", tuple(seqs), spec, padding=(0, 0))
+    inputs = case.inputs()
+    query, cache, tables, lens, *rest = inputs.args
+    features = {**inputs.kwargs, **others, "sliding_window": window, "num_first_tokens": first}
+    if "bidirectional_ranges" in others:
+        features["bidirectional_ranges"] = torch.tensor([others["bidirectional_ranges"]] * 3, dtype=torch.int32)
+    want = cpu.paged_attention_with_lse(query, cache, tables, lens, *rest, **features)
+    holes = tables.clone()
+    for s, (q_len, n) in enumerate(seqs):
+        i, j = torch.arange(n - q_len, n), torch.arange(tables.shape[1] * B)
+        f = Features(**{name: each for name, each in features.items() if name in Features._fields})
+        seen = kept_keys(f, s, i, j, 8, spec.num_kv_heads, B).any(1)[0].view(-1, B).any(1)
+        holes[s, ~seen] = 2**31 - 1
+    if first < 100:
+        assert (holes[0, : lens[0] // B] == 2**31 - 1).any()
+    attention.forget()
+    try:
+        got = gpu.paged_attention_with_lse(query, cache, holes, lens, *rest, **features)
+    finally:
+        attention.forget()
+    for mine, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=4e-3, atol=4e-3)

@@ -129,12 +129,17 @@ struct Worker : Attention {
         std::fill_n(state.largest, count, -INF);
         std::fill_n(state.total, count, 0.0f);
         std::fill_n(state.values, count * Dv, 0.0f);
-        const auto keys = [&](int64_t from) { return std::min<int64_t>(TILE, piece.last - from); };
+        // Of the tile that begins with key number `from`: no tile has keys before and after the span's gap.
+        const auto keys = [&](int64_t from) {
+            return std::min<int64_t>(TILE, (from < span.after ? std::min(span.after, piece.last) : piece.last) - from);
+        };
+        const auto find = [&](int which, int64_t from) { locate(which, span.sequence, key(span, from), keys(from)); };
         int which = 0;
-        if (piece.first < piece.last) locate(which, span.sequence, piece.first, keys(piece.first));
-        for (int64_t from = piece.first; from < piece.last; from += TILE, which ^= 1) {
-            const int64_t n = keys(from), after = from + TILE;
-            if (after < piece.last) locate(which ^ 1, span.sequence, after, keys(after));
+        if (piece.first < piece.last) find(which, piece.first);
+        for (int64_t from = piece.first, n; from < piece.last; from += n, which ^= 1) {
+            n = keys(from);
+            const int64_t after = from + n;
+            if (after < piece.last) find(which ^ 1, after);
             for (int64_t head = piece.head; head < piece.end; head++) {
                 const bool last = head + 1 == piece.end, end = last && after >= piece.last;
                 Rows tile[2], next[2];
@@ -157,7 +162,7 @@ struct Worker : Attention {
                 for (int64_t r = 0; r < R; r += ROWS) {
                     const int64_t row = (head - piece.head) * R + r;
                     if (widened) fetch(next, r * TILE / R, std::min(r + ROWS, R) * TILE / R);
-                    meet(way, span, head, r, std::min<int64_t>(ROWS, R - r), from, n, queries.data + row * D, tile,
+                    meet(way, span, head, r, std::min<int64_t>(ROWS, R - r), key(span, from), n, queries.data + row * D, tile,
                          next, {state.largest + row, state.total + row, state.values + row * Dv});
                 }
             }
@@ -178,7 +183,7 @@ struct Worker : Attention {
         int64_t low[ROWS], high[ROWS], seen = 0;  // the keys [low, high) that each row sees; all are below `seen`
         for (int64_t r = 0, token = row / G, next = (token + 1) * G - row; r < count; token++, next += G) {
             int64_t first, last;
-            reach(span, span.position + token, 1, first, last);
+            reach(span, span.position + token, 1, from, first, last);
             first = std::max<int64_t>(first - from, 0);
             last = std::min(last - from, n);
             if (first < last) seen = std::max(seen, last);
@@ -356,19 +361,12 @@ void attend(const Call& c) {
     const Attention a(c);
     std::vector<Span> spans;
     int64_t pairs = 0, tasks = 0, most = 0;  // tasks: of wide spans
-    const auto keys_of = [&](const Span& s) {  // from, to
-        std::pair<int64_t, int64_t> keys;
-        a.reach(s, s.position, s.rows, keys.first, keys.second);
-        keys.first = std::min(keys.first, s.keys);
-        keys.second = std::max(keys.second, keys.first);
-        return keys;
-    };
     for (int64_t n = 0; n < c.num_sequences; n++) {
         const int64_t s = c.sequences[n], end = c.query_start_loc[s + 1];
         for (int64_t start = c.query_start_loc[s]; start < end; start += a.span) {
-            spans.push_back({s, start, std::min(a.span, end - start), c.seq_lens[s] - end + start, c.seq_lens[s]});
-            const Span& span = spans.back();
-            const auto [from, to] = keys_of(span);
+            spans.push_back({s, start, std::min(a.span, end - start), c.seq_lens[s] - end + start, c.seq_lens[s], 0, 0});
+            Span& span = spans.back();
+            const auto [from, to] = a.keys_of(span);
             pairs += (to - from) * span.rows;
             tasks += a.is_wide(span) ? c.K : 0;
             most = std::max(most, span.rows * a.G * (a.is_wide(span) ? 1 : c.K));
@@ -379,7 +377,7 @@ void attend(const Call& c) {
     std::vector<int64_t> begin;  // of each span, among the pieces
     int64_t rows = 0;
     for (int64_t n = 0; n < int64_t(spans.size()); n++) {
-        const auto [from, to] = keys_of(spans[n]);
+        const auto [from, to] = a.keys_of(spans[n]);
         const int64_t count = spans[n].rows * c.H;
         begin.push_back(pieces.size());
         // All heads of a key lie side by side in memory; with many rows, what one head keeps should stay in the cache.

@@ -30,7 +30,7 @@ PLAIN = CELLS[:3]  # dtypes of query and out
 APPLIES = frozenset(
     {
         *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
-        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges"),
+        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "num_first_tokens"),
         *("soft_cap", "alibi_slopes", "sinks"),
     }
 )
@@ -54,7 +54,7 @@ class Call(ctypes.Structure):
         ("table_strides", ctypes.c_int64 * 2),
         *((name, ctypes.c_int64) for name in ("num_sequences", "T", "N", "M", "H", "K", "D", "Dv", "B", "x")),
         *((name, ctypes.c_int64) for name in ("cell", "query_cell", "out_cell")),
-        *((name, ctypes.c_int64) for name in ("causal", "window", "chunk", "R", "threads")),
+        *((name, ctypes.c_int64) for name in ("causal", "window", "chunk", "first_tokens", "R", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     )
 
@@ -126,6 +126,7 @@ def described(
         causal=f.causal,
         window=f.sliding_window,
         chunk=f.attention_chunk,
+        first_tokens=f.num_first_tokens if f.sliding_window else 0,
         R=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
         threads=torch.get_num_threads(),
         scale=scale,

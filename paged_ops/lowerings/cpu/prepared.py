@@ -21,7 +21,7 @@ from paged_ops.lowerings.cpu import fused, processor
 FLASH = frozenset(
     {
         *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
-        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "sinks"),
+        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "num_first_tokens", "sinks"),
     }
 )
 # Where only the flash kernel uses the processor's matrix unit for bfloat16, it takes sequences of more rows.

@@ -29,7 +29,7 @@ struct Call {
     int64_t key_strides[5], value_strides[4], table_strides[2];
     int64_t num_sequences, T, N, M, H, K, D, Dv, B, x;
     int64_t cell, query_cell, out_cell;  // formats; query and out have one of the first three
-    int64_t causal, window, chunk, R, threads;
+    int64_t causal, window, chunk, first_tokens, R, threads;
     float scale, soft_cap;
 };
 
@@ -108,10 +108,12 @@ const Format FORMATS[] = {format<Float32>(), format<Float16>(), format<BFloat16>
 struct Span {
     int64_t sequence, start, rows;  // start: the index of the first one in query
     int64_t position, keys;         // position of the first row; keys of the sequence
+    int64_t gap, after;             // no row sees the `gap` keys between the first tokens and key `after`
 };
 
 // The part of a span's work with keys [first, last) for key/value heads [head, end). If its keys are all of the span's,
-// `row` is negative; else it leaves its results in shared rows from `row` on.
+// `row` is negative; else it leaves its results in shared rows from `row` on. Keys before a span's gap are numbered as
+// if they came right before key `after`.
 struct Piece {
     int64_t span, first, last, row, head, end;
 };
@@ -163,16 +165,19 @@ struct Attention {
         return sum;
     }
 
-    int64_t first(int64_t i) const {  // the first key that a row at position i sees
-        const int64_t window = c.window ? i - c.window + 1 : 0, chunk = c.chunk && i > 0 ? i / c.chunk * c.chunk : 0;
+    // The first key that a row at position i sees from key `from` on: the window hides none of the first tokens.
+    int64_t first(int64_t i, int64_t from) const {
+        const int64_t window = c.window && from >= c.first_tokens ? i - c.window + 1 : 0;
+        const int64_t chunk = c.chunk && i > 0 ? i / c.chunk * c.chunk : 0;
         return std::max<int64_t>(std::max(window, chunk), 0);
     }
     int64_t last(const Span& s, int64_t i) const { return c.causal ? std::min(i + 1, s.keys) : s.keys; }
 
     // The keys [low, high) that rows at positions [i, i + rows) see: from the first to the last that any of them sees.
-    // The bidirectional ranges that hold a row also hold its own key, so all keys that it sees are one interval.
-    void reach(const Span& s, int64_t i, int64_t rows, int64_t& low, int64_t& high) const {
-        low = first(i);
+    // Of a call with first tokens, among these if key `from` is one, else among the others. There the keys that a row
+    // sees are one interval: the bidirectional ranges that hold a row also hold its own key.
+    void reach(const Span& s, int64_t i, int64_t rows, int64_t from, int64_t& low, int64_t& high) const {
+        low = first(i, from);
         high = last(s, i + rows - 1);
         for (const int32_t* range = c.ranges + s.sequence * c.R * 2, *end = range + c.R * 2; range < end; range += 2)
             if (range[0] >= 0 && range[0] < range[1] && range[0] < i + rows && i < range[1]) {
@@ -180,6 +185,20 @@ struct Attention {
                 high = std::max<int64_t>(high, std::min<int64_t>(range[1], s.keys));
             }
     }
+
+    // The keys [first, last) of a span, as pieces number them. Sets its gap.
+    std::pair<int64_t, int64_t> keys_of(Span& s) const {
+        int64_t begin, low, high;  // the first tokens that a row sees begin at `begin`, the other keys at `low`
+        reach(s, s.position, s.rows, 0, begin, high);
+        reach(s, s.position, s.rows, c.first_tokens, low, high);
+        const int64_t end = std::min(c.first_tokens, s.keys), count = std::max<int64_t>(end - begin, 0);
+        s.after = std::max(std::min(low, s.keys), end);
+        s.gap = count ? s.after - end : 0;
+        return {s.after - count, std::max(s.after - count, high)};
+    }
+
+    // Where key number n of a span lies in its sequence.
+    int64_t key(const Span& s, int64_t n) const { return n < s.after ? n - s.gap : n; }
 
     bool is_wide(const Span& s) const { return s.rows * G > format.direct; }
 };

@@ -23,6 +23,14 @@ from paged_ops.layouts import PagedKV, has_row_scales
 from paged_ops.lowerings.gpu.fp8 import FP8_FORMATS, stored_format
 from paged_ops.lowerings.gpu.target import Target
 
+# Arguments of attention that become Masks.
+MASK_ARGUMENTS = frozenset(
+    {
+        *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
+    }
+)
+# Of a sequence, so that kernels can add a tile to it in int32.
+MOST_FIRST_TOKENS = 2**30
 # Keys of a slice: the rows of a matrix instruction.
 SLICE = 16
 
@@ -81,6 +89,7 @@ class Masks(NamedTuple):
     ranges: int = 0  # R, the ranges per sequence; 0: none
     sparse: bool = False
     heads_an_offset: int = 1
+    first: int = 0  # tokens of a sequence that a window does not hide; 0: none, or no window
 
 
 class Logits(NamedTuple):
@@ -250,6 +259,7 @@ def spec_of(
             ranges,
             sparse is not None,
             H // K if sparse is not None and sparse.homo_head_group else 1,
+            min(f.num_first_tokens, MOST_FIRST_TOKENS) if f.sliding_window > 0 else 0,
         ),
         logits=Logits(f.soft_cap > 0, f.alibi_slopes is not None, f.sinks is not None),
         storage=Storage(key.dtype, cache_format, _paired(query, key, value, cache_format), row_scales),

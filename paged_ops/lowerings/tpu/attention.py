@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops import checks, fake, masks
-from paged_ops.features import Features, refuse_others, with_value_scale
+from paged_ops import checks, fake
+from paged_ops.features import Features, kept_keys, refuse_others, with_value_scale
 from paged_ops.fp8 import dequantise, quantise
 from paged_ops.layouts import element_dtype, paged_kv
 from paged_ops.lowerings.cascade import cascade_attention as _cascade
@@ -174,7 +174,7 @@ def _attend_tile(
         logits = f.soft_cap * torch.tanh(logits / f.soft_cap)
     if f.alibi_slopes is not None:
         logits = logits + f.alibi_slopes[:, None] * (j - i[:, None])[:, None].float()
-    kept = masks.kept(f, s, i, j, H, K, B).transpose(0, 1) & owned[:, None]  # [R, H or 1, n]
+    kept = kept_keys(f, s, i, j, H, K, B).transpose(0, 1) & owned[:, None]  # [R, H or 1, n]
     logits = torch.where(kept, logits, -torch.inf)
 
     largest = logits.amax(2)  # [R, H]

@@ -40,14 +40,14 @@ from paged_ops.lowerings.gpu.attention.triton import latent
 from paged_ops.lowerings.gpu.cache import FORMATS
 from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Choice, Grid, Launch, Launches, relaunch
-from paged_ops.lowerings.gpu.spec import OPTIONAL, Pointers, Shapes, numbers_of, readable, spec_of
+from paged_ops.lowerings.gpu.spec import MASK_ARGUMENTS, OPTIONAL, Pointers, Shapes, numbers_of, readable, spec_of
 from paged_ops.lowerings.gpu.target import Target, target_of
 from paged_ops.support import Explanation
 
 # The features that these kernels apply, by the names of the op's arguments, and the cache formats that they read.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
-    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    *MASK_ARGUMENTS,
     *("soft_cap", "alibi_slopes", "sinks"),
 }
 RANGES = "bidirectional_ranges"  # the one feature with a row per sequence

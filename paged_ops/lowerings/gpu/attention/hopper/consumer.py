@@ -1,4 +1,4 @@
-"""The arithmetic of the Hopper kernels: what a warpgroup computes with its part of an item's query rows.
+"""The consumers of the Hopper kernels: matmuls and softmax of 64 query rows of an item per warpgroup.
 
 Letters, and the roles of warps: see dense.py.
 """
@@ -34,7 +34,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 class Rows(NamedTuple):
-    """What a consumer knows of its rows of an item."""
+    """A consumer's query rows of an item."""
 
     which: Any  # of the consumers
     tile: Any  # of query rows, in shared memory
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a consumer has of the key tiles so far."""
+    """A consumer's results of the key tiles so far."""
 
     acc: Any  # the sums of weighted values, a tuple: each has some columns
     p16: Any  # the weights of the last tile, whose values are not added yet
@@ -62,15 +62,33 @@ def as_column(factor, BY_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def factor_of(numbers, SPEC: gl.constexpr):
+    """The factor of scores, to base 2, and the soft cap."""
+    factor = numbers.scale * LOG2E
+    cap = (0.0, 0.0)
+    if SPEC.logits.soft_cap:
+        factor = 1.0
+        cap = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
+    return factor, cap
+
+
+@gluon.jit
+def apply_soft_cap(scores, cap):
+    """``cap[0] * tanh(cap[1] * scores)``, to base 2."""
+    return cap[0] - 2.0 * cap[0] / (gl.exp2(scores * cap[1]) + 1.0)
+
+
+@gluon.jit
 def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, BY_ROWS: gl.constexpr, SPEC: gl.constexpr):
     """p (unnormalised), m, each thread's sum of p, and the decay of earlier sums; to base 2, with the scale folded into
     one multiply-add. BY_ROWS: each row has its own factor, or with a soft cap its own cap[1]."""
+    MASKS: gl.constexpr = SPEC.masks
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     factor, cap = rows.factor, rows.cap
-    if SOFT_CAP:  # cap[0] * tanh(cap[1] * qk), in base 2
-        qk = cap[0] - 2.0 * cap[0] / (gl.exp2(qk * as_column(cap[1], BY_ROWS)) + 1.0)
+    if SOFT_CAP:
+        qk = apply_soft_cap(qk, (cap[0], as_column(cap[1], BY_ROWS)))
     if MASKED:
-        kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, SPEC.masks)
+        kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, MASKS)
         qk = gl.where(kept, qk, float("-inf"))
     m_new = gl.maximum(m, gl.max(qk, 1))
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) * factor
@@ -164,12 +182,14 @@ def zero_rows(values, j, low, end):
 @gluon.jit
 def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Computes the scores of the next key tile, the at-th, while the matmul with the previous tile's values runs."""
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    V_PARTS: gl.constexpr = SHAPE.v.parts
     MASKS: gl.constexpr = SPEC.masks
     BY_ROWS: gl.constexpr = shared.row_factors is not None
     wait_full(shared.k.ring, at)
-    s = multiply_keys(shared, rows.tile, at, SHAPE.k.parts)
+    s = multiply_keys(shared, rows.tile, at, K_PARTS)
     wait_full(shared.v.ring, at - 1)
-    acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, SHAPE.v.parts)
+    acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
     s = warpgroup_mma_wait(number_of(widths_of(SHAPE.v.parts)), deps=[s])
     release_tile(shared.k.ring, at, SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
@@ -185,12 +205,12 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
         p, m, l_tile, decay = softmax_tile(s, sums.m, own, j, item.seq_len, True, BY_ROWS, SPEC)
     else:
         p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, BY_ROWS, SPEC)
-    acc = wait_for(acc, SHAPE.v.parts)
+    acc = wait_for(acc, V_PARTS)
     release_tile(shared.v.ring, at - 1, SHAPE)
     l_layout: gl.constexpr = gl.SliceLayout(1, l_tile.type.layout)
     l = sums.l * gl.convert_layout(decay, l_layout)[:, None] + l_tile
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
-    return Sums(scaled(acc, decay, SHAPE.v.parts), p16, m, l)
+    return Sums(scaled(acc, decay, V_PARTS), p16, m, l)
 
 
 @gluon.jit
@@ -262,6 +282,7 @@ def attend(
     item, n, total, factor, cap, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """A consumer's rows of the n-th item, whose tiles are the total-th and following: scores times ``factor``."""
+    K_PARTS: gl.constexpr = SHAPE.k.parts
     tensors, numbers = batch.tensors, batch.numbers
     MASKS: gl.constexpr = SPEC.masks
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
@@ -302,7 +323,7 @@ def attend(
     if shared.rows_full is not None and not BY_ROWS:
         wait_full(shared.rows_full, n)
     wait_full(shared.k.ring, total)
-    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total, SHAPE.k.parts)])
+    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total, K_PARTS)])
     release_tile(shared.k.ring, total, SHAPE)
     j = (item.end_tile - 1) * N + gl.arange(0, N, gl.SliceLayout(0, s_layout))
     p, m, l, _decay = softmax_tile(s, m, rows, j, item.seq_len, True, BY_ROWS, SPEC)
@@ -363,13 +384,7 @@ def attend(
 @gluon.jit
 def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """64 of the rows of each item: their matmuls, softmax and output."""
-    numbers = batch.numbers
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    of_all = numbers.scale * LOG2E
-    cap_of_all = (0.0, 0.0)
-    if SOFT_CAP:
-        of_all = 1.0
-        cap_of_all = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
+    factor, cap = factor_of(batch.numbers, SPEC)
     tiles = next_tiles(shared, 0, 4)
     n = 0
     total = 0
@@ -379,7 +394,7 @@ def consumer(which: gl.constexpr, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
             skip(item, total, shared, SHAPE)
             release(shared.item_ring, n)
         else:
-            attend(item, n, total, of_all, cap_of_all, which, batch, shared, SPEC, SHAPE)
+            attend(item, n, total, factor, cap, which, batch, shared, SPEC, SHAPE)
         total += tiles
         n += 1
         tiles = next_tiles(shared, n, 4)

@@ -2,18 +2,18 @@
 It also takes sequences of few tokens in the same batch, or with many query heads per key/value head.
 
 One program per multiprocessor takes items, which are tiles of query rows of one key/value head, the longest first. A
-scheduler takes items and fetches their query rows ahead. A producer warp brings keys and values to shared memory by
-TMA, one block of the cache at a time. Two or three consumer warpgroups multiply, with 64 of the rows each: while the
-tensor cores multiply the values of one tile of keys, the softmax of the next tile runs. The designs that
-were measured: benchmarks/notes/gpu-designs.md.
+scheduler takes items and prefetches their query rows. A producer warp loads keys and values to shared memory by TMA,
+one block of the cache at a time. Two or three consumer warpgroups compute 64 of the rows each: the softmax of one tile
+of keys runs during the matmul with the values of the previous tile. The designs that were measured:
+benchmarks/notes/gpu-designs.md.
 
 Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D head size, B tokens per block. A tile has
-M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are kept as groups of 8
-rows by 64 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one copy brings them whole.
+M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are stored as groups of 8 rows by 64
+columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one TMA copy loads them.
 
 Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
-bfloat16, heads of multiples of 16 (hopper_parts.py has how), caches with rows that TMA can address. The Triton kernel
-serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+bfloat16, head sizes that are multiples of 16 (see head_chunks.py), caches with rows that TMA can address. The Triton
+kernel serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Side, Spec, 
 from paged_ops.lowerings.gpu.target import TRITON, Target
 
 BLOCK_M = 128  # with two consumers
-SIZES = range(64, 257, 16)  # of heads
-# With three: the columns of heads, the time of an item as a multiple of that with two, the fewest keys of a window or
-# chunk, and registers of a thread (all 65536 are used).
+SIZES = range(64, 257, 16)  # head sizes
+# Three consumers: the largest head size, the time of an item relative to two consumers, the smallest window or chunk,
+# and the registers of a thread per role (all 65536 are used).
 SIZE_OF_THREE, TIME_OF_THREE, SPAN_OF_THREE = 64, 1.35, 1024
 REGISTERS_OF_THREE = 160, 160, 32, 32
-MOST_STAGES = 4  # tiles of keys and of values in shared memory; and of query rows, fetched ahead:
-MOST_SLOTS = 2
-MOST_PARTS = 3  # of a head
-HEADS = 32  # key/value heads that are served at a time: several programs read the keys of one, so that the L2 has them
-OTHERS = 2 << 10  # bytes of shared memory for barriers and Triton's own
+MOST_STAGES = 4  # tiles of keys and of values in shared memory
+MOST_SLOTS = 2  # tiles of query rows in shared memory
+MOST_PARTS = 3  # of the columns of a head
+HEADS = 32  # key/value heads in flight: several programs read the same keys, from the L2
+OTHERS = 2 << 10  # bytes of shared memory for barriers and for Triton
 SHORT = 4096  # keys that one program reads in less than 50 µs
-MANY_ROWS = 64  # from so many packed query rows on, split_kernel would take twice the time
-SHORT_OF_MANY_ROWS = 8192  # keys, with so many rows
+MANY_ROWS = 64  # packed query rows with which split_kernel would take twice the time
+SHORT_OF_MANY_ROWS = 8192  # as SHORT, from MANY_ROWS on
 
 
 # What its roles apply, by the names of spec.needs.
@@ -85,8 +85,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
         f"cache_dtype: expected {spec.dtype}, got {spec.storage.dtype}": spec.storage.dtype != spec.dtype,
         f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
         f"value_head_size: expected one of {(*served_sizes(),)}, got {value.size}": value.size not in served_sizes(),
-        f"num_heads: expected at most {BLOCK_M} a key/value head, got {spec.G}": spec.G > BLOCK_M,
-        "query: expected the elements of a head side by side": spec.query[2] != 1,
+        f"num_heads: expected at most {BLOCK_M} per key/value head, got {spec.G}": spec.G > BLOCK_M,
+        "query: expected contiguous elements of a head": spec.query[2] != 1,
         "kv_cache: expected keys that TMA can address": key.x != key.size or _matrix(key, spec) is None,
         "kv_cache: expected values that TMA can address": _matrix(value, spec) is None,
     }
@@ -94,7 +94,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 
 def served_sizes() -> list[int]:
-    """Of heads."""
+    """The head sizes that divide into at most MOST_PARTS parts."""
     return [size for size in SIZES if len(parts_of(size)) <= MOST_PARTS]
 
 
@@ -123,7 +123,7 @@ def build_items(
     kernel: Any, constants: dict[str, Any], takes: tuple[str, ...], described: list[Described], spec: Spec,
     target: Target, tiles: tuning.Tiles, division: Division, more: tuple[int, ...] = (), at_once: int = 1024,
 ) -> Launches:  # fmt: skip
-    """Launches that serve every sequence of a batch: that of a kernel that takes items, and split_kernel's.
+    """Launches that together serve every sequence of a batch: of a kernel that takes items, and of split_kernel.
 
     Args:
         takes, described, more: as in :class:`HopperLaunch`.
@@ -131,7 +131,7 @@ def build_items(
     """
     constants = {
         "SPEC": read_spec(spec),
-        # These two are not constants here.
+        # Not constants in this kernel: short and times.
         "DIVISION": division._replace(short=0, times=0, at_once=min(division.at_once, at_once)),
         **constants,
         "num_warps": 4,
@@ -150,8 +150,8 @@ ALL_SPLIT = "every sequence fits a tile of split_kernel, which is faster"  # why
 
 
 def has_form(spec: Spec, shapes: Shapes) -> bool:
-    """Whether TMA can bring the tiles of these shapes. The maximum is taken before scaling. The producer reads the
-    first entry of a table even if there are no keys."""
+    """Whether TMA can load the tiles of these shapes. Also, scale must be positive, as the maximum is taken before
+    scaling, and a block table needs one column, as the producer reads the first entry even if there are no keys."""
     rows = [_rows(side, spec, shapes.N) for side in (spec.k_side, spec.v_side)]
     fits = 0 < min(rows) <= max(rows) < 1 << 31
     return bool(shapes.numbers.scale > 0 and shapes.columns and shapes.aligned and fits)
@@ -179,14 +179,15 @@ def _short_of(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:
-    """This kernel also takes sequences of at most so many keys whose rows fit split_kernel's tiles; -1: none.
+    """The most keys of a sequence that this kernel takes although its rows fit split_kernel's tiles; -1: it takes none.
 
     Args:
-        rows: packed query rows of split_kernel's tiles. With many (large groups, wide speculation) products decide.
-        units: key/value heads of all sequences. Too few would not keep the programs busy.
-        items: tiles of query rows of all sequences that split_kernel cannot take. If there are many, some programs read
-            the keys of short sequences meanwhile; if there are few, short sequences would only end late.
-        processors: multiprocessors of the device, each with one program.
+        rows: packed query rows of split_kernel's tiles. With many (large groups, wide speculation) matmuls are the
+            bottleneck.
+        units: sequences times key/value heads. Too few would not keep the programs busy.
+        items: tiles of query rows that split_kernel cannot take. If there are many, some programs read the keys of
+            short sequences meanwhile; if there are few, short sequences would only end late.
+        processors: multiprocessors of the device, with one program each.
     """
     if rows >= MANY_ROWS and 3 * units >= processors:
         return SHORT_OF_MANY_ROWS
@@ -203,21 +204,21 @@ def consumers_of(spec: Spec, target: Target, T: int) -> int:
 
 
 def has_short_spans(spec: Spec, numbers: Numbers) -> bool:
-    """Whether a window or chunk leaves an item so few keys that three consumers are slower than two."""
+    """Whether a window or chunk is so small that three consumers are slower than two."""
     window, chunk = (spec.masks.window, numbers.window), (spec.masks.chunk, numbers.chunk)
     return any(given and span < SPAN_OF_THREE for given, span in (window, chunk))
 
 
 class Matrix(NamedTuple):
-    """A side of the cache as a matrix whose rows are tokens of a block, as TMA addresses it."""
+    """Keys or values of the cache as a matrix for TMA; a token of a block is a row."""
 
-    rows_n: int  # between blocks
-    rows_head: int  # between heads
-    columns_head: int
+    rows_n: int  # rows between blocks
+    rows_head: int  # rows between heads
+    columns_head: int  # columns between heads
 
 
 def _matrix(side: Side, spec: Spec) -> Matrix | None:
-    """The matrix of a side; None if TMA cannot address it in groups of 8 rows."""
+    """The matrix of keys or values; None if TMA cannot address it in groups of 8 rows."""
     aligned = 16 // spec.storage.dtype.itemsize
     if side.d != 1 or spec.B % 8 or side.b % aligned or side.n % (8 * side.b):
         return None
@@ -229,14 +230,14 @@ def _matrix(side: Side, spec: Spec) -> Matrix | None:
 
 
 def matrix_of(side: Side, spec: Spec) -> Matrix:
-    """The matrix of a side that is served."""
+    """The same if serves() found no reason against it."""
     matrix = _matrix(side, spec)
     assert matrix is not None, "serves() said so"
     return matrix
 
 
 def _rows(side: Side, spec: Spec, N: int) -> int:
-    """The number of rows of the matrix of a cache of N blocks."""
+    """The rows of the matrix of a cache of N blocks."""
     matrix = matrix_of(side, spec)
     return (N - 1) * matrix.rows_n + (spec.K - 1) * matrix.rows_head + spec.B
 
@@ -250,29 +251,29 @@ class Columns(NamedTuple):
 
 
 class HopperShape(NamedTuple):
-    """The tile, and how it is brought."""
+    """The tile, and how it is loaded."""
 
     M: int
     N: int
-    page: int  # keys that one copy brings
+    page: int  # keys per TMA copy
     stages: int
-    slots: int  # items that the others are told of
+    slots: int  # items that are published ahead
     row_slots: int  # tiles of their query rows in shared memory
-    heads: int  # key/value heads that are served at a time
-    registers: tuple[int, ...]  # of a thread of all roles but the first, which has the rest
+    heads: int  # key/value heads in flight
+    registers: tuple[int, ...]  # of a thread, per role; the first role has the rest
     k: Columns
     v: Columns
     warps: int  # of the scheduler
 
 
 def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
-    """128 keys per tile if two such tiles, the rows' sums and the scores have the space; then two tiles of query rows,
-    then more stages."""
+    """128 keys per tile if two stages fit shared memory, and sums and scores the registers; else 64. Then two tiles of
+    query rows if they fit, then more stages."""
     M = consumers * WARPGROUP.value
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.dtype.itemsize
     k_parts, v_parts = parts_of(D), value_parts_of(Dv)
     space = (shared_memory - OTHERS) // itemsize - M * D
-    # Triton 3.9's products in three parts would run one after another (C7512), with any number of registers.
+    # With Triton 3.9 matmuls in three parts would run one after another (C7512), with any number of registers.
     fits = len(parts_of(Dv)) < 3 or TRITON < (3, 9)
     N = 128 if Dv <= 128 and 2 * 128 * (D + sum(v_parts)) <= space and fits else 64
     stage = N * (D + sum(v_parts))
@@ -286,7 +287,7 @@ def shape_of(spec: Spec, shared_memory: int, consumers: int = 2) -> HopperShape:
 
 
 def _registers(spec: Spec) -> tuple[int, int, int]:
-    """With fewer, something spills: sums and scores of the consumers, addresses of many small copies."""
+    """With fewer registers, sums and scores of the consumers spill, or addresses of many small copies."""
     parts = len(parts_of(spec.k_side.size))
     if spec.v_side.size > 192:
         return 224, 224, 24
@@ -297,7 +298,7 @@ def _registers(spec: Spec) -> tuple[int, int, int]:
 
 
 def descriptors(spec: Spec, page: int) -> list[Described]:
-    """Of each part of keys, then of values; None where there are fewer parts."""
+    """One per part of keys, then of values; None where there are fewer parts."""
     made: list[Described] = []
     for name, side, parts in (("key_cache", spec.k_side, parts_of), ("value_cache", spec.v_side, value_parts_of)):
         each = [(name, functools.partial(describe, side, spec, page, part)) for part in parts(side.size)]
@@ -306,8 +307,8 @@ def descriptors(spec: Spec, page: int) -> list[Described]:
 
 
 def describe(side: Side, spec: Spec, page: int, part: int, cache: Tensor) -> TensorDescriptor:
-    """``[N, B, K, D]`` in groups of 8 rows by up to 64 columns, of which one copy brings ``part`` columns of ``page``
-    tokens: groups at [row / 8, 0, 0, column]. Groups overlap, as they begin at any column."""
+    """``[N, B, K, D]`` in groups of 8 rows by up to 64 columns. One copy loads ``part`` columns of ``page`` tokens: the
+    groups at [row / 8, 0, 0, column]. Groups overlap, as they begin at any column."""
     cache = pairs_of(cache)
     (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
     box, columns = box_of(page, part), (K - 1) * matrix.columns_head + D
@@ -317,7 +318,7 @@ def describe(side: Side, spec: Spec, page: int, part: int, cache: Tensor) -> Ten
 
 
 def pairs_of(cache: Tensor) -> Tensor:
-    """``[N, B, K, D]``; TMA brings two bytes of fp8 as one number of 16 bits."""
+    """``[N, B, K, D]``; TMA loads two bytes of fp8 as one number of 16 bits."""
     cache = cache.flatten(3)
     return cache.view(torch.float16) if cache.itemsize == 1 else cache
 
@@ -331,27 +332,28 @@ class Shared(NamedTuple):
     q_tiles: Any  # the same, as they are multiplied
     k: Any  # Tiles
     v: Any
-    newest_clean: Any  # per item: the values of its newest tile that no row may see are zeroed,
-    oldest_clean: Any  # and those of its oldest tile
-    places: Any  # None, or for items that are parts of units: see shares.py
-    rows_full: Any  # None, or per item: its query rows have arrived, later than its fields
-    row_factors: Any  # None, or factors of the rows' scores: see fp8.py
+    newest_clean: Any  # per item: the values of its newest tile that no row may see are zeroed
+    oldest_clean: Any  # the same for its oldest tile
+    places: Any  # of items that are parts of units, see shares.py; or None
+    rows_full: Any  # per item: its query rows have arrived, later than its fields; or None
+    row_factors: Any  # factors of the rows' scores, see fp8.py; or None
 
 
 @gluon.jit
 def shared_memory(dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr, READERS: gl.constexpr = 1):
-    """The fields of :class:`Shared` that each kernel has; none is None, which a function cannot return. READERS: of
-    items, in addition to the consumers."""
+    """The fields of :class:`Shared` that every kernel has: a function cannot return None. READERS: roles other than
+    consumers that read items."""
     M: gl.constexpr = SHAPE.M
     CONSUMERS: gl.constexpr = M // WARPGROUP
     SLOTS: gl.constexpr = SHAPE.slots
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
     K_PARTS: gl.constexpr = SHAPE.k.parts
+    V_PARTS: gl.constexpr = SHAPE.v.parts
     RELEASES: gl.constexpr = 128 * CONSUMERS if CONSUMERS > 2 else CONSUMERS  # see release_tile
     q_groups = query_places(dtype, ROW_SLOTS * M, K_PARTS)
     q_tiles = as_tiles(q_groups, dtype, ROW_SLOTS * CONSUMERS, WARPGROUP, K_PARTS)
     keys = tiles_of(dtype, K_PARTS, SHAPE, RELEASES)
-    values = tiles_of(dtype, SHAPE.v.parts, SHAPE, RELEASES)
+    values = tiles_of(dtype, V_PARTS, SHAPE, RELEASES)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], mbarrier.MBarrierLayout())
     item_ring = ring_of(SLOTS, 1, CONSUMERS + READERS)
     newest_clean = signal_of(SLOTS)
@@ -369,7 +371,7 @@ def tiles_of(dtype: gl.constexpr, PARTS: gl.constexpr, SHAPE: gl.constexpr, RELE
     return Tiles(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
 
 
-# More than 20 parameters: Triton takes numbers that it shall not specialise on, and descriptors, one by one.
+# More than 20 parameters: descriptors, and numbers that Triton must not specialise on, cannot be in a tuple.
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
 def dense_kernel(
     tensors,  # Pointers

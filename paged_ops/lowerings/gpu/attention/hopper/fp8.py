@@ -1,18 +1,17 @@
-"""Prefill on Hopper (sm_90) in Gluon over fp8 caches: the items and the products of dense.py, and a warpgroup that
-converts.
+"""Prefill on Hopper (sm_90) in Gluon over fp8 caches: the items and matmuls of dense.py, and a warpgroup that converts.
 
-The tensor cores take keys and values from shared memory, in 16 bits. So a producer warp brings the bytes of a tile to
-shared memory by TMA, and four warps convert them to float16, which is exact, from there to the tiles that the two
-consumer warpgroups multiply. Queries in bfloat16 become float16, too, each row divided by a power of two that keeps it
+The tensor cores take keys and values from shared memory, in 16 bits. So a producer warp loads the bytes of a tile to
+shared memory by TMA, and four warps convert them to float16, which is exact, into the tiles that the two consumer
+warpgroups multiply. Queries in bfloat16 become float16, too, each row divided by a power of two that keeps it
 in float16's range. A scheduler of one warp takes items and fetches their query rows ahead. The scale of keys multiplies
-that of the scores, the scale of values the output; both are positive.
+the scale of the scores, the scale of values the output; both are positive.
 
 The converting warps have no loads of the cache under way themselves, neither to registers nor to shared memory: the
 fence that makes what they store visible to the tensor cores (``fence.proxy.async``) waits for all of a thread's loads.
 
-Letters: as in dense.py. A pair is two bytes, which copies bring as one number of 16 bits. Serves what dense.py does,
-with heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. Measurements:
-benchmarks/notes/gpu-kernels.md. Ideas: conversion by a warpgroup of its own, FlashAttention-3 (Shah et al. 2024,
+Letters: as in dense.py. A pair is two bytes, which TMA copies as one number of 16 bits. Serves what dense.py does, with
+heads of 64 and 128 and one scale for all heads; short sequences are left to decode.py. Measurements:
+benchmarks/notes/gpu-kernels.md. Ideas: conversion by a separate warpgroup, FlashAttention-3 (Shah et al. 2024,
 arXiv:2407.08608), whose producer transposes fp8 values.
 """
 
@@ -55,8 +54,8 @@ from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, Storage, not_app
 from paged_ops.lowerings.gpu.target import Target
 
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
-SIZES = 64, 128  # of heads
-# What it applies, by the names of spec.needs.
+SIZES = 64, 128  # head sizes
+# The features that it applies, by the names of spec.needs.
 APPLIES = frozenset(
     {
         *("causal", "window", "chunk", "ranges", "soft_cap", "sinks"),
@@ -116,14 +115,13 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 
 
 def descriptors(pairs: Spec, page: int) -> list[Described]:
-    """As in dense.py, of heads of half as many pairs."""
+    """As in dense.py, for pairs: half the head size."""
     k_side, v_side = (side._replace(size=side.size // 2) for side in (pairs.k_side, pairs.v_side))
     return dense.descriptors(pairs._replace(k_side=k_side, v_side=v_side), page)
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
-    """The shape of the tiles that are multiplied, and that of the bytes: two tiles of bytes, or as many as fit beside
-    the others."""
+    """The shape of the tiles that are multiplied, and of the tiles of bytes, which take the remaining space."""
     D, Dv, itemsize = pairs.k_side.size, pairs.v_side.size, pairs.dtype.itemsize
     stage = 128 * (D + Dv)
     shape = dense.shape_of(pairs, shared_memory - 2 * stage)
@@ -142,21 +140,21 @@ def in_one_part(columns: Columns) -> Columns:
 
 @gluon.constexpr_function
 def words_layout(rows, size):
-    """``tile_layout(rows, size)`` of 16-bit numbers as that of words, ``[rows, size / 2]``."""
+    """``tile_layout(rows, size)`` of 16-bit numbers as a layout of 32-bit words ``[rows, size / 2]``."""
     bases = tile_layout(rows, size).offset_bases
     return gl.SharedLinearLayout([[row, column // 2] for row, column in bases[1:]], [], 1024)
 
 
 @gluon.jit
 def as_words(given, number: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr):
-    """Tiles of N rows of so many 16-bit numbers as tiles of words."""
+    """``number`` tiles ``[N, SIZE]`` of 16-bit numbers as tiles of 32-bit words."""
     return reinterpret(given, gl.int32, [number, N, SIZE // 2], words_layout(N, SIZE))
 
 
 @gluon.jit
 def convert(at, bytes, to, E4M3: gl.constexpr):
     """The at-th tile of keys, or of values, when its bytes have arrived and its place is empty."""
-    # Eight rows next to each other in a warp: threads that load or store at once do not meet in a bank.
+    # Eight neighbouring rows per warp: no bank conflicts.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [0, 1])
     ROWS: gl.constexpr = 64  # at once
     N: gl.constexpr = to.tiles[0].shape[1]
@@ -236,6 +234,7 @@ def fp8_kernel(
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of pairs; the others are None
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
+    K_PARTS: gl.constexpr = SHAPE.k.parts
     if tensors.k_scale is not None:
         scale *= gl.load(tensors.k_scale)
     numbers = Numbers(
@@ -249,7 +248,7 @@ def fp8_kernel(
     of_all = shared_memory(half, SPEC, SHAPE, 2)
     if dtype == gl.bfloat16:
         # what shared.q_tiles are made of
-        groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, SHAPE.k.parts)
+        groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, K_PARTS)
         factors = gl.allocate_shared_memory(gl.float32, [SHAPE.slots, SHAPE.M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         rows = signal_of(SHAPE.slots)
         shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]

@@ -1,9 +1,9 @@
 """The Hopper kernel's columns: heads of any multiple of 16, in parts whose sizes are powers of two.
 
-Gluon's tensors, copies and products have sizes that are powers of two. So the columns of a head are divided (192 is
-128 + 64, 112 is 64 + 32 + 16), and each part has places of its own in shared memory, and copies and products of its
-own: of the keys into the same scores, of the values each into sums of its own. Nothing is padded, but a part of values
-may begin in the one before. Constants are tuples of the parts' sizes, the largest first.
+In Gluon the sizes of tensors, copies and matmuls are powers of two. So the columns of a head are divided (192 is
+128 + 64, 112 is 64 + 32 + 16), and each part has its own places in shared memory, copies and matmuls: keys add to the
+same scores, values to separate sums. Nothing is padded, but a part of values may overlap the previous one. Constants
+are tuples of the parts' sizes, the largest first.
 
 A part lies in groups of 8 rows by up to 64 columns, swizzled, with all columns of 8 rows together: so a block of the
 cache is one copy, and tiles of any number of rows are made of blocks.
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from paged_ops.lowerings.gpu.gluon_names import reinterpret
 
 WARPGROUP = gl.constexpr(64)  # rows of a tile that one warpgroup multiplies
-WIDEST = 128  # columns of a product of weights and values: ptxas takes no more beside the scores
+WIDEST = 128  # columns of a matmul with values: ptxas allows no more next to the scores
 
 
 def parts_of(size: int) -> tuple[int, ...]:
@@ -26,8 +26,8 @@ def parts_of(size: int) -> tuple[int, ...]:
 
 
 def value_parts_of(size: int) -> tuple[int, ...]:
-    """The same for values, with 64 in place of 32 + 16: a product with few columns takes about as long as one with 64.
-    The last part then overlaps the one before."""
+    """The same for values, with 64 in place of 32 + 16: a matmul with few columns takes about as long as one with 64.
+    The last part then overlaps the previous one."""
     parts = parts_of(size)
     return (*parts[:-2], 64) if parts[-2:] == (32, 16) and size > 64 else parts
 
@@ -55,31 +55,31 @@ def first_of(parts, n, size):
 
 @gluon.constexpr_function
 def widths_of(parts):
-    """The columns of the products with values: of a part or, if it is too wide, of pieces of it."""
+    """The columns of each matmul with values: a part or, if it is too wide, a piece of it."""
     return tuple(min(size, WIDEST) for size in parts for _ in range(0, size, WIDEST))
 
 
 @gluon.constexpr_function
 def part_with(parts, n):
-    """The part in which the n-th product's columns lie."""
+    """The part with the columns of the n-th matmul."""
     return [part for part, size in enumerate(parts) for _ in range(0, size, WIDEST)][n]
 
 
 @gluon.constexpr_function
 def first_in_part(parts, n):
-    """The first of the n-th product's columns in that part."""
+    """The first column of the n-th matmul in that part."""
     return [at for size in parts for at in range(0, size, WIDEST)][n]
 
 
 @gluon.constexpr_function
 def rows_at_once(size):
-    """The query rows of a part that four warps fetch at once, by 16 bytes a thread."""
+    """The query rows of a part that four warps load at once, with 16 bytes per thread."""
     return max(8, 1024 // size)
 
 
 @gluon.constexpr_function
 def tile_layout(rows, size):
-    """Groups of 8 rows by up to 64 columns, swizzled. A row of groups has all columns, as copies bring them."""
+    """Groups of 8 rows by up to 64 columns, swizzled. A row of groups has all columns, as copies write them."""
     group = min(size, 64)
     bases = [[0, 1 << n] for n in range(group.bit_length() - 1)]
     # The hardware's swizzle: pieces of 8 columns are exchanged by the number of their line of 128 bytes.
@@ -100,34 +100,36 @@ def box_of(rows, size):
     return [rows // 8, max(size // 64, 1), 8, min(size, 64)]
 
 
-@gluon.jit
-def place(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, SIZE: gl.constexpr):
-    shape: gl.constexpr = box_of(PAGE, SIZE)
-    layout: gl.constexpr = box_layout(SIZE)
-    return gl.allocate_shared_memory(dtype, [pages, shape[0], shape[1], shape[2], shape[3]], layout)
+@gluon.constexpr_function
+def pages_of(pages, rows, parts, n):
+    return [pages, *box_of(rows, parts[n])]
+
+
+@gluon.constexpr_function
+def query_shape(rows, parts, n):
+    return [rows // rows_at_once(parts[n]), rows_at_once(parts[n]), parts[n]]
+
+
+@gluon.constexpr_function
+def query_layout(size):
+    return tile_layout(rows_at_once(size), size)
 
 
 @gluon.jit
 def places(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, PARTS: gl.constexpr):
-    """Shared memory for ``pages`` pages of PAGE keys or values, a place for each part, as copies fill it."""
+    """Shared memory for ``pages`` pages of PAGE keys or values, a place for each part, as copies write them."""
     made: gl.tuple = ()
     for n in gl.static_range(number_of(PARTS)):
-        made += (place(dtype, pages, PAGE, size_of(PARTS, n)),)
+        made += (gl.allocate_shared_memory(dtype, pages_of(pages, PAGE, PARTS, n), box_layout(size_of(PARTS, n))),)
     return made
 
 
 @gluon.jit
-def query_place(dtype: gl.constexpr, rows: gl.constexpr, SIZE: gl.constexpr):
-    ROWS: gl.constexpr = rows_at_once(SIZE)
-    return gl.allocate_shared_memory(dtype, [rows // ROWS, ROWS, SIZE], tile_layout(ROWS, SIZE))
-
-
-@gluon.jit
 def query_places(dtype: gl.constexpr, rows: gl.constexpr, PARTS: gl.constexpr):
-    """Shared memory for so many query rows, as they are fetched."""
+    """Shared memory for ``rows`` query rows, as they are loaded."""
     made: gl.tuple = ()
     for n in gl.static_range(number_of(PARTS)):
-        made += (query_place(dtype, rows, size_of(PARTS, n)),)
+        made += (gl.allocate_shared_memory(dtype, query_shape(rows, PARTS, n), query_layout(size_of(PARTS, n))),)
     return made
 
 

@@ -7,8 +7,8 @@ parts of units that shares divide.
 
 A producer warp loads query rows and latents by TMA. One warpgroup multiplies 64 query rows with the 64 keys of a tile
 and computes the softmax. Two more warpgroups multiply its weights with one half of the value columns each, so that the
-sums of 64 rows by 512 columns fit their registers. Meanwhile the first multiplies the next tile's keys. A tile has
-three parts (two halves of the latents, the rotated columns), each with its own ring.
+accumulators of 64 rows by 512 columns fit their registers. Meanwhile the first multiplies the next tile's keys. The two
+halves of the latents and the rotated columns have separate rings.
 
 If there are more heads than rows, the key tiles of one group of heads come first for all sequences (``heads_apart``):
 neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of
@@ -44,11 +44,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper import ring
+from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, Counts, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -65,7 +66,7 @@ STAGES = 2  # tiles in shared memory: what fits next to the query rows
 # serialises the matmuls (C7512): the kernel took up to 1.35 times as long with 168. Triton 3.9 needs more.
 REGISTERS = (192, 192, 24) if TRITON >= (3, 9) else (176, 176, 24)
 
-# What this kernel and that of latent_few.py apply, by the names of spec.needs.
+# What this kernel and latent_few.py apply, by the names of spec.needs.
 APPLIES = frozenset({"latent", "causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})
 
 
@@ -231,14 +232,14 @@ def multiply_keys(at, shared, zero):
 
 @gluon.jit
 def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's sums of
-    weights, and the decay of earlier sums.
+    """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's totals of
+    weights, and the factor of the accumulators.
 
-    A maximum that grows by at most SLACK stays in use, so that the sums need not be scaled. Weights are then at most
-    2^SLACK, and as exact (the idea is FlashAttention-4's).
+    A maximum that grows by at most SLACK stays in use, so that the accumulators need no scaling. Weights are then at
+    most 2^SLACK, and as exact (the idea is FlashAttention-4's).
     """
     if SOFT_CAP:
-        qk = roles.apply_soft_cap(qk, rows.cap)
+        qk = apply_soft_cap(qk, rows.cap)
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
     # Over a thread's pairs of columns first: chains of maxima are half as long.
@@ -248,9 +249,9 @@ def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr
     shift = roles.finite(m_new)
     p = gl.exp2(qk * rows.factor - shift[:, None])
     decay = gl.exp2(m - shift)
-    # Over the columns of a thread; the threads of a row are summed at the end.
-    sums = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return p, m_new, sums, decay
+    # Over the columns of a thread; the threads of a row are added at the end.
+    totals = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+    return p, m_new, totals, decay
 
 
 @gluon.jit
@@ -261,7 +262,7 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
     begin = tile * N
     if roles.is_masked(rows, tile, SPEC):
         kept = roles.keep(qk, rows, begin, 1, SPEC)
-        p, m_new, sums, decay = softmax_tile(qk, m, rows, kept, True, SOFT_CAP)
+        p, m_new, totals, decay = softmax_tile(qk, m, rows, kept, True, SOFT_CAP)
         if roles.has_unseen(rows, begin, N):
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
             stage = ring.stage_of(shared.left.ring, at)
@@ -271,17 +272,17 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
                 roles.zero_unseen(shared.right.tiles.index(stage).slice(key, 8, dim=0), begin + key, rows, layout)
             fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
     else:
-        p, m_new, sums, decay = softmax_tile(qk, m, rows, True, False, SOFT_CAP)
+        p, m_new, totals, decay = softmax_tile(qk, m, rows, True, False, SOFT_CAP)
     ring.wait_empty(shared.messages.ring, sent)
     shared.messages.weights.store(p.to(shared.messages.weights.dtype))
     roles.send_factors(shared.messages, sent, decay, m_new, m)
     ring.fill(shared.messages.ring, sent)
-    return m_new, l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + sums
+    return m_new, l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + totals
 
 
 @gluon.jit
 def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The weights of all tiles of a part, the factors of earlier sums, and lse."""
+    """Send the weights of all tiles of a part and the factors of the accumulators; store lse."""
     n, total, sent = counts
     factor, cap = args
     M: gl.constexpr = SHAPE.M
@@ -342,7 +343,7 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     acc1 = acc1 * factor[:, None]
     r = gl.arange(0, M, row_layout)
     live = roles.live_rows(part, r, SPEC, SHAPE)
-    if roles.is_whole(part):
+    if is_whole(part):
         store_columns(tensors.out, roles.output_row(part, r, SPEC), live, acc0, acc1, FIRST, R)
     else:
         store_columns(tensors.parts, roles.part_row(part, r, SHAPE), live, acc0, acc1, FIRST, R)
@@ -361,17 +362,17 @@ def store_columns(to, row, live, acc0, acc1, FIRST: gl.constexpr, R: gl.constexp
 
 @gluon.jit
 def scores(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(score_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(score_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def values(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -421,7 +422,7 @@ def latent_hopper_kernel(
     descs = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
     gl.warp_specialize(
         [
-            (scores, (roles.factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (scores, (factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (values, ((0, shared.left), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (values, ((HALF, shared.right), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (producer, (descs, batch, share, shared, SPEC, DIVISION, SHAPE)),

@@ -2,7 +2,7 @@
 
 A warpgroup's matmul has at least 64 rows, but may have as few as 8 columns. So with few query rows the keys of a tile,
 and then the value columns, are its rows (``S^T = K Q^T``, ``O^T = V^T P^T``), and the query rows are its columns. The
-sums of 16 rows by 512 columns fit one warpgroup, and the rows of two units take little shared memory next to two tiles.
+accumulators of 16 rows by 512 columns fit one warpgroup, and the rows of two units take little shared memory.
 
 One program per multiprocessor takes an equal contiguous share of the key tiles of all units, as in latent.py. A tile is
 chunks of 64 keys by 64 columns: the rotated columns first, then the latents. A producer warp loads them by TMA, and
@@ -34,10 +34,10 @@ from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import Counts, LatentShape
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, apply_soft_cap, factor_of
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import LatentShape
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import share_of
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Launches
@@ -159,10 +159,10 @@ def multiply_values(acc, decay, place, shared, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def softmax_tile(qk, m, factor, cap, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """The weights of a tile ``[N, M]`` (unnormalised, to base 2), each row's maximum, and the decay of earlier sums.
-    All sums are scaled anyway, so the maximum has no slack as in latent.py."""
+    """The weights of a tile ``[N, M]`` (unnormalised, to base 2), each row's maximum, and the factor of the
+    accumulators. They are always scaled: a maximum with slack, as in latent.py, would save nothing."""
     if SOFT_CAP:
-        qk = roles.apply_soft_cap(qk, cap)
+        qk = apply_soft_cap(qk, cap)
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
     m_new = gl.maximum(m, gl.max(qk, 0) * factor)
@@ -195,7 +195,7 @@ def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl
     rows = roles.rows_of(part, r, factor, cap, batch.numbers, SPEC, SHAPE)
     zero = gl.full([N, M], 0.0, gl.float32, layout)
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
-    l = zero  # each thread's sums of weights
+    l = zero  # each thread's totals of weights
     acc = (zero, zero, zero, zero, zero, zero, zero, zero)
     ring.wait_full(shared.q_ring, n)
     for t in range(part.seen):
@@ -223,7 +223,7 @@ def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl
     scale = roles.normalizer(l_, decay)
     lse2 = roles.lse2_of(m, l_)
     live = roles.live_rows(part, r, SPEC, SHAPE)
-    if roles.is_whole(part):
+    if is_whole(part):
         row = roles.output_row(part, r, SPEC)
         if SPEC.lse:
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
@@ -239,12 +239,12 @@ def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl
 
 @gluon.jit
 def consumer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(attend_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(attend_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
+    walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -282,7 +282,7 @@ def latent_columns_kernel(
     share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     gl.warp_specialize(
         [
-            (consumer, (roles.factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (consumer, (factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (producer, ((q_desc, cache_desc), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [1],

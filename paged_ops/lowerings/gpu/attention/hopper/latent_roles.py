@@ -1,5 +1,5 @@
-"""What the roles of the latent Hopper kernels share: the walk over a share of units, page addresses, masks, softmax,
-messages between warpgroups, and where results are stored.
+"""Helpers for the roles of the latent Hopper kernels: page addresses, masks, softmax, messages between warpgroups, and
+stores.
 
 Letters, and the roles of warps: see latent.py. AXIS is the axis of the keys in a tile of scores: 1 of ``[M, N]``, 0 of
 ``[N, M]``.
@@ -15,9 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty, wait_full
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import is_whole
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
-from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.gluon_names import load_box
 
 # The maximum in use is replaced only by one that is larger by more than this, to base 2: see softmax_tile.
@@ -35,53 +34,6 @@ class LatentShape(NamedTuple):
     registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
     e4m3: bool = False  # the fp8 format; else e5m2
     outstanding: int = 0  # matmuls in flight, whose left operands occupy registers
-
-
-class Part(NamedTuple):
-    """The key tiles of one unit that are in a program's share."""
-
-    program: Any  # the index of the share
-    s: Any  # sequence
-    kh: Any  # group of query heads
-    first_token: Any
-    tile: Any  # the first
-    row_start: Any  # the sequence's first query row,
-    q_len: Any  # its number of tokens
-    seq_len: Any  # and of keys
-    first_tile: Any  # of the unit
-    end_tile: Any
-    count: Any  # tiles of this part
-    seen: Any  # tiles of this part that a row may see, at least 1
-
-
-class Counts(NamedTuple):
-    """What a role has processed so far."""
-
-    units: Any
-    tiles: Any
-    messages: Any
-
-
-@gluon.jit
-def walk(
-    role: gl.constexpr, args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
-    """Call ``role(part, counts, args, batch, shared, SPEC, SHAPE)``, which returns the new counts, for each part in a
-    share."""
-    program = share_index(SPEC, DIVISION)
-    left, s, kh, first_token, tile = share
-    counts = Counts(0, 0, 0)
-    while left > 0:
-        row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
-            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
-        )
-        left -= count
-        if q_len > 0:
-            part = Part(
-                program, s, kh, first_token, tile, row_start, q_len, seq_len, first_tile, end_tile, count, seen
-            )  # fmt: skip
-            counts = role(part, counts, args, batch, shared, SPEC, SHAPE)
-        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -150,17 +102,6 @@ def rows_of(part, r, factor, cap, numbers, SPEC: gl.constexpr, SHAPE: gl.constex
 
 
 @gluon.jit
-def factor_of(numbers, SPEC: gl.constexpr):
-    """The factor and the soft cap of :class:`Rows` if all rows have the same."""
-    factor = numbers.scale * LOG2E
-    cap = (0.0, 0.0)
-    if SPEC.logits.soft_cap:
-        factor = 1.0
-        cap = (numbers.soft_cap * LOG2E, 2.0 * LOG2E * numbers.scale / numbers.soft_cap)
-    return factor, cap
-
-
-@gluon.jit
 def is_masked(rows, tile, SPEC: gl.constexpr):
     """Whether some row does not see some key of a tile."""
     MASKS: gl.constexpr = SPEC.masks
@@ -192,12 +133,6 @@ def zero_unseen(values, begin, rows, layout: gl.constexpr):
 
 
 @gluon.jit
-def apply_soft_cap(scores, cap):
-    """``cap[0] * tanh(cap[1] * scores)``, to base 2."""
-    return cap[0] - 2.0 * cap[0] / (gl.exp2(scores * cap[1]) + 1.0)
-
-
-@gluon.jit
 def finite(m):
     """The maximum that is subtracted: 0 for a row that has seen no key, as exp2(-inf - 0) is 0."""
     return gl.where(m == float("-inf"), 0.0, m)
@@ -220,7 +155,7 @@ def add_sink(m, l, head, part, tensors, SPEC: gl.constexpr):
 
 @gluon.jit
 def normalizer(l, decay):
-    """The factor of a unit's sums: 0 for a row that has seen no key. NaN stays NaN."""
+    """The factor of a unit's accumulators: 0 for a row that has seen no key. NaN stays NaN."""
     return gl.where(l != 0.0, decay / gl.where(l != 0.0, l, 1.0), 0.0)
 
 
@@ -235,12 +170,6 @@ def live_rows(part, r, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Which of the packed rows r belong to a token and a head."""
     in_tile = r < SHAPE.M // SPEC.G * SPEC.G
     return in_tile & (part.first_token + r // SPEC.G < part.q_len) & (part.kh * SPEC.G + r % SPEC.G < SPEC.heads)
-
-
-@gluon.jit
-def is_whole(part):
-    """Whether a part is all of its unit; other parts are merged later."""
-    return (part.tile == part.first_tile) & (part.tile + part.count == part.end_tile)
 
 
 @gluon.jit
@@ -269,18 +198,18 @@ def store_lse(lse2, part, r, tensors, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 class Messages(NamedTuple):
-    """What the warpgroup that computes scores sends to the two that sum values: one message per tile, and one at the
-    end of a part, with the factors of its result."""
+    """Messages from the warpgroup of the scores to the two warpgroups of the values: one per tile, and one at the end
+    of a part, with the factors of its result."""
 
     weights: Any  # of the keys of a tile
-    factors: Any  # of the sums so far
+    factors: Any  # of the accumulators
     changed: Any  # per warp: whether a factor of its rows is not 1
     ring: Any
 
 
 @gluon.jit
 def send_factors(messages, n, factors, m_new, m):
-    """Store the factors of the sums so far in the n-th message."""
+    """Store the factors of the accumulators in the n-th message."""
     place = stage_of(messages.ring, n)
     messages.factors.index(place).store(factors)
     changed = (m_new != m).to(gl.int32)
@@ -306,7 +235,7 @@ def receive_last(messages, n, layout: gl.constexpr):
 
 @gluon.jit
 def load_factors(messages, n, layout: gl.constexpr):
-    """The factors of the sums so far, and whether one of them is not 1."""
+    """The factors of the accumulators, and whether one of them is not 1."""
     place = stage_of(messages.ring, n)
     factors = messages.factors.index(place).load(layout)
     return factors, gl.max(messages.changed.index(place).load(gl.BlockedLayout([4], [32], [4], [0])), 0)

@@ -8,9 +8,9 @@ that shares divide leave parts, which merge_kernel of decode.py merges.
 The decoder needs few registers and little shared memory, so the consumers keep theirs. Three single warps load
 everything: the scheduler takes items and copies their query rows, and one producer loads each kind of tiles.
 
-Who arrives at a barrier, in each of its phases: of items the scheduler, and both consumers and the items' producer; of
-query rows the scheduler; of tiles the producer with its copies, and both consumers; of clean values the first consumer;
-of chunks their producer with its copies, and the decoder.
+Who fills a ring, and who releases its places: items, the scheduler, and both consumers and the items' producer; query
+rows, the scheduler; tiles, the producer's copies, and both consumers; clean values, the first consumer; chunks, their
+producer's copies, and the decoder.
 
 Serves what dense.py does without ranges, with heads of 64 and 128, at most 8 query heads per key/value head.
 
@@ -51,15 +51,15 @@ from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
-SLOTS = 2  # items that are told ahead
+SLOTS = 2  # items that are published ahead
 # Of a thread of the consumers and of the three single warps; the decoder has the rest, 64.
 REGISTERS = (208, 208, 32, 32, 32)
-COUNTERS = gl.constexpr(4)  # three of items, as dense.py's scheduler has them, and one of programs that are done
-# Sequences. More than a few, as their decodes are to take a while; with more than 512 ptxas (of triton 3.6) overwrites
-# the register with which global memory is addressed.
+COUNTERS = gl.constexpr(4)  # three of taken items (see Work), and one of programs that have finished
+# Sequences. With fewer, decodes are too short; with more than 512, ptxas (of triton 3.6) overwrites the register that
+# addresses global memory.
 FEWEST, MOST = 16, 256
 AT_ONCE = 64  # sequences that the scheduler's registers hold
-MOST_ROWS = 16  # on average; batches of that many rows per sequence may be speculation only
+MOST_ROWS = 16  # per sequence on average, for a batch that may be speculation only
 SIZES = {64, 128}  # of heads: with wider ones registers spill, or shared memory holds no tile of decodes
 MOST_PLACES = 16  # of chunks
 # What its roles apply, by the names of spec.needs.
@@ -144,7 +144,7 @@ def places_of(spec: Spec, shared_memory: int) -> int:
 
 @gluon.jit
 def tiles_of_prompts(s, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, TOKENS: gl.constexpr):
-    """The tiles of query rows of sequences s, of one head; 0 for those that the decoder takes."""
+    """The number of tiles of query rows of sequences s, per head; 0 for the decoder's sequences."""
     live = s < batch.numbers.S
     starts = batch.tensors.query_start_loc + s
     q_len = gl.load(starts + 1, mask=live, other=0) - gl.load(starts, mask=live, other=0)
@@ -155,7 +155,7 @@ def tiles_of_prompts(s, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, TOKEN
 
 @gluon.jit
 def sequence_of(query_tile, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, TOKENS: gl.constexpr):
-    """The sequence that has a tile of query rows, and the number of tiles before it."""
+    """The sequence of a tile of query rows, and the number of tiles before the sequence."""
     lanes: gl.constexpr = gl.BlockedLayout([DIVISION.at_once // 32], [32], [1], [0])
     s = 0
     before = 0
@@ -226,7 +226,7 @@ def mixed_kernel(
     for n in gl.static_range(TIMES):
         s = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
         tiles += gl.sum(tiles_of_prompts(s, batch, SPEC, DIVISION, SHAPE.M // SPEC.G), 0)
-    # Sequences of more rows than a decode wait for memory as well, if one warpgroup multiplies them: by LIGHT.
+    # Sequences of a few more rows than a decode are memory-bound as well, if they fit one warpgroup: see LIGHT.rows.
     least: gl.constexpr = DECODES.M // SPEC.G
     few = light_programs(batch, DIVISION.long, PROGRAMS, SPEC.G, LIGHT, SHAPE.M, 4, least)
     chunk_descs = k_chunk_desc, v_chunk_desc

@@ -4,7 +4,7 @@ The decoder multiplies keys as rows: ``S^T = K Q^T`` and ``O^T = V^T P^T`` with 
 of N keys at a time, one matmul after the other. With 8 rows the sums of 64 columns take 4 registers of a thread. Keys
 and values pass through a ring of chunks of 64 keys by 64 columns, which a single warp fills.
 
-Letters: see dense.py. SHAPE is that of decodes: its stages are chunks.
+Letters: see dense.py. SHAPE is the one of decode_shape(): its stages are chunks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, zero_rows
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, factor_of, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
 from paged_ops.lowerings.gpu.attention.hopper.latent_few import softmax_tile, store_columns
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import full_of, release, ring_of, stage_of, wait_empty, wait_full
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, walk
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Side, Spec
 
@@ -39,13 +40,13 @@ WIDTH = gl.constexpr(64)  # columns of a chunk
 
 
 def chunk_descriptors(spec: Spec, page: int) -> list[Described]:
-    """Of keys and of values."""
+    """One for keys, and one for values."""
     sides = ("key_cache", spec.k_side), ("value_cache", spec.v_side)
     return [(name, functools.partial(describe, side, spec, page)) for name, side in sides]
 
 
 def describe(side: Side, spec: Spec, page: int, cache: Tensor) -> TensorDescriptor:
-    """``[N, B, K, D]`` as rows: see dense.Matrix. One copy brings 64 columns of ``page`` tokens."""
+    """``[N, B, K, D]`` as rows: see dense.Matrix. One copy loads 64 columns of ``page`` tokens."""
     cache = cache.flatten(3)
     (N, _, K, D), matrix = cache.shape, matrix_of(side, spec)
     shape = [(N - 1) * matrix.rows_n + (K - 1) * matrix.rows_head + spec.B, (K - 1) * matrix.columns_head + D]
@@ -54,7 +55,7 @@ def describe(side: Side, spec: Spec, page: int, cache: Tensor) -> TensorDescript
 
 
 class DecodeMemory(NamedTuple):
-    """What the decoder has in shared memory."""
+    """The decoder's shared memory."""
 
     queries: Any  # chunks of a unit's query rows
     chunks: Any  # Tiles: of keys and values
@@ -73,7 +74,7 @@ def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def bring_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def load_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to copy a tile of keys, or of values: chunks ``at`` and following."""
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -90,16 +91,18 @@ def bring_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC:
 
 @gluon.jit
 def load_part(part, counts, descs, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Brings the tiles of a part, in order."""
+    """Load the tiles of a part, in order."""
+    K_SHAPE: gl.constexpr = SHAPE.k
+    V_SHAPE: gl.constexpr = SHAPE.v
     K_CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
     CHUNKS: gl.constexpr = K_CHUNKS + SHAPE.v.size // WIDTH
     next_ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
     for t in range(part.seen):
         ids, tile, at = next_ids, part.tile + t, (counts.tiles + t) * CHUNKS
         next_ids = roles.load_ids(part, tile + 1, batch, SPEC, SHAPE)  # one tile ahead, to hide their latency
-        bring_chunks(descs[0], ids, part, tile, at, memory.chunks, SHAPE.k, SPEC, SHAPE)
-        bring_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, SHAPE.v, SPEC, SHAPE)
-    return roles.Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+        load_chunks(descs[0], ids, part, tile, at, memory.chunks, K_SHAPE, SPEC, SHAPE)
+        load_chunks(descs[1], ids, part, tile, at + K_CHUNKS, memory.chunks, V_SHAPE, SPEC, SHAPE)
+    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
 
 
 @gluon.jit
@@ -210,7 +213,7 @@ def attend_part(part, counts, args, batch, memory, SPEC: gl.constexpr, SHAPE: gl
     scale = roles.normalizer(l_, decay)
     lse2 = roles.lse2_of(m, l_)
     live = roles.live_rows(part, r, SPEC, SHAPE)
-    if roles.is_whole(part):
+    if is_whole(part):
         row = roles.output_row(part, r, SPEC)
         if SPEC.lse:
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
@@ -221,14 +224,14 @@ def attend_part(part, counts, args, batch, memory, SPEC: gl.constexpr, SHAPE: gl
         gl.store(tensors.part_lse + row, lse2, mask=live)
         for chunk in gl.static_range(V_CHUNKS):
             store_columns(tensors.parts, row, live, acc[chunk], chunk, scale, Dv)
-    return roles.Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
 
 
 @gluon.jit
 def decoder(batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(attend_part, roles.factor_of(batch.numbers, SPEC), batch, share, memory, SPEC, DIVISION, SHAPE)
+    walk(attend_part, factor_of(batch.numbers, SPEC), batch, share, memory, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
 def producer_of_decodes(descs, batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    roles.walk(load_part, descs, batch, share, memory, SPEC, DIVISION, SHAPE)
+    walk(load_part, descs, batch, share, memory, SPEC, DIVISION, SHAPE)

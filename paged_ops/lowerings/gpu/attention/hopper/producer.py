@@ -1,7 +1,7 @@
-"""What brings an item's query rows, keys and values to shared memory, for all Hopper kernels of dense caches.
+"""Loads of an item's query rows, keys and values to shared memory, for all Hopper kernels of dense caches.
 
-The scheduler copies query rows by its threads, 16 bytes each, as they are packed from several places. A producer warp
-brings tiles of keys and values by TMA. Letters: see dense.py.
+The threads of the scheduler copy query rows, 16 bytes each, as they are packed from several places. A producer warp
+loads tiles of keys and values by TMA. Letters: see dense.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
 class Tiles(NamedTuple):
     """A ring of tiles of keys, or of values. Pages and tiles are the same memory, as tuples of the head's parts."""
 
-    pages: Any  # as copies bring them
+    pages: Any  # as copies write them
     tiles: Any  # as they are multiplied
     ring: Any
 
@@ -66,7 +66,7 @@ def begin_rows(query, item, groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexp
 
 @gluon.jit
 def await_rows():
-    """Wait until the rows are where matmuls can read them."""
+    """Wait until matmuls can read the rows."""
     async_copy.wait_group(0)
     fence_async_shared()
 
@@ -145,7 +145,7 @@ def rows_of(ids, kh, j, lane, PAGES: gl.constexpr, MATRIX: gl.constexpr, UNIT: g
 
 
 @gluon.jit
-def bring(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr):
+def load_tile(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to copy the n-th tile of keys, or of values, when its place is empty."""
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     wait_empty(to.ring, n)
@@ -160,21 +160,26 @@ def bring(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def bring_tile(descs, ids, first_lane, t, item, before, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Bring an item's t-th tile, the one after ``before`` and t others. Its block ids begin at a lane of ``ids``."""
+def load_both(descs, ids, first_lane, t, item, before, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load an item's t-th tile of keys and of values, after ``before`` tiles of other items. Lanes of ``ids``
+    from ``first_lane`` on have its block ids."""
+    K_SHAPE: gl.constexpr = SHAPE.k
+    K_MATRIX: gl.constexpr = SHAPE.k.matrix
+    V_SHAPE: gl.constexpr = SHAPE.v
+    V_MATRIX: gl.constexpr = SHAPE.v.matrix
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     j = ((item.end_tile - 1 - t) * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
-    k_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, SHAPE.k.matrix)
-    v_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, SHAPE.v.matrix)
-    bring(descs[0], k_rows, item.kh, shared.k, before + t, SHAPE.k, SHAPE)
-    bring(descs[1], v_rows, item.kh, shared.v, before + t, SHAPE.v, SHAPE)
+    k_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, K_MATRIX)
+    v_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, V_MATRIX)
+    load_tile(descs[0], k_rows, item.kh, shared.k, before + t, K_SHAPE, SHAPE)
+    load_tile(descs[1], v_rows, item.kh, shared.v, before + t, V_SHAPE, SHAPE)
 
 
 @gluon.jit
 def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROUP: gl.constexpr = 1):
-    """Brings the items' tiles of keys and values, the last of a sequence first. Each lane loads one block id of a GROUP
-    of tiles, while the tiles of the group before are brought; keys outside the sequence are masked later."""
+    """Loads the items' tiles of keys and values, the last of a sequence first. Each lane loads one block id of a GROUP
+    of tiles, while the tiles of the previous group are loaded; keys outside the sequence are masked later."""
     B: gl.constexpr = SPEC.B
     N: gl.constexpr = SHAPE.N
     PAGE: gl.constexpr = SHAPE.page
@@ -195,10 +200,10 @@ def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROU
             j = (item.end_tile - 1 - begin - GROUP) * N + of_lane
             next_ids = gl.load(block_table + gl.where((j >= 0) & (j < item.seq_len), j, 0) // B * SPEC.table)
             if GROUP == 1:
-                bring_tile(descs, ids, 0, begin, item, total, shared, SPEC, SHAPE)
+                load_both(descs, ids, 0, begin, item, total, shared, SPEC, SHAPE)
             else:
                 for t in range(begin, gl.minimum(begin + GROUP, tiles)):
-                    bring_tile(descs, ids, (t - begin) * PAGES, t, item, total, shared, SPEC, SHAPE)
+                    load_both(descs, ids, (t - begin) * PAGES, t, item, total, shared, SPEC, SHAPE)
         total += tiles
         n += 1
         tiles = next_tiles(shared, n, 1)

@@ -41,7 +41,7 @@ def ring_of(stages: gl.constexpr, fills: gl.constexpr, releases: gl.constexpr):
 
 @gluon.jit
 def signal_of(stages: gl.constexpr):
-    """A ring for messages that nobody takes away: it is only filled, once per filling."""
+    """A ring that is only filled: another ring's releases order its fillings."""
     full = barriers(stages, 1)
     return Ring(full, full)
 

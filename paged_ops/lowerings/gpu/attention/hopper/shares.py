@@ -1,19 +1,19 @@
-"""Attention on Hopper (sm_90) in Gluon for several query rows per key/value head: the consumers of hopper_rows.py, with
-units that are divided by keys.
+"""Attention on Hopper (sm_90) in Gluon for several query rows per key/value head: split-KV with the consumers of
+dense.py.
 
-With few query rows per sequence memory decides, whatever the lengths are, if all programs have equal shares. So one
+With few query rows per sequence the kernel is memory-bound for any lengths, if all programs have equal shares. So one
 program per multiprocessor takes an equal contiguous share of the key tiles of all units, as split_kernel of decode.py
-does: the device counts the tiles, and one captured graph is balanced for any lengths. An item of a program is what its
-share has of a unit. An item that is a whole unit goes to the output. The others leave parts, which merge_kernel of
-decode.py merges.
+does: the device counts the tiles, and one captured graph is balanced for any lengths. An item is the part of one unit
+in a program's share. If that is the whole unit, the result goes to the output; other parts are merged by merge_kernel
+of decode.py.
 
-A tile has M packed query rows, 64 or 128, and one warpgroup for each 64 of them. A scheduler walks over the share and
-fetches query rows one item ahead; a producer warp brings keys and values. All programs wait for memory, so a number
-that comes from there takes longer than a tile: block ids are asked for several tiles ahead. Programs side by side take
-the same tiles of all key/value heads, so that the rows of a token, which lie together, are read at the same time.
+A tile has M packed query rows, 64 or 128, and one warpgroup per 64 rows. A scheduler walks over the share and
+prefetches query rows one item ahead; a producer warp loads keys and values. As memory is saturated, a block id takes
+longer to arrive than a tile to compute: block ids are loaded several tiles ahead. Neighbouring programs take the same
+tiles of all key/value heads, so that the rows of a token, which are contiguous, are read at the same time.
 
 Bytes of a key in bfloat16: 2 (D + Dv); FLOPs of a key: 2 M (D + Dv). At 4.45 TB/s, one multiprocessor of an H200 has
-1.9 µs for a tile of 128 keys with heads of 128, and both products of 128 rows need 0.6 µs of them.
+1.9 µs for a tile of 128 keys with heads of 128; both matmuls of 128 rows need 0.6 µs.
 
 Letters: as in dense.py. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), stream-K (Osama et al. 2023,
 arXiv:2301.03598).
@@ -35,7 +35,7 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Hopp
 from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_rows, producer
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import part_after, part_of, share_of
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -45,11 +45,11 @@ from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, TileShape, not_a
 from paged_ops.lowerings.gpu.target import Target
 
 LEAST_ROWS = 9  # packed query rows; split_kernel has slices for fewer, which start and end faster
-LEAST_OF_MANY_UNITS = 4  # where units are so many, and heads so wide, that only the speed of reading counts:
+LEAST_OF_MANY_UNITS = 4  # with at least MANY_UNITS and heads of at least WIDE, which are purely memory-bound
 MANY_UNITS, WIDE = 512, 128
 LARGE_GROUP = 33  # rows, or query heads of a key/value head; split_kernel would load them again for each tile of keys
-START = 128  # keys: what the beginning of a unit costs
-FEW_STAGES = 3  # tiles of 128 keys that are worth having: with two, four or five of 64 are faster
+START = 128  # the cost of beginning a unit, in keys
+FEW_STAGES = 3  # of 128 keys, at least: two are slower than four or five of 64
 # Heads of keys and values that were run on a GPU; it compiles for all that dense.py serves.
 SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (256, 256)
 APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})  # names of spec.needs
@@ -63,8 +63,8 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 
 def tile_rows(spec: Spec, T: int, S: int) -> int:
-    """The rows of a tile that has all of a sequence's packed query rows, if all sequences have as many tokens; 0 if
-    there is none, or if the rows are too few. Sequences of other lengths are served as well."""
+    """The rows of a tile that holds all packed query rows of a sequence, if all sequences have the same number of
+    tokens; 0 if no tile does, or if the rows are too few. Sequences of other lengths are served as well."""
     tokens = max(T // S, 1) if T <= S or T % S == 0 else 0
     rows = tokens * spec.G
     # Only large groups: sequences that have many tokens may be one prompt and many decodes.
@@ -78,7 +78,7 @@ def tile_rows(spec: Spec, T: int, S: int) -> int:
 
 
 def has_beginnings(spec: Spec, target: Target, S: int) -> bool:
-    """Whether programs may have several beginnings of units, so that shares should count them."""
+    """Whether programs may begin several units, so that shares should count the cost."""
     return 4 * S * spec.K >= target.processors
 
 
@@ -115,15 +115,15 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 
 
 def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
-    """128 keys per tile for heads of up to 128 if a few tiles fit, else 64; two tiles of query rows if two of keys and
-    values fit beside them; then as many of these as fit, so that many bytes are on their way."""
+    """128 keys per tile for heads of up to 128 if FEW_STAGES fit, else 64; two tiles of query rows if two stages fit
+    next to them; then as many stages as fit, so that many bytes are in flight."""
     whole = dense.shape_of(spec, shared_memory)
     D, width = spec.k_side.size, sum(whole.k.parts) + sum(whole.v.parts)
     space, rows = (shared_memory - dense.OTHERS) // spec.dtype.itemsize, M * D
     N = whole.N if width <= 256 and space - 2 * rows >= FEW_STAGES * whole.N * width else 64
     slots = 2 if space - 2 * rows >= 2 * N * width else 1
     stages = (space - slots * rows) // (N * width)
-    consumer, producer = whole.registers[1:]  # one consumer leaves the producer what its addresses need
+    consumer, producer = whole.registers[1:]  # with one consumer the producer gets the registers for its addresses
     registers = (consumer, consumer, producer) if M > WARPGROUP.value else (consumer, max(producer, 56))
     whole = whole._replace(stages=stages, slots=slots, row_slots=slots, registers=registers)
     return whole._replace(M=M, N=N, page=min(whole.page, N))
@@ -131,7 +131,7 @@ def shape_of(spec: Spec, M: int, shared_memory: int) -> HopperShape:
 
 @gluon.jit
 def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Bring the block ids of an item, whose first key tile is ``tile``, to the L2 before the producer asks for them."""
+    """Prefetch the block ids of an item, whose first key tile is ``tile``, to the L2."""
     LINE: gl.constexpr = 32  # ids, of 128 bytes
     first = tile * SHAPE.N // SPEC.B
     end = gl.cdiv(gl.minimum((tile + item.tiles) * SHAPE.N, item.seq_len), SPEC.B)
@@ -144,37 +144,35 @@ def prefetch_ids(batch, item, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    """Tells the others the items of the share, and copies their query rows."""
-    tensors, numbers = batch.tensors, batch.numbers
-    TOKENS: gl.constexpr = SHAPE.M // SPEC.G
+def publish_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Publish a part as an item, and begin to copy its query rows."""
+    MASKS: gl.constexpr = SPEC.masks
+    n = counts.units
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    left, s, kh, first_token, tile = share
-    n = 0
-    while left > 0:
-        row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
-            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
-        )
-        left -= count
-        if q_len > 0:
-            first_i = seq_len - q_len + first_token
-            last_i = first_i + gl.minimum(TOKENS, q_len - first_token) - 1
-            full_start, full_end, oldest = full_tiles(first_i, last_i, seq_len, numbers, SPEC.masks, SHAPE.N)
-            from_start = tile == first_tile
-            place = share_index(SPEC, DIVISION) * 2 + from_start.to(gl.int32)
-            place = gl.where(from_start & (tile + count == end_tile), -1, place)
-            item = Item(kh, s, row_start, q_len, seq_len, first_token, seen, tile + seen, full_start, full_end, oldest)
-            prefetch_ids(batch, item, tile, SPEC, SHAPE)
-            if n > 0:  # the rows of the item before, after the loads that this one began with
-                await_rows()
-                fill(shared.rows_full, n - 1)
-            write_item(shared, n, item, 4)
-            slot = stage_of(shared.item_ring, n)
-            shared.places.index(slot).store(zero + place)
-            fill(shared.item_ring, n)  # keys can come before the query rows are there
-            begin_rows(tensors.query, item, shared.q_groups, slot, SPEC, SHAPE)
-            n += 1
-        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
+    first_i = part.seq_len - part.q_len + part.first_token
+    last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
+    full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, batch.numbers, MASKS, SHAPE.N)
+    item = Item(
+        part.kh, part.s, part.row_start, part.q_len, part.seq_len, part.first_token, part.seen, part.tile + part.seen,
+        full_start, full_end, oldest,
+    )  # fmt: skip
+    prefetch_ids(batch, item, part.tile, SPEC, SHAPE)
+    if n > 0:  # the rows of the previous item, after the loads of this one
+        await_rows()
+        fill(shared.rows_full, n - 1)
+    write_item(shared, n, item, 4)
+    slot = stage_of(shared.item_ring, n)
+    place = part.program * 2 + (part.tile == part.first_tile).to(gl.int32)
+    shared.places.index(slot).store(zero + gl.where(is_whole(part), -1, place))
+    fill(shared.item_ring, n)  # keys can come before the query rows
+    begin_rows(batch.tensors.query, item, shared.q_groups, slot, SPEC, SHAPE)
+    return Counts(n + 1, counts.tiles, counts.messages)
+
+
+@gluon.jit
+def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+    """Publishes the items of the share, and copies their query rows."""
+    n = walk(publish_part, None, batch, share, shared, SPEC, DIVISION, SHAPE).units
     if n > 0:
         await_rows()
         fill(shared.rows_full, n - 1)

@@ -1,4 +1,4 @@
-"""The items of the Hopper kernels: what an item is, how roles tell each other of items, and which program takes which.
+"""The items of the Hopper kernels: what an item is, how the scheduler publishes items, and which program takes which.
 
 Letters, and the roles of warps: see dense.py.
 """
@@ -34,9 +34,9 @@ class Work(NamedTuple):
     """The items of a batch, and how programs take them."""
 
     tiles: Any  # of query rows, per key/value head; some may be no items
-    few: Any  # programs that first take short sequences of few rows: see light_programs
+    few: Any  # the number of programs that first take short sequences of few rows: see light_programs
     programs: Any
-    counters: Any  # of items that are taken: all, from the front, and from the back
+    counters: Any  # of taken items: all, from the front, and from the back
     short: Any  # see dense.short_keys; None: there are none
 
 
@@ -78,11 +78,12 @@ def item_at(
     kh, s, row_start, q_len, seq_len, first_token, mine, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """The item that begins at ``first_token``, without key tiles if it is past the sequence, or not ``mine``."""
+    MASKS: gl.constexpr = SPEC.masks
     first_i = seq_len - q_len + first_token
     last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, q_len - first_token) - 1
     ranges = batch.tensors.bidirectional_ranges
     tiles, end, full_start, full_end, oldest = key_tiles(
-        s, first_i, last_i, seq_len, ranges, batch.numbers, SPEC.masks, SHAPE.N
+        s, first_i, last_i, seq_len, ranges, batch.numbers, MASKS, SHAPE.N
     )
     tiles = gl.where(mine & (first_token < q_len), tiles, 0)
     return Item(kh, s, row_start, q_len, seq_len, first_token, tiles, end, full_start, full_end, oldest)
@@ -125,7 +126,7 @@ def write_item(shared, n, item, WARPS: gl.constexpr):
 
 @gluon.jit
 def end_items(shared, n, WARPS: gl.constexpr):
-    """Tell the other roles that there is no n-th item."""
+    """Publish that there is no n-th item."""
     zero = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
     wait_empty(shared.item_ring, n)
     shared.items.index(stage_of(shared.item_ring, n) * FIELDS + COUNT).store(zero)
@@ -137,9 +138,9 @@ def light_programs(
     batch, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
     LEAST: gl.constexpr = 0,
 ):  # fmt: skip
-    """The number of programs that first take short sequences of few rows, which wait for memory, while the others take
-    those of many rows, which wait for tensor cores. It follows from the work of both. Negative if the short ones come
-    first in the batch. Sequences of up to LEAST tokens are left out."""
+    """The number of programs that first take short sequences of few rows, which are memory-bound, while the others take
+    sequences of many rows, which are compute-bound; in proportion to the work of both. Negative if the short ones come
+    first in the batch. Sequences of up to LEAST tokens do not count."""
     tensors, S = batch.tensors, batch.numbers.S
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     few_work = 0.0
@@ -171,8 +172,8 @@ def light_programs(
 
 @gluon.jit
 def first_item(few, programs):
-    """With which item this program begins, if so many programs first take short sequences of few rows: whether items
-    are counted from the batch's start, how many programs begin at that end, and which of them this one is."""
+    """The first item of this program, if ``few`` programs first take short sequences of few rows: whether items are
+    counted from the batch's start, the number of programs that begin at that end, and this program's rank in them."""
     light_first = few < 0
     few = gl.maximum(few, -few)
     rank = gl.program_id(0) * few // programs
@@ -185,7 +186,7 @@ def first_item(few, programs):
 
 @gluon.jit
 def take(taken, reverse, start, programs, last):
-    """A ticket, and the item that belongs to it, if there is one."""
+    """A ticket, and its item, if there is one."""
     ticket = programs + gl.atomic_add(taken, 1)
     item = start
     if ticket <= last:

@@ -1,7 +1,7 @@
-"""What of a batch one program of a Hopper kernel takes: its share of all key tiles, and the parts of units in it.
+"""Split-KV in the Hopper kernels: a program's share of all key tiles, and the walk over the parts of units in it.
 
-Gluon's vectors need a layout, so :func:`share_of` stands beside ``shares`` and ``locate`` of units.py, which the Triton
-kernels call and which divide a batch in the same way.
+Gluon's vectors need a layout, so :func:`share_of` is a second copy of ``shares`` and ``locate`` of work_split.py, which
+divide a batch in the same way for the Triton kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from paged_ops.lowerings.gpu.attention.shared.work_split import align, sequence, sequence_tiles, unit_after, unit_tiles
+from paged_ops.lowerings.gpu.attention.shared.work_split import (
+    align,
+    sequence,
+    sequence_tiles,
+    share_index,
+    unit_after,
+    unit_tiles,
+)
 
 
 class Share(NamedTuple):
@@ -107,3 +114,57 @@ def part_after(
     if left > 0:
         _row_start, _q_len, _seq_len, tile, _end_tile = sequence(s, batch, SPEC, DIVISION, SHAPE.N)
     return s, kh, first_token, tile
+
+
+class Part(NamedTuple):
+    """The key tiles of one unit that are in a program's share."""
+
+    program: Any  # the index of the share
+    s: Any  # sequence
+    kh: Any  # group of query heads
+    first_token: Any
+    tile: Any  # the first
+    row_start: Any  # the sequence's first query row,
+    q_len: Any  # its number of tokens
+    seq_len: Any  # and of keys
+    first_tile: Any  # of the unit
+    end_tile: Any
+    count: Any  # tiles of this part
+    seen: Any  # tiles of this part that a row may see, at least 1
+
+
+class Counts(NamedTuple):
+    """What a role has processed so far."""
+
+    units: Any
+    tiles: Any
+    messages: Any
+
+
+@gluon.jit
+def walk(
+    role: gl.constexpr, args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Call ``role(part, counts, args, batch, shared, SPEC, SHAPE)``, which returns the new counts, for each part in a
+    share. Returns the last counts."""
+    program = share_index(SPEC, DIVISION)
+    left, s, kh, first_token, tile = share
+    counts = Counts(0, 0, 0)
+    while left > 0:
+        row_start, q_len, seq_len, first_tile, end_tile, count, seen = part_of(
+            s, first_token, tile, left, batch, SPEC, DIVISION, SHAPE
+        )
+        left -= count
+        if q_len > 0:
+            part = Part(
+                program, s, kh, first_token, tile, row_start, q_len, seq_len, first_tile, end_tile, count, seen
+            )  # fmt: skip
+            counts = role(part, counts, args, batch, shared, SPEC, SHAPE)
+        s, kh, first_token, tile = part_after(s, kh, first_token, tile, q_len, left, batch, SPEC, DIVISION, SHAPE)
+    return counts
+
+
+@gluon.jit
+def is_whole(part):
+    """Whether a part is all of its unit; other parts are merged later."""
+    return (part.tile == part.first_tile) & (part.tile + part.count == part.end_tile)

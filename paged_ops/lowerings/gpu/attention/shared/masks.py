@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# The masks that the functions here apply, by the names of spec.Masks. A Gluon kernel names its own.
+MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "heads_an_offset", "first"})
+
 
 class KeyTiles(NamedTuple):
     """The tiles of keys that a tile of query rows visits."""
@@ -24,22 +27,33 @@ class KeyTiles(NamedTuple):
 
 
 @triton.jit
-def keep(i, j, live, numbers, MASKS: tl.constexpr):
-    """Whether queries at positions ``i`` see keys at ``j``, of which ``live`` exist; operands broadcast."""
-    kept = live
-    if MASKS.causal:
-        kept = kept & (j <= i)
-    if MASKS.window:
-        kept = kept & (i - j < numbers.window)
-    if MASKS.chunk:
-        kept = kept & (i // numbers.chunk == j // numbers.chunk)
+def keep(rows, j, live, numbers, MASKS: tl.constexpr):
+    """Whether query rows (:class:`Rows` of tile.py) see keys at ``j``, of which ``live`` exist; operands broadcast."""
+    if rows.sees is None:
+        kept = keep_in_order(rows.i, j, live, numbers, MASKS)
+    else:
+        kept = live & (j >= rows.sees[0]) & (j < rows.sees[1])
+        if MASKS.first:
+            kept = kept | keep_in_order(rows.i, j, live, numbers, MASKS)
+    if MASKS.sparse:
+        kept = kept & keep_block_sparse(rows.i, j, rows.offset, numbers)
     return kept
 
 
 @triton.jit
-def keep_between(j, sees, live):
-    """Whether keys at ``j`` lie between the first key that a query sees and the end; operands broadcast."""
-    return live & (j >= sees[0]) & (j < sees[1])
+def keep_in_order(i, j, live, numbers, MASKS: tl.constexpr):
+    """Whether queries at positions ``i`` see keys at ``j`` by causality, window and chunk."""
+    kept = live
+    if MASKS.causal:
+        kept = kept & (j <= i)
+    if MASKS.window:
+        near = i - j < numbers.window
+        if MASKS.first:
+            near = near | (j < MASKS.first)
+        kept = kept & near
+    if MASKS.chunk:
+        kept = kept & (i // numbers.chunk == j // numbers.chunk)
+    return kept
 
 
 @triton.jit
@@ -78,6 +92,70 @@ def oldest_key(first_i, numbers, MASKS: tl.constexpr):
     if MASKS.chunk:
         oldest = tl.maximum(oldest, first_i // numbers.chunk * numbers.chunk)
     return oldest
+
+
+class Hidden(NamedTuple):
+    """The keys ``start : oldest``, which no row of a tile sees. Without first tokens the start is 0."""
+
+    start: Any
+    oldest: Any
+    first_tile: Any  # of the walk
+
+
+@triton.jit
+def hidden_keys(oldest, first_i, first_tile, walk_i, numbers, MASKS: tl.constexpr):
+    """:class:`Hidden` for rows from position ``first_i`` on, in a walk over the key tiles of rows from ``walk_i`` on,
+    which begins with ``first_tile`` of :func:`first_key_tile`. ``oldest``: of :func:`oldest_key`, or of ranges."""
+    start, _ = first_tokens(oldest, walk_i, numbers, MASKS)
+    _, oldest = first_tokens(oldest, first_i, numbers, MASKS)
+    return Hidden(start, oldest, first_tile)
+
+
+@triton.jit
+def first_tokens(oldest, first_i, numbers, MASKS: tl.constexpr):
+    """The end of the first tokens that rows from position ``first_i`` on see past their window, and ``oldest``. If
+    their chunk begins among the first tokens, they see all keys from there on."""
+    FIRST: tl.constexpr = MASKS.first
+    end = FIRST
+    if FIRST and MASKS.chunk:
+        of_chunk = tl.maximum(first_i, 0) // numbers.chunk * numbers.chunk
+        oldest = tl.where((of_chunk > 0) & (of_chunk < FIRST), tl.minimum(oldest, of_chunk), oldest)
+        end = tl.where(of_chunk > 0, 0, FIRST)
+    return end, oldest
+
+
+@triton.jit
+def first_key_tile(oldest, first_i, numbers, MASKS: tl.constexpr, N: tl.constexpr):
+    """The first key tile of rows from position ``first_i`` on. A walk counts the tiles from here to the newest one;
+    :func:`place_of` says where each tile lies."""
+    end, oldest = first_tokens(oldest, first_i, numbers, MASKS)
+    tile = oldest // N
+    if MASKS.first:
+        tile = tl.maximum(tile - tl.cdiv(end, N), 0)
+    return tile
+
+
+@triton.jit
+def place_of(tile, hidden, MASKS: tl.constexpr, N: tl.constexpr):
+    """The tile of the sequence at a place of a walk: the first tokens' tiles come right before the others."""
+    if MASKS.first:
+        at = tile - hidden.first_tile
+        tile = tl.where(at < tl.cdiv(hidden.start, N), at, tile)
+    return tile
+
+
+@triton.jit
+def only_seen(live, j, KEYS: tl.constexpr, hidden, MASKS: tl.constexpr):
+    """``live``, but False where no row sees any of the ``KEYS`` keys from j on: their blocks may be freed."""
+    if MASKS.window or MASKS.chunk:
+        if KEYS == 1:
+            seen = j >= hidden.oldest
+        else:
+            seen = j + KEYS > hidden.oldest
+        if MASKS.first:
+            seen = seen | (j < hidden.start)
+        live = live & seen
+    return live
 
 
 @triton.jit

@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from paged_ops.lowerings.gpu.attention.shared.masks import keep, keep_between, keep_block_sparse
-from paged_ops.lowerings.gpu.attention.shared.masks import (
-    oldest_key as oldest_key,  # for kernels that still import it here
-)
+from paged_ops.lowerings.gpu.attention.shared.masks import MASKS_APPLIED, keep, only_seen, place_of
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp8, widen_pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -24,7 +21,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # What the helpers here apply, by the names of spec.needs.
 APPLIES = frozenset(
     {
-        *("causal", "window", "chunk", "ranges", "sparse", "heads_an_offset"),
+        *MASKS_APPLIED,
         *("soft_cap", "alibi", "sinks"),
         *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         *("bits of float8_e4m3fn", "bits of float8_e5m2", "bits of float8_e4m3fnuz", "bits of float8_e5m2fnuz"),
@@ -56,7 +53,7 @@ class Keys(NamedTuple):
     """The keys and values that a tile of query rows may see."""
 
     seq_len: Any
-    oldest: Any  # no row sees a key before it
+    hidden: Any  # Hidden
     block_table: Any  # of the sequence
     k: Any  # of the head
     v: Any
@@ -215,12 +212,7 @@ def masked_logits(qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.con
     MASKS: tl.constexpr = SPEC.masks  # triton 3.6: a field of a constant is a constant only under a name of its own
     logits = logits2(qk, rows, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
     if MASKED:
-        if rows.sees is None:
-            kept = keep(rows.i, j, live, numbers, MASKS)
-        else:
-            kept = keep_between(j, rows.sees, live)
-        if MASKS.sparse:
-            kept = kept & keep_block_sparse(rows.i, j, rows.offset, numbers)
+        kept = keep(rows, j, live, numbers, MASKS)
         logits = tl.where(kept, logits, float("-inf"))
     return logits
 
@@ -272,15 +264,15 @@ def see_tile(
     K_SIDE: tl.constexpr = SPEC.k_side
     V_SIDE: tl.constexpr = SPEC.v_side
     RUN: tl.constexpr = V_SIDE.run
-    j = tile * TILE.N + tl.arange(0, TILE.N)
-    live = j < keys.seq_len
-    if SPEC.masks.window or SPEC.masks.chunk:
-        live = live & (j >= keys.oldest)
+    MASKS: tl.constexpr = SPEC.masks
+    j = place_of(tile, keys.hidden, MASKS, TILE.N) * TILE.N + tl.arange(0, TILE.N)
+    live = only_seen(j < keys.seq_len, j, 1, keys.hidden, MASKS)
     if SPEC.masks.sparse:
         live = live & seen
     readable = live
     if RUN > 1:  # up to the end of a run, which lies in one block
-        readable = tl.max_constancy(j // RUN * RUN < keys.seq_len, RUN)
+        begin = j // RUN * RUN
+        readable = tl.max_constancy(only_seen(begin < keys.seq_len, begin, RUN, keys.hidden, MASKS), RUN)
     block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=readable, other=0)
     offset = j % SPEC.B
     if TILE.paired:

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.shared.masks import (
+    hidden_keys,
     next_seen_tile,
     oldest_key,
     ranges_at,
@@ -265,7 +266,8 @@ def split_kernel(
         if CONVERTED:
             rows_factor = factor * row_factor if TILE.W == 0 else factor * tl.reshape(row_factor, (1, 1, M))
         rows = Rows(q, i, sees, slopes, rows_factor, offset)
-        cache = Keys(seq_len, oldest, block_table, keys, values)
+        hidden = hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
+        cache = Keys(seq_len, hidden, block_table, keys, values)
         if TILE.W == 0:
             acc, acc_odd = accs[0], accs[HALVES - 1]
             acc, acc_odd, m, l = see_tile(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)

@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.shared.masks import (
+    first_key_tile,
+    hidden_keys,
     next_seen_tile,
     oldest_key,
     ranges_at,
@@ -144,7 +146,7 @@ def prefill_kernel(
         low, high = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
         sees = (low, high)
         oldest = tl.min(low, 0)
-    first_tile = oldest // N
+    first_tile = first_key_tile(oldest, first_i, numbers, MASKS, N)
     newest = seq_len
     full_end = seq_len // N
     if MASKS.ranges:
@@ -165,7 +167,8 @@ def prefill_kernel(
     keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
     values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
     rows = Rows(q, i, sees, slopes, factor, offset)
-    cache = Keys(seq_len, oldest, block_table, keys, values)
+    hidden = hidden_keys(oldest, first_i, first_tile, first_i, numbers, MASKS)
+    cache = Keys(seq_len, hidden, block_table, keys, values)
     if MASKS.window or MASKS.chunk:
         for tile in range(first_tile, full_first):
             acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paged_ops.lowerings.gpu.attention.shared.masks import only_seen, place_of
 from paged_ops.lowerings.gpu.attention.shared.tile import Rows, masked_logits, nothing_seen, softmax_steps
 from paged_ops.lowerings.gpu.fp8 import widen_pairs
 from paged_ops.lowerings.gpu.spec import SLICE
@@ -56,6 +57,8 @@ def see_slices(
     PIECES: tl.constexpr = N // PIECE
     HEADS: tl.constexpr = TILE.heads
     M: tl.constexpr = q.shape[0]
+    MASKS: tl.constexpr = SPEC.masks
+    place = place_of(tile, keys.hidden, MASKS, TILE.N)
     slopes, sees = rows.slopes, rows.sees
     offset_of_row = None
     if slopes is not None:
@@ -70,13 +73,10 @@ def see_slices(
     logits: tl.tuple = ()
     places: tl.tuple = ()
     for piece in tl.static_range(PIECES):
-        first = tile * TILE.N + tl.arange(0, TILE.W) * N + piece * PIECE
+        first = place * TILE.N + tl.arange(0, TILE.W) * N + piece * PIECE
         j = first[:, None] + tl.arange(0, PIECE)[None, :]
-        live = j < keys.seq_len
-        entered = first < keys.seq_len
-        if SPEC.masks.window or SPEC.masks.chunk:
-            live = live & (j >= keys.oldest)
-            entered = entered & (first + PIECE > keys.oldest)
+        live = only_seen(j < keys.seq_len, j, 1, keys.hidden, MASKS)
+        entered = only_seen(first < keys.seq_len, first, PIECE, keys.hidden, MASKS)
         if SPEC.masks.sparse:
             live = live & seen
             entered = entered & seen
