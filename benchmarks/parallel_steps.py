@@ -227,7 +227,7 @@ def meetings(bench: Bench) -> None:
     for _ in range(3):
         began = time.perf_counter()
         for _ in range(1000):
-            ranks.meet(None, lambda messages: None)
+            ranks.rendezvous(None, lambda messages: None)
         taken.append(time.perf_counter() - began)
     us = [round(1e6 * min(each) / 1000, 1) for each in zip(*bench.every(taken), strict=True)]
     bench.add(us_per_meeting=us)

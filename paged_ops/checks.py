@@ -302,10 +302,10 @@ def query_ranges(query_start_loc: Tensor, T: int) -> None:
     expect(
         bool((query_start_loc.diff() >= 0).all()),
         "query_start_loc",
-        "values that do not fall",
+        "non-decreasing offsets",
         query_start_loc.tolist(),
     )
-    expect(int(query_start_loc[0]) == 0, "query_start_loc", "0 first", int(query_start_loc[0]))
+    expect(int(query_start_loc[0]) == 0, "query_start_loc", "the first entry to be 0", int(query_start_loc[0]))
 
 
 def needed_blocks(block_tables: Tensor, seq_lens: Tensor, N: int, B: int, argument: str = "block_tables") -> None:

@@ -205,6 +205,14 @@ def _on(features: Mapping[str, Any], feature: str) -> bool:
     return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
 
 
+# The masks that kept_keys applies.
+MASKS = frozenset(
+    {
+        *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
+    }
+)
+
+
 def kept_keys(
     f: Features, s: int | Tensor, i: Tensor, j: Tensor, num_heads: int, num_kv_heads: int, block_size: int
 ) -> Tensor:

@@ -41,7 +41,7 @@ VERSIONS = {
 NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")  # torch's own
 TOOLS = ("typer>=0.15", "rich>=13", "pytest>=9", "hypothesis>=6.150", "expecttest>=0.3", "packaging")
 REAL_LIBRARIES = ("cuda-runtime", "cuda-cupti", "nvshmem")  # their symbols are looked up at the import
-OFF = "not (gpu or interpreter or aot or xla or tpu or slow)"
+OFF = "not (gpu or interpreter or aot or xla or tpu)"
 # Column of the table: a file of tests, and which of them (an expression of pytest's -k). These run in one process,
 ON_CPU = {
     "ops": (
@@ -114,7 +114,7 @@ def wanted(python: Path) -> list[str]:
 
 
 def stand_in(place: Path) -> None:
-    """Libraries beside torch's own for those that they link and that are not there, whose functions end the process."""
+    """Stub libraries next to torch's for the missing ones that it links; a call of a stub ends the process."""
     (packages,) = place.glob("lib/python*/site-packages")
     libraries = sorted(packages.glob("torch/lib/lib*.so*"))
     real = [each for each in packages.glob("nvidia/**/*.so*") if not each.is_symlink()]

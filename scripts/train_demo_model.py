@@ -110,7 +110,7 @@ def chapters_of(lines: list[str]) -> list[str]:
 
 
 def train_tokenizer(text: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level byte-pair encoding (as in GPT-2), with one special token, id 0, that stands before a chapter."""
+    """Byte-level byte-pair encoding (as in GPT-2), with one special token, id 0, which begins each chapter."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

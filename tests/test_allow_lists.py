@@ -14,6 +14,7 @@ import paged_ops
 from paged_ops import layouts, lowerings, masks, registry, testing
 from paged_ops.features import Features
 from paged_ops.lowerings.cpu import attention as cpu
+from paged_ops.lowerings.cpu import prepared
 
 PLAIN = {name: inspect.signature(op).parameters for name, op in registry.OPS.items()}
 CACHED = [(name, key) for name in PLAIN if "kv_cache_dtype" in PLAIN[name] for key in registry.LOWERINGS]
@@ -151,8 +152,8 @@ def test_shortcuts_of_the_cpu_know_their_masks(q_len, features, monkeypatch):
     """A mask that is added to the lowering but not to what says that a tile is wholly seen, or plainly causal."""
     wide = with_field(Features, "dilation", 1)
     replace_everywhere(monkeypatch, Features, wide)
-    for name in ("APPLIES", "FLASH"):
-        monkeypatch.setattr(cpu, name, getattr(cpu, name) | {"dilation"})
+    for module, name in ((cpu, "APPLIES"), (prepared, "FLASH")):
+        monkeypatch.setattr(module, name, getattr(module, name) | {"dilation"})
     kept = cpu._kept
 
     def every_second(rows, n, i, j, f):

@@ -267,7 +267,7 @@ WITHOUT_COPY = [
     copy_and_swap_before_use,
     cascade_before_write,
     sum_of_two_steps,
-    sum_over_an_arena,
+    pytest.param(sum_over_an_arena, marks=pytest.mark.slow),
     sum_over_unbound_planes,
 ]
 
@@ -306,6 +306,7 @@ def two_slices_as_inputs(device):
     return function, (planes[0], planes[1])
 
 
+@pytest.mark.slow
 def test_the_lint_catches_copies(device):
     function, caches = two_slices_as_inputs(device)
     with CompileReport(caches=caches) as report:
@@ -313,6 +314,7 @@ def test_the_lint_catches_copies(device):
     assert report.cache_copies > 0
 
 
+@pytest.mark.slow
 def test_the_lint_catches_the_pass_of_a_dtype_view(device):
     """A view of another dtype that is made and written inside costs a pass over the cache; made outside it is free."""
     batch, storage = decode_batch(device=device), torch.zeros(N, 2, B, K, D, dtype=torch.uint8, device=device)
@@ -426,6 +428,7 @@ def test_no_recompile_from_layer_to_layer(device):
     assert report.graphs == 1, report.recompile_reasons
 
 
+@pytest.mark.slow
 def test_scale_is_a_constant_of_the_graph(device):
     """Each new scale compiles again; a factor of the query, as a tensor, does not."""
     qkv, *batch = decode_batch(device=device)
@@ -592,6 +595,7 @@ def test_export_of_latent_rows():
         torch.testing.assert_close(program.module()(*batch), model(*batch), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_export_saved_and_loaded_elsewhere(tmp_path):
     model, batch = decoder_and_batch()
     program = exported(model, batch)
@@ -607,6 +611,7 @@ AOT = {
 
 
 @pytest.mark.parametrize("changes", AOT.values(), ids=AOT)
+@pytest.mark.slow
 def test_aot_inductor_package_elsewhere(changes, tmp_path):
     model, batch = decoder_and_batch(**changes)
     expected = Decoder.forward(model, *batch)

@@ -300,9 +300,9 @@ VALUES = [
     (WRITE, "slot_mapping", lambda t: torch.where(t == t[7], 10**9, t), r"slot_mapping: .* got 1000000000 at \[7\]"),
     (ATTEND, "seq_lens", lambda t: t * 100, r"seq_lens: expected lengths that \d+ blocks of 16 tokens can hold, in .* got 4000"),
     (ATTEND, "seq_lens", lambda t: -t, r"seq_lens: expected lengths .*, got -40 at \[0\]"),
-    (ATTEND, "query_start_loc", lambda t: t + 1, r"query_start_loc: expected 0 first, got 1"),
+    (ATTEND, "query_start_loc", lambda t: t + 1, r"query_start_loc: expected the first entry to be 0, got 1"),
     (ATTEND, "query_start_loc", lambda t: t * 2, r"query_start_loc: expected rows of query in \[0, 62\), got"),
-    (ATTEND, "query_start_loc", lambda t: t.flip(0), r"query_start_loc: expected values that do not fall, got"),
+    (ATTEND, "query_start_loc", lambda t: t.flip(0), r"query_start_loc: expected non-decreasing offsets, got"),
     (ATTEND, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks of the cache in .*, got 10"),
     (ATTEND, "block_tables", lambda t: -t - 1, r"block_tables: expected ids .*, got -"),
     (GATHER, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks"),
@@ -337,8 +337,8 @@ def test_values_are_checked_before_anything_is_written(where, argument, change, 
 
 # One wrong number each, in a batch that is right in all else: every entry of its tables is a block.
 ONE_WRONG = [
-    ("query_start_loc", [0, 3, 2, 5], r"query_start_loc: expected values that do not fall, got \[0, 3, 2, 5\]"),
-    ("query_start_loc", [1, 2, 3, 5], r"query_start_loc: expected 0 first, got 1"),
+    ("query_start_loc", [0, 3, 2, 5], r"query_start_loc: expected non-decreasing offsets, got \[0, 3, 2, 5\]"),
+    ("query_start_loc", [1, 2, 3, 5], r"query_start_loc: expected the first entry to be 0, got 1"),
     ("query_start_loc", [0, 2, 3, 6], r"query_start_loc: expected rows of query in \[0, 6\), got 6 at \[3\]"),
     ("query_start_loc", [0, -1, 3, 5], r"query_start_loc: expected rows of query in \[0, 6\), got -1 at \[1\]"),
     ("seq_lens", [4, -3, 6], r"seq_lens: expected lengths that 2 blocks of 4 tokens can hold, in \[0, 9\), got -3 at \[1\]"),

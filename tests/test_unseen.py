@@ -8,7 +8,7 @@ import paged_ops
 from paged_ops import BlockSparse, reference
 from paged_ops.features import Features, kept_keys
 from paged_ops.lowerings.cpu import attention as cpu
-from paged_ops.lowerings.cpu import fused
+from paged_ops.lowerings.cpu import fused, prepared
 
 SEQS = ((1, 40), (5, 60), (40, 40), (33, 96), (3, 2))
 RANGES = torch.tensor(
@@ -41,7 +41,7 @@ def attention(request, monkeypatch):
     if request.param == "matrix":
         monkeypatch.setattr(cpu.processor, "has_matrix_unit", lambda: True)
         monkeypatch.setattr(fused, "has_matrix_unit", lambda: False)
-        monkeypatch.setattr(cpu, "MATRIX_ROWS", 1)
+        monkeypatch.setattr(prepared, "MATRIX_ROWS", 1)
     return OPS.get(request.param, OPS["op"])
 
 

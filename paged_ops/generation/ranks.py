@@ -105,7 +105,7 @@ class ManyRanks(OneRank):
         self._ranks, self._inbox, self._kv_cache, self._stats = ranks, inbox, kv_cache, stats
         self._only_steps = False  # whether this rank calls steps, and nothing in between
         inbox.is_shared = True
-        ranks.meet(Call("GenerationLoop", sizes), agree_on)
+        ranks.rendezvous(Call("GenerationLoop", sizes), agree_on)
 
     @property
     def leads(self) -> bool:  # type: ignore[override]
@@ -127,7 +127,7 @@ class ManyRanks(OneRank):
         submitted, aborting = tuple(map(Submission.of, inbox.unsent)), inbox.unsent_aborts.copy()
         state = self._stats.steps, self._kv_cache.num_used_blocks
         call = Call(name, state, submitted, tuple(request.request_id for request in aborting), error)
-        agreed = self._ranks.meet(call, agree_on, limit=limit)
+        agreed = self._ranks.rendezvous(call, agree_on, limit=limit)
         if agreed.submitted != submitted:
             inbox.adopt(agreed.submitted)
         inbox.unsent.clear()

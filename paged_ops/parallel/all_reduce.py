@@ -1,23 +1,12 @@
-"""Sums of rows over ranks, with the residual add and the RMSNorm that follow them in a transformer; and gathers.
+"""All-reduce of rows, fused with the residual add and the RMSNorm that follow it in a transformer; and all-gather.
 
-A row-parallel product leaves each rank a part p_r of every row. All ranks need the sum, and next to it the residual
-stream and its norm::
+:func:`paged_ops.ops.all_reduce_add_norm` has the formula. Each number is rounded where a model that does these steps
+one by one rounds it. On GPUs that address each other's memory one kernel does all of it, and sums in float32 in the
+order of the ranks (``lowerings/gpu/fused_allreduce.py``). Elsewhere the backend of the process group sums, in its own
+order (``lowerings/collectives.py``). Gathers are for matmuls sharded by output columns, such as logits.
 
-    s = Σ_r p_r          summed in float32 in the order of the ranks, rounded to x's dtype
-    summed = residual + s                                                    rounded to x's dtype
-    normed = summed / sqrt(mean(summed²) + eps) * (weight_offset + weight)   in float32, rounded to x's dtype
-
-With an ``inner_weight`` it is the norm of s, by that weight and ``inner_eps``, that is added, as in Gemma-2.
-With ``rounds_first`` the quotient is rounded to x's dtype before it is multiplied, as Llama's norm does. So each number
-is rounded where a model that does these steps one by one rounds it. On GPUs that address each other's memory one
-kernel does all of it (``lowerings/gpu/fused_allreduce.py``); elsewhere the backend of the process group sums, in its
-own order.
-
-Gathers are for what is split by columns, such as logits: bit by bit what the ranks have, side by side.
-
-The ops are no entries of the package's registry: they need other processes, so they have no reference on one device, no
-cases that run alone, and no twin for XLA. They work eager, compiled and in captured graphs. All ranks call them in the
-same order, on one stream or on streams that wait for each other.
+The ops work eager, compiled and in captured graphs. They are not in the registry's list, because they need other
+processes. All ranks call them in the same order, on one stream or on streams that wait for each other.
 
 Letters: T rows, C columns, W ranks.
 """
@@ -40,8 +29,8 @@ from paged_ops.parallel import symmetric
 
 __all__ = ["AllReduce", "prepare_all_reduce", "rms_norm"]
 
-MOST_ROWS = 512  # of a workspace by default; measured up to there, where NCCL takes more than twice as long
-# Two shots send less but wait twice: the bytes that a rank must save by them. Predicted for NVLink: 2 µs at 350 GB/s.
+MOST_ROWS = 512  # rows of a workspace by default, as far as measured: NCCL takes more than twice as long there
+# Two shots send fewer bytes but wait twice. They must save this many bytes per rank: 2 µs at 350 GB/s of NVLink.
 WORTH_A_WAIT = 700_000
 
 
@@ -49,10 +38,10 @@ class AllReduce:
     """An all-reduce of rows with a given number of columns; :func:`prepare_all_reduce` makes it, on all ranks together.
 
     Attributes:
-        name: by which the ops know it.
-        kind: "symmetric", by one kernel over memory that all ranks address; or "plain", by the group's backend.
+        name: what the ops take.
+        kind: "symmetric": one kernel over memory that all ranks address; or "plain": the group's backend.
         reason: why it is plain; else None.
-        max_rows: of a symmetric sum; more are summed plainly.
+        max_rows: rows of the largest symmetric all-reduce; the backend reduces larger ones.
     """
 
     def __init__(
@@ -79,7 +68,7 @@ class AllReduce:
         return "plain" if self.places is None else "symmetric"
 
     def is_two_shot(self, rows: int) -> bool:
-        """Whether so many rows are summed in two shots, each by one rank: see the kernel."""
+        """Whether this number of rows is reduced in two shots, each row by one rank: see the kernel."""
         saved = (self.size - 1) * (self.size - 2) * rows * self.columns * self.dtype.itemsize
         return saved > WORTH_A_WAIT * self.size
 
@@ -103,12 +92,12 @@ class AllReduce:
         return summed, normed
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ranks' ``x [..., N·C]`` side by side, ``[..., W·N·C]``."""
+        """The ranks' ``x [..., N·C]`` concatenated, ``[..., W·N·C]``."""
         gathered: Tensor = torch.ops.paged_ops_parallel.all_gather_columns.default(x, self.name)
         return gathered
 
     def close(self) -> None:
-        """Gives the memory back. Graphs that were captured with it must not run any more."""
+        """Free the memory. Graphs captured with it must not run any more."""
         for each in (_made, PREPARED):
             each.pop(self.name, None)
 
@@ -124,13 +113,13 @@ def prepare_all_reduce(
     *,
     max_rows: int = MOST_ROWS,
 ) -> AllReduce:
-    """The sums of a group for rows of so many columns; made once and kept. All ranks call it together.
+    """The all-reduce of a group for rows of ``columns`` elements, made once and kept. All ranks call it together.
 
     Args:
-        max_rows: that the symmetric memory has room for, ``2·max_rows·W·columns`` elements on each rank; 0 for none.
+        max_rows: capacity of the symmetric memory, ``2·max_rows·W·columns`` elements on each rank; 0 for none.
 
     Raises:
-        ValueError: columns, dtype, or this process is not in the group.
+        ValueError: columns or dtype is wrong, or this process is not in the group.
     """
     checks.at_least(1, columns=columns)
     checks.at_least(0, max_rows=max_rows)
@@ -142,5 +131,5 @@ def prepare_all_reduce(
     if found is None or found.group is not group:
         found = _made[name] = PREPARED[name] = AllReduce(name, group, columns, dtype, device, max_rows)
         if device.type == "cuda" and max_rows and found.reason is not None:
-            warnings.warn(f"paged_ops: sums over ranks go through the backend: {found.reason}", stacklevel=2)
+            warnings.warn(f"paged_ops: all-reduces use the backend: {found.reason}", stacklevel=2)
     return found

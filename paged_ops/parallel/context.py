@@ -1,30 +1,29 @@
 """Attention over a cache whose tokens are sharded over ranks: context parallelism.
 
-Long contexts with few key/value heads cannot be spread by heads any further: each rank then holds a part of every
-sequence's tokens. Block i of a sequence is on rank ``i % W`` (:mod:`paged_ops.cache.shard` has the rule). A rank
-attends to the keys that it holds, for all rows, and the parts are merged in one exchange
-(:mod:`paged_ops.parallel.exchange`). With K_r the keys on rank r::
+Few key/value heads cannot be sharded any further for long contexts, so each rank holds some tokens of every sequence.
+Block i of a sequence is on rank ``i % W`` (:mod:`paged_ops.cache.shard` has the rule). For all rows, a rank attends to
+its own keys, and one exchange merges the partial attention (:mod:`paged_ops.parallel.exchange`). With K_r the keys on
+rank r::
 
     out_r, lse_r = attention of the row over K_r        out = sum_r exp(lse_r - lse) * out_r
 
 Each key is counted once, and a row sees no later key:
 
-- A step of at most one token for each sequence: the token is written to its rank first, and each rank attends to all
-  that it holds, without a mask, as the row is the last.
-- Any other step: each rank attends, without a mask, to what it holds of the *history*, the tokens before the step. The
-  step's own tokens, which all ranks have, are attended to causally, each head by one rank: heads are divided evenly
-  where K is a multiple or a divisor of W, otherwise rank 0 takes all. That rank merges it into its part.
+- A step of at most one token per sequence: the token is written to its rank first. Each rank then attends to all of
+  its keys without a mask, because the row is the last.
+- Any other step: each rank attends, without a mask, to its share of the *history*, the tokens before the step. All
+  ranks have the step's own tokens; for each head one rank attends to them causally and merges the result into its
+  part. Heads are divided evenly where K is a multiple or a divisor of W; otherwise rank 0 takes all.
 
-Sinks are counted by the rank that attends to the own tokens of a head; in a step of single tokens by rank 0. Windows
-and chunks hide most of what a rank holds, so layers that have one are not spread: each rank keeps all of their tokens.
-ALiBi, block-sparse attention and bidirectional ranges count positions, which a rank's part does not have: they are
-refused.
+The rank that attends to a head's own tokens applies its sink; in a step of single tokens rank 0 does. Layers with a
+window or chunks are not sharded, because those mask most keys of a rank: each rank keeps all of their tokens. ALiBi,
+block-sparse attention and bidirectional ranges need positions that a rank's share does not have, so they are refused.
 
 Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, Dv value head size, W ranks.
 
 Sources of the ideas: ring attention (Liu et al. 2023, arXiv:2310.01889) and tree attention (Shyam et al. 2024,
-arXiv:2408.04093), which merge partial attentions of ranks; Helix (arXiv:2507.07120) and vLLM's decode context
-parallelism, which spread a decode's cache by tokens.
+arXiv:2408.04093) merge partial attention of ranks; Helix (arXiv:2507.07120) and vLLM's decode context parallelism
+shard a decode's cache by tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ REFUSED = ("alibi_slopes", "sliding_window", "attention_chunk", "block_sparse", 
 
 
 class Handle(NamedTuple):
-    """What a compiled graph knows of a :class:`Context`."""
+    """The part of a :class:`Context` that compiled graphs use."""
 
     name: str
     rank: int
@@ -57,22 +56,22 @@ class Handle(NamedTuple):
 
 
 class Context:
-    """The ranks over which sequences are spread, as one of them sees them. Made by all of them together.
+    """A group of ranks that shard the tokens of every sequence. All of them make it together.
 
     Args:
         group: the process group, or a dimension of a device mesh: ``mesh.get_group("cp")``.
-        device: of the cache.
+        device: device of the cache.
         head_size: the largest value head size of the layers.
-        dtype: of queries and outputs.
-        rows: tokens times query heads of the largest step whose parts go through symmetric memory, on GPUs. Larger ones
-            go by collectives.
+        dtype: dtype of queries and outputs.
+        rows: tokens times query heads of the largest step that uses symmetric memory, on GPUs. Larger ones use
+            collectives.
         collectives: do not use symmetric memory.
 
     Attributes:
         group: as given.
-        shard: this rank and how many there are: what ``KVCache`` takes.
-        exchange: how parts are merged; ``exchange.how`` says which way was chosen.
-        handle: what :func:`attend` takes.
+        shard: this rank and the number of ranks, for ``KVCache(shard=...)``.
+        exchange: merges parts; ``exchange.how`` says which way was chosen.
+        handle: for :func:`attend`.
     """
 
     def __init__(
@@ -117,18 +116,17 @@ def attend(
 
     Args:
         query: ``[T, H, D]``, the same on all ranks.
-        key, value: ``[T', K, D]`` and ``[T', K, Dv]`` with T' of T or more: the step's own tokens, the same on all
-            ranks. They have been written to the cache by the step's slots. For a latent cache: rows ``[T', R + P]``,
-            and None.
-        kv_cache, value_cache: what this rank holds, in any form.
-        block_tables, query_start_loc: of the step, the same on all ranks.
+        key, value: ``[T', K, D]`` and ``[T', K, Dv]`` with T' >= T: the step's own tokens, the same on all ranks,
+            already written to the cache. For a latent cache: rows ``[T', R + P]``, and None.
+        kv_cache, value_cache: this rank's cache, in any form.
+        block_tables, query_start_loc: the step's, the same on all ranks.
         step: ``AttentionMetadata.context``.
         context: ``Context.handle``.
-        soft_cap, sinks, output_scale: as in :func:`paged_ops.paged_attention`. Causality is that of a decoder.
-        cache: how keys and values are stored: ``k_scale``, ``v_scale``, ``kv_cache_dtype``, ``value_head_size``.
+        soft_cap, sinks, output_scale: as in :func:`paged_ops.paged_attention`. Attention is causal.
+        cache: the format of keys and values: ``k_scale``, ``v_scale``, ``kv_cache_dtype``, ``value_head_size``.
 
     Raises:
-        ValueError: a feature that counts positions, or an argument that :func:`paged_ops.paged_attention` refuses.
+        ValueError: a feature that needs positions, or an argument that :func:`paged_ops.paged_attention` refuses.
     """
     refuse(cache)
     options: dict[str, Any] = {"value_cache": value_cache, "soft_cap": soft_cap, **cache}
@@ -167,23 +165,24 @@ def attend_with_gathered_heads(
     sinks: Tensor | None = None,
     **cache: Any,
 ) -> Tensor:
-    """Attention ``[T, H, Dv]`` of this rank's heads, where each rank has other query heads: queries are gathered, and
-    each rank gets the merged parts of its own. For engines that spread tokens over ranks of tensor parallelism which
-    share a key/value head; all that :func:`attend` takes without a word here is meant as there.
+    """Attention ``[T, H, Dv]`` of this rank's query heads, where ranks of tensor parallelism shard one head's tokens.
+
+    Queries are gathered, and each rank gets the merged result of its own heads. Arguments not listed here are as in
+    :func:`attend`.
 
     Args:
-        query: ``[T, H, D]``, of this rank's heads.
-        history_lens: int32 ``[S]``, the tokens before the step's that this rank holds, by whatever rule.
+        query: ``[T, H, D]``, this rank's heads.
+        history_lens: int32 ``[S]``, the number of tokens before the step that this rank holds, by any sharding rule.
         max_query_len: the most tokens of a sequence in this step.
-        exchange: of the ranks.
-        causal: whether the step's own tokens see earlier ones alone.
-        sinks: float32 ``[H]``, of this rank's heads.
+        exchange: merges the ranks' parts.
+        causal: whether the step's own tokens are masked causally.
+        sinks: float32 ``[H]``, this rank's heads.
 
     Raises:
-        ValueError: more than one key/value head; engines spread heads over ranks before they spread tokens.
+        ValueError: more than one key/value head; engines shard heads before they shard tokens.
     """
     refuse(cache)
-    expect(key.shape[1] == 1, "key", "one key/value head at each rank, in [T, K, D]", key)
+    expect(key.shape[1] == 1, "key", "one key/value head per rank, in [T, K, D]", key)
     H, group = query.shape[1], exchange.group
     every = group.all_gather(query.contiguous()).transpose(0, 1).flatten(1, 2)  # [T, W·H, D]
     options: dict[str, Any] = {"value_cache": value_cache, "soft_cap": soft_cap, **cache}
@@ -208,9 +207,9 @@ def add_own_tokens(
     scale: float,
     **features: Any,
 ) -> None:
-    """Merge attention to the step's own tokens into a part, which may be a view of some heads. Without heads: nothing.
+    """Merge attention to the step's own tokens into a part, in place; it may be a view of some heads, or of none.
 
-    ``pages``: a cache of the step's tokens, in blocks of one. ``own_tables``: int32 ``[S, >= the most tokens of a
+    ``pages``: a cache of the step's tokens, one token per block. ``own_tables``: int32 ``[S, >= the most tokens of a
     sequence]``, the rows of each sequence.
     """
     if not part.shape[1]:
@@ -226,8 +225,8 @@ def add_own_tokens(
 def own_pages(
     key: Tensor, value: Tensor | None, heads: slice, dtype: torch.dtype, cache: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Some heads of the step's tokens as a cache of blocks of one token, rounded as the real one if that is fp8; and
-    how attention reads it."""
+    """Some heads of the step's tokens as a cache with one token per block, quantised like the real cache if that is
+    fp8; and the arguments for reading it."""
     slots = torch.arange(len(key), device=key.device)
     if value is None:
         R = cache["value_head_size"]
@@ -252,7 +251,7 @@ def own_pages(
 
 
 def own_heads(H: int, K: int, context: Handle) -> tuple[slice, slice]:
-    """The query heads, and their key/value heads, for which this rank attends to a step's own tokens."""
+    """The query heads and key/value heads whose attention to a step's own tokens this rank computes."""
     rank, W = context.rank, context.size
     if K % W == 0:
         heads, of_keys = H // W, K // W
@@ -264,17 +263,17 @@ def own_heads(H: int, K: int, context: Handle) -> tuple[slice, slice]:
 
 
 def refuse(features: dict[str, Any]) -> None:
-    """Refuse the features of attention that count positions."""
+    """Raise ValueError for features of attention that need positions."""
     for name in REFUSED:
         value = features.pop(name, None)
         absent = value is None or (not isinstance(value, Tensor) and not value)
-        expect(absent, name, "none with context parallelism, as a rank does not hold all positions", value)
+        expect(absent, name, "none with context parallelism, because a rank does not hold all positions", value)
 
 
 def groups_of_context(
     context: Any, sharded: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The ranks over which tokens are spread, and all that run a step together.
+    """The ranks that shard tokens, and all ranks that run a step together.
 
     Args:
         context: a process group, a mesh with a dimension "cp", or a :class:`Context`; None without context parallelism.
@@ -289,15 +288,17 @@ def groups_of_context(
     if isinstance(context, Context):
         context = context.group
     if isinstance(context, dist.ProcessGroup):
-        expect(sharded is None, "context", 'a device mesh with a dimension "cp", as the model is sharded', "a group")
+        expect(
+            sharded is None, "context", 'a device mesh with a dimension "cp", because the model is sharded', "a group"
+        )
         return context, context
     names = getattr(context, "mesh_dim_names", None) or ()
     expect("cp" in names, "context", 'a process group, or a device mesh with a dimension "cp"', context)
     if sharded is not None:
         both = {*dist.get_process_group_ranks(context.get_group("cp"))} & {*dist.get_process_group_ranks(sharded)}
-        apart = both == {dist.get_rank()} and context.ndim > 1
-        others = "ranks over which the model is not sharded, and a mesh with those over which it is"
-        expect(apart, "context", others, f"{context}, of which ranks {sorted(both)} have parts of one model")
+        is_disjoint = both == {dist.get_rank()} and context.ndim > 1
+        others = "ranks that do not shard the model, in a mesh that also has the ranks that do"
+        expect(is_disjoint, "context", others, f"{context}, where ranks {sorted(both)} shard one model")
     if context.ndim == 1:
         every = context.get_group()
     elif context.size() == dist.get_world_size():
@@ -308,7 +309,7 @@ def groups_of_context(
 
 
 def context_of(metadata: AttentionMetadata, pool: int) -> ContextMetadata | None:
-    """The context of a step for the layers of one pool; None if the pool is not spread."""
+    """The context of a step for the layers of one pool; None if the pool is not sharded."""
     context = metadata.context
     return None if context is None or context.shards[pool].size == 1 else context
 

@@ -1,12 +1,12 @@
-"""The ops on DTensors: importing this module registers how heads are spread over ranks.
+"""The ops on DTensors: importing this module registers how heads are sharded over ranks.
 
-A rank has its own heads of queries, keys, values, caches, sinks and slopes, and all of the batch's tensors (block
-tables, lengths, slots), which may be plain tensors. Each op then runs on the rank's part, without communication, and
-its results are spread by heads, too. These raise an error that names the argument: a sharding of tokens, blocks or head
-sizes, partial sums, heads that are sharded in one argument and whole in another, and uneven heads.
+Queries, keys, values, caches, sinks and slopes are sharded by heads. The batch's tensors (block tables, lengths, slots)
+are replicated, or plain tensors. Each op then runs on the rank's shard without communication, and its results are
+sharded by heads too. Errors name the argument: a sharding of tokens, blocks or head sizes, partial sums, heads sharded
+in one argument and replicated in another, uneven heads.
 
-Rules are registered by ``torch.library.register_torch_dispatch``, not by DTensor's own ``register_sharding``: that
-chooses among placements by the cost of redistributing arguments, and a cache that an op writes must never be a copy.
+Rules are registered by ``torch.library.register_torch_dispatch``, not by DTensor's ``register_sharding``: it may
+redistribute arguments to save cost, but a cache that an op writes must never be a copy.
 
 Letters: H query heads, K key/value heads, D head size, N blocks, B tokens per block, W ranks.
 """
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from paged_ops.registry import OPS
 
-# The dimension of the heads, where it is the same in all forms
+# The dimension of the heads, where all cache layouts agree
 _HEADS = {
     **dict.fromkeys(("query", "key", "value", "out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 1),
     **dict.fromkeys(("alibi_slopes", "sinks"), 0),
@@ -33,7 +33,7 @@ _LISTS = ("kv_caches", "src_caches", "dst_caches")
 
 
 def _dispatch(cls: type, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    """Runs one op on the rank's parts."""
+    """Runs one op on the rank's shards."""
     name = func._schema.name.removeprefix("paged_ops::")
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
@@ -52,8 +52,8 @@ def _dispatch(cls: type, func: Any, types: Sequence[type], args: Sequence[Any] =
 
 
 def _placement(op: str, given: dict[str, Any], i: int, size: int) -> Placement:
-    """How results are spread over dimension ``i`` of the mesh: by heads, or not at all."""
-    spread: dict[str, bool] = {}
+    """How results are placed on dimension ``i`` of the mesh: sharded by heads, or replicated."""
+    sharded: dict[str, bool] = {}
     for argument, value in given.items():
         if argument in _LISTS:
             for j, each in enumerate(value):
@@ -67,24 +67,28 @@ def _placement(op: str, given: dict[str, Any], i: int, size: int) -> Placement:
         placed = value.placements[i] if isinstance(value, DTensor) else None
         if at is None:
             if placed is not None and not placed.is_replicate():
-                raise ValueError(f"{argument}: expected Replicate(), as all ranks have the whole batch, got {placed!r}")
+                raise ValueError(
+                    f"{argument}: expected Replicate(), because every rank has the whole batch, got {placed!r}"
+                )
             continue
         if placed is not None and placed.is_shard():
             if placed.dim % value.dim() != at:  # type: ignore[attr-defined]
                 raise ValueError(f"{argument}: expected Shard({at}), by heads, or Replicate(), got {placed!r}")
             if value.shape[at] % size or (value.dim() == 4 and _pairs(argument, given) and value.shape[at] // 2 % size):
-                raise ValueError(f"{argument}: expected heads that {size} ranks divide, got {value.shape[at]}")
-            spread[argument] = True
+                raise ValueError(
+                    f"{argument}: expected a number of heads divisible by {size} ranks, got {value.shape[at]}"
+                )
+            sharded[argument] = True
         elif placed is None or placed.is_replicate():
-            spread[argument] = False
+            sharded[argument] = False
         else:
             raise ValueError(f"{argument}: expected Shard({at}), by heads, or Replicate(), got {placed!r}")
-    first = next(iter(spread), None)
-    if first is None or not any(spread.values()):
+    first = next(iter(sharded), None)
+    if first is None or not any(sharded.values()):
         return Replicate()
-    for argument, is_spread in spread.items():
-        if not is_spread:
-            of = next(each for each, yes in spread.items() if yes)
+    for argument, is_sharded in sharded.items():
+        if not is_sharded:
+            of = next(each for each, yes in sharded.items() if yes)
             raise ValueError(
                 f"{argument}: expected a DTensor sharded by heads, Shard({_head_dim(argument, given)}), as {of} is, got"
                 f" {'Replicate()' if isinstance(given[argument], DTensor) else 'a plain tensor'}"
@@ -93,12 +97,12 @@ def _placement(op: str, given: dict[str, Any], i: int, size: int) -> Placement:
 
 
 def _head_dim(argument: str, given: dict[str, Any]) -> int | None:
-    """The dimension of an argument's heads; None if all ranks have it whole."""
+    """The dimension of an argument's heads; None if it is replicated."""
     value = given[argument]
     if argument in _SCALES:
         return None if value.numel() == 1 else 0
     if argument in _CACHES:
-        if given["kv_cache"].dim() == 3:  # latents, which all heads share
+        if given["kv_cache"].dim() == 3:  # latents: all heads share them
             return None
         if given.get("value_cache") is not None:
             return 1 if given["kv_cache"].dim() == 5 else 2
@@ -109,28 +113,30 @@ def _head_dim(argument: str, given: dict[str, Any]) -> int | None:
 
 
 def _pairs(argument: str, given: dict[str, Any]) -> bool:
-    """Whether a cache has a key and a value of each head in one dimension."""
+    """Whether keys and values of all heads share one dimension of the cache."""
     return argument == "kv_cache" and given.get("value_cache") is None
 
 
 def _check_block_list(argument: str, cache: Tensor, like: Tensor, i: int) -> None:
-    """Blocks are copied whatever a rank has of each: all caches spread alike, none by blocks."""
+    """A rank copies its shard of each block: all caches must be sharded alike, and none by blocks."""
     placed = [each.placements[i] if isinstance(each, DTensor) else Replicate() for each in (cache, like)]
     if placed[0].is_partial() or placed[0].is_shard(0):
         raise ValueError(
-            f"{argument}: expected all blocks at each rank, Replicate() or Shard() by heads, got {placed[0]!r}"
+            f"{argument}: expected all blocks on every rank, Replicate() or Shard() by heads, got {placed[0]!r}"
         )
     if placed[0] != placed[1]:
-        raise ValueError(f"{argument}: expected {placed[1]!r}, as the other caches, got {placed[0]!r}")
+        raise ValueError(f"{argument}: expected {placed[1]!r}, like the other caches, got {placed[0]!r}")
 
 
 def _of_rank(block_sparse: Sequence[int], mesh: Any, placements: Sequence[Placement]) -> list[int]:
-    """The pattern of this rank's heads, from that of all."""
+    """The block-sparse pattern of this rank's heads."""
     *pattern, rank, world = block_sparse
     for i, placement in enumerate(placements):
         if placement.is_shard():
             if world != 1:
-                raise ValueError(f"block_sparse: expected rank 0 of 1, as its heads are sharded, got {rank} of {world}")
+                raise ValueError(
+                    f"block_sparse: expected rank 0 of 1, because its heads are sharded, got {rank} of {world}"
+                )
             rank, world = mesh.get_local_rank(i), mesh.size(i)
     return [*pattern, rank, world]
 
@@ -151,7 +157,7 @@ def _mesh_of(given: dict[str, Any]) -> Any:
 
 def _local(value: Any) -> Any:
     if isinstance(value, DTensor):
-        with torch.no_grad():  # which gives the tensor itself, so that it can be written
+        with torch.no_grad():  # gives the tensor itself, so it can be written
             return value.to_local()
     if isinstance(value, (list, tuple)):
         return [_local(each) for each in value]

@@ -1,21 +1,21 @@
-"""Merging the partial attentions of ranks over disjoint keys, in one exchange.
+"""Merging the ranks' partial attention over disjoint keys, in one exchange.
 
 With parts ``out_r`` and ``lse_r`` of W ranks::
 
     lse = log(sum_r exp(lse_r))        out = sum_r exp(lse_r - lse) * out_r
 
-in float32 and in the order of ranks, so that all ranks hold the same bits. +inf is read as -inf; where no rank saw a
-key, out is 0 and lse -inf. Two ways, chosen once, when the exchange is prepared:
+in float32 and in the order of ranks, so all ranks hold the same bits. +inf is read as -inf. Where no rank saw a key,
+out is 0 and lse -inf. One of two ways is chosen when the exchange is prepared:
 
-- *symmetric memory* (GPUs of one host): one kernel puts the part into the memory of the other ranks and merges what
-  comes from them (``paged_ops/lowerings/gpu/merge_ranks.py``). It is safe in captured graphs, and deterministic.
-- *collectives* (NCCL, gloo): an all-gather of parts, or, if there are many rows and more than two ranks, an all-to-all
-  by rows and an all-gather of merged rows. So are calls that are too large for the symmetric memory.
+- *symmetric memory* (GPUs of one host): one kernel writes the part to the memory of the other ranks and merges
+  their parts (``paged_ops/lowerings/gpu/merge_ranks.py``). It is safe in captured graphs, and deterministic.
+- *collectives* (NCCL, gloo): an all-gather of parts, or, for many rows on more than two ranks, an all-to-all by
+  rows and an all-gather of merged rows. Calls too large for the symmetric memory use them too.
 
 Letters: T tokens, H heads, Dv value head size, W ranks.
 
-Sources of the ideas: the merge is that of ring attention (Liu et al. 2023, arXiv:2310.01889) and of flash decoding;
-over ranks, as a reduction, it is tree attention (Shyam et al. 2024, arXiv:2408.04093) and Helix (arXiv:2507.07120).
+Sources of the ideas: the merge is from ring attention (Liu et al. 2023, arXiv:2310.01889) and flash decoding;
+as a reduction over ranks it is tree attention (Shyam et al. 2024, arXiv:2408.04093) and Helix (arXiv:2507.07120).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from paged_ops.checks import expect
 
 # The name in torch 2.13, where the older one warns.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_MANY = 1 << 20  # bytes of a part, from which on more than two ranks merge by rows
+_MANY = 1 << 20  # bytes of a part: from here on, more than two ranks merge by rows
 
 
 class Group(Protocol):
-    """What an exchange needs of a group of ranks."""
+    """The collectives that an exchange needs."""
 
     rank: int
     size: int
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        """``[W, ...]``: the tensors of all ranks, which are contiguous and equal in shape."""
+        """``[W, ...]``: the tensors of all ranks, contiguous and equal in shape."""
 
     def all_to_all(self, mine: Tensor) -> Tensor:
-        """``[W, ...]``: what each rank has in its row ``rank`` of its tensor ``[W, ...]``."""
+        """``[W, ...]``: row ``rank`` of each rank's tensor ``[W, ...]``."""
 
 
 class ProcessGroup:
@@ -75,11 +75,11 @@ class Exchange:
 
     def __init__(self, group: Group, places: Any = None, why: str = "", workspace: Any = None) -> None:
         self.group, self._places = group, places
-        self._workspace = workspace  # which is aborted with its group, as long as it lives
+        self._workspace = workspace  # alive as long as this object, so that it is aborted with its group
         self.how = "symmetric memory" if places is not None else f"collectives ({why})" if why else "collectives"
 
     def everywhere(self, part: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """``[T, H, Dv]`` and ``[T, H]``, merged, on each rank, of parts of the same shapes."""
+        """Merged ``[T, H, Dv]`` and ``[T, H]`` on every rank, from parts of the same shapes."""
         W = self.group.size
         if W == 1:
             return part.clone(), lse.clone()
@@ -90,17 +90,19 @@ class Exchange:
             return merged(self.group.all_gather(packed), part.dtype)
         T, H, n = packed.shape
         rows = -(-T // W)
-        spread = packed.new_zeros(W, rows, H, n)
-        spread.view(W * rows, H, n)[:T] = packed
-        mine = _packed(*merged(self.group.all_to_all(spread), part.dtype))
+        padded = packed.new_zeros(W, rows, H, n)
+        padded.view(W * rows, H, n)[:T] = packed
+        mine = _packed(*merged(self.group.all_to_all(padded), part.dtype))
         every = self.group.all_gather(mine).view(W * rows, H, n)[:T].contiguous()
         return _unpacked(every, part.dtype)
 
     def of_own_heads(self, part: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """``[T, H, Dv]`` and ``[T, H]``, merged, of parts ``[T, W·H, Dv]`` and ``[T, W·H]``: rank r gets the H heads
-        from ``r * H`` on."""
+        """Merged ``[T, H, Dv]`` and ``[T, H]`` from parts ``[T, W·H, Dv]`` and ``[T, W·H]``.
+
+        Rank r gets heads ``r * H`` to ``(r + 1) * H``.
+        """
         W = self.group.size
-        expect(part.shape[1] % W == 0, "part", f"a multiple of the {W} ranks as heads in [T, W·H, Dv]", part)
+        expect(part.shape[1] % W == 0, "part", f"a multiple of {W} ranks as the number of heads in [T, W·H, Dv]", part)
         T, H = part.shape[0], part.shape[1] // W
         if W == 1:
             return part.clone(), lse.clone()
@@ -134,10 +136,10 @@ def prepare(
 
     Args:
         group: the ranks.
-        device: of the parts.
-        rows: tokens times heads of the largest result that goes through symmetric memory.
+        device: device of the parts.
+        rows: tokens times heads of the largest result that uses symmetric memory.
         head_size: the largest value head size.
-        dtype: of the parts.
+        dtype: dtype of the parts.
         collectives: do not use symmetric memory.
     """
     ranks = ProcessGroup(group)
@@ -156,7 +158,7 @@ def prepare(
 
 
 def merged(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The merge of parts ``[W, T, H, n]``, bytes of outputs in ``dtype``, each followed by its lse."""
+    """The merge of gathered parts ``[W, T, H, n]``: bytes of an output in ``dtype``, then of its lse."""
     if gathered.is_cuda:
         from paged_ops.lowerings.gpu.merge_ranks import merge_gathered
 
@@ -168,13 +170,13 @@ def merged(gathered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     parts, lses = _unpacked(gathered, dtype)
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
     total = torch.logsumexp(lses, 0)
-    shares = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - total))
-    weighed = torch.where((lses == -torch.inf)[..., None], 0.0, parts.float() * shares[..., None])
-    return weighed.sum(0).to(dtype), total
+    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - total))
+    weighted = torch.where((lses == -torch.inf)[..., None], 0.0, parts.float() * weights[..., None])
+    return weighted.sum(0).to(dtype), total
 
 
 def _packed(part: Tensor, lse: Tensor) -> Tensor:
-    """Bytes ``[..., Dv·e + 4]``: outputs, each followed by its lse."""
+    """Bytes ``[..., Dv·e + 4]``: an output, then its lse."""
     return torch.cat([part.contiguous().view(torch.uint8), lse.contiguous()[..., None].view(torch.uint8)], -1)
 
 

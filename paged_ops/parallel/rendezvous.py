@@ -1,13 +1,13 @@
-"""The ranks of a group that generate together: they make the same calls, use rank 0's tokens, and fail together.
+"""Rendezvous of the ranks that generate together: they make the same calls, use rank 0's tokens, and fail together.
 
-Each rank of a sharded model runs a ``GenerationLoop`` of its own. From the same requests all loops make the same
-decisions. What may differ goes through rank 0: the others send it a message, and it answers all. A step has two such
-meetings: one before it, about requests, and one after it, about tokens and errors. The first is left out where all
-ranks said at the last step that they call nothing but the next.
+Each rank of a sharded model runs its own ``GenerationLoop``. Given the same requests, all loops make the same
+decisions. Anything that may differ goes through rank 0: the others send it a message, and it answers all of them. A
+step has two rendezvous: one before it, about requests, and one after it, about tokens and errors. The first is skipped
+if all ranks announced at the last step that they only call the next step.
 
-The messages go by gloo, between the hosts' processors, whatever the model's collectives use, so that they arrive while
-those are stuck. A rank that died closes its connections, which is seen at once. A late rank is named when the time
-limit is over. The idea of a leader whose decisions are followed is that of every engine's driver and workers.
+The messages use gloo on the CPU, whatever the model's collectives use, so they arrive while collectives are stuck. A
+rank that dies closes its connections, which the others notice at once. A late rank is named when the time limit is
+over. As in other engines, rank 0 is the driver and the others are workers.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from paged_ops.parallel import symmetric
 
 Result = TypeVar("Result")
 
-_PART = 2048  # the first bytes of a message, sent with its length; most messages are not longer
+_HEAD = 2048  # bytes of the first packet, with the message's length; most messages fit in it
 _UNLIMITED = timedelta(days=365).total_seconds()
 _GRACE = 1.0  # seconds to wait for another rank in any case
 
 
 class RankError(RuntimeError):
-    """A rank is gone or late, or made other calls; or it failed with an error that cannot be raised here."""
+    """A rank is gone or late, or made different calls; or its error cannot be raised here."""
 
 
 class ApartError(RankError):
-    """The ranks did not do the same, and cannot go on."""
+    """The ranks diverged, and cannot continue."""
 
 
 class Failure(NamedTuple):
-    """What one rank raised."""
+    """The error of one rank."""
 
     rank: int
     when: float  # time.time()
@@ -55,25 +55,25 @@ class _Report(NamedTuple):
     """The result of a rank, or its error."""
 
     failure: Failure | None
-    done: int | None  # the digest of the step, if the model has run it to its end
+    done: int | None  # the digest of the step, if the model completed it
     result: Any
     is_quiet: bool  # see Ranks.is_quiet
 
 
 class Ranks:
-    """The ranks of one process group, as one of them sees them. Make it on all of them, at the same point.
+    """The ranks of one process group. Make it on all of them, at the same point.
 
     Args:
         group: the process group; each of its ranks runs the same loop.
         time_limit: seconds after which a missing rank is named, and collectives of the model are aborted.
-        collectives: the groups of the model's collectives, if they are others.
+        collectives: the groups of the model's collectives, if they differ from ``group``.
 
     Attributes:
-        rank: of this process in the group.
-        size: of the group.
-        lost: why the ranks cannot go on, or None.
-        is_quiet: whether all ranks said, with the result of the last step, that the next step is all that they call
-            next: then they need not meet before it.
+        rank: this process's rank in the group.
+        size: number of ranks.
+        lost: why the ranks cannot continue, or None.
+        is_quiet: whether all ranks announced, with the result of the last step, that they only call the next step.
+            Then no rendezvous is needed before it.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class Ranks:
         self.is_quiet = False
         # One group per pair: if one rank is late, gloo closes all connections of its group.
         leader, *others = dist.get_process_group_ranks(group)
-        is_part = 1 + len(others) < dist.get_world_size()  # only some ranks of the job make these groups
+        is_subset = 1 + len(others) < dist.get_world_size()  # only some ranks of the job make these groups
         self._pairs = {
             rank: dist.new_group(
                 [leader, member],
                 timeout=timedelta(seconds=_UNLIMITED),
                 backend="gloo",
-                use_local_synchronization=is_part,
+                use_local_synchronization=is_subset,
             )
             for rank, member in enumerate(others, 1)
-            if not is_part or self.rank in (0, rank)
+            if not is_subset or self.rank in (0, rank)
         }
-        self._unsent: list[tuple[Any, Tensor]] = []  # answers to missing ranks
+        self._unsent: list[tuple[Any, Tensor]] = []  # answers to ranks that were missing
         self._collectives = Collectives({id(each): each for each in (group, *collectives)}.values())
         self._done: int | None = None
 
@@ -110,13 +110,13 @@ class Ranks:
         self._collectives.close()
 
     def check(self) -> None:
-        """Raises RankError if the ranks cannot go on."""
+        """Raise RankError if the ranks cannot continue."""
         if self.lost is not None:
             raise RankError(
-                f"the ranks of this loop can go on no more ({self.lost}): make the groups and the loop anew"
+                f"the ranks of this loop cannot continue ({self.lost}): create the groups and the loop again"
             )
 
-    def meet(
+    def rendezvous(
         self,
         message: Any,
         merge: Callable[[list[Any]], Result],
@@ -124,13 +124,13 @@ class Ranks:
         limit: float | None = None,
         since: float | None = None,
     ) -> Result:
-        """Sends a message to rank 0, and returns on all ranks what rank 0 makes of all messages, in the order of ranks.
+        """Send a message to rank 0, merge all messages there in the order of ranks, and return the result on all ranks.
 
         Args:
-            message: is pickled, as is the result of ``merge``.
+            message: pickled, like the result of ``merge``.
             merge: called on rank 0; its exceptions are raised on all ranks.
             limit: seconds to wait for the others; by default the time limit.
-            since: when they began to run (``time.monotonic()``), by default now.
+            since: start of the wait (``time.monotonic()``), by default now.
 
         Raises:
             RankError: a rank is gone or late.
@@ -141,7 +141,7 @@ class Ranks:
         if self.leads:
             answer = self._answer(message, merge, max(until, time.monotonic() + _GRACE))
         else:
-            # rank 0 may wait as long for another rank, and may have begun later
+            # rank 0 may wait equally long for another rank, and may have started later
             answer = self._ask(message, until + 0.5 * limit + _GRACE)
         is_raised, given, lost = pickle.loads(answer)
         if lost is not None:
@@ -154,12 +154,13 @@ class Ranks:
     def agree(
         self, run: Callable[[], Result], *, limit: float | None = None, is_quiet: Callable[[], bool] = lambda: False
     ) -> Result:
-        """Run a part of a step on all ranks; returns rank 0's result on all. The function may return None on others.
-        ``is_quiet`` is asked afterwards whether this rank calls the next step next.
+        """Run part of a step on all ranks and return rank 0's result on all; other ranks' functions may return None.
+
+        Afterwards ``is_quiet()`` says whether this rank only calls the next step.
 
         Raises:
-            Exception: the first in time that any of them raised, on all of them, with a note that names its rank. On
-                that rank itself it is the original exception.
+            Exception: the earliest exception of any rank, on all ranks, with a note that names its rank. That rank
+                raises the original exception.
             RankError: a rank is gone or late.
         """
         self.check()
@@ -172,13 +173,13 @@ class Ranks:
                 result = run()
         except BaseException as error:
             failure = Failure(self.rank, time.time(), error)
-        done = None if self._collectives.given_up else self._done
+        done = None if self._collectives.aborted else self._done
         reported = None if failure is None else failure._replace(error=portable(failure.error))
         mine = result if self.leads and failure is None else None
         report = _Report(reported, done, mine, failure is None and is_quiet())
         try:
-            # others may have waited in a collective for the whole limit
-            result, self.is_quiet = self.meet(report, _merge, limit=1.25 * limit + _GRACE, since=since)
+            # others may have waited in a collective for the full limit
+            result, self.is_quiet = self.rendezvous(report, _merge, limit=1.25 * limit + _GRACE, since=since)
             return result
         except _FailedError as failed:
             first = failed.first
@@ -191,31 +192,31 @@ class Ranks:
             raise error from (None if failure is None else failure.error)
 
     def has_run(self, digest: int) -> None:
-        """Call it inside of what :meth:`agree` runs, after the model's collectives, with a digest that is equal on all
-        ranks if all is well."""
+        """Call it inside the function of :meth:`agree`, after the model's collectives. The digest of the step must be
+        equal on all ranks."""
         self._done = digest
 
     # Messages
 
     def _answer(self, message: Any, merge: Callable[[list[Any]], Any], until: float) -> bytes:
-        """Rank 0's part."""
+        """Rank 0's side of a rendezvous."""
         others = range(1, self.size)
-        receiving = {rank: self._coming(rank) for rank in others}
+        receiving = {rank: self._receiver(rank) for rank in others}
         messages: list[Any] = [message]
         absent: dict[int, str] = {}
         for rank in others:
-            came = receiving[rank](until)
-            if isinstance(came, str):
-                absent[rank] = came
+            received = receiving[rank](until)
+            if isinstance(received, str):
+                absent[rank] = received
             else:
-                messages.append(pickle.loads(came))
-        answer: tuple[bool, Any, str | None]  # (whether it is raised, the answer, why the ranks cannot go on)
+                messages.append(pickle.loads(received))
+        answer: tuple[bool, Any, str | None]  # (whether it is raised, the answer, why the ranks cannot continue)
         if absent:
             reason = "; ".join(f"rank {rank} of {self.size} is {why}" for rank, why in absent.items())
             answer = True, RankError(reason), reason
         else:
             try:
-                self._expect_same_place(messages)
+                self._expect_same_call(messages)
                 answer = False, merge(messages), None
             except _FailedError as failed:
                 answer = True, failed, failed.lost
@@ -225,7 +226,7 @@ class Ranks:
                 answer = True, error, None
         data = pickle.dumps(answer)
         for rank in others:
-            with contextlib.suppress(RuntimeError):  # the rank is then missed at the next meeting
+            with contextlib.suppress(RuntimeError):  # the next rendezvous then misses this rank
                 sent = self._send(data, rank)
                 if rank in absent:
                     self._unsent += sent
@@ -234,18 +235,18 @@ class Ranks:
                     _wait(work, time.monotonic() + self.time_limit)
         return data
 
-    def _expect_same_place(self, messages: list[Any]) -> None:
+    def _expect_same_call(self, messages: list[Any]) -> None:
         for rank, other in enumerate(messages):
             if type(other) is not type(messages[0]):
-                raise ApartError(f"rank {rank} of {self.size} left a step in which the others were, or began one alone")
+                raise ApartError(f"rank {rank} of {self.size} left a step that the others are in, or started one alone")
 
     def _ask(self, message: Any, until: float) -> bytes:
-        """The part of the other ranks."""
+        """The other ranks' side of a rendezvous."""
         try:
             receiving = self._receive(0)
             sent = self._send(pickle.dumps(message), 0)
             answer = self._received(0, *receiving, until)
-            del sent  # kept until it was sent
+            del sent  # kept alive until it was sent
             return answer
         except RuntimeError as error:
             reason = f"rank 0 of {self.size} is {self._why(error)}"
@@ -255,10 +256,10 @@ class Ranks:
         """The group with another rank, and that rank's number in it."""
         return (self._pairs[rank], 1) if self.leads else (self._pairs[self.rank], 0)
 
-    def _coming(self, rank: int) -> Callable[[float], bytes | str]:
-        """Begins to receive a rank's message. Returns a function that gives the message, or why there is none."""
+    def _receiver(self, rank: int) -> Callable[[float], bytes | str]:
+        """Start to receive a rank's message. Returns a function that waits for it, or returns why there is none."""
 
-        def came(until: float) -> bytes | str:
+        def wait(until: float) -> bytes | str:
             try:
                 if failed is not None:
                     raise failed
@@ -271,17 +272,17 @@ class Ranks:
             receiving = self._receive(rank)
         except RuntimeError as error:
             failed = error
-        return came
+        return wait
 
     def _receive(self, rank: int) -> tuple[Tensor, Any]:
-        part = torch.empty(_PART, dtype=torch.uint8, device="cpu")
+        head = torch.empty(_HEAD, dtype=torch.uint8, device="cpu")
         group, other = self._pair(rank)
-        return part, dist.irecv(part, group=group, group_src=other)
+        return head, dist.irecv(head, group=group, group_src=other)
 
-    def _received(self, rank: int, part: Tensor, work: Any, until: float) -> bytes:
+    def _received(self, rank: int, head: Tensor, work: Any, until: float) -> bytes:
         _wait(work, until)
-        size = int.from_bytes(bytes(part[:8].tolist()), "little")
-        data = bytes(part[8 : 8 + size].tolist())
+        size = int.from_bytes(bytes(head[:8].tolist()), "little")
+        data = bytes(head[8 : 8 + size].tolist())
         if size > len(data):
             rest = torch.empty(size - len(data), dtype=torch.uint8, device="cpu")
             group, other = self._pair(rank)
@@ -290,9 +291,9 @@ class Ranks:
         return data
 
     def _send(self, data: bytes, rank: int) -> list[tuple[Any, Tensor]]:
-        """The messages that are being sent, to be kept until they have arrived."""
-        room = _PART - 8
-        head = (len(data).to_bytes(8, "little") + data[:room]).ljust(_PART, b"\0")
+        """Start to send. Returns the work and its buffers, which must stay alive until the data was sent."""
+        room = _HEAD - 8
+        head = (len(data).to_bytes(8, "little") + data[:room]).ljust(_HEAD, b"\0")
         parts = [head, data[room:]] if len(data) > room else [head]
         group, other = self._pair(rank)
         sent = []
@@ -303,23 +304,23 @@ class Ranks:
 
     def _why(self, error: RuntimeError) -> str:
         if "Timed out" in str(error):
-            return f"late: nothing came of it within the limit of {self.time_limit:g} s"
+            return f"late: no message within the limit of {self.time_limit:g} s"
         return "gone: its connection is closed"
 
 
 class Collectives:
-    """The groups of a model's collectives, which are aborted after a time limit.
+    """The groups of a model's collectives, aborted after a time limit.
 
-    Gloo has a time limit of its own. Other backends leave work on the device that waits for ever. A thread of this
-    class aborts their groups, as the thread that runs the step may be waiting for the device.
+    Gloo has its own time limit. Work of other backends waits on the device for ever, so a thread of this class aborts
+    their groups; the thread that runs the step may be waiting for the device.
 
     Attributes:
-        given_up: whether they were aborted, so that they cannot be used any more.
+        aborted: whether the groups were aborted and cannot be used any more.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup]) -> None:
         groups = list(groups)
-        self.given_up = False
+        self.aborted = False
         self._gloo = [backend for group in groups for backend in _backends_of(group, "gloo")]
         self._others = [group for group in groups if _backends_of(group, "nccl")]
         self._until: float | None = None
@@ -331,7 +332,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Inside it, collectives are aborted after so many seconds."""
+        """Abort collectives that take longer than this inside the ``with`` block."""
         before = [backend.options._timeout for backend in self._gloo]
         self._until = time.monotonic() + seconds
         for backend in self._gloo:
@@ -347,8 +348,8 @@ class Collectives:
         return self._until is not None and time.monotonic() > self._until
 
     def abort(self) -> None:
-        """Aborts the groups whose work waits on the device, and kernels that wait for other ranks' memory."""
-        self.given_up = True
+        """Abort the groups whose work waits on the device, and kernels that wait for data from other ranks."""
+        self.aborted = True
         groups, self._others = self._others, []
         for group in groups:
             symmetric.abort(group)
@@ -370,7 +371,7 @@ def _watch(collectives: weakref.ref[Collectives], ended: threading.Event) -> Non
 
 
 def _backends_of(group: dist.ProcessGroup, name: str) -> list[Any]:
-    """A group's backends of that name; a group may have one backend for each kind of device."""
+    """A group's backends with this name; a group may have one backend per type of device."""
     found: dict[str, Any] = {}
     for device in group._device_types:
         backend = group._get_backend(device)
@@ -380,7 +381,7 @@ def _backends_of(group: dist.ProcessGroup, name: str) -> list[Any]:
 
 
 class _FailedError(Exception):
-    """Carries the answer to reports with failures."""
+    """The merged result of reports with failures."""
 
     def __init__(self, first: Failure, lost: str | None) -> None:
         super().__init__(first, lost)
@@ -388,7 +389,7 @@ class _FailedError(Exception):
 
 
 def _merge(reports: list[_Report]) -> tuple[Any, bool]:
-    """The result of rank 0, if no rank failed, and all ran the same; and whether all are quiet."""
+    """Rank 0's result and whether all ranks are quiet, if no rank failed and all ran the same step."""
     failures = [report.failure for report in reports if report.failure is not None]
     done = {report.done for report in reports}
     if not failures:
@@ -399,11 +400,11 @@ def _merge(reports: list[_Report]) -> tuple[Any, bool]:
                 )
         return reports[0].result, all(report.is_quiet for report in reports)
     first = min(failures, key=lambda failure: failure.when)
-    # Else some ranks may have left others in a collective, after which its group is unusable.
+    # Otherwise a rank may have left others waiting in a collective, and its group is unusable.
     is_whole = None not in done or (
         len(failures) == len(reports) and all(_same(first.error, each.error) for each in failures)
     )
-    lost = f"rank {first.rank} of {len(reports)} failed within a step: {type(first.error).__name__}: {first.error}"
+    lost = f"rank {first.rank} of {len(reports)} failed during a step: {type(first.error).__name__}: {first.error}"
     raise _FailedError(first, None if is_whole else lost)
 
 
@@ -412,9 +413,9 @@ def _same(error: BaseException, other: BaseException) -> bool:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The exception in a form that other ranks can raise."""
+    """The exception in a picklable form that other ranks can raise."""
     plain = RankError(f"{type(error).__name__}: {error}")
-    if not isinstance(error, Exception):  # Ctrl-C concerns one rank only
+    if not isinstance(error, Exception):  # Ctrl-C is for one rank only
         return plain
     try:
         copied = pickle.loads(pickle.dumps(error))

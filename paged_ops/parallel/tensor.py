@@ -1,9 +1,8 @@
-"""Models whose heads are spread over ranks, and the part of each rank.
+"""Models whose heads are sharded over ranks (tensor parallelism), and the shard of each rank.
 
-A sharded linear layer has a DTensor as its weight. Split by rows (each rank computes some of the outputs, so some of
-the heads), its product is that of the rank's own rows, and nothing is exchanged. Split by columns, the products of all
-ranks are summed by a hook on the layer, which the library that sharded the model has set. Only the first kind is
-changed here.
+The weight of a sharded linear layer is a DTensor. Sharded by rows (column-parallel: each rank computes some outputs, so
+some heads), a rank multiplies by its own rows without communication. Sharded by columns (row-parallel), a hook set by
+the library that sharded the model all-reduces the results. Only the first kind is changed here.
 
 Letters: W ranks, H query heads, K key/value heads, D head size.
 """
@@ -27,10 +26,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def process_group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The group of ranks over which a model is spread; None if it is not spread.
+    """The group of ranks over which a model is sharded; None if it is not sharded.
 
     Raises:
-        ValueError: it is spread over several, or over a mesh of several dimensions without one named "tp".
+        ValueError: it is sharded over several groups, or over a mesh of several dimensions without one named "tp".
     """
     groups: dict[str, dist.ProcessGroup] = {}
     parameters: Any = model.parameters()
@@ -41,18 +40,18 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup | None:
             expect(mesh.ndim == 1 or "tp" in names, "model", 'a mesh of one dimension, or with one named "tp"', mesh)
             group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
             groups[group.group_name] = group
-    expect(len(groups) <= 1, "model", "one group of ranks that it is spread over", sorted(groups))
+    expect(len(groups) <= 1, "model", "one group of ranks over which it is sharded", sorted(groups))
     return next(iter(groups.values()), None)
 
 
 def local_of(parameter: Any) -> Tensor:
-    """This rank's part of a parameter, sharded or not."""
+    """This rank's shard of a parameter, or the whole parameter if it is not sharded."""
     local: Tensor = parameter.to_local() if _is_dtensor(parameter) else parameter
     return local.detach()
 
 
 def like(parameter: Any, local: Tensor) -> nn.Parameter:
-    """A parameter that is spread like the given one; ``local`` is this rank's part."""
+    """A parameter sharded like the given one; ``local`` is this rank's shard."""
     if _is_dtensor(parameter):
         from torch.distributed.tensor import DTensor
 
@@ -62,9 +61,9 @@ def like(parameter: Any, local: Tensor) -> nn.Parameter:
 
 
 def gives_own_rows(linear: nn.Linear) -> bool:
-    """Whether a linear layer gives each rank the product of the rank's own rows, or is not sharded at all.
+    """Whether each rank's output of a linear layer is the matmul with its own rows, or the layer is not sharded.
 
-    This is tried with a row of zeros and a row of ones, because a hook may change the result. Call it on all ranks.
+    A probe with a row of zeros and a row of ones decides, because a hook may change the result. Call it on all ranks.
     """
     if not is_sharded(linear):
         return "forward" not in vars(linear)
@@ -82,13 +81,13 @@ def gives_own_rows(linear: nn.Linear) -> bool:
 
 
 def repeated_heads(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.Linear], int]]:
-    """The attention layers whose key/value heads are fewer than the ranks, so that a split of rows cuts through a head:
-    with projections that give the whole head which this rank's queries attend to, and how many query heads share it.
+    """Attention layers with fewer key/value heads than ranks, where sharding by rows would cut through a head.
 
-    Where W is a multiple of K, rank r has the head ``r·K // W``. All ranks ask together.
+    Yields the layer, projections for the whole head that this rank's queries attend to, and the number of query heads
+    that share it. Where W is a multiple of K, rank r has head ``r·K // W``. All ranks call it together.
 
     Raises:
-        ValueError: heads cannot be spread evenly; names the layer.
+        ValueError: heads cannot be divided evenly; names the layer.
     """
     names = {module: name for name, module in model.named_modules()}
     modules: Any = list(model.modules())
@@ -106,8 +105,8 @@ def repeated_heads(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.L
         expect(
             even,
             "model",
-            f"query heads that are a multiple of the {W} ranks, and key/value heads that are a multiple or a divisor of"
-            f" them (another number of ranks, or a plan without {names[module]}'s projections)",
+            f"query heads in a multiple of the {W} ranks, and key/value heads in a multiple or a divisor of it"
+            f" (use another number of ranks, or a plan without {names[module]}'s projections)",
             f"{H} and {K} heads in {names[module]}",
         )
         if K % W == 0:
@@ -121,7 +120,7 @@ def repeated_heads(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.L
 
 
 def _rows_of(linear: Any, start: int, stop: int) -> nn.Linear:
-    """A linear layer of some rows of a sharded one, which are fetched from where they are."""
+    """A linear layer with some rows of a sharded one, gathered from their ranks."""
     has_bias = linear.bias is not None
     kept = nn.Linear(linear.in_features, stop - start, has_bias, device="meta", dtype=linear.weight.dtype)
     for name in ("weight", "bias")[: 1 + has_bias]:

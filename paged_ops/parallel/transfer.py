@@ -1,14 +1,14 @@
-"""Blocks of a cache that go to another process: from one that computes prompts, say, to one that decodes.
+"""Sends blocks of a cache to another process, for example from prefill to decode workers (disaggregated prefill).
 
     send_blocks(kv_cache, block_ids, dst)  # on rank src
     recv_blocks(kv_cache, block_ids, src)  # on rank dst: into blocks of its own, in the same order
 
-Both ranks first say what their blocks are made of. If that differs, or one of them was called with what it cannot use,
-both raise, and nothing is written. Then the bytes go as messages of ``torch.distributed``: from device to device by
-NCCL, through host memory by gloo. The idea of separate processes for prompts and for decodes is from DistServe (Zhong
-et al. 2024, arXiv:2401.09670) and Splitwise (Patel et al. 2023, arXiv:2311.18677).
+Both ranks first exchange the format of their blocks. If the formats differ, or an argument is wrong on one rank, both
+raise and nothing is written. Then ``torch.distributed`` sends the bytes: from device to device with NCCL, through host
+memory with gloo. The idea of separate prefill and decode processes is from DistServe (Zhong et al. 2024,
+arXiv:2401.09670) and Splitwise (Patel et al. 2023, arXiv:2311.18677).
 
-``memory_regions`` says where the blocks lie, for an engine that moves memory between hosts.
+``memory_regions`` gives the addresses of the blocks, for an engine that moves memory between hosts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.distributed.distributed_c10d import get_backend_config
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
 
-STAGING = 64 << 20  # bytes of messages under way on a rank, at most, beside the largest block of all layers
+STAGING = 64 << 20  # most bytes in flight on a rank, unless one block of all layers is larger
 
 
 class MemoryRegion(NamedTuple):
-    """Where the blocks of one tensor lie: block ``i`` is ``nbytes`` bytes at ``address + i * stride``.
+    """The memory of the blocks of one tensor: block ``i`` is ``nbytes`` bytes at ``address + i * stride``.
 
-    A layer has one region, or two where its keys and its values are allocated apart (X_PACKED: keys first). Within a
-    block the order is that of the cache's layout, so both ends need the same layout, block size and heads.
+    A layer has one region, or two where keys and values are allocated separately (X_PACKED: keys first). Within
+    a block the cache's layout decides the order, so both ends need the same layout, block size and heads.
     """
 
     layer: int
@@ -41,20 +41,20 @@ class MemoryRegion(NamedTuple):
     num_blocks: int
     stride: int  # bytes
     nbytes: int
-    bytes_of_blocks: Tensor  # uint8 [num_blocks, nbytes]: the same memory; keep it while the address is used
+    bytes_of_blocks: Tensor  # uint8 [num_blocks, nbytes]: a view of this memory; keep it while the address is in use
 
 
 def memory_regions(kv_cache: KVCache) -> list[MemoryRegion]:
     """The memory of a cache for transfer engines: base addresses, strides and tensors of each layer.
 
-    The memory neither moves nor changes its size while the cache lives. Work that writes it is on the current stream
+    The memory does not move or change size while the cache lives. Work that writes it is queued on the current stream
     of its device: synchronise before another engine reads.
 
     Args:
         kv_cache: a cache, or a pool of a :class:`paged_ops.HybridCache`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is neither.
     """
     expect(isinstance(kv_cache, KVCache), "kv_cache", "a KVCache (of a HybridCache: one of its pools)", kv_cache)
     return [
@@ -67,20 +67,21 @@ def memory_regions(kv_cache: KVCache) -> list[MemoryRegion]:
 def send_blocks(
     kv_cache: KVCache, block_ids: Sequence[int], dst: int, *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send blocks, all layers of them, to a rank that receives as many by :func:`recv_blocks`.
+    """Send blocks, in all layers, to a rank that calls :func:`recv_blocks` for the same number of blocks.
 
-    Returns when the messages are handed over: with NCCL the current stream of the cache's device waits for them, so
-    that later work on it may change the blocks.
+    Returns when the blocks may be changed again. With NCCL this holds for later work on the current stream of the
+    cache's device, which waits for the messages.
 
     Args:
-        kv_cache: where they are; copies that it has queued are done first.
-        block_ids: of the blocks, as of :meth:`paged_ops.KVCache.block_ids`. A block may be named twice.
-        dst: the other rank, by its number in the whole world.
-        group: the process group that both are in; the default group when None.
+        kv_cache: the cache; its queued copies are done first.
+        block_ids: the blocks, from :meth:`paged_ops.KVCache.block_ids`. A block may be named twice.
+        dst: the other rank, its global rank.
+        group: a process group with both ranks; the default group when None.
 
     Raises:
-        ValueError: ``kv_cache`` or ``block_ids`` are wrong on one rank, or the caches differ in layers, layout, block
-            size, heads or dtype: on both ranks. ``dst`` or ``group`` is wrong: on this one, before anything is sent.
+        ValueError: on both ranks if ``kv_cache`` or ``block_ids`` is wrong on one of them, or the caches differ in
+            layers, layout, block size, heads or dtype. On this rank, before anything is sent, if ``dst`` or ``group``
+            is wrong.
     """
     regions, peer = _agree("send", kv_cache, block_ids, dst, group)
     kv_cache.flush_copies()
@@ -99,23 +100,23 @@ def send_blocks(
 def recv_blocks(
     kv_cache: KVCache, block_ids: Sequence[int], src: int, *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Receive blocks, all layers of them, that a rank sends by :func:`send_blocks`.
+    """Receive blocks, in all layers, that a rank sends with :func:`send_blocks`.
 
-    Later work on the current stream of the cache's device finds them written. To keep them, commit the sequence that
-    they were reserved for::
+    They are written for later work on the current stream of the cache's device. To keep them, commit the sequence that
+    reserved them::
 
         kv_cache.admit(seq_id, tokens)                        # 0 cached: all blocks are new
         recv_blocks(kv_cache, kv_cache.block_ids(seq_id), src)
         kv_cache.commit(seq_id, len(tokens))                  # from now on others share them
 
     Args:
-        kv_cache: where they go; copies that it has queued are done first.
-        block_ids: of the blocks, each named once, in the order in which the other rank names its own.
-        src: the other rank, by its number in the whole world.
-        group: the process group that both are in; the default group when None.
+        kv_cache: the cache; its queued copies are done first.
+        block_ids: the blocks, each named once, in the order of the other rank's ids.
+        src: the other rank, its global rank.
+        group: a process group with both ranks; the default group when None.
 
     Raises:
-        ValueError: as of :func:`send_blocks`.
+        ValueError: as in :func:`send_blocks`.
     """
     regions, peer = _agree("recv", kv_cache, block_ids, src, group)
     kv_cache.flush_copies()
@@ -124,7 +125,7 @@ def recv_blocks(
     expected: tuple[Any, Tensor, _Messages] | None = None
     for turn, part in zip(itertools.cycle((0, 1)), _parts(ids, regions), strict=False):
         work = dist.irecv(messages[turn].buffer(len(part)), src, group)
-        if expected is not None:  # while the next message is under way
+        if expected is not None:  # while the next message is in flight
             expected[0].wait()
             expected[2].unpack(expected[1])
         expected = work, part, messages[turn]
@@ -137,7 +138,7 @@ def _region(layer: int, tensor: Tensor) -> MemoryRegion:
     size, stride = tensor.element_size(), tensor.stride(0) * tensor.element_size()
     nbytes = tensor.shape[1:].numel() * size
     last = sum((n - 1) * step for n, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    assert (last + 1) * size == nbytes, "the elements of a block lie together, in some order"
+    assert (last + 1) * size == nbytes, "a block is contiguous, in some order of its dimensions"
     blocks = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.shape[0], nbytes), (stride, 1)
     )
@@ -145,21 +146,21 @@ def _region(layer: int, tensor: Tensor) -> MemoryRegion:
 
 
 def _parts(ids: Tensor, regions: Sequence[MemoryRegion]) -> Iterator[Tensor]:
-    """The blocks that one message holds, message by message."""
+    """The blocks of each message."""
     at_once = max(1, STAGING // 2 // max(1, sum(region.nbytes for region in regions)))
     return iter(ids.split(at_once)) if len(ids) else iter(())
 
 
 class _Messages:
-    """One buffer for messages of several blocks: region by region, each with all blocks of the message."""
+    """A buffer for messages of several blocks: region by region, each with all blocks of the message."""
 
     def __init__(self, regions: Sequence[MemoryRegion], device: torch.device, between: torch.device) -> None:
         self._regions = regions
-        self._device, self._between = device, between  # of the cache, and of what torch.distributed is given
+        self._device, self._between = device, between  # of the cache, and of the messages
         self._room = torch.empty(0, dtype=torch.uint8, device=between)
 
     def buffer(self, blocks: int) -> Tensor:
-        """Room for so many blocks."""
+        """The buffer for this number of blocks."""
         nbytes = blocks * sum(region.nbytes for region in self._regions)
         if len(self._room) < nbytes:
             self._room = torch.empty(nbytes, dtype=torch.uint8, device=self._between)
@@ -176,7 +177,7 @@ class _Messages:
         return buffer
 
     def unpack(self, ids: Tensor) -> None:
-        """Write what has arrived to these blocks."""
+        """Write the received bytes to these blocks."""
         for place, region in self._places(self.buffer(len(ids)), len(ids)):
             region.bytes_of_blocks.index_copy_(0, ids, place.to(self._device))
 
@@ -187,22 +188,22 @@ class _Messages:
 
 
 class _Peer(NamedTuple):
-    """The other rank, and where the tensors of messages to it are."""
+    """The other rank, and the device of messages to it."""
 
     rank: int
     device: torch.device
     group: dist.ProcessGroup | None
 
     def exchange(self, mine: bytes) -> bytes:
-        """What the other rank says, for what this one says."""
+        """Send bytes to the other rank and return its bytes."""
         length = torch.tensor([len(mine)], dtype=torch.int64, device=self.device)
         expected = int(self._swapped(length, torch.empty_like(length)))
-        text = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
-        theirs = self._swapped(text, torch.empty(expected, dtype=torch.uint8, device=self.device))
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        theirs = self._swapped(data, torch.empty(expected, dtype=torch.uint8, device=self.device))
         return bytes(theirs.tolist())
 
     def _swapped(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """The lower rank sends first, so that neither waits for the other."""
+        """The lower rank sends first, so that there is no deadlock."""
         if dist.get_rank() < self.rank:
             dist.send(mine, self.rank, self.group)
             dist.recv(theirs, self.rank, self.group)
@@ -215,12 +216,12 @@ class _Peer(NamedTuple):
 def _agree(
     does: str, kv_cache: KVCache, block_ids: Sequence[int], rank: int, group: dist.ProcessGroup | None
 ) -> tuple[list[MemoryRegion], _Peer]:
-    """Check the call here and there, by one exchange that both ranks make whatever they find."""
+    """Check the call on both ranks, in one exchange that both make even if they find an error."""
     name = {"send": "dst", "recv": "src"}[does]
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     others = f"another rank of the group {ranks} than {dist.get_rank()}, this one"
     expect(rank in ranks and rank != dist.get_rank(), name, others, rank)
-    # What ranks say goes over the host if it can, as a rank that was called without a cache has no device.
+    # Through the host if possible, because a rank called without a cache has no device.
     device = torch.device("cpu") if "cpu" in _backends(group) else getattr(kv_cache, "device", torch.device("cuda"))
     peer = _Peer(rank, device, group)
     try:
@@ -244,9 +245,11 @@ def _agree(
 
 
 def _check_ids(kv_cache: KVCache, block_ids: Sequence[int], once: bool) -> None:
-    """Raises a ValueError if a call cannot use the blocks that it names."""
+    """Raise ValueError unless the ids name blocks that a call can use."""
     N = kv_cache.num_blocks
-    expect(isinstance(block_ids, Sequence), "block_ids", "blocks in an order, such as a list", repr(block_ids))
+    expect(
+        isinstance(block_ids, Sequence), "block_ids", "an ordered sequence of blocks, such as a list", repr(block_ids)
+    )
     for block in block_ids:
         expect(type(block) is int and 0 <= block < N, "block_ids", f"blocks from 0 to {N - 1}", repr(block))
     if once and len(set(block_ids)) < len(block_ids):
@@ -255,7 +258,7 @@ def _check_ids(kv_cache: KVCache, block_ids: Sequence[int], once: bool) -> None:
 
 
 def _form(kv_cache: KVCache) -> dict[str, Any]:
-    """What two caches must have in common, as JSON gives it back."""
+    """The properties that must agree between two caches, as JSON returns them."""
     return {
         "layers": len(kv_cache.layers),
         "layout": kv_cache.layout.value,
@@ -275,7 +278,7 @@ def _backends(group: dist.ProcessGroup | None) -> dict[str, dist.Backend]:
 
 
 def _between(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """The device of messages: the cache's, or the host where the group has none but gloo, which sends from there."""
+    """The device of messages: the cache's, or the host if gloo is the group's only backend for it."""
     backends = _backends(group)
     backend = backends.get(device.type)
     if backend is None and "cpu" not in backends:

@@ -24,7 +24,7 @@ SPLIT = {
 PREFILL = {**SPLIT, "cuda:90": (r"wgmma\.mma_async",), "cuda:100": (r"tcgen05\.mma",)}
 WGMMA = {"cuda:90": (r"wgmma\.mma_async",), "hip:gfx9": (r"v_mfma",)}
 MASKS = {"sliding_window": 128, "attention_chunk": 512}
-# The RDNA architectures have no tiles of their own yet: 256 registers a lane are few for those of the others.
+# The RDNA architectures have no tiles of their own yet: 256 registers per lane are too few for the others' tiles.
 RDNA = ("hip:gfx11",)
 H200 = (*RDNA, "cuda:90")  # the Hopper kernel spills 32 to 48 bytes of a soft cap at D 256
 ROWS = {"decode": 4, "speculative": 64, "prefill": 2048}
@@ -130,7 +130,7 @@ VARIANTS = [
         may_spill=(*RDNA, "cuda:80", "cuda:100"),
         spills={(3, 9): 32},
     ),
-    # The whole tiles of split_kernel, beside prefill, spill 8 to 40 bytes at D 256.
+    # The whole tiles of split_kernel, next to prefill, spill 8 to 40 bytes at D 256.
     Variant(
         "attention-ranges-d256-window",
         call("prefill", D=256, heads=(8, 4), ranges=3, **MASKS),

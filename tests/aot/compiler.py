@@ -35,8 +35,8 @@ NUM_PROCESSORS = {
 }  # fmt: skip
 SHARED_MEMORY = {"cuda:80": 163 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10}
 NAMES = {"cuda:90": "NVIDIA H200"}  # devices with tiles of their own; elsewhere the default's are compiled
-# Of the targets but for these, all variants are compiled. The other GPUs of AMD compile the variants in which they may
-# differ from gfx942: fp8, and the most registers and shared memory.
+# All other targets compile every variant. These AMD GPUs compile the variants in which they may differ from gfx942:
+# fp8, and the most registers and shared memory.
 SOME = dict.fromkeys(("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), "e4m3|e5m2|bf16|d256|sparse|ranges|latent")
 
 
@@ -53,7 +53,7 @@ class Variant:
         may_spill: prefixes of targets where a kernel of the call may spill registers, with the reason in a comment.
         spills: Triton -> the most bytes that a kernel of the call may spill on cuda:90 with it. Those of Tritons newer
             than the one that kernels were measured with (3.6) are what they spill, until they are measured there.
-        targets: that compile it; all, if none is named. For more of what another variant compiles for all.
+        targets: that compile it; all, if none is named. For variations of a variant that all targets compile.
     """
 
     name: str
@@ -81,7 +81,7 @@ def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 class Driver(precompile_workers.Driver):
-    """Says which GPU this is, and can do nothing else."""
+    """Names the GPU, and can do nothing else."""
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cuda", 0)
@@ -92,7 +92,7 @@ ptxas_logs: dict[str, str] = {}  # a kernel's hash -> what ptxas printed, if thi
 
 
 def properties(target: str) -> SimpleNamespace:
-    """What torch reports of such a GPU: on ROCm no shared memory."""
+    """The properties that torch reports for such a GPU; on ROCm they have no shared memory."""
     backend, _, arch = target.partition(":")
     reported = {"name": NAMES.get(target, f"{target} (compiled ahead of time)")}
     reported["multi_processor_count"] = NUM_PROCESSORS[target]
@@ -143,7 +143,7 @@ def install(target: str) -> None:
 
 
 def spills(kernel: Any) -> int | None:
-    """Bytes (CUDA) or registers (AMD) that a kernel spills, None where the tools do not tell.
+    """Bytes (CUDA) or registers (AMD) that a kernel spills, None if the tools are missing.
 
     Scalar registers of AMD do not count: they spill into lanes of vector registers, not to memory.
     """
@@ -167,8 +167,8 @@ GLOBAL_MEMORY = "c[0x0][0x208]"  # where sm_90 has the descriptor of global memo
 
 
 def instructions(kernel: Any) -> list[tuple[str, list[str], str]]:
-    """Of a cubin, in the order in which they stand: name, operands, and the whole text, with its predicate if it has
-    one. Labels stand among them, by the name LABEL."""
+    """The instructions of a cubin in order: name, operands, and the whole line with its predicate. Labels are among
+    them under the name LABEL."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     if "cubin" not in kernel.asm or not tool.exists():
         return []
@@ -185,9 +185,9 @@ def instructions(kernel: Any) -> list[tuple[str, list[str], str]]:
 
 
 def unset_registers(listed: list[tuple[str, list[str], str]]) -> list[str]:
-    """Instructions that read uniform registers before anything has set them: what ptxas got wrong.
+    """Instructions that read uniform registers before anything has set them: an error of ptxas.
 
-    Descriptors (``gdesc[UR4]``) name four registers, of which some are not read, so they are left out.
+    Descriptors (``gdesc[UR4]``) name four registers and do not read all of them, so they are not counted.
     """
     known: set[int] = set()
     unset = []
@@ -207,9 +207,8 @@ def uniform_written(name: str, operands: list[str]) -> range:
 
 
 def lost_descriptors(listed: list[tuple[str, list[str], str]]) -> list[str]:
-    """Instructions that address global memory by uniform registers (``desc[UR4]``) in which its descriptor no longer
-    is, on some way there, as something else was written there last: what ptxas got wrong. Copies of the descriptor are
-    followed, also to the stack and back."""
+    """Instructions that address global memory by uniform registers (``desc[UR4]``) which, on some path, no longer hold
+    its descriptor: an error of ptxas. Copies of the descriptor are followed, also to the stack and back."""
     at: dict[str, dict[str, str]] = {}  # label -> what is held there, on all ways
     while True:
         before = dict(at)
@@ -219,7 +218,7 @@ def lost_descriptors(listed: list[tuple[str, list[str], str]]) -> list[str]:
 
 
 def _lost(listed: list[tuple[str, list[str], str]], at: dict[str, dict[str, str]]) -> list[str]:
-    """The same, by what is held at labels, which is narrowed by what the branches bring there."""
+    """One pass; ``at`` has the registers' content per label and is narrowed by each branch to it."""
     holds: dict[str, str] = {}  # register, or place on the stack -> the half of the descriptor in it
     lost, reached = [], True
     for name, operands, instruction in listed:
@@ -266,8 +265,8 @@ def _words(operand: str, name: str) -> list[str]:
 
 
 def serialized(kernel: Any) -> list[str]:
-    """What ptxas says of matrix instructions of warpgroups that it runs one after another, which takes up to twice the
-    time. Only kernels in Gluon are looked at: their warpgroups have registers of their own, which can be too few."""
+    """The warnings of ptxas about wgmma instructions that it serialises, which takes up to twice the time. Only Gluon
+    kernels are checked: their warpgroups have register budgets that can be too small."""
     text = kernel.asm.get("ptx", "")
     if "setmaxnreg" not in text:
         return []
@@ -301,7 +300,7 @@ def named(kernels: list[Any]) -> dict[str, Any]:
 
 
 def compile_variant(variant: Variant, target: str) -> dict[str, Any]:
-    """What became of one variant, as plain data."""
+    """The result of one variant, as plain data."""
     launched.clear()
     error, start = None, time.perf_counter()
     try:

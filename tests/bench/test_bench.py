@@ -242,6 +242,7 @@ def test_versions_name_the_package_that_built_a_peer(monkeypatch):
     assert run.provider_version(FlashMLA()) == "in vllm 0.26.0"
 
 
+@pytest.mark.slow
 def test_a_provider_that_fails_has_no_speed():
     class Broken(PagedOps):
         name = "broken"
@@ -297,6 +298,7 @@ def invoke(*arguments, exit_code=0):
     return result
 
 
+@pytest.mark.slow
 def test_bench_appends_records_and_prints_them(tiny, tmp_path):
     options = ("--device", "cpu", "--repeats", "1", "--data", str(tmp_path), "--commit", "abc")
     for _ in range(2):

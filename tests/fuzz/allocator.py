@@ -1,6 +1,6 @@
 """Campaign: ``BlockAllocator`` against a slow model that knows what lies in every slot of both memories.
 
-The content of a token stands for its keys and values: a number that depends on all tokens before it and on the extra
+The content of a token represents its keys and values: a number that depends on all tokens before it and on the extra
 key. A step writes contents into the slots that the allocator names; copies and swaps move them; and whatever a coming
 token of a sequence sees must lie where the allocator says. Calls are refused, run out of blocks, or are interrupted
 between two of their lines, as Ctrl-C does: then they have happened or not, and nothing is lost.
@@ -407,7 +407,7 @@ class Model:
 
 
 def interrupted(function: Callable[[], Any], lines: int) -> Any:
-    """The call, given up after so many lines of the allocator."""
+    """Run the call, interrupted after a number of lines of the allocator."""
     left = lines
 
     def trace(frame: Any, event: str, _: Any) -> Any:

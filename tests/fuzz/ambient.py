@@ -36,7 +36,7 @@ def _setting(read: Callable[[], Any], write: Callable[[Any], None], value: Any) 
 
 @contextlib.contextmanager
 def _autocast(dtype: torch.dtype) -> Iterator[None]:
-    """Autocast of all devices, also of those that this machine lacks."""
+    """Autocast for all devices, present or not."""
     with torch.autocast("cpu", dtype, cache_enabled=False), contextlib.ExitStack() as stack:
         for kind in ("cuda", "xla"):
             on, its_dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -58,7 +58,7 @@ def _deterministic() -> Iterator[None]:
 
 
 class _InHalf(TorchFunctionMode):
-    """Products of matrices in bfloat16: what a mode of a user may do to torch's functions, but not to the ops."""
+    """Matmuls in bfloat16: a user's mode may change torch's functions so, but not the ops."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.bmm, torch.matmul, torch.einsum):
@@ -109,7 +109,7 @@ def run(case: Case) -> None:
 
 
 def findings(op: str, chosen: testing.Case, device: torch.device | str = "cpu", path: str = "fused") -> list[str]:
-    """What is wrong with one case of an op under some state, one line each; ``path`` is that of the CPU."""
+    """The errors of one case of an op under some state, one line each; ``path`` is the CPU's."""
     found = []
     before = chosen.inputs(device)
     slow = mock.patch.object(fused, "compiled", return_value=None) if path == "torch" else contextlib.nullcontext()

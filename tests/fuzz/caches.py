@@ -96,7 +96,7 @@ class Form:
 
 
 class Store:
-    """The memory of one cache, its bits as a flat tensor, what it should hold, and the views that ops take."""
+    """The memory of one cache, its bits as a flat tensor, its expected content, and the views that ops take."""
 
     GUARD = 256
 
@@ -164,7 +164,7 @@ class Store:
             self.expected[where[pairs[:, 1]]] = what
 
     def wrong(self, any_nan: bool = False) -> Tensor:
-        """How many elements of the memory, guards included, are not what they should be: a number on the device."""
+        """The number of wrong elements in the memory, guards included, as a tensor on the device."""
         got, want = self.bits, self.expected
         if any_nan and self.form.kind.itemsize == 1:  # all codes of NaN are one
             got, want = (bits.where(~self._is_nan(bits), 0x7F) for bits in (got, want))

@@ -75,7 +75,7 @@ def run(case: Case) -> None:
 
 
 class Session:
-    """A loop and its requests; ``beside`` is one whose cache it shares."""
+    """A loop and its requests; it shares the cache of ``beside``."""
 
     def __init__(self, case: Case, beside: Session | None = None) -> None:
         self.case, self.rng = case, case.random
@@ -280,7 +280,7 @@ class Session:
                 self.deliver(each)
 
     def generate(self) -> None:
-        """Prompts of its own, beside all others; an exception takes them off again."""
+        """Additional prompts; an exception removes them again."""
         prompts = [self.prompt() for _ in range(self.rng.randint(1, 3))]
         params = [
             dataclasses.replace(self.params(prompt), max_new_tokens=1 + i % 3) for i, prompt in enumerate(prompts)
@@ -476,9 +476,9 @@ def interrupt() -> None:
 
 
 def struck(function: Callable[[], Any], most: int, rng: Any, strike: Callable[[], Any], times: int = 1) -> Any:
-    """The call, and ``strike`` after so many lines of the package, if it has as many; again soon after, so many times.
+    """Run the call, with ``strike`` after a number of lines of the package, repeated soon after a number of times.
 
-    The functions that deliver tokens put back what they took when they are interrupted: they are interrupted once."""
+    Functions that deliver tokens undo the delivery when interrupted, so they are interrupted once."""
     left, most_times = rng.randint(1, most), times
 
     def trace(frame: Any, event: str, _: Any) -> Any:

@@ -44,7 +44,7 @@ def run(case: Case) -> None:
 
 
 class World:
-    """A cache with sequences in it, and what it should hold."""
+    """A cache with sequences in it, and its expected content."""
 
     def __init__(self, case: Case, setting: Setting) -> None:
         self.case, self.setting, self.device = case, setting, case.device
@@ -257,7 +257,7 @@ class World:
         slots: np.ndarray,
         special: bool,
     ) -> None:
-        """One call: the rows of a chunk, those that are -1 garbage, between rows of padding."""
+        """One call: the rows of a chunk between rows of padding; rows of -1 are garbage."""
         s = self.setting
         size = s.write_rows
         place = np.sort(self.np.permutation(size)[: len(rows)])

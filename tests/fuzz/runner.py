@@ -40,7 +40,7 @@ class Options:
 
 @dataclasses.dataclass
 class Case:
-    """One case of a campaign: its own random numbers, and what it has to report."""
+    """One case of a campaign: its random numbers and its findings."""
 
     campaign: str
     number: int
@@ -117,7 +117,7 @@ def run_case(campaign: str, function: Campaign, number: int, options: Options, r
 def run_cases(
     campaign: str, function: Campaign, numbers: Iterable[int], options: Options, seconds: float = float("inf")
 ) -> Results:
-    """Cases one after the other in this process, for tests: at most for so many seconds, one case at least."""
+    """Cases in turn in this process, for tests: at least one, for at most ``seconds``."""
     results, deadline = Results(), time.monotonic() + seconds
     for number in numbers:
         run_case(campaign, function, number, options, results)
@@ -174,7 +174,7 @@ def run_long(
     out: Path | None = None,
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Workers for so many seconds: one that dies or hangs is a finding, and another goes on after its case."""
+    """Run workers for ``seconds``. One that dies or hangs is a finding; another continues after its case."""
     began, until = time.time(), time.time() + seconds
     totals = Results()
     with tempfile.TemporaryDirectory() as name:

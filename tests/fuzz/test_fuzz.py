@@ -116,7 +116,7 @@ def test_a_long_run_says_how_to_run_a_case_again(tmp_path):
 
 
 def test_an_interrupted_append_keeps_the_copy_of_a_shared_block():
-    """Ctrl-C between any two lines of an append: the block of which a copy is due is not lost."""
+    """Ctrl-C between any two lines of an append: a block with a pending copy is not lost."""
     for lines in range(1, 60):
         cache = allocator.Contents(8, 4, 0)
         cache.admit(0, [1, 2, 3, 4, 5, 6])

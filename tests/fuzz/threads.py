@@ -236,7 +236,7 @@ class Shared:
             torch.cuda.synchronize(self.device)
 
     def chains(self) -> None:
-        """Ops on random streams, each after what it depends on, by events: no waiting on the host until the end."""
+        """Ops on random streams, ordered by events; the host waits only at the end."""
         rng = self.rng
         streams = [torch.cuda.Stream(self.device) for _ in range(4)]
         jobs = [("write", w, self.writes(rng, w)) for w in range(self.writers) for _ in range(6)]

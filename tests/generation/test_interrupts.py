@@ -62,6 +62,7 @@ def baseline() -> tuple[int, dict[int, list[NewToken]], dict[str, Any]]:
     return alarm.count, tokens_by_request(steps), {"generated_tokens": stats["generated_tokens"]}
 
 
+@pytest.mark.slow
 def test_an_interrupt_anywhere_in_a_step() -> None:
     count, expected, stats = baseline()
     assert count > 10_000
@@ -91,6 +92,7 @@ def test_interrupts_everywhere_in_one_run() -> None:
 
 
 @pytest.mark.parametrize("call", ["submit", "abort", "generate", "close"])
+@pytest.mark.slow
 def test_an_interrupt_of_other_calls(call: str) -> None:
     def prepare() -> GenerationLoop:
         loop = make_loop()

@@ -251,6 +251,7 @@ def test_one_more_call_after_an_interrupt_of_what_an_interrupt_had_left() -> Non
         assert (stats.used_blocks, stats.host_used_blocks) == (0, 0), alarm.where
 
 
+@pytest.mark.slow
 def test_a_stream_loses_no_token_to_an_interrupt() -> None:
     def begin() -> tuple[GenerationLoop, TokenStream]:
         loop = make_loop()

@@ -135,6 +135,7 @@ def test_samples_follow_the_distribution() -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
+@pytest.mark.slow
 def test_more_models_than_one_function_may_be_recompiled_for() -> None:
     torch._dynamo.reset()
     for depth in (1, 2):  # of another structure, so each is a graph of its own

@@ -153,6 +153,7 @@ def test_new_weights_after_a_reset() -> None:
     assert loop.stats.cached_tokens == hits or any(a[:16] == b[:16] for a in prompts for b in prompts if a is not b)
 
 
+@pytest.mark.slow
 def test_the_page_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/generation.md").read_text()
     names = {"model": load(), "tokenizer": tokenizer()}

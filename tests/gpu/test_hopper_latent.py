@@ -1,5 +1,5 @@
-"""The Hopper kernels of latent attention: which calls go to the one for few query rows, where its copies read; batches
-of both against float64, on a GPU."""
+"""The Hopper kernels of latent attention: which calls take the kernel for few query rows, and the addresses that TMA
+loads; on a GPU, batches of all kernels against float64."""
 
 import math
 from types import SimpleNamespace
@@ -52,12 +52,12 @@ OF_FP8 = {
 
 
 def cache_of(N: int, B: int) -> torch.Tensor:
-    """A cache ``[N, B, D]`` with other numbers beside its blocks."""
+    """A cache ``[N, B, D]`` with other numbers between its blocks."""
     return torch.arange(N * (B + 8) * D).to(torch.int16).view(torch.float16).view(N, B + 8, D)[:, :B]
 
 
 def fp8_cache_of(N: int, B: int, columns: int) -> torch.Tensor:
-    """The same of bytes."""
+    """The same with bytes."""
     return torch.arange(N * (B + 8) * columns).to(torch.uint8).view(N, B + 8, columns)[:, :B]
 
 
@@ -124,7 +124,7 @@ def test_copies_read_the_bytes(name, B):
     assert columns == 2 * (4 * latents.block_shape[1] + rotated.block_shape[1]) + 16 * (name == FP8_DS_MLA)
 
 
-def test_what_the_kernel_of_bytes_refuses():
+def test_refusals_of_the_fp8_kernel():
     _, of_call, _ = planned(16, 4, 4)
     assert any("cache_dtype: expected float8" in reason for reason in latent_fp8.serves(of_call, TARGET))
     _, of_call, _ = planned(16, 4, 4, 12, fp8_cache_of(5, 12, D).view(torch.float8_e5m2))
@@ -135,7 +135,7 @@ def test_what_the_kernel_of_bytes_refuses():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_against_float64(name):
-    """All that must not be read is NaN; two calls give the same bits."""
+    """Everything that must not be read is NaN; two calls give the same bits."""
     check(**BATCHES[name])
 
 
@@ -148,7 +148,7 @@ def test_fp8_against_float64(name, stored):
 
 
 def stored_rows(cache, stored, features):
-    """What holds about these numbers ``[N, B, D]``, and the numbers that it holds, in float64."""
+    """A cache of about these numbers ``[N, B, D]``, and its exact numbers in float64."""
     if stored is None:
         return cache, cache.double()
     if stored != torch.uint8:

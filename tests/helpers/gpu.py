@@ -9,6 +9,6 @@ GPU = torch.device("cuda", 0)  # tests/conftest.py sets it, before tests are imp
 
 @contextlib.contextmanager
 def captured_into(graph):
-    """Captures what it holds into a CUDA graph of that GPU."""
+    """Capture the block into a CUDA graph on that GPU."""
     with torch.cuda.device(GPU), torch.cuda.graph(graph, stream=torch.cuda.Stream(GPU)):
         yield

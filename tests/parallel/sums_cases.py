@@ -129,11 +129,14 @@ def of_model(rank: int, size: int, name: str, folder: str, **changes: Any) -> An
 def agrees(rank: int, size: int) -> Any:
     """What all are told if all can, if one rank cannot, and if one is on another host."""
     device, group = device_of(rank, size), dist.group.WORLD
-    results = [symmetric._agreed(group, device, 0), symmetric._agreed(group, device, 2 if rank == 1 else 0)]
+    results = [
+        symmetric._agreed_reason(group, device, 0),
+        symmetric._agreed_reason(group, device, 2 if rank == 1 else 0),
+    ]
     host = symmetric._host
     symmetric._host = lambda: host() + rank
     try:
-        return [*results, symmetric._agreed(group, device, 0)]
+        return [*results, symmetric._agreed_reason(group, device, 0)]
     finally:
         symmetric._host = host
 

@@ -123,8 +123,8 @@ def test_a_model_that_is_sharded_over_the_same_ranks_is_refused(run_on, folder):
     pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
     for rank, message in enumerate(run_on("context_cases.sharded_over_all", 4, 60, folder=folder)):
         first = rank // 2 * 2
-        assert message.startswith("context: expected ranks over which the model is not sharded"), message
-        assert message.endswith(f"of which ranks [{first}, {first + 1}] have parts of one model")
+        assert message.startswith("context: expected ranks that do not shard the model"), message
+        assert message.endswith(f"where ranks [{first}, {first + 1}] shard one model")
 
 
 def test_what_is_not_served_is_refused_by_name(run_on, folder):

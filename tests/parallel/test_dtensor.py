@@ -27,8 +27,8 @@ def test_refused(run_on):
             "kv_cache: expected a DTensor sharded by heads, Shard(3), as query is, got a plain tensor",
             "kv_cache: expected a DTensor sharded by heads, Shard(3), as query is, got Replicate()",
             "kv_cache: expected Shard(3), by heads, or Replicate(), got Shard(dim=0)",
-            "block_tables: expected Replicate(), as all ranks have the whole batch, got Shard(dim=0)",
-            "query: expected heads that 2 ranks divide, got 3",
-            "kv_caches[0]: expected all blocks at each rank, Replicate() or Shard() by heads, got Shard(dim=0)",
-            "kv_caches[1]: expected Shard(dim=3), as the other caches, got Replicate()",
+            "block_tables: expected Replicate(), because every rank has the whole batch, got Shard(dim=0)",
+            "query: expected a number of heads divisible by 2 ranks, got 3",
+            "kv_caches[0]: expected all blocks on every rank, Replicate() or Shard() by heads, got Shard(dim=0)",
+            "kv_caches[1]: expected Shard(dim=3), like the other caches, got Replicate()",
         ]

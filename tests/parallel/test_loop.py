@@ -91,7 +91,7 @@ def test_an_error_within_the_model_is_raised_by_all(run_on, size, who):
         assert (kind, text) == ("KeyError", "'boom'")
         assert (f"raised by rank {who} of {size}" in notes) == (rank != who)
         assert seconds < SECONDS
-        assert "RankError: the ranks of this loop can go on no more" in again
+        assert "RankError: the ranks of this loop cannot continue" in again
         assert "boom" in again
         assert used == 0
 
@@ -104,7 +104,7 @@ def test_a_rank_that_dies_is_named_by_all_others(run_on, size, who):
         assert kind == "RankError"
         assert f"rank {who} of {size} is gone" in text
         assert seconds < SECONDS
-        assert "can go on no more" in again
+        assert "cannot continue" in again
         assert used == 0
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_is_late_is_named_by_all_others(run_on, size, who):
     results.pop(who)
     for (kind, text, _), seconds, _, _ in results:
         assert kind == "RankError"
-        assert f"rank {who} of {size} is late: nothing came of it within the limit of 5 s" in text
+        assert f"rank {who} of {size} is late: no message within the limit of 5 s" in text
         assert seconds < SECONDS
 
 

@@ -66,5 +66,5 @@ def test_captured_tokens_equal_those_of_one_process(run_on, folder, how):
 
 def test_heads_that_cannot_be_spread_are_refused(run_on, folder):
     for told in run_on("model_cases.refuses", 2, 60, folder=folder):
-        assert "query heads that are a multiple of the 2 ranks, and key/value heads" in told
+        assert "query heads in a multiple of the 2 ranks, and key/value heads" in told
         assert "got 6 and 3 heads in model.layers.0.self_attn" in told

@@ -42,9 +42,9 @@ def test_in_several_messages(run_on, staging):
         (
             {"block_ids": {1, 2}},
             {},
-            ["block_ids: expected blocks in an order, such as a list, got {1, 2}"],
+            ["block_ids: expected an ordered sequence of blocks, such as a list, got {1, 2}"],
         ),
-        ({}, {"block_ids": None}, ["on rank 1: block_ids: expected blocks in an order", "got None"]),
+        ({}, {"block_ids": None}, ["on rank 1: block_ids: expected an ordered sequence of blocks", "got None"]),
         ({"no_cache": True}, {}, ["on rank 0: kv_cache: expected a KVCache", "got None"]),
         ({}, {"no_cache": True}, ["on rank 1: kv_cache: expected a KVCache", "got None"]),
         ({}, {"call": "send"}, ["dst: expected a rank that receives blocks, got 1, which called send_blocks too"]),

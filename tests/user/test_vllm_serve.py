@@ -53,7 +53,7 @@ def install(site: Path, name: str, version: str, entry_points: str = "") -> None
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a word for each token, and the plugin by which vLLM's CPU platform has this backend."""
+    """A tiny model with one word per token, and the plugin that gives vLLM's CPU platform this backend."""
     import tokenizers
     import transformers
 
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of the server: the packages of this process and those of the folder."""
+    """The server's environment: the packages of this process and of the folder."""
     paths = [str(ROOT), str(folder / "site"), os.environ.get("PYTHONPATH", "")]
     return os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

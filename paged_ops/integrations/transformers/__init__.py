@@ -1,7 +1,11 @@
 """Models of transformers over a paged cache: :class:`PagedCausalLM`, and the attention function it uses.
 
-``model`` wraps a model, ``attention_function`` is what its layers call, ``probe`` and ``trial`` find out what a model
-needs by running it, ``refusals`` names what cannot be served.
+- ``model``: wraps a model; ``wrapping``: undoes it; ``attention_function``: called by its layers
+- ``probe``, ``trial``: run a few tokens to detect the caches and masks that a model needs; ``refusals``: the errors
+- ``latent``, ``own_attention``, ``recurrent`` and ``state_steps``, ``rotary``, ``prompt_ranges``: kinds of layers
+- ``all_reduce_fusion`` finds all-reduces to fuse in a sharded model, ``fused_layers`` has the forwards with them
+- ``projections``: fused and overlapping linear layers; ``weights``: detects changed weights and adapters
+- ``generation_config``: sampling settings; ``continuous_batching``: transformers' own ``generate_batch``
 """
 
 from paged_ops.integrations.transformers.attention_function import attention, no_mask

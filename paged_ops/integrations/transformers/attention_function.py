@@ -1,4 +1,4 @@
-"""The attention function that transformers calls: it writes the new keys and values into a paged cache, and attends.
+"""The attention function for transformers: writes the new keys and values into a paged cache, and attends.
 
 Importing this module registers it as the attention implementation ``"paged_ops"``.
 
@@ -24,7 +24,7 @@ from paged_ops.ops import paged_attention, reshape_and_cache
 from paged_ops.parallel.context import attend, context_of
 
 _SLICES_MASKS = ("mpt", "deepseek_v32", "glm_moe_dsa")  # types of models
-PROBE = "paged_ops_probe"  # the implementation while a model is being wrapped, when its masks are examined
+PROBE = "paged_ops_probe"  # the implementation during wrapping, when masks are examined
 
 
 def attention(
@@ -50,21 +50,21 @@ def attention(
     """The attention of one layer, as transformers calls it: write the new keys and values, then attend.
 
     Args:
-        module: the layer; :class:`PagedCausalLM` has noted on it which cache is its own, and its window or chunk.
+        module: the layer; :class:`PagedCausalLM` stored its cache index and its window or chunk on it.
         query: ``[1, H, T, D]``.
         key: ``[1, K, T, D]``.
         value: ``[1, K, T, Dv]``.
-        kv_caches: one tensor per layer, as ``KVCache.layers``.
-        attention_metadata: the step.
+        kv_caches: one tensor per layer, as in ``KVCache.layers``.
+        attention_metadata: the metadata of the step.
         scaling: by default ``D ** -0.5``.
-        sliding_window: not read: the window of the model's mask holds, which was noted when the model was wrapped.
-        softcap, s_aux: bound of the logits, sinks ``[H]``; None is off.
+        sliding_window: ignored: the window comes from the model's mask, examined when the model was wrapped.
+        softcap, s_aux: soft cap of the logits, sinks ``[H]``; None is off.
 
     Returns:
         ``[1, T, H, Dv]`` and no attention weights.
 
     Raises:
-        ValueError: something that a paged cache cannot serve: masks, dropout, weights, attention to later tokens.
+        ValueError: a paged cache cannot serve the call: masks, dropout, attention weights, non-causal attention.
     """
     if kv_caches is None or attention_metadata is None:
         if _implementation(module) == PROBE:
@@ -73,9 +73,9 @@ def attention(
             "attention_metadata: expected one, and kv_caches, as arguments of forward, got none; run the model through"
             f" PagedCausalLM, or {UNDO}"
         )
-    if is_causal is None:  # PaliGemma's masks are right, not its layers; wrapping has checked them
-        knows_better = not isinstance(kv_caches, Probe) or kv_caches.masks_by_type
-        is_causal = knows_better or getattr(module, "is_causal", True)
+    if is_causal is None:  # PaliGemma's masks are right, its layers' attribute is not; wrapping checked them
+        is_checked = not isinstance(kv_caches, Probe) or kv_caches.masks_by_type
+        is_causal = is_checked or getattr(module, "is_causal", True)
     refused = {
         "attention_mask": not (attention_mask is None or _is_empty(attention_mask) or isinstance(kv_caches, Probe)),
         "dropout": bool(dropout),
@@ -132,11 +132,11 @@ def attention(
 
 
 def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any) -> Tensor | None:
-    """The function that transformers asks for a mask. There is none, as the op masks by positions; or an empty one,
-    for models whose code takes slices of it.
+    """The mask function for transformers. Returns no mask, because the op masks by positions; or an empty one, for
+    models whose code slices it.
 
     Raises:
-        ValueError: the model needs attention to later tokens.
+        ValueError: the model needs non-causal attention.
     """
     if allow_is_bidirectional_skip:
         raise ValueError(

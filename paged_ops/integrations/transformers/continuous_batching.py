@@ -5,14 +5,14 @@
     use_paged_attention(model)
     outputs = model.generate_batch(prompts, generation_config)
 
-The scheduler, the cache and its blocks stay those of transformers. Layers of full attention write to the pages and
-attend to them directly, in decode and in (chunked) prefill; transformers' own functions first gather all keys and
-values. A layer with a window keeps its last tokens in a ring, whose pages do not tell positions. So its tokens are
-gathered, as in transformers, and then attended to.
+transformers keeps its scheduler, cache and blocks. Layers of full attention write to the pages and attend to them
+directly, in decode and in (chunked) prefill; transformers' own functions first gather all keys and values. A layer with
+a window keeps its last tokens in a ring buffer without positions. So its tokens are gathered, as in transformers, and
+then attended to.
 
-Versions of transformers: before 5.18 any registered function can be used, as ``"paged|NAME"``. Later versions take only
-their own names and those of flash attention. So this module tells transformers' flash-attention module that a function
-is already loaded. It does so only if that module is as it was in 5.19 to 5.23, and raises an error otherwise.
+Versions of transformers: before 5.18 any registered function can be used, as ``"paged|NAME"``. Later versions only
+allow known names. So this module marks a function as already loaded in transformers' flash-attention module. It does so
+only if that module has the attributes of 5.19 to 5.23, and raises an error otherwise.
 
 Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, B tokens per page, M pages of
 the longest sequence.
@@ -33,7 +33,7 @@ from paged_ops.ops import paged_attention, reshape_and_cache
 # transformers uses block tables and CUDA graphs only for names that hold "flash" and a 2 or 3.
 NAME = "paged_ops_flash_3"
 _PAGED_NAME = f"paged|{NAME}"
-# What is known of a step: one value for each group of layers, made by the first layer of the group.
+# The step of each group of layers, made by the first layer of the group.
 _STEP = "_paged_ops_step"
 _LOADED = {
     "_loaded_implementation",
@@ -45,7 +45,7 @@ _LOADED = {
 
 
 class _Step(NamedTuple):
-    """The batch as the ops take it, for all layers of one group."""
+    """The arguments of the ops for one batch, shared by all layers of one group."""
 
     query_start_loc: Tensor  # int32 [S + 1]
     seq_lens: Tensor  # int32 [S]
@@ -54,26 +54,26 @@ class _Step(NamedTuple):
 
 
 def use_paged_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Let ``model.generate_batch`` attend by paged_ops. Changes the model in place, and returns it.
+    """Let ``model.generate_batch`` use paged_ops for attention. Changes the model in place, and returns it.
 
-    ``model.set_attn_implementation("sdpa")``, or another, undoes it; until then ``model.generate`` raises an error.
+    ``model.set_attn_implementation("sdpa")``, or any other, undoes it; until then ``model.generate`` raises an error.
     Call it again if another model of the process has used flash attention since.
 
     Raises:
-        ValueError: this version of transformers takes only functions that it knows.
+        ValueError: this version of transformers does not allow other attention functions.
     """
     until_5_17 = hasattr(modeling_flash_attention_utils, "lazy_import_paged_flash_attention")
     missing = [name for name in sorted(_LOADED) if not hasattr(modeling_flash_attention_utils, name)]
     if missing:
         raise ValueError(
             "transformers: expected a version whose continuous batching takes other attention functions (5.17, or 5.19"
-            f" to 5.23), got one whose modeling_flash_attention_utils lacks {missing}; use PagedCausalLM instead"
+            f" to 5.23), got one whose modeling_flash_attention_utils has no {missing}; use PagedCausalLM instead"
         )
     name = _PAGED_NAME if until_5_17 else NAME
     loaded: Any = modeling_flash_attention_utils
     loaded._flash_fn = loaded._flash_varlen_fn = loaded._flash_with_kvcache_fn = _not_called
     if until_5_17 and _has_windows(model.config.get_text_config()):
-        loaded._flash_with_kvcache_fn = None  # that version has no block tables for layers with a window, and fails
+        loaded._flash_with_kvcache_fn = None  # that version fails: layers with a window have no block tables
     loaded._process_flash_kwargs_fn = loaded._process_with_kvcache_kwargs_fn = dict
     loaded._pad_fn = loaded._unpad_fn = _not_called
     loaded._loaded_implementation = name
@@ -93,7 +93,7 @@ def _has_windows(config: Any) -> bool:
     return getattr(config, "sliding_window", None) is not None
 
 
-# The cache is one tensor of bytes under overlapping views, which a compiler would copy for each layer.
+# The cache is one byte tensor under overlapping views; a compiler would copy it for each layer.
 @torch.compiler.disable
 def attention(
     module: nn.Module,
@@ -118,9 +118,9 @@ def attention(
         attention_mask: None.
         cache: transformers' ``PagedAttentionCache``.
         scaling: by default ``D ** -0.5``.
-        sliding_window, softcap, s_aux: window, bound of the logits, sinks ``[H]``; None is off.
+        sliding_window, softcap, s_aux: window, soft cap of the logits, sinks ``[H]``; None is off.
         kwargs: the step: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``max_length_k``, and ``block_table`` in decode on a
-            GPU, ``read_index`` and ``write_index`` else.
+            GPU, otherwise ``read_index`` and ``write_index``.
 
     Returns:
         ``[1, T, H, D]`` and no attention weights.
@@ -130,7 +130,7 @@ def attention(
     """
     if cache is None:
         raise ValueError(
-            "cache: expected that of generate_batch, got none; for other calls set another implementation by"
+            "cache: expected the cache of generate_batch, got none; for other calls set another implementation by"
             ' model.set_attn_implementation("sdpa")'
         )
     if attention_mask is not None:
@@ -164,15 +164,15 @@ def attention(
 
 
 class _Group(NamedTuple):
-    """Where a layer's pages are, and the layers that share its block table."""
+    """A layer's pages, and the group of layers that share its block table."""
 
-    owner: Any  # the object that keeps what is known of the step
+    owner: Any  # the object that stores the group's step
     place: int  # the group's index in read_index, write_index and block_table
     layer: int
-    first: bool  # whether it is the first layer of the group, which makes what the others use
+    first: bool  # whether it is the first layer of the group, which makes the step
     layer_type: str
     window: int
-    pages: Tensor | None  # [N, 2, B, K, D], or those of keys [N, B, K, D]
+    pages: Tensor | None  # [N, 2, B, K, D], or only keys [N, B, K, D]
     values: Tensor | None
 
 
@@ -195,8 +195,8 @@ def _group(cache: Any, module: Any, sliding_window: int | None) -> _Group:
 def _without_overlap(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor | None]:
     """Pages of keys and of values ``[n, B, K, D]`` as the ops take them.
 
-    In one tensor of transformers they overlap: page i + 1 of the keys is page i of the values, and only even pages hold
-    what their name says. Such a pair becomes ``[N, 2, B, K, D]`` and None.
+    In one tensor of transformers they overlap: page i + 1 of the keys is page i of the values, and only even pages are
+    valid in each. Such a pair becomes ``[N, 2, B, K, D]`` and None.
     """
     page = keys.stride(0)
     if values.data_ptr() - keys.data_ptr() != page * keys.element_size():
@@ -211,24 +211,24 @@ def _step(group: _Group, kwargs: dict[str, Any], num_tokens: int) -> _Step:
         return getattr(group.owner, _STEP)
     assert group.pages is not None
     B = group.pages.shape[-3]
-    per_block = 2 if group.values is None else 1  # pages, by which transformers counts
+    per_block = 2 if group.values is None else 1  # pages, the unit of transformers' indices
     starts = kwargs["cu_seq_lens_q"].to(torch.int32)  # [S + 1]
     key_starts, longest = _of_type(kwargs["cu_seq_lens_k"], group), _of_type(_longest(kwargs), group)
-    seq_lens = key_starts.diff().to(torch.int32)  # [S], the new token among them
+    seq_lens = key_starts.diff().to(torch.int32)  # [S], new tokens included
     if kwargs.get("block_table") is not None:
         block_tables = kwargs["block_table"][group.place] // per_block  # [S, M], -1 past its end
         last = (seq_lens - 1).clamp(min=0).long()
         page = block_tables.gather(1, (last // B)[:, None])[:, 0].long()
         slots = torch.where(seq_lens > 0, page * B + last % B, -1)
-        # A decode: row s is the one of sequence s.
+        # A decode: row s belongs to sequence s.
         step = _Step(starts, seq_lens, block_tables, slots[:num_tokens])
     else:
-        # Rows of the cache, one per token; a step without history reads none, and its own tokens are the sequences.
+        # Cache rows, one per token. A step without history reads none: its own tokens are the whole sequences.
         rows, begins = kwargs["read_index"][group.place], key_starts
         slots = kwargs["write_index"][group.place]
         if rows.numel() == 0:
             rows, begins = slots, starts
-        if per_block > 1:  # no row lies in the second page, which is that of the values
+        if per_block > 1:  # no row is in the second page, which has the values
             rows, slots = (each // (per_block * B) * B + each % (per_block * B) for each in (rows, slots))
         firsts = begins[:-1, None] + torch.arange(0, max(int(longest), 1), B, device=rows.device)
         block_tables = (rows[firsts.clamp(max=rows.shape[0] - 1).long()] // B).to(torch.int32)
@@ -247,7 +247,7 @@ def _attend_gathered(
     kwargs: dict[str, Any],
     features: dict[str, Any],
 ) -> Tensor:
-    """A layer with a window: what transformers gathers from the ring, and the new tokens, as pages of one token."""
+    """A layer with a window: attention to the gathered ring buffer and the new tokens, as pages of one token."""
     key_starts = _of_type(kwargs["cu_seq_lens_k"], group).to(torch.int32)
     longest = max(int(_of_type(_longest(kwargs), group)), 1)
     read_index, write_index = kwargs["read_index"], kwargs["write_index"]
@@ -276,12 +276,14 @@ def _of_type(by_type: Any, group: _Group) -> Any:
 
 
 def _longest(kwargs: dict[str, Any]) -> Any:
-    # They have other names before 5.19.
+    # Another name before 5.19.
     return kwargs["max_length_k"] if "max_length_k" in kwargs else kwargs["max_seqlen_k"]
 
 
 def _not_called(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(f"attn_implementation: expected one of flash attention, got {NAME!r}, which is for generate_batch")
+    raise ValueError(
+        f"attn_implementation: expected a flash-attention implementation, got {NAME!r}, which is for generate_batch"
+    )
 
 
 for _name in (NAME, _PAGED_NAME):

@@ -1,6 +1,6 @@
-"""What the layers of a model that is spread over ranks run in place of their own forward: see ``sums.py``.
+"""Forwards of layers with fused all-reduces in a sharded model; ``all_reduce_fusion`` installs them.
 
-A layer hands on the pair of residual stream and normed rows instead of their sum.
+A layer returns the pair of residual stream and normed rows instead of the residual stream alone.
 
 Letters: T tokens, C hidden size.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from paged_ops.parallel.tensor import local_of
 
-_OPS = torch.ops.paged_ops_parallel  # of paged_ops.parallel.all_reduce
+_OPS = torch.ops.paged_ops_parallel
 
 
 class RowParallel:
-    """This rank's part of a row-parallel product. ``sums``: the name of the sums by which it is summed, if alone."""
+    """This rank's shard of a row-parallel linear layer. ``reducer``: of its separate all-reduce, if not fused."""
 
     def __init__(self, linear: Any, reducer: str | None) -> None:
         self.weight, self.reducer = local_of(linear.weight), reducer
@@ -29,7 +29,7 @@ class RowParallel:
 
 
 class ShardedEmbedding:
-    """This rank's part of an embedding's rows, which begin at ``start``."""
+    """This rank's rows of an embedding, from ``start`` on."""
 
     def __init__(self, embedding: Any, rank: int, size: int, reducer: str) -> None:
         self.weight, self.reducer = local_of(embedding.weight), reducer
@@ -37,7 +37,7 @@ class ShardedEmbedding:
 
 
 class FusedAllReduceNorm:
-    """A sum over ranks with the residual add and the norm behind it; ``inner`` is the norm before the add, if any."""
+    """An all-reduce fused with the residual add and the norm after it; ``inner`` is the norm before the add, if any."""
 
     def __init__(
         self, norm: nn.Module, kind: dict[str, Any], reducer: str, inner: nn.Module | None, inner_eps: float
@@ -54,8 +54,8 @@ class FusedAllReduceNorm:
 
 
 class FusedLayer(NamedTuple):
-    """Of one layer: the sums behind its attention and its mlp that are fused, whether it norms what it adds (as
-    Gemma-2 does), and arguments that its attention gets beside the layer's own."""
+    """The fused all-reduces of one layer, after its attention and its mlp; whether it norms before adding (Gemma-2);
+    and arguments that its attention gets in addition to the layer's."""
 
     attention: FusedAllReduceNorm | None
     mlp: FusedAllReduceNorm | None
@@ -64,28 +64,28 @@ class FusedLayer(NamedTuple):
 
 
 def run_fused_layer(layer: Any, hidden_states: Any, **kwargs: Any) -> Any:
-    """The forward of a decoder layer whose sums are fused: takes and gives ``[1, T, C]``, or the pair of residual
+    """The forward of a decoder layer with fused all-reduces: takes and returns ``[1, T, C]``, or the pair of residual
     stream and normed rows."""
-    sums: FusedLayer = layer.paged_fusion
+    fused: FusedLayer = layer.paged_fusion
     if isinstance(hidden_states, tuple):
         residual, normed = hidden_states
     else:
         residual, normed = hidden_states, layer.input_layernorm(hidden_states)
-    attended = layer.self_attn(hidden_states=normed, **{**sums.extras, **kwargs})
+    attended = layer.self_attn(hidden_states=normed, **{**fused.extras, **kwargs})
     if isinstance(attended, tuple):
         attended = attended[0]
-    if sums.attention is not None:
-        residual, normed = sums.attention(attended, residual)
-    elif sums.norms_first:
+    if fused.attention is not None:
+        residual, normed = fused.attention(attended, residual)
+    elif fused.norms_first:
         residual = residual + layer.post_attention_layernorm(attended)
         normed = layer.pre_feedforward_layernorm(residual)
     else:
         residual = residual + attended
         normed = layer.post_attention_layernorm(residual)
     out = layer.mlp(normed)
-    if sums.mlp is not None:
-        return sums.mlp(out, residual)
-    return residual + (layer.post_feedforward_layernorm(out) if sums.norms_first else out)
+    if fused.mlp is not None:
+        return fused.mlp(out, residual)
+    return residual + (layer.post_feedforward_layernorm(out) if fused.norms_first else out)
 
 
 def run_row_parallel(linear: Any, x: Tensor) -> Tensor:
@@ -112,14 +112,14 @@ def run_embedding(embedding: Any, ids: Tensor) -> Tensor:
 
 
 def rows_of(part: ShardedEmbedding, ids: Tensor) -> Tensor:
-    """The rows of ids that are here, zeros for the others."""
+    """The rows of the ids on this rank, zeros for the others."""
     own = ids - part.start
     here = (own >= 0) & (own < len(part.weight))
     return torch.where(here[..., None], F.embedding(torch.where(here, own, 0), part.weight), 0)
 
 
 def run_last_norm(norm: Any, hidden_states: Any) -> Tensor:
-    if isinstance(hidden_states, tuple):  # normed with the last layer's sum
+    if isinstance(hidden_states, tuple):  # normed by the last layer's all-reduce
         last: Tensor = hidden_states[1]
         return last
     out: Tensor = type(norm).forward(norm, hidden_states)

@@ -18,12 +18,12 @@ from transformers import (
 
 from paged_ops.generation.settings import Settings, fields_of
 
-_KEPT_CRITERIA = 64  # of stop strings, each of which is a pass over the vocabulary
+_KEPT_CRITERIA = 64  # cached criteria for stop strings; making one is a pass over the vocabulary
 
 
 class GenerationFields:
-    """A :class:`paged_ops.generation.settings.Library` of one model of transformers. It makes processors by the
-    code that ``generate()`` makes them with, so their order and meaning are those of ``generate()``.
+    """A :class:`paged_ops.generation.settings.Library` for one model of transformers. It makes processors with the code
+    of ``generate()``, so their order and meaning are the same.
 
     The model's generation config is read when this object is made.
     """
@@ -39,7 +39,7 @@ class GenerationFields:
     def processors(
         self, fields: Mapping[str, Any], settings: Settings, prompt: Sequence[int], own: Sequence[Callable[..., Any]]
     ) -> Sequence[Callable[..., Any]]:
-        """The processors of ``generate()`` for these fields, with the request's own where ``generate()`` has them."""
+        """The processors of ``generate()`` for these fields, with the request's own in the same position."""
         device = self._model.device
         config = self._config(fields)
         config.max_new_tokens, config.max_length = settings.max_new_tokens, len(prompt) + settings.max_new_tokens
@@ -55,7 +55,7 @@ class GenerationFields:
         )
 
     def criteria(self, fields: Mapping[str, Any], tokenizer: Any) -> Sequence[Callable[..., Any]]:
-        """The criteria of ``generate()`` for stop strings and a time limit, which begins now."""
+        """The criteria of ``generate()`` for stop strings and a time limit, which starts now."""
         made: list[Callable[..., Any]] = []
         if "max_time" in fields:
             made += self._criteria({"max_time": fields["max_time"]})

@@ -1,9 +1,9 @@
 """Latent attention (MLA) of transformers' models: latents are cached, not the keys and values of all heads.
 
-These models make of a token a latent vector and a rotated key, and have a method ``expand_kv`` that turns them into
-keys and values of all heads, by the matrix of ``kv_b_proj``. While a model is wrapped, that method hands both on as
-they are, and :func:`attend` takes the absorbed form (docs/latent.md). Everything else, such as the rotary embedding,
-factors of the queries, and gates of the output, remains the model's own code::
+These models compute a latent vector and a rotated key per token. Their method ``expand_kv`` turns both into keys and
+values of all heads, with the weight of ``kv_b_proj``. While a model is wrapped, that method returns both unchanged, and
+:func:`attend` uses the absorbed form (docs/latent.md). Everything else, such as the rotary embedding, scaling of the
+queries, and gating of the output, remains the model's own code::
 
     q'[h]  = [q_nope[h] U_k[h], q_rot[h]]
     out[h] = (softmax of scale q'[h] . [c, r]) c        by paged_attention
@@ -12,10 +12,10 @@ factors of the queries, and gates of the output, remains the model's own code::
 ``U_k [H, Dn, R]`` and ``U_v [H, Dv, R]`` are views of the weight of ``kv_b_proj``, not copies.
 
 A query and a key cost ``2 (2R + P)`` operations per head in this form, and ``2 (Dn + P + Dv)`` with the head's own key
-and value: 2176 against 640 in DeepSeek-V3. The latter must be made once per token, by ``2 R (Dn + Dv)`` operations. So
-sequences with many new tokens attend to keys and values of all heads, made of the cached latents, history and all. Long
-ones do so in windows of bounded size, which are merged by their lse. :func:`expands` is the rule; it sees the lengths
-that the host knows, so nothing waits for the device.
+and value: 2176 and 640 in DeepSeek-V3. Expanding a token's own key and value costs ``2 R (Dn + Dv)`` operations once.
+So for sequences with many new tokens the cached latents, history included, are expanded to keys and values of all
+heads; for long ones in windows of bounded size, merged by their lse. :func:`expands` decides from lengths on the host,
+so nothing waits for the device.
 
 Letters: T tokens of the batch, H query heads, R latent size, P rotated size, Dn and Dv sizes of the heads' own keys
 (without the rotated part) and values. Source: DeepSeek-V2 (arXiv:2405.04434).
@@ -40,22 +40,26 @@ from paged_ops.ops import (
 )
 from paged_ops.parallel.tensor import is_sharded, local_of
 
-FEWEST_TOKENS = 128  # of a sequence that has keys of all heads
-OVERHEAD = 5e10  # multiplications that take as long as the host for the calls that keys of all heads need
-WINDOW = 1 << 19  # heads by tokens whose keys are made at a time
-OWN_BLOCK = 16  # tokens of a block of keys and values of all heads
-_BY_POSITION = ("sliding_window", "attention_chunk", "bidirectional_ranges")  # not to be split into two attentions
+FEWEST_TOKENS = 128  # fewest new tokens of a sequence that is expanded
+OVERHEAD = 5e10  # the host time of the additional calls, in multiplications
+WINDOW = 1 << 19  # heads times tokens expanded at a time
+OWN_BLOCK = 16  # tokens per block of expanded keys and values
+_BY_POSITION = (
+    "sliding_window",
+    "attention_chunk",
+    "bidirectional_ranges",
+)  # these cannot be split into two attention calls
 
 
 def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that attend by latents, in the form that is served."""
+    """The modules with latent attention in the supported form."""
     for module in model.modules():
         if callable(getattr(module, "expand_kv", None)) and _is_served(module):
             yield module
 
 
 def _is_served(module: Any) -> bool:
-    """Whether the module's keys and values are the products of one matrix with the latent, and its rotated key."""
+    """Whether the module's keys and values are one linear layer of the latent, plus its rotated key."""
     linear = getattr(module, "kv_b_proj", None)
     sizes = [getattr(module, name, 0) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
     if type(linear) is not nn.Linear or linear.bias is not None or not all(sizes):
@@ -72,12 +76,12 @@ def as_they_are(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether the module hands on latents."""
+    """Whether the module passes latents to attention."""
     return vars(module).get("expand_kv") is as_they_are
 
 
 class Sizes(NamedTuple):
-    """Of a layer, on this rank."""
+    """The sizes of a layer on this rank."""
 
     H: int
     R: int
@@ -92,10 +96,10 @@ def sizes_of(module: Any) -> Sizes:
 
 
 def expands(new: int, tokens: int, sizes: Sizes) -> bool:
-    """Whether a sequence with so many new tokens, of so many in all, is worth keys and values of all heads.
+    """Whether expanding keys and values to all heads pays for a sequence with ``new`` new tokens of ``tokens`` in all.
 
-    They save ``2R - Dn - Dv`` multiplications for each pair of a query and a key, and cost ``R (Dn + Dv)`` for each
-    token, and :data:`OVERHEAD`: in DeepSeek-V3 it is from 1194 tokens on without history, 187 with 32768 before them.
+    It saves ``2R - Dn - Dv`` multiplications per pair of query and key, and costs ``R (Dn + Dv)`` per token plus
+    :data:`OVERHEAD`. In DeepSeek-V3 it pays from 1194 tokens on without history, and from 187 after 32768 tokens.
     """
     H, R, Dn, Dv = sizes
     pairs = new * tokens - new * (new - 1) // 2
@@ -104,9 +108,11 @@ def expands(new: int, tokens: int, sizes: Sizes) -> bool:
 
 
 class Run(NamedTuple):
-    """Sequences that stand together and attend in the same way. ``windows``: the first token and the number of tokens
-    whose keys and values of all heads are made at a time, of one sequence or, from 0 on, of all of them. None of them:
-    absorbed."""
+    """Consecutive sequences that attend in the same way.
+
+    ``windows``: the first token and the number of tokens that are expanded at a time, for one sequence or, from token 0
+    on, for all of them. Empty: absorbed.
+    """
 
     first: int
     end: int
@@ -115,7 +121,7 @@ class Run(NamedTuple):
 
 
 def runs_of(metadata: AttentionMetadata, module: Any, block_size: int) -> list[Run]:
-    """How the sequences of a step attend."""
+    """The runs of a step: which sequences are expanded, and in which windows."""
     T, S = len(metadata.slot_mapping), len(metadata.seq_lens)
     expanding = _expanding(metadata, module)
     if not expanding:
@@ -141,13 +147,13 @@ def runs_of(metadata: AttentionMetadata, module: Any, block_size: int) -> list[R
 
 
 def _expanding(metadata: AttentionMetadata, module: Any) -> list[int]:
-    """The sequences that make keys and values of all heads. Code that is compiled or captured stays absorbed, as it
-    must serve all lengths: layers that are compiled one by one run other steps eagerly."""
+    """The sequences to expand. Compiled or captured code stays absorbed, because it must serve all lengths; layers that
+    are compiled one by one run other steps eagerly."""
     if torch.compiler.is_compiling() or metadata.max_query_len < FEWEST_TOKENS or _is_captured(metadata.slot_mapping):
         return []
     sizes, starts = sizes_of(module), metadata.query_start_loc_cpu.tolist()
     lengths = enumerate(zip(starts[:-1], starts[1:], metadata.seq_lens_cpu.tolist(), strict=True))
-    # Each layer asks, so hundreds of decodes beside a prompt should not cost a call of the rule each.
+    # Each layer asks: hundreds of decodes next to a prompt should not cost a function call each.
     return [s for s, (at, to, n) in lengths if to - at >= FEWEST_TOKENS and expands(to - at, n, sizes)]
 
 
@@ -156,7 +162,7 @@ def _is_captured(tensor: Tensor) -> bool:
 
 
 def expands_step(metadata: AttentionMetadata, module: Any) -> bool:
-    """Whether any sequence of the step makes keys and values of all heads."""
+    """Whether any sequence of the step is expanded."""
     return bool(_expanding(metadata, module))
 
 
@@ -181,10 +187,10 @@ def attend(
         latent: ``[1, 1, T, R]``.
         rotated: ``[1, 1, T, P]``.
         kv_cache: ``[N, B, R + P]``, or uint8 ``[N, B, 656]`` of rows with scales.
-        pool: of the step, where the layer's cache holds it.
-        metadata: of the step.
-        scale, features: of :func:`paged_ops.paged_attention`.
-        writes: whether this layer's latents are its own.
+        pool: the block tables and slots of the layer's cache.
+        metadata: the metadata of the step.
+        scale, features: as in :func:`paged_ops.paged_attention`.
+        writes: whether this layer writes its own latents.
 
     Returns:
         ``[1, T, H, Dv]``.
@@ -244,15 +250,15 @@ def _expanded(
     scale: float,
     features: dict[str, Any],
 ) -> Tensor:
-    """The same by keys and values of all heads, window by window: each is gathered, expanded, attended to and merged.
-    The last window has the new tokens."""
+    """The same with keys and values of all heads, window by window: gather, expand, attend, merge. The last window has
+    the new tokens."""
     features = {name: value for name, value in features.items() if name not in _BY_POSITION}
     B = kv_cache.shape[1]
     block = OWN_BLOCK if B % OWN_BLOCK == 0 else B
     (H, D), Dv, S = rows.shape[1:], module.v_head_dim, len(seq_lens)
     most = max(n for _, n in windows) // block + S  # each sequence ends inside a block
     eighth = max(WINDOW // H // 8 // block, 1)
-    count = -(-most // eighth) * eighth  # few numbers, as each is another kind of call
+    count = -(-most // eighth) * eighth  # few distinct sizes, because each is another kind of call
     key, value = rows.new_empty(count, block, H, D), rows.new_empty(count, block, H, Dv)
     totals: list[tuple[Tensor, Tensor]] = []
     for number, (begin, n) in enumerate(windows, 1):
@@ -270,8 +276,8 @@ def _expanded(
         if len(windows) == 1:
             return paged_attention(rows, key, *batch, value_cache=value, **options)
         totals.append(paged_attention_with_lse(rows, key, *batch, value_cache=value, **options))
-        # As in a tournament, results of equal numbers of windows are merged. A merge rounds: if each window were merged
-        # into the sum of those before it, the first would be rounded as often as there are windows.
+        # Merge results of equally many windows, as in a tournament. Each merge rounds: merging one window after the
+        # other would round the first result once per window.
         while len(totals) > (1 if is_last else number.bit_count()):
             totals[-2:] = [merge_attention_states(*totals[-2], *totals[-1])]
     return totals[0][0]

@@ -6,11 +6,11 @@
     paged = PagedCausalLM(model)
     loop = GenerationLoop(paged, paged.allocate_kv_cache(num_blocks=1024), compile=True)
     outputs = loop.generate([tokenizer(prompt).input_ids for prompt in prompts])
-    paged.unwrap()  # the model is as it was
+    paged.unwrap()  # restores the model
 
 Importing this module registers the attention implementation ``"paged_ops"`` (``attention_function.py``): a model that
-uses it takes the whole batch as one row of T tokens, writes its keys and values into the caches, and attends to them by
-the block tables. Caches and metadata are keyword arguments of ``forward``, so that everything is an input of the
+uses it takes the whole batch as one row of T tokens, writes its keys and values into the caches, and attends to them
+through the block tables. Caches and metadata are keyword arguments of ``forward``, so they are all inputs of the
 compiled graph.
 
 Letters: T tokens of the batch, S sequences, V vocabulary.
@@ -66,48 +66,48 @@ from paged_ops.parallel.context import Context, groups_of_context
 from paged_ops.parallel.rendezvous import RankError, Ranks
 from paged_ops.parallel.tensor import process_group_of, repeated_heads
 
-WRAP_LIMIT = 300.0  # seconds for which ranks wait for each other while a model is wrapped
+WRAP_LIMIT = 300.0  # seconds for which ranks wait for each other during wrapping
 
 
 class PagedCausalLM:
     """A causal language model of transformers as a :class:`paged_ops.generation.ModelStep`.
 
     Sets the model's attention to ``"paged_ops"``, in place; until :meth:`unwrap`, ``model.generate`` raises an error.
-    When it is wrapped, the model runs a few tokens, eagerly and paged. This tells which caches and masks it needs, and
-    both runs must give the same logits. Compiled experts wait for the device unless they are bfloat16, so they cannot
-    be captured in a graph; after ``model.set_experts_implementation("batched_mm")`` they do not wait.
+    Wrapping runs a few tokens, eagerly and paged, to detect the caches and masks that the model needs; both runs must
+    give the same logits. Compiled experts synchronise with the device unless they are bfloat16, so they cannot be
+    captured in a graph; after ``model.set_experts_implementation("batched_mm")`` they do not.
 
     Args:
         model: in evaluation mode, on its device.
-        max_model_len: the longest sequence, prompt and output; by default the length for which the model was made.
-            Position embeddings that depend on a text's length (longrope, dynamic) are those of this length, for all
-            texts.
-        context: the ranks over which tokens of sequences are spread (context parallelism): a process group, a device
-            mesh with a dimension "cp" beside those that the model is sharded over, or a
-            :class:`paged_ops.parallel.context.Context` of a group. All wrap the model together.
+        max_model_len: the longest sequence, prompt and output; by default the model's context length. Position
+            embeddings that depend on the sequence length (longrope, dynamic) use this length for all sequences.
+        context: the ranks that shard the tokens of sequences (context parallelism): a process group, a device mesh with
+            a dimension "cp" next to the dimensions that shard the model, or a
+            :class:`paged_ops.parallel.context.Context`. All ranks wrap the model together.
         latent: for layers of latent attention (MLA), cache latents; False: keys and values of all heads, which take
-            many times the memory. Latents are not spread over ranks: with a context it is False.
+            many times the memory. Latents cannot be sharded: with a context it is False.
 
     Attributes:
-        layers: for each cache its heads, head sizes, window and chunk.
+        layers: heads, head sizes, window and chunk of each cache.
         num_layers: the number of caches.
         pool_of_layer: the pool of each cache, if layers with different windows have pools of their own.
-        num_kv_heads, head_size, value_head_size: one number if all layers agree, else one for each cache. Of latents
-            they are 1, R + P and R.
+        num_kv_heads, head_size, value_head_size: one number if all layers agree, else one per cache. For latents
+            1, R + P and R.
         layout: LATENT if the caches hold latents; None if they may have any other layout.
         states: the layers that keep state instead of keys; None if there are none.
-        process_group: the ranks that run a step together, those of ``tp_plan="auto"`` and of the context; or None. All
-            wrap it together; heads and caches are this rank's, and key/value heads fewer than ranks are repeated.
-        sums: for a model that is spread over ranks, which of its sums are one kernel with the norm behind them.
-        context: how tokens are spread, or None.
-        max_model_len: as given or found; None if the config does not say.
-        prompts_see_ahead: whether all tokens of a prompt see each other, text too (PaliGemma). A step of prompts then
-            has ``bidirectional_ranges``.
+        process_group: the ranks that run a step together, from ``tp_plan="auto"`` and the context; or None. All wrap
+            the model together; heads and caches are this rank's, and key/value heads are repeated if there are fewer
+            than ranks.
+        sums: for a sharded model, which of its all-reduces are fused with the norm after them.
+        context: how tokens are sharded, or None.
+        max_model_len: as given, or from the config; None if neither.
+        prompts_see_ahead: whether all tokens of a prompt see each other, text tokens too (PaliGemma). A step of prompts
+            then needs ``bidirectional_ranges``.
 
     Raises:
-        ValueError: the model has layers, position embeddings or attention that a paged batch cannot serve. It is left
-            as it was.
-        RankError: the model is spread over ranks, of which one is gone or late.
+        ValueError: the model has layers, position embeddings or attention that a paged batch cannot serve. The model
+            is unchanged then.
+        RankError: the model is sharded, and a rank is gone or late.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PagedCausalLM:
         if model.device.type == "cuda":
             prepare()
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
-        if previous is not None:  # before anything is read that it has replaced, such as position embeddings
+        if previous is not None:  # before reading anything that it replaced, such as position embeddings
             previous.undo()
         limit = _position_limit(model)
         freezes = list(length_dependent(model))
@@ -153,8 +153,8 @@ class PagedCausalLM:
             self._wrapping.undo()
             if isinstance(error, DifferentLogitsError) and together is None:
                 raise ValueError(f"{error}: {why_different(model)}") from None
-            told = ValueError, RankError, torch.OutOfMemoryError
-            if isinstance(error, told) or not isinstance(error, Exception):
+            known = ValueError, RankError, torch.OutOfMemoryError
+            if isinstance(error, known) or not isinstance(error, Exception):
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"model: {type(model).__name__} cannot be served: {reason}") from error
@@ -185,7 +185,7 @@ class PagedCausalLM:
         self.num_kv_heads, self.head_size, self.value_head_size, *_ = map(_common, sizes)
 
     def _wrap(self, freezes: Sequence[tuple[nn.Module, str, nn.Module]], latent: bool) -> Probe:
-        """Changes the model, and runs it on trial."""
+        """Change the model, and run the trial."""
         model = self.model
         for module, whole, num_groups in repeated_heads(model):
             for name, linear in whole.items():
@@ -219,20 +219,20 @@ class PagedCausalLM:
         if probe.calls and not self._carries_step:
             expect_arguments_of_attention(model)
         expect_windows_of_cache(model, probe, self.max_model_len)
-        # text has the type 0
+        # text tokens have type 0
         self.prompts_see_ahead = masks_by_type(model) and bool(ranges_of_prompt(model, [0] * 4))
         self._wrapping.set_implementation(NAME)
         return probe
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The end-of-text tokens of the model's generation config."""
+        """The end-of-sequence tokens of the model's generation config."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
     @property
     def generation_fields(self) -> GenerationFields:
-        """The model's generation config, as a loop reads it when it is made."""
+        """The model's generation config; a loop reads it once, when it is created."""
         return GenerationFields(self.model)
 
     @property
@@ -242,15 +242,14 @@ class PagedCausalLM:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The padding token of the model's generation config, if any; a loop refuses prompts that are padded with
-        it."""
+        """The padding token of the model's generation config, if any; a loop refuses prompts padded with it."""
         given = getattr(self.model.generation_config, "pad_token_id", None)
         return None if given is None or given in self.stop_token_ids else int(given)
 
     def weights_version(self) -> Hashable:
-        """What changes with the model's weights and active adapters: a loop asks for it before each step.
+        """Changes with the model's weights and active adapters; a loop reads it before each step.
 
-        Writes through ``.data`` do not change it, nor do those to weights that were made in inference mode.
+        Writes through ``.data``, or to weights made in inference mode, do not change it.
 
         Raises:
             ValueError: the model is in training mode, or its attention has changed since it was wrapped.
@@ -283,20 +282,21 @@ class PagedCausalLM:
     ) -> KVCache | HybridCache:
         """A cache for this model on its device, in its dtype by default (float8 dtypes work without scales).
 
-        Layers with a window or chunk give back blocks that no later token sees. If layers differ in this, each window
-        or chunk has a pool of blocks of its own.
+        Layers with a window or chunk free blocks that no later token sees. If layers differ in this, each window or
+        chunk has its own pool of blocks.
 
         Args:
-            num_blocks, num_host_blocks: of each pool.
-            block_size, layout: as of ``KVCache``; by default blocks have 16 tokens on each rank of the context. Latents
-                have no layout but LATENT.
+            num_blocks, num_host_blocks: per pool.
+            block_size, layout: as in ``KVCache``; by default blocks have 16 tokens on each rank of the context. Latents
+                always have the layout LATENT.
             kv_cache_dtype: ``"fp8_ds_mla"`` keeps latents of 512 + 64 columns as rows of 656 bytes that hold their
                 scales; ``dtype`` is then uint8 by default.
-            num_window_blocks: of each pool with a window or chunk, if others see everything;
-                :func:`paged_ops.blocks_within_reach` gives what suffices.
-            keep_all: make one pool, which keeps all blocks.
-            num_state_slots: if layers keep state, the sequences at once: at least a loop's ``max_num_seqs``.
-            num_host_state_slots: the swapped-out sequences; by default as many, if there are host blocks.
+            num_window_blocks: per pool with a window or chunk, if other pools see everything;
+                :func:`paged_ops.blocks_within_reach` gives a sufficient number.
+            keep_all: use one pool, which keeps all blocks.
+            num_state_slots: if layers keep state, the number of concurrent sequences: at least a loop's
+                ``max_num_seqs``.
+            num_host_state_slots: the number of swapped-out sequences; by default the same if there are host blocks.
         """
         device = self.model.device
         shard = UNSHARDED if self.context is None else self.context.shard
@@ -315,7 +315,7 @@ class PagedCausalLM:
         fits = layout is None or self.layout is None or Layout(layout) is self.layout
         expect(fits, "layout", "LATENT, or PagedCausalLM(model, latent=False)", layout)
         whole = not (keep_all and shard.size > 1 and len(set(self.pool_of_layer)) > 1)
-        expect(whole, "keep_all", "False with a context, as layers with a window are not spread", keep_all)
+        expect(whole, "keep_all", "False with a context, because layers with a window are not sharded", keep_all)
         if not keep_all and self.layers:
             windows, chunks = [spec.window for spec in self.layers], [spec.chunk for spec in self.layers]
             one = len(set(self.pool_of_layer)) == 1
@@ -331,24 +331,24 @@ class PagedCausalLM:
         return HybridCache.for_layers(*sizes, num_window_blocks=num_window_blocks, **options)
 
     def check_kv_cache(self, kv_cache: KVCache | HybridCache) -> None:
-        """Raises ValueError for a cache that does not fit this model's device, layers, their sizes, or their windows
-        and chunks."""
+        """Raise ValueError for a cache that does not fit this model's device or its layers' sizes, windows and
+        chunks."""
         expect_cache_of_model(self, kv_cache)
 
     def compile_layers(self, *, dynamic: bool | None = True, **options: Any) -> PagedCausalLM:
-        """Compile the decoder layers, in place, with one compilation for all layers of a kind; returns itself.
+        """Compile the decoder layers, in place, once per kind of layer; returns itself.
 
-        A step then consists of compiled parts. For a model of many layers, compiling takes a fraction of the time of
-        compiling it whole, and inside a CUDA graph it runs as fast. The rotary embedding and the last norm are compiled
-        separately. Layers that keep state run compiled code only in decodes. Call it after
+        For a model of many layers this takes a fraction of the time of compiling the whole model, and inside a CUDA
+        graph it runs equally fast. The rotary embedding and the last norm are compiled separately. Layers that keep
+        state run compiled code only in decodes. Call it after
         :func:`paged_ops.integrations.transformers.projections.fuse_projections`.
 
         Args:
-            dynamic: sizes of a batch are dynamic, so that one graph serves all; with False each size has its own code.
+            dynamic: sizes of a batch are dynamic, so one graph serves all; with False each size is compiled separately.
             options: other arguments of ``torch.compile``; ``fullgraph`` is on.
 
         Raises:
-            ValueError: a layer that attends is in no list of layers.
+            ValueError: a layer with attention is in no list of layers.
         """
         self._wrapping.check()
         options = {"fullgraph": True, "dynamic": dynamic, **options}
@@ -369,9 +369,9 @@ class PagedCausalLM:
         for layer, (modules, keeping) in layers.items():
             noted = [attending[module] for module in modules]
             reaches = tuple((each.window, each.chunk, each.writes, each.pool) for each in noted)
-            sums = getattr(layer, "paged_fusion", None)
-            summed = None if sums is None else (sums.attention is None, sums.mlp is None)
-            kind = type(layer), summed, reaches, tuple((each.keys, each.continues) for each in keeping)
+            fusion = getattr(layer, "paged_fusion", None)
+            fused = None if fusion is None else (fusion.attention is None, fusion.mlp is None)
+            kind = type(layer), fused, reaches, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             for place, module in enumerate(modules):
@@ -380,13 +380,13 @@ class PagedCausalLM:
                 each.position = place
             caches = [attending[module].cache for module in modules]
             places = [each.index for each in keeping]
-            if sums is not None and layer is next(iter(layers)):
+            if fusion is not None and layer is next(iter(layers)):
                 self._wrapping.compile(layer.get_submodule("input_layernorm"), **options)
             latent = any(each.latent for each in noted)
             self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places, latent))
         for decoder in decoders:
             for name, part in decoder.named_children():
-                # a layer of torch itself is already one kernel
+                # torch's own layers are already one kernel
                 if ("rotary" in name or name in LAST_NORMS) and not type(part).__module__.startswith("torch."):
                     self._wrapping.compile(part, **options)
         return self
@@ -394,14 +394,14 @@ class PagedCausalLM:
     def bidirectional_ranges(self, token_type_ids: Sequence[int] | Tensor) -> list[tuple[int, int]]:
         """The ranges of a prompt's tokens that see each other, for its request in :class:`paged_ops.Batch`.
 
-        The model is asked for its masks of such a prompt: image tokens of Gemma-3, the prefix of PaliGemma.
+        They come from the model's masks for such a prompt: image tokens of Gemma-3, the prefix of PaliGemma.
 
         Args:
-            token_type_ids: ``[n]``, as the model's processor gives them, of the whole prompt.
+            token_type_ids: ``[n]``, from the model's processor, for the whole prompt.
 
         Raises:
-            ValueError: the model's masks do not depend on them, or paged attention has no such masks (as for an image
-                that is longer than Gemma-3's window).
+            ValueError: the model's masks do not depend on them, or paged attention has no such masks (such as for an
+                image longer than Gemma-3's window).
         """
         return ranges_of_prompt(self.model, token_type_ids)
 
@@ -417,7 +417,7 @@ class PagedCausalLM:
 
         Args:
             inputs: other arguments of the model's forward, such as ``pixel_values`` of the images whose tokens are in
-                ``input_ids``, in that order. The metadata says which tokens see each other.
+                ``input_ids``, in that order. The metadata has the ranges of tokens that see each other.
 
         Raises:
             ValueError: the model is in training mode, its attention has changed since it was wrapped, a mask is given,
@@ -428,15 +428,15 @@ class PagedCausalLM:
             masks_by_type(self.model) if inputs else self.prompts_see_ahead and metadata.max_query_len > 1
         ):
             raise ValueError(
-                f"metadata: expected bidirectional_ranges beside {', '.join(inputs) or 'a prompt'}, as tokens of"
-                f" {type(self.model).__name__} see later ones; give them to the Batch, and room for them to its builder"
-                " (max_bidirectional_ranges)"
+                f"metadata: expected bidirectional_ranges with {', '.join(inputs) or 'a prompt'}, because tokens of"
+                f" {type(self.model).__name__} see later ones; pass them to the Batch, and their maximal number to its"
+                " builder (max_bidirectional_ranges)"
             )
         for name in ("attention_mask", "token_type_ids"):
             if inputs.get(name) is not None:
                 raise ValueError(
-                    f"{name}: expected none, as the metadata says which tokens see each other"
-                    " (PagedCausalLM.bidirectional_ranges), and got it; leave it out"
+                    f"{name}: expected none, because the metadata says which tokens see each other"
+                    " (PagedCausalLM.bidirectional_ranges); leave it out"
                 )
         return self._step(input_ids, metadata, last_rows, kv_caches, **inputs)
 
@@ -448,7 +448,7 @@ class PagedCausalLM:
         if self._takes_positions:
             arguments["position_ids"] = metadata.positions[None]
         if self.states is None:
-            # It is not read. Without it, transformers looks for packed sequences, and waits for the device.
+            # Not read. Without it, transformers looks for packed sequences, which synchronises.
             arguments["attention_mask"] = torch.ones_like(input_ids[None], dtype=torch.bool)
         else:
             tensors = kv_caches.states if isinstance(kv_caches, Probe) else kv_caches[self.num_layers :]
@@ -462,9 +462,9 @@ class PagedCausalLM:
 
 
 def sharded(num_ranks: int) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that spread a model over the ranks that torchrun started (tensor parallelism).
+    """Arguments of ``from_pretrained`` that shard a model over the ranks started by torchrun (tensor parallelism).
 
-    transformers needs accelerate for it, and makes the process group if there is none.
+    transformers needs accelerate for it, and creates the process group if there is none.
     """
     try:
         from transformers.distributed import DistributedConfig

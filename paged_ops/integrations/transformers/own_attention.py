@@ -1,12 +1,12 @@
 """Attention modules that need another ``forward`` on a paged cache.
 
-- Bloom, Falcon and MPT compute attention, with ALiBi or rotary positions, by code of their own instead of transformers'
+- Bloom, Falcon and MPT compute attention, with ALiBi or rotary positions, in their own code instead of transformers'
   AttentionInterface.
-- Layers of StableLM and Nemotron pass nothing on to attention but transformers' cache.
-- DeepSeek-V3.2 and GLM-MoE-DSA have an indexer. They are served while it would choose all tokens.
+- Layers of StableLM and Nemotron pass only transformers' cache to attention.
+- DeepSeek-V3.2 and GLM-MoE-DSA have an indexer. They are served as long as it would select all tokens.
 
-The step then travels as transformers' cache (:class:`StepCache`). While a model is wrapped, its attention modules are
-of a subclass with another ``forward``; the projections stay the modules' own.
+The step is then passed in place of transformers' cache (:class:`StepCache`). While a model is wrapped, its attention
+modules have a subclass with another ``forward``; they keep their projections.
 
 ALiBi: transformers adds ``slope[h] * j`` to the logits, the op ``slope[h] * (j - i)``, which has the same softmax. The
 op adds it in float32. transformers rounds it to the dtype of the model (Falcon: to bfloat16), and adds it twice in
@@ -41,7 +41,7 @@ def _attend(
     if not isinstance(step, StepCache):
         raise ValueError(f"model: expected a step of PagedCausalLM, got a call of the wrapped model itself; {UNDO}")
     mask = None
-    if isinstance(step.kv_caches, Probe):  # which asks what a row sees
+    if isinstance(step.kv_caches, Probe):  # the probe examines the mask
         T = query.shape[2]
         mask = request_mask(q_length=T, kv_length=T, mask_function=causal_mask_function, device=query.device)
     batch: dict[str, Any] = {"kv_caches": step.kv_caches, "attention_metadata": step.metadata}
@@ -95,25 +95,25 @@ def _family(module: nn.Module) -> str | None:
 
 
 def has_own_attention(model: nn.Module) -> bool:
-    """Whether the model is of such a family."""
+    """Whether the model is of a family with its own attention code."""
     return any(_family(module) for module in model.modules())
 
 
 def dense_implementation(model: Any) -> str:
-    """The attention implementation of transformers that computes what the model means."""
+    """The attention implementation of transformers that is correct for this model."""
     is_doubled = has_own_attention(model) and getattr(model.config, "model_type", "") == "falcon"
     return "sdpa" if is_doubled else "eager"
 
 
 def replace_attention(wrapping: Wrapping, model: Any) -> None:
-    """Lets the attention modules of such a family attend by :func:`attention`, and replaces indexers by all tokens."""
+    """Let such attention modules call :func:`attention`, and replace indexers by one that selects all tokens."""
     for module in model.modules():
         if name := _family(module):
             kind: Any = type(module)
             wrapping.set_attribute(module, "paged_slopes", _slopes(model, module, name))
             wrapping.retype(module, _paged(kind, name))
     for module in _with_indexer(model):
-        if getattr(module, "indexer", None) is not None:  # else it shares that of another layer
+        if getattr(module, "indexer", None) is not None:  # otherwise it shares another layer's
             of_indexer: Any = type(module.indexer)
             wrapping.retype(module.indexer, _all_tokens(of_indexer))
 
@@ -124,7 +124,7 @@ def _paged(kind: Any, name: str) -> type:
 
 
 def _slopes(model: Any, module: Any, name: str) -> Tensor | None:
-    """The ALiBi slope of each head, float32 ``[H]``: what the model adds to the second of two keys."""
+    """The ALiBi slope of each head, float32 ``[H]``: the model's bias for the second of two keys."""
     heads: int = getattr(module, _FAMILIES[name][1])
     family: Any = sys.modules[type(module).__module__]
     device = next(module.parameters()).device
@@ -139,10 +139,10 @@ def _slopes(model: Any, module: Any, name: str) -> Tensor | None:
 
 
 def carry_step(wrapping: Wrapping, model: nn.Module, error: NoArgumentsError) -> None:
-    """Lets all attention modules of the kind that got no arguments find them in the step.
+    """Let all attention modules of the class that got no arguments read them from the step.
 
     Raises:
-        NoArgumentsError: they take no cache of transformers either, or have a ``forward`` beside that of their class.
+        NoArgumentsError: they take no transformers cache either, or have a ``forward`` on the instance.
     """
     attention = error.module
     kind: Any = type(attention)
@@ -164,7 +164,7 @@ def _carrying(kind: Any) -> type:
     return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})
 
 
-# Attention with an indexer, while it chooses all tokens
+# Attention with an indexer, as long as it selects all tokens
 
 
 @functools.cache
@@ -181,7 +181,7 @@ def has_indexers(model: Any, length: int | None) -> bool:
     """Whether the model has indexers of DeepSeek-V3.2's kind.
 
     Raises:
-        ValueError: they do not choose all tokens of sequences of ``length`` tokens.
+        ValueError: they do not select all tokens of sequences of ``length`` tokens.
     """
     if not any(_with_indexer(model)):
         return False

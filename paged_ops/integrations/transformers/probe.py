@@ -1,9 +1,9 @@
-"""What a model needs of attention, found by observing a run of a few tokens instead of trusting its config.
+"""The probe run: which caches and masks a model needs, observed on a few tokens instead of read from its config.
 
 A model of transformers describes each layer's mask as a function of positions, and passes queries, keys and values to
-an attention function. :class:`Probe` provides the caches of such a run. For each module that attends it makes one with
-the sizes of its keys and values, and reads window and chunk from the function of its mask. What a paged cache cannot
-serve is found here, before anything is generated.
+an attention function. :class:`Probe` provides the caches of such a run. For each module that attends it allocates one
+with the sizes of its keys and values, and derives window and chunk from its mask function. A model that a paged cache
+cannot serve is refused here, before anything is generated.
 
 Letters: K key/value heads, D head size, Dv value head size.
 """
@@ -28,11 +28,11 @@ from paged_ops.integrations.transformers.trial import CHUNKS, LENGTHS, DenseRun,
 from paged_ops.layouts import Layout, allocate_kv_cache, get_default_layout
 from paged_ops.metadata import AttentionMetadataBuilder, Batch
 
-MOST_POSITIONS = 2**24  # at most so many are passed to the function of a mask
+MOST_POSITIONS = 2**24  # the most positions passed to a mask function
 
 
 class NoArgumentsError(ValueError):
-    """A module attends without the caches that the model's forward was given."""
+    """A module attends without the caches that were passed to the model's forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(
@@ -43,37 +43,37 @@ class NoArgumentsError(ValueError):
 
 
 class CacheSpec(NamedTuple):
-    """What one layer keeps in the cache, and how far back it looks: window and chunk in tokens, 0 is off."""
+    """The sizes of one layer's cache, and its window and chunk in tokens; 0 is off."""
 
     num_kv_heads: int
     head_size: int
     value_head_size: int
     window: int
     chunk: int
-    latent: bool = False  # rows of R + P, head_size, of which the first R, value_head_size, are values, too
+    latent: bool = False  # rows of R + P (head_size) columns; the first R (value_head_size) are also the values
 
 
 @dataclass(frozen=True)
 class Attending:
-    """How a module attends: from which cache, and which keys it sees."""
+    """How a module attends: its cache and its mask."""
 
     cache: int  # index into the step's caches
     place: int  # index among the caches of its decoder layer
-    writes: bool  # else it reads what another module wrote (Gemma-3n)
+    writes: bool  # otherwise it reads another module's keys and values (Gemma-3n)
     window: int
     chunk: int
     latent: bool = False
-    pool: int = 0  # of a cache with a pool for each window or chunk
-    context: Any = None  # the handle of a Context, if the tokens of sequences are spread over ranks
+    pool: int = 0  # index, in a cache with one pool per window or chunk
+    context: Any = None  # the handle of a Context, with context parallelism
 
 
 @dataclass
 class MaskRequest:
-    """What a model asked the mask interface for. The mask has it as the attribute ``request``."""
+    """A model's request to the mask interface. The mask has it as the attribute ``request``."""
 
     mask_function: Callable[..., Tensor] | None
     device: torch.device
-    reach: tuple[int, int] | None = None  # set when it is first asked for
+    reach: tuple[int, int] | None = None  # set at first use
 
 
 def request_mask(
@@ -85,7 +85,7 @@ def request_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """A mask of zeros that carries the request for it."""
+    """A mask of zeros with its request as an attribute."""
     rows = q_length if isinstance(q_length, int) else len(q_length)
     mask: Any = torch.zeros(1, 1, rows, kv_length, dtype=dtype, device=device)
     mask.request = MaskRequest(mask_function, mask.device)
@@ -95,7 +95,7 @@ def request_mask(
 @dataclass
 class _Call:
     name: str
-    key: Tensor  # kept, so that no later tensor has the same address
+    key: Tensor  # kept alive, so that no later tensor has the same address
     value: Tensor
     cache: int
     writes: bool
@@ -104,15 +104,15 @@ class _Call:
 
 @dataclass
 class Probe:
-    """The caches of a model's first steps, made when they are needed.
+    """The caches of the probe run, allocated when they are needed.
 
     Args:
-        names: of the model's modules.
+        names: the names of the model's modules.
         length: the longest sequence; masks are examined up to it.
-        num_blocks, block_size: of each cache.
-        layout: of the caches.
+        num_blocks, block_size: the size of each cache.
+        layout: the layout of the caches.
         states: the tensors of layers that keep state.
-        masks_by_type: whether the model's masks say which tokens see later ones, whatever its layers say.
+        masks_by_type: whether the model's masks, not its layers, decide which tokens see later ones.
     """
 
     names: dict[nn.Module, str]
@@ -148,14 +148,14 @@ class Probe:
             self.calls[module] = self._first_call(name, module, key, value, mask)
         call = self.calls[module]
         if self._sizes(module, key, value) != self.specs[call.cache][:3]:
-            raise ValueError(f"keys and values of one shape in every step, but those of {name} differ")
+            raise ValueError(f"keys and values of one shape in every step, but {name} changes them")
         return self.attending(call), self.caches[call.cache]
 
     def attending(self, call: _Call) -> Attending:
         return Attending(call.cache, call.cache, call.writes, *call.reach, latent=self.specs[call.cache].latent)
 
     def reaches(self) -> list[tuple[int, int]]:
-        """The window and the chunk of each cache: those of the modules that read it, or none if these differ."""
+        """The window and the chunk of each cache; (0, 0) if the modules that read it differ."""
         of_caches: list[set[tuple[int, int]]] = [set() for _ in self.caches]
         for call in self.calls.values():
             of_caches[call.cache].add(call.reach)
@@ -182,25 +182,23 @@ class Probe:
 
     def _reach(self, name: str, mask: Any) -> tuple[int, int]:
         if mask is None:
-            raise ValueError(f"causal attention, but {name} attends without a mask, to later tokens too")
+            raise ValueError(f"causal attention, but {name} attends without a mask, so to later tokens too")
         base = mask if mask._base is None else mask._base
         request: MaskRequest | None = getattr(mask, "request", None) or getattr(base, "request", None)
         if request is None or request.mask_function is None:
-            raise ValueError(
-                f"attention that masks by positions alone, but {name} has a mask or a bias of its own making"
-            )
+            raise ValueError(f"attention that masks by positions alone, but {name} makes its own mask or bias")
         if request.reach is None:
             request.reach = reach_of(request.mask_function, min(self.length, MOST_POSITIONS), request.device)
         if request.reach is None:
             raise ValueError(
-                f"causal attention, with a window or chunks or without, but {name} asks for another mask: to later"
-                " tokens, or with an overlay"
+                f"causal attention, with or without a window or chunks, but {name} asks for another mask: not causal,"
+                " or with an overlay"
             )
         return request.reach
 
 
 def _seen(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Tensor:
-    """The result of a function of transformers' masks, ``(batch, head, query position, key position) -> seen``."""
+    """The result of a mask function of transformers, ``(batch, head, query position, key position) -> visible``."""
     zero = torch.zeros((), dtype=torch.int64, device=queries.device)
     result = mask_function(zero, zero, queries, keys)
     return torch.as_tensor(result, device=queries.device).expand(torch.broadcast_shapes(queries.shape, keys.shape))
@@ -209,8 +207,8 @@ def _seen(mask_function: Callable[..., Tensor], queries: Tensor, keys: Tensor) -
 def ranges_of(
     mask_function: Callable[..., Tensor], reach: tuple[int, int], length: int, device: torch.device | str = "cpu"
 ) -> list[tuple[int, int]] | None:
-    """The bidirectional ranges of the mask of a text of ``length`` tokens, with the window and the chunk ``reach``
-    outside of the ranges. None if :func:`paged_ops.paged_attention` with these ranges has another mask."""
+    """The bidirectional ranges in the mask of a prompt of ``length`` tokens, where ``reach`` is the window and the
+    chunk outside of the ranges. None if :func:`paged_ops.paged_attention` cannot express the mask."""
     positions = torch.arange(length, device=device)
     # only tokens of one range see the next token
     linked = _seen(mask_function, positions[:-1], positions[1:]).tolist()
@@ -233,13 +231,13 @@ def ranges_of(
 def reach_of(
     mask_function: Callable[..., Tensor], length: int, device: torch.device | str = "cpu"
 ) -> tuple[int, int] | None:
-    """The window and the chunk (0 is off) of a function of transformers' masks for positions below ``length``; None if
-    it is another mask."""
+    """The window and the chunk (0 is off) of a mask function of transformers for positions below ``length``; None for
+    any other mask."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     seen = functools.partial(_seen, mask_function)
     positions = torch.arange(length, device=device)
     try:
-        from_start = seen(positions, zero)  # the first position that no longer sees position 0 is window or chunk
+        from_start = seen(positions, zero)  # the first position that does not see position 0: the window or chunk
         size = length if bool(from_start.all()) else int(from_start.to(torch.int8).argmin())
         edges = torch.tensor([0, size, 2 * size, 3 * size, length // 2, length], device=device)
         queries = (edges[:, None] + torch.arange(-3, 4, device=device)).flatten()
@@ -248,7 +246,7 @@ def reach_of(
         keys = keys.clamp(0, length - 1).unique()[None]
         queries = queries[:, None]
         got = seen(queries, keys)
-    except Exception:  # it depends on more than positions: on tokens, or on the batch
+    except Exception:  # it does not only depend on positions
         return None
     causal = keys <= queries
     if size == length and torch.equal(got, causal):
@@ -264,11 +262,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-_BLOCK_SIZE = 16  # the default, so that the kernels of the trial serve later calls, too
+_BLOCK_SIZE = 16  # the default, so that later calls reuse the kernels of the trial
 
 
 def masks_by_type(model: Any) -> bool:
-    """Whether some tokens of a prompt may see later ones, as its ``token_type_ids`` say."""
+    """Whether the masks depend on ``token_type_ids``, so tokens of a prompt may see later ones."""
     make_masks = getattr(model, "create_masks_for_generate", None)
     return make_masks is not None and "token_type_ids" in inspect.signature(make_masks).parameters
 
@@ -281,7 +279,7 @@ def run_probe(
     max_model_len: int | None,
     states: StateLayers | None = None,
 ) -> Probe:
-    """Runs ``step`` of ``model`` on the tried sequences, with a probe as caches. Its logits must be those of ``dense``.
+    """Run ``step`` of ``model`` on the trial sequences with a probe as caches. Its logits must agree with ``dense``.
 
     Raises:
         ValueError: the model cannot be served, with the reason.

@@ -1,8 +1,8 @@
-"""One matrix product instead of several with the same input: queries, keys and values (or their latents); gate and up.
+"""Fused QKV projections (also of latents) and fused gate and up projections; linear layers by an overlapping kernel.
 
-A decode step is bound by reading weights, and one product over all of them reads faster than three. Works on any model
-whose modules name their projections as Llama does, compiled or not; the idea is that of every serving engine's fused
-``qkv_proj`` and ``gate_up_proj``.
+A decode step is bound by loading weights, and one matmul loads them faster than three. Works on any model whose modules
+name their projections like Llama, compiled or not. Serving engines call the fused layers ``qkv_proj`` and
+``gate_up_proj``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ GROUPS = (
 
 
 def fuse_projections(model: nn.Module) -> int:
-    """Fuse the projections of a model, in place, and return how many products are saved in one pass.
+    """Fuse the projections of a model, in place, and return the number of matmuls saved per pass.
 
-    The results are the same: the rows of all weights are joined and multiplied at once. Call it after weights are
-    loaded, on the device where they stay (one layer's weights are there twice for a moment), and before compiling.
-    ``state_dict`` and ``load_state_dict``, and so ``save_pretrained``, keep the names and weights of the original;
-    those of ``named_parameters`` change. :func:`split_projections` undoes it. Projections that are not plain
-    ``nn.Linear`` of one input size, dtype and device, all with a bias or all without, are not changed.
+    The results are the same: the weights are concatenated by rows, for one matmul. Call it after weights are loaded, on
+    their final device (one layer's weights exist twice for a moment), and before compiling. ``state_dict`` and
+    ``load_state_dict``, and so ``save_pretrained``, keep the original names and weights; ``named_parameters`` change.
+    :func:`split_projections` undoes it. Projections that are not plain ``nn.Linear`` of one input size, dtype and
+    device, all with a bias or all without, are not changed.
 
-    Of a model that is spread over ranks each fuses its own rows; all ranks call it together, after
-    :class:`paged_ops.integrations.transformers.PagedCausalLM` where key/value heads are fewer than ranks.
+    Each rank of a sharded model fuses its own rows. All ranks call it together, after
+    :class:`paged_ops.integrations.transformers.PagedCausalLM` if there are fewer key/value heads than ranks.
 
     Raises:
-        ValueError: the heads of a sharded model are cut.
+        ValueError: the sharding cuts through heads.
     """
     saved = 0
     for module in list(model.modules()):
@@ -56,7 +56,8 @@ def fuse_projections(model: nn.Module) -> int:
 
 
 def split_projections(model: nn.Module) -> int:
-    """Undo :func:`fuse_projections`, in place: ``nn.Linear`` as before, with the present weights; returns how many."""
+    """Undo :func:`fuse_projections`, in place: ``nn.Linear`` as before, with the present weights; returns their
+    number."""
     split = 0
     for module in list(model.modules()):
         for name, part in list(module.named_children()):
@@ -108,8 +109,7 @@ def _overlapping_linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers with one input as one layer. It keeps the result from the first part's call to the
-    last's."""
+    """Several linear layers with the same input as one. Keeps the result until the last part has read it."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
@@ -147,17 +147,17 @@ class FusedLinear(nn.Module):
 
 
 class FusedPart(nn.Module):
-    """The layer that a model calls: the rows ``start : stop`` of a :class:`FusedLinear`.
+    """The layer that a model calls: rows ``start : stop`` of a :class:`FusedLinear`.
 
-    In place of a layer that was sharded it has this rank's rows, and keeps the layer, whose hook its weights come back
-    to; they lie in the fused weight meanwhile.
+    In place of a sharded layer it has this rank's rows. It keeps the original layer, because :meth:`linear` restores
+    it with its hook; until then its weight is a view of the fused weight.
     """
 
     def __init__(self, fused: FusedLinear, start: int, stop: int, sharded: nn.Linear | None = None) -> None:
         super().__init__()
         self.fused, self.start, self.stop = fused, start, stop
         self.in_features, self.out_features = fused.weight.shape[1], stop - start
-        self._sharded = () if sharded is None else (sharded,)  # no module of this one
+        self._sharded = () if sharded is None else (sharded,)  # a tuple, so that it is no submodule
         for layer in self._sharded:
             for name, rows in self._named_rows():
                 setattr(layer, name, like(getattr(layer, name), rows.detach()))
@@ -174,7 +174,7 @@ class FusedPart(nn.Module):
         return [(name, rows) for name in ("weight", "bias") if (rows := getattr(self, name)) is not None]
 
     def linear(self) -> nn.Linear:
-        """The layer that this part was, with weights of its own."""
+        """The original layer, with its own weights."""
         for layer in self._sharded:
             for name, rows in self._named_rows():
                 setattr(layer, name, like(getattr(layer, name), rows.detach().clone()))
@@ -227,7 +227,7 @@ def _refuse_cut_heads(module: Any, linears: list[nn.Linear]) -> None:
     D = getattr(module, "head_dim", 1)
     if len(linears) == 3 and any(is_sharded(linear) and len(local_of(linear.weight)) % D for linear in linears):
         raise ValueError(
-            f"model: expected whole heads at each rank, got {[len(local_of(each.weight)) for each in linears]} rows of"
+            f"model: expected whole heads on each rank, got {[len(local_of(each.weight)) for each in linears]} rows of"
             f" heads of {D}; wrap it by PagedCausalLM first, which repeats key/value heads"
         )
 

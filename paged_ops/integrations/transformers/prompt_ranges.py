@@ -1,4 +1,4 @@
-"""Which tokens of a prompt see each other, asked of the masks of a model of transformers."""
+"""Which tokens of a prompt see each other, read from the masks of a model of transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paged_ops.integrations.transformers.probe import masks_by_type, ranges_of, 
 
 
 def ranges_of_prompt(model: Any, token_type_ids: Sequence[int] | Tensor) -> list[tuple[int, int]]:
-    """As :meth:`paged_ops.integrations.transformers.PagedCausalLM.bidirectional_ranges`."""
+    """See :meth:`paged_ops.integrations.transformers.PagedCausalLM.bidirectional_ranges`."""
     name = type(model).__name__
     if not masks_by_type(model):
         raise ValueError(f"model: expected one whose masks depend on token_type_ids, got {name}")
     types = torch.as_tensor(token_type_ids, dtype=torch.int64, device="cpu")
     if types.dim() != 1 or not len(types):
-        raise ValueError(f"token_type_ids: expected those of one prompt, [n], got shape {list(types.shape)}")
+        raise ValueError(f"token_type_ids: expected one prompt's, [n], got shape {list(types.shape)}")
     config = copy.deepcopy(model.config)
     for each in (config, config.get_text_config(decoder=True)):
         each._attn_implementation_internal = PROBE
@@ -36,7 +36,7 @@ def ranges_of_prompt(model: Any, token_type_ids: Sequence[int] | Tensor) -> list
         for each in (None, types[None])
     )
     found: set[tuple[tuple[int, int], ...]] = set()
-    # with types, Gemma-3 makes masks of a kind of layers that it may not have
+    # with types, Gemma-3 also makes masks for kinds of layers that it may not have
     for kind in filter(plain.__contains__, typed) if isinstance(plain, dict) else (None,):
         causal, overlaid = (each[kind] if isinstance(each, dict) else each for each in (plain, typed))
         reach = reach_of(causal.request.mask_function, n)

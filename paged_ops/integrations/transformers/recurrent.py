@@ -1,12 +1,12 @@
 """Layers of transformers that keep state instead of keys, in a ragged batch: linear attention, convolutions, Mamba.
 
-Such a layer takes a cache of transformers, reads the state of each row of its batch from it, and writes the new state.
-In a paged step all sequences lie in one row. So the layer runs once for all sequences with one token, as a batch
-``[S, 1, ...]``, and once for each longer chunk. Each time its cache, of transformers' own class, holds those rows of
-:class:`paged_ops.cache.states.StateCache` that belong to the sequences.
+Such a layer reads the state of each row of its batch from transformers' cache, and writes the new state to it. In a
+paged step all sequences are in one row. So the layer runs once for all sequences with one token, as a batch
+``[S, 1, ...]``, and once for each longer chunk. Each time it gets a cache of transformers' class with the sequences'
+rows of :class:`paged_ops.cache.states.StateCache`.
 
-Which modules these are, what they keep, and whether they continue from a state in the middle of a prompt is not looked
-up by name: :meth:`StateLayers.find` observes it.
+A run on a few tokens, not module names, decides which modules these are, which states they keep, and whether they can
+continue from a state in the middle of a prompt: :meth:`StateLayers.find`.
 
 Letters: T tokens of the batch, S sequences, n sequences of one call, R rows of a tensor of states.
 """
@@ -28,9 +28,9 @@ from paged_ops.cache.states import StateSpec
 from paged_ops.integrations.transformers.state_steps import LayerCache, Rows, StateKey, StepStates
 from paged_ops.metadata import AttentionMetadata
 
-_NUM_OBSERVED = 11  # tokens of the observed run: a number that is unlikely to be another size
-_NUM_BEFORE = 6  # so many of them are in the first chunk
-_OURS = ("kv_caches", "attention_metadata")  # arguments that only the attention function takes
+_NUM_OBSERVED = 11  # tokens of the observed run: a number that is unlikely to equal another size
+_NUM_BEFORE = 6  # tokens in the first chunk
+_OURS = ("kv_caches", "attention_metadata")  # arguments for the attention function only
 
 
 class StateLayer:
@@ -40,8 +40,8 @@ class StateLayer:
 
     Attributes:
         name: within the model.
-        keys, specs: the states that it keeps, and their shapes and dtypes for one sequence.
-        index: among the modules that keep state; ``position``: among those of its decoder layer.
+        keys, specs: its states, and their shapes and dtypes for one sequence.
+        index: position among the modules that keep state; ``position``: among those of its decoder layer.
         continues: whether it continues from a state with several tokens. If not, later chunks go token by token.
     """
 
@@ -55,7 +55,7 @@ class StateLayer:
     def install(self) -> None:
         """Become the module's forward: an attribute of the instance, which has precedence over its class."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:  # a plain function, which dynamo identifies by its code
+        def forward(*args: Any, **kwargs: Any) -> Any:  # a plain function: dynamo identifies it by its code
             return self(*args, **kwargs)
 
         self.module.__dict__["forward"] = forward
@@ -78,7 +78,7 @@ class StateLayer:
         merged: Any = None
         for rows in step.calls:
             out = self._call(args, kwargs, step, rows, tensors)
-            if merged is None:  # the rows of padding stay zero
+            if merged is None:  # padding rows stay zero
                 merged = _map(lambda x: x.new_zeros(1, step.num_tokens, *x.shape[2:]), out)
             _place(merged, out, rows.tokens)
         return merged
@@ -86,7 +86,7 @@ class StateLayer:
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], step: StepStates, rows: Rows, tensors: Sequence[Tensor]
     ) -> Any:
-        """Run the module on some of a step's tokens, reading and writing the states of their sequences."""
+        """Run the module on some tokens of a step, with the states of their sequences."""
         if rows.is_first:
             states = [tensor.new_zeros(1, *tensor.shape[1:]) for tensor in tensors]
         else:
@@ -114,7 +114,7 @@ class StateLayers:
 
     Attributes:
         layers: in the order in which the model runs them.
-        specs: their states, in order, for :class:`paged_ops.cache.states.StateCache`.
+        specs: the specs of their states, in order, for :class:`paged_ops.cache.states.StateCache`.
         argument: the name of the model's argument for the cache.
     """
 
@@ -129,11 +129,11 @@ class StateLayers:
         """Run a few tokens through the unchanged model, and observe which modules keep state. None if none does.
 
         Raises:
-            ValueError: a module keeps more state than transformers' cache holds, or shares it with another.
+            ValueError: a module keeps state outside of transformers' cache, or shares it with another.
         """
         try:
             cache = DynamicCache(config=model.config)
-        except KeyError:  # the cache has no such layers
+        except KeyError:  # the cache does not know such layers
             return None
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             return None
@@ -160,7 +160,7 @@ class StateLayers:
             layer.remove()
 
     def groups(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """The tensors of ``StateCache``, those of each module together."""
+        """The tensors of ``StateCache``, grouped by module."""
         groups, start = [], 0
         for layer in self.layers:
             groups.append(tensors[start : start + len(layer.keys)])
@@ -205,7 +205,7 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
             result: Tensor = own(states, state_idx, **kwargs)
             call, key = running[-1], (layer_idx, StateKey(kind, state_idx))
             if any(key in other.states for other in found.values()):
-                raise ValueError(f"each state was to be written once a step, but {key} is twice")
+                raise ValueError(f"expected each state to be written once per step, but {key} is written twice")
             found.setdefault(id(call), call).states[key] = getattr(layer, f"{kind}_states")[state_idx]
             return result
 
@@ -218,7 +218,9 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
     ids = torch.arange(1, _NUM_OBSERVED + 1, device=model.get_input_embeddings().weight.device)
     ids = ids % model.get_input_embeddings().weight.shape[0]
     more: dict[str, Any] = {argument: cache}
-    if "position_ids" in inspect.signature(model.forward).parameters:  # for some, positions need a cache with attention
+    if (
+        "position_ids" in inspect.signature(model.forward).parameters
+    ):  # some models compute positions from a cache with attention
         more["position_ids"] = torch.arange(_NUM_OBSERVED, device=ids.device)[None]
     try:
         with _calls_with(model, cache, running), torch.no_grad():
@@ -229,7 +231,9 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
         raise ValueError(f"model: {name} fails on a few tokens with a cache: {error}") from error
     calls = list(found.values())
     if len({call.module for call in calls}) < len(calls) or any(len({i for i, _ in c.states}) > 1 for c in calls):
-        raise ValueError(f"model: expected a module to keep the states of one layer, got one for several in {name}")
+        raise ValueError(
+            f"model: expected a module to keep the states of one layer, got a module with several layers' in {name}"
+        )
     for call in calls:
         call.states = {key: state.clone() for key, state in call.states.items()}
     return calls
@@ -237,7 +241,7 @@ def _observe(model: PreTrainedModel, cache: Cache, argument: str) -> list[_Obser
 
 @contextmanager
 def _calls_with(model: nn.Module, cache: Cache, running: list[_Observed]) -> Iterator[None]:
-    """Keeps ``running`` up to date: the modules being called with ``cache`` among their arguments."""
+    """Keep ``running`` up to date: the modules being called with ``cache`` among their arguments."""
 
     def begin(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -263,7 +267,7 @@ def _calls_with(model: nn.Module, cache: Cache, running: list[_Observed]) -> Ite
 
 @torch.no_grad()
 def _check(layer: StateLayer, call: _Observed, model: PreTrainedModel) -> None:
-    """Checks that the layer gives the same as with a cache of transformers, and finds out whether it continues from a
+    """Check that the layer's output equals that with transformers' cache, and detect whether it can continue from a
     state with several tokens."""
     cache = next(each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
     tables = [state.new_zeros(2, *state.shape[1:]) for state in call.states.values()]
@@ -304,7 +308,7 @@ def _takes_up(
     before: Sequence[Tensor],
     index: int,
 ) -> bool:
-    """Whether a state has the same effect on later tokens when they run at once as when they run one by one.
+    """Whether a state has the same effect on later tokens in one call as one by one.
 
     The state is scaled up until its effect is large, so that a missing effect cannot be mistaken for rounding.
     """
@@ -325,7 +329,7 @@ def _takes_up(
 
 
 def _rounding(a: Tensor) -> float:
-    """How far sums in another order may be, also where a state has no effect."""
+    """The rounding difference of sums in another order, also where a state has no effect."""
     return 1e-6 + 8 * torch.finfo(a.dtype).eps * float(a.abs().max())
 
 
@@ -352,7 +356,7 @@ def _part(begin: int, end: int) -> Callable[[Tensor], Tensor]:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """``function`` of everything in nested tuples, lists and dictionaries."""
+    """Apply ``function`` to every leaf of nested tuples, lists and dictionaries."""
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return type(value)(_map(function, each) for each in value)
     if isinstance(value, dict):
@@ -373,6 +377,6 @@ def _cat(outs: Sequence[Any]) -> Any:
 
 
 def _place(whole: Any, part: Any, tokens: Tensor | slice) -> None:
-    """Writes the result for some tokens into the result for all, ``[1, T, ...]``."""
+    """Write the result of some tokens into the result of all, ``[1, T, ...]``."""
     for target, source in zip(_tensors(whole), _tensors(part), strict=True):
         target[0, tokens] = source[:, 0] if isinstance(tokens, Tensor) else source[0]

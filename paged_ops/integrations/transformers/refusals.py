@@ -1,4 +1,4 @@
-"""What is refused when a model is wrapped, with the reason and the remedy."""
+"""Errors for models and caches that cannot be served, each with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def refuse(model: Any, is_adapted: Callable[[Any], bool]) -> None:
-    """Refuses what can be seen before anything is run. ``is_adapted``: whether a model's own attention is replaced."""
+    """The checks before the model runs. ``is_adapted``: whether a model's own attention is replaced."""
     name = type(model).__name__
     if hasattr(model, "get_base_model"):
         raise ValueError(
-            f"model: expected a model of transformers, got {name} around one; give its get_base_model(), in which the"
-            " adapters are (prompts and prefixes that were learned are not, and cannot be served)"
+            f"model: expected a model of transformers, got {name} around one; pass its get_base_model(), which"
+            " includes the adapters (but not learned prompts and prefixes, which cannot be served)"
         )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a model of transformers, uncompiled, got {name}")
@@ -38,20 +38,20 @@ def refuse(model: Any, is_adapted: Callable[[Any], bool]) -> None:
         raise ValueError(f"model: expected one that calls AttentionInterface of transformers, got {name}")
     if not model.can_generate():
         raise ValueError(
-            f"model: expected a causal language model, got {name}, which gives no logits of tokens; load it by"
+            f"model: expected a causal language model, got {name}, which returns no token logits; load it by"
             " AutoModelForCausalLM"
         )
     refuse_training(model, any(module.training for module in trainable_parts(model)))
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise ValueError(
-            f"model: expected the weights on one device, got {name} on {', '.join(devices)}, as a device_map may put"
-            " them; load it whole, by device_map={'': 'cuda:0'} for one"
+            f"model: expected the weights on one device, got {name} on {', '.join(devices)}; load it onto"
+            " one device, such as by device_map={'': 'cuda:0'}"
         )
 
 
 def refuse_training(model: Any, is_training: bool) -> None:
-    """Refuses a model of which a part is in training mode: dropout, or the jitter of a router, would run."""
+    """Refuse a model with a part in training mode: dropout, or the jitter of a router, would run."""
     if is_training:
         raise ValueError(
             f"model: expected evaluation mode, got {type(model).__name__}, or a part of it, in training; call"
@@ -60,8 +60,7 @@ def refuse_training(model: Any, is_training: bool) -> None:
 
 
 def trainable_parts(model: nn.Module) -> list[nn.Module]:
-    """The model, and the parts whose code reads the mode. (A linear layer that was put into a model in evaluation mode
-    is in training mode, and computes the same.)"""
+    """The model, and the parts whose code reads ``training``. (Other parts compute the same in both modes.)"""
     kinds: list[tuple[nn.Module, Any]] = [(module, type(module)) for module in model.modules()]
     return [module for module, kind in kinds if module is model or _reads_mode(kind)]
 
@@ -74,8 +73,8 @@ def _reads_mode(kind: type) -> bool:
 
 
 def refuse_layers(model: Any, states: StateLayers | None, has_indexers: bool) -> None:
-    """Refuses layers that are neither attention nor keep state in transformers' cache. ``has_indexers``: those of its
-    layers choose all tokens."""
+    """Refuse layers that neither attend nor keep state in transformers' cache. ``has_indexers``: the model's layers
+    have indexers, which select all tokens."""
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     for layer_type in layer_types:
         if has_indexers and layer_type == "indexed_attention":
@@ -86,7 +85,7 @@ def refuse_layers(model: Any, states: StateLayers | None, has_indexers: bool) ->
 
 
 def refuse_context(model: Any, states: StateLayers | None, reaches: Sequence[tuple[int, int]]) -> None:
-    """Refuses context parallelism for a model of which no tokens would be spread over ranks, or not all layers attend.
+    """Refuse context parallelism if no layer's tokens would be sharded, or not all layers attend.
 
     ``reaches``: the window and the chunk of each cache.
     """
@@ -96,7 +95,7 @@ def refuse_context(model: Any, states: StateLayers | None, reaches: Sequence[tup
     if (0, 0) not in reaches:
         raise ValueError(
             f"context: expected a model with layers that see everything, got {name}, whose layers all have a window or"
-            " chunk, of which each rank keeps all tokens"
+            " chunk, so each rank would keep all tokens"
         )
 
 
@@ -106,11 +105,11 @@ def expect_arguments_of_attention(model: Any) -> None:
     if "position_ids" not in forward:
         raise ValueError(f"model: expected one whose forward takes position_ids, got {name}")
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in forward.values()):
-        raise ValueError(f"model: expected one that hands keyword arguments on to its attention, got {name}")
+        raise ValueError(f"model: expected one that passes keyword arguments to its attention, got {name}")
 
 
 def expect_windows_of_cache(model: Any, probe: Probe, length: int | None) -> None:
-    """Refuses a model whose mask shows tokens that transformers' cache drops: its text depends on the chunks."""
+    """Refuse a model whose mask shows tokens that transformers' cache drops: its output depends on the chunks."""
     cached = DynamicCache(config=model.config).layers
     for module, call in probe.calls.items():
         index = getattr(module, "layer_idx", None)
@@ -126,18 +125,18 @@ def expect_windows_of_cache(model: Any, probe: Probe, length: int | None) -> Non
 
 
 def expect_cache_of_model(paged: Any, kv_cache: KVCache | HybridCache) -> None:
-    """Refuses a cache that does not fit the layers of a ``PagedCausalLM``."""
+    """Refuse a cache that does not fit the layers of a ``PagedCausalLM``."""
     here, there = paged.model.device, kv_cache.layers[0].device
     if here != there:
-        raise ValueError(f"kv_cache: expected one on {here}, as the model, got one on {there}")
+        raise ValueError(f"kv_cache: expected one on {here}, like the model, got one on {there}")
     needed, kept = paged.states.specs if paged.states else None, kv_cache.states.specs if kv_cache.states else None
     if needed != kept:
-        raise ValueError(f"kv_cache: expected states {needed}, as the model's layers keep, got {kept}")
+        raise ValueError(f"kv_cache: expected states {needed} for the model's layers, got {kept}")
     given = kv_cache.pool_of_layer
     if len(given) != paged.num_layers:
-        raise ValueError(f"kv_cache: expected one of {paged.num_layers} layers, as the model has, got {len(given)}")
+        raise ValueError(f"kv_cache: expected one of {paged.num_layers} layers, like the model, got {len(given)}")
     if len(kv_cache.pools) > 1 and given != paged.pool_of_layer:
-        raise ValueError(f"kv_cache: expected pools of layers {paged.pool_of_layer}, as the model's, got {given}")
+        raise ValueError(f"kv_cache: expected pools of layers {paged.pool_of_layer}, like the model, got {given}")
     places = [given[:layer].count(pool) for layer, pool in enumerate(given)]
     for layer, (pool_index, place, spec) in enumerate(zip(given, places, paged.layers, strict=True)):
         pool: Any = kv_cache.pools[pool_index]
@@ -150,13 +149,12 @@ def expect_cache_of_model(paged: Any, kv_cache: KVCache | HybridCache) -> None:
         latent = pool.layout is Layout.LATENT
         expect(latent == spec.latent, "kv_cache", f"latents: {spec.latent}, in layer {layer}", pool.layout)
         shard = UNSHARDED if paged.context is None or spec.window or spec.chunk else paged.context.shard
-        expect(pool.shard == shard, "kv_cache", f"{shard} in layer {layer}, as of the model", pool.shard)
+        expect(pool.shard == shard, "kv_cache", f"{shard} in layer {layer}, like the model", pool.shard)
         for name, has, needs in (
             ("sliding_window", pool.sliding_window, spec.window),
             ("attention_chunk", pool.attention_chunk, spec.chunk),
         ):
             if has and (not needs or has < needs or (name == "attention_chunk" and has % needs)):
                 raise ValueError(
-                    f"kv_cache: expected {name} {needs} (0 is all) or blocks that are kept, as layer {layer} sees"
-                    f" so far, got {has}"
+                    f"kv_cache: expected {name} {needs} (0 keeps all blocks), the reach of layer {layer}, got {has}"
                 )

@@ -1,4 +1,4 @@
-"""Position embeddings whose frequencies depend on a text's length, fixed to those of one length."""
+"""Position embeddings whose frequencies depend on the sequence length, fixed to one length."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class FrozenRotary(nn.Module):
-    """A rotary embedding whose frequencies depend on a text's length, fixed to those of one length.
+    """A rotary embedding whose frequencies depend on the sequence length, fixed to one length.
 
-    Raises when called by a model that does not attend through paged_ops, whose texts need their own frequencies.
+    Raises when called by a model that does not attend through paged_ops: its sequences need their own frequencies.
     """
 
     def __init__(self, rotary: nn.Module, config: Any, length: int | None) -> None:
@@ -36,7 +36,7 @@ class FrozenRotary(nn.Module):
             frozen._buffers[f"{prefix}inv_freq"] = inv_freq
             setattr(frozen, f"{prefix}attention_scaling", scaling)
         if "long_mscale" in (parameters := getattr(frozen.config, "rope_parameters", None) or {}):
-            # PhiMoE scales all sequences of a batch by the longest of them
+            # PhiMoE scales all sequences of a batch by the longest one
             original = parameters["original_max_position_embeddings"]
             mscale = parameters["long_mscale" if length is not None and length > original else "short_mscale"]
             frozen.config = copy.copy(frozen.config)
@@ -47,12 +47,12 @@ class FrozenRotary(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.armed and self.config._attn_implementation != NAME:
-            raise ValueError(f"model: its position embeddings are those of one length; {UNDO}")
+            raise ValueError(f"model: its position embeddings are fixed to one length; {UNDO}")
         return self.rotary(*args, **kwargs)
 
 
 def length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """The rotary embeddings whose frequencies change with the length of a text: parent, name, module."""
+    """The rotary embeddings whose frequencies depend on the sequence length: parent, name, module."""
     for parent in model.modules():
         for name, module in parent.named_children():
             rope_type = getattr(module, "rope_type", None)
@@ -62,7 +62,7 @@ def length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modu
 
 
 def stretch(rotary: Any) -> float:
-    """The factor by which texts may be longer than the model's positions."""
+    """The factor by which sequences may be longer than the model's positions."""
     parameters = rotary.config.rope_parameters
     each = parameters.values() if isinstance(rotary.rope_type, dict) else (parameters,)
     return max(one.get("factor", 1.0) if one.get("rope_type") == "dynamic" else 1.0 for one in each)

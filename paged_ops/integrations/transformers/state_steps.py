@@ -1,4 +1,4 @@
-"""The caches of a ragged step for layers of transformers that keep state, in the place of transformers' own.
+"""The caches of a ragged step for layers of transformers that keep state, in place of transformers' cache.
 
 Letters: T tokens of the batch, S sequences, n sequences of one call, R rows of a tensor of states.
 """
@@ -21,23 +21,23 @@ class StateKey(NamedTuple):
     """One tensor of a layer's state in transformers' cache."""
 
     kind: str  # "conv" or "recurrent"
-    number: int  # its index among those of its layer
+    number: int  # its index in the layer
 
 
 class Rows(NamedTuple):
-    """The tokens of one call of a layer, and where their states are."""
+    """The tokens of one call of a layer, and the rows of their states."""
 
-    tokens: Tensor | slice  # which of the T tokens: int64 [n], one for each sequence; or a slice, of one sequence
+    tokens: Tensor | slice  # int64 [n], one token per sequence; or a slice of one sequence's tokens
     read: Tensor  # int64 [n]
     write: Tensor  # int64 [n]
     is_first: bool = False  # no token came before, so there is no state to read
 
 
 class StepStates(Cache):
-    """The states of one step, in the place of transformers' cache, which a model passes to its layers.
+    """The states of one step; a model passes it to its layers in place of transformers' cache.
 
     Layers with attention get their new keys and values back, because the attention function writes them to the cache.
-    Layers that keep state find it in ``groups``.
+    Layers that keep state read it from ``groups``.
 
     Attributes:
         groups: the tensors ``[R, ...]`` of each module that keeps state, in order.
@@ -52,7 +52,7 @@ class StepStates(Cache):
         sequence_of_token: Tensor | None,
         of_one_layer: bool = False,
     ) -> None:
-        # without Cache's own, which would make layers
+        # Cache.__init__ is not called: it would make layers
         self.layers: list[Any] = []
         self.groups, self.num_tokens = groups, num_tokens
         self.calls, self.sequence_of_token = calls, sequence_of_token
@@ -60,14 +60,14 @@ class StepStates(Cache):
 
     @staticmethod
     def of(metadata: AttentionMetadata, num_tokens: int, groups: Sequence[Sequence[Tensor]]) -> StepStates:
-        """The states of the step that ``metadata`` describes, of ``num_tokens`` with padding.
+        """The states of the step that ``metadata`` describes, with ``num_tokens`` tokens including padding.
 
-        A step with one token for each sequence, and no sequence's first token, is a *decode*. Compiled code treats any
-        step without a longer chunk as one, because it cannot read the lengths on the host.
+        A step with one token per sequence, none of them a sequence's first, is a *decode*. Compiled code treats any
+        step without a longer chunk as a decode, because it cannot read the lengths on the host.
         """
         assert metadata.state_slots is not None, "the cache has states"
         begins, ends = metadata.query_start_loc[:-1], metadata.query_start_loc[1:]
-        # a sequence without a token in this step reads and writes the rows of padding
+        # a sequence without tokens in this step uses the padding rows
         read = torch.where(ends > begins, metadata.state_slots, PADDING_ROW).to(torch.int64)
         write = read ^ 1
         first_tokens = begins.clamp(max=num_tokens - 1).to(torch.int64)
@@ -92,11 +92,11 @@ class StepStates(Cache):
 
     @property
     def is_decode(self) -> bool:
-        """One token for each sequence, and no sequence's first: a step that may be compiled."""
+        """One token per sequence, none of them a sequence's first: such a step may be compiled."""
         return self.sequence_of_token is not None
 
     def of_layer(self, groups: Sequence[Sequence[Tensor]]) -> StepStates:
-        """The same step for one decoder layer, whose modules have these tensors."""
+        """The same step for one decoder layer with these tensors."""
         return StepStates(groups, self.num_tokens, self.calls, self.sequence_of_token, True)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -112,11 +112,11 @@ class StepStates(Cache):
         return query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return False  # models ask this about their mask, and there is none
+        return False  # models ask this for their mask, and there is none
 
 
 class _Same:
-    """A list with the same layer at each index, so that one compiled code serves all numbers of layers."""
+    """A list with the same layer at every index, so that one compiled code serves all layers."""
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
         self.layer = layer
@@ -126,9 +126,9 @@ class _Same:
 
 
 class LayerCache(Cache):
-    """A cache of transformers with one layer, for any number of a layer.
+    """A cache of transformers with one layer, for any layer index.
 
-    The methods are those of transformers, but do not read the number, so that one compiled code serves all layers.
+    The methods are like those of transformers, but ignore the index, so that one compiled code serves all layers.
     """
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
@@ -137,8 +137,8 @@ class LayerCache(Cache):
 
     @staticmethod
     def of(keys: Sequence[StateKey], states: Sequence[Tensor], is_first: bool) -> LayerCache:
-        """Holds the states of one call's sequences, ``[n, ...]``, which the layer overwrites. If ``is_first``, no token
-        came before, and they are only memory to write to."""
+        """A cache with the states of one call's sequences, ``[n, ...]``, which the layer overwrites. If ``is_first``,
+        there are no earlier tokens, and the states are only memory to write to."""
         count = max(key.number for key in keys) + 1
         layer = LinearAttentionLayer(number_of_states=count)
         layer.device, layer.dtype = states[0].device, states[0].dtype

@@ -1,8 +1,8 @@
-"""The texts that are tried when a model is wrapped, what the model itself makes of them, and the comparison.
+"""The trial run when a model is wrapped: its sequences, the model's own logits, and the comparison.
 
-Logits are compared in units of what they tell apart: for each token of the vocabulary, how far its logit moves from
-text to text. So logits that a model masks (-inf, the smallest number, -1e4) or scales up hide nothing, and take no part
-where they never move.
+Differences are measured relative to each vocabulary entry's variation: how much its logit varies between tokens. So
+logits that a model masks (-inf, the smallest number, -1e4) or scales up do not hide errors, and constant logits do not
+count.
 
 Letters: T tokens, V vocabulary.
 """
@@ -19,25 +19,25 @@ from torch import Tensor
 # Two sequences, each in two chunks
 LENGTHS = (7, 5)
 CHUNKS = ((4, 3), (3, 2))
-# The most by which paged and eager attention may differ, in the units above. Errors are much larger.
+# The largest allowed difference of paged and eager attention, in the units above. Errors are much larger.
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
 TOLERANCE_OF_HALF = 0.25
-# Or so many times as much as the model's own logits move if its embeddings are rounded otherwise (activations in int8,
-# for one, are rounded again in each layer), but in full precision never more than MOST.
+# Or this multiple of the change of the model's own logits when its embeddings are rounded differently (int8
+# activations, for example, are rounded again in each layer), but in full precision never more than MOST.
 TIMES_NOISE = 4.0
 MOST = 0.5
-_ULPS = {torch.float32: 100.0, torch.float64: 100.0}  # of a logit that are rounding; less moves nothing
+_ULPS = {torch.float32: 100.0, torch.float64: 100.0}  # of a logit: smaller variation is rounding
 _ULPS_OF_HALF = 4.0
-_LEAST_ROUNDING = 2.0**-12  # changes enough of the numbers that layers round to int8
+_LEAST_ROUNDING = 2.0**-12  # large enough to change values that layers round to int8
 
 
 class DifferentLogitsError(ValueError):
-    """A paged step gives other logits than the model itself."""
+    """The logits of a paged step differ from the model's own."""
 
 
 class DenseRun(NamedTuple):
-    """The logits ``[T, V]`` of each tried sequence, by the model itself, and by how much they differ if its embeddings
-    are rounded otherwise."""
+    """The model's own logits ``[T, V]`` of each trial sequence, and their change if its embeddings are rounded
+    differently."""
 
     logits: list[Tensor]
     noise: float
@@ -47,7 +47,7 @@ class DenseRun(NamedTuple):
         expected = torch.cat(logits)
         _expect_numbers(expected, f"{type(model).__name__} by itself")
         precision = max(_eps(model.dtype), _LEAST_ROUNDING)
-        # x + |x|: another direction, or norms would undo it
+        # x + |x| changes the direction; norms would undo a scaling
         hook = model.get_input_embeddings().register_forward_hook(lambda _, __, x: x + precision * x.abs())
         try:
             again = torch.cat(run_dense(model))
@@ -66,7 +66,7 @@ def trial_tokens(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def run_dense(model: Any) -> list[Tensor]:
-    """The logits of each tried sequence, by the model itself with the attention that it has now."""
+    """The model's own logits of each trial sequence, with its current attention."""
     try:
         return [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in trial_tokens(model)]
     except torch.OutOfMemoryError:
@@ -76,7 +76,7 @@ def run_dense(model: Any) -> list[Tensor]:
 
 
 def expect_alike(model: Any, paged: Tensor, dense: Tensor, run: DenseRun) -> None:
-    """Expects the logits ``paged [T, V]`` to be ``dense``, rows of ``run``."""
+    """Raise unless the logits ``paged [T, V]`` agree with ``dense``, which are rows of ``run``."""
     name = type(model).__name__
     if paged.shape != dense.shape:
         raise ValueError(f"model: expected logits {list(dense.shape)}, got {list(paged.shape)} from {name}")
@@ -91,27 +91,27 @@ def expect_alike(model: Any, paged: Tensor, dense: Tensor, run: DenseRun) -> Non
         )
 
 
-def largest_difference(a: Tensor, b: Tensor, texts: Tensor, dtype: torch.dtype) -> float:
-    """The largest difference of a row of ``a [T, V]`` from ``b``: a root mean square over the tokens, each in units of
-    the median deviation of its logit in the rows ``texts`` of a model of this dtype. NaN if no logit deviates."""
-    a, b, texts = a.double(), b.double(), texts.double().nan_to_num(0.0, 0.0, 0.0)
+def largest_difference(a: Tensor, b: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
+    """The largest difference of a row of ``a [T, V]`` from ``b``: a root mean square over the vocabulary, in units of
+    the median absolute deviation of each entry in the rows ``logits``. NaN if no entry varies."""
+    a, b, logits = a.double(), b.double(), logits.double().nan_to_num(0.0, 0.0, 0.0)
     rounding = _eps(dtype) * _ULPS.get(dtype, _ULPS_OF_HALF)
-    middle = texts.median(0).values
-    deviation = (texts - middle).abs().median(0).values
-    tells = deviation > rounding * middle.abs()
+    middle = logits.median(0).values
+    deviation = (logits - middle).abs().median(0).values
+    varies = deviation > rounding * middle.abs()
     units = (a - b).abs() / (deviation + rounding * b.abs())
     units = torch.where(a == b, 0.0, units).nan_to_num(float("inf"), float("inf"))
-    taken = tells | (units > 1)
-    return float((units.square() * taken).sum(1).div(taken.sum(1)).sqrt().max())
+    counted = varies | (units > 1)
+    return float((units.square() * counted).sum(1).div(counted.sum(1)).sqrt().max())
 
 
 def why_different(model: Any) -> str:
-    """What makes a paged step of an unwrapped model differ, as far as the model's response to positions tells."""
+    """Why a paged step of this unwrapped model differs, judged by its response to positions."""
     ids = trial_tokens(model)[0]
     count = torch.arange(len(ids), device=ids.device)
 
     def run(**arguments: Any) -> Tensor:
-        # without a mask, transformers takes positions that do not count up for packed texts
+        # without a mask, transformers takes positions that do not increase by one for packed sequences
         mask = torch.ones_like(ids)[None]
         logits: Tensor = model(input_ids=ids[None], attention_mask=mask, use_cache=False, **arguments).logits
         return logits
@@ -120,9 +120,9 @@ def why_different(model: Any) -> str:
     with torch.no_grad():
         own, counted, stretched = run(), run(position_ids=count[None]), run(position_ids=2 * count[None])
     if takes and not torch.allclose(own, counted, rtol=1e-3, atol=1e-3):
-        return "its first token has another position than 0"
+        return "the position of its first token is not 0"
     if not takes or torch.allclose(counted, stretched, rtol=1e-3, atol=1e-3):
-        return "it does not read position_ids, so that tokens of a batch have wrong positions"
+        return "it ignores position_ids, so tokens of a batch have wrong positions"
     return "it mixes tokens outside of attention"
 
 
@@ -130,7 +130,7 @@ def _expect_numbers(logits: Tensor, what: str) -> None:
     wrong = logits.isnan().any(1)
     if bool(wrong.any()):
         rows = wrong.nonzero().flatten().tolist()
-        raise ValueError(f"model: expected logits without NaN, got NaN for tokens {rows} of a trial from {what}")
+        raise ValueError(f"model: expected logits without NaN, got NaN for tokens {rows} of a trial run from {what}")
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""Whether a model still computes with the weights, and by the adapters, with which it computed before."""
+"""Detects when a model's weights or active adapters have changed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from torch import Tensor, nn
 from paged_ops.generation.model_step import WeightsVersion
 from paged_ops.integrations.transformers.refusals import refuse_training, trainable_parts
 
-_ADAPTERS = operator.attrgetter("_active_adapter", "_disable_adapters", "merged_adapters")  # as peft's layers have them
+_ADAPTERS = operator.attrgetter(
+    "_active_adapter", "_disable_adapters", "merged_adapters"
+)  # attributes of peft's layers
 _training, _version = operator.itemgetter("training"), operator.attrgetter("_version")
 _numbers = itertools.count()
 
 
 class Weights:
-    """The weights of a model, its parts and its adapters, for :meth:`version`: 30 microseconds for 300 weights."""
+    """The weights, modules and adapters of a model. :meth:`version` takes 30 µs for 300 weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._look()
 
     def version(self) -> WeightsVersion:
-        """Equal as long as no weight is written or replaced, no part of the model is replaced, and the same adapters
-        are active. What is written through ``.data``, or in inference mode to weights of inference mode, does not show.
+        """Equal as long as no weight is written or replaced, no module is replaced, and the same adapters are active.
+        Writes through ``.data``, or in inference mode to weights made in inference mode, are not detected.
 
         Raises:
             ValueError: a part of the model is in training mode.
@@ -41,14 +43,14 @@ class Weights:
         return WeightsVersion((self._number, self._of_adapters), sum(map(_version, self._weights)))
 
     def _look(self, number: int | None = None) -> None:
-        """Notes what there is now, as other parts than any before, or as those of that number."""
+        """Record the present modules and weights, under a new number or the given one."""
         modules = list(self._model.modules())
         self._number = next(_numbers) if number is None else number
         self._flags = [vars(module) for module in trainable_parts(self._model)]
         self._tuners = [module for module in modules if hasattr(module, "_active_adapter")]
         self._adapters = copy.deepcopy([*map(_ADAPTERS, self._tuners)])
         self._of_adapters = repr(self._adapters)
-        # adapters that are loaded or deleted while they are not active change nothing
+        # loading or deleting inactive adapters changes nothing
         within = {part for tuner in self._tuners for part in tuner.modules() if part is not tuner}
         within -= {part for tuner in self._tuners for part in getattr(tuner, "base_layer", tuner).modules()}
         inactive = {weight for tuner in self._tuners for weight in _inactive(tuner)}
@@ -61,7 +63,7 @@ class Weights:
 
 
 def _inactive(tuner: Any) -> Iterator[Tensor]:
-    """The weights of its other adapters."""
+    """The weights of its inactive adapters."""
     active = tuner._active_adapter
     for path, weight in tuner.named_parameters():
         part, *adapter = path.split(".")[:2]  # such as lora_A and the adapter's name
@@ -70,7 +72,7 @@ def _inactive(tuner: Any) -> Iterator[Tensor]:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Parameters, and buffers that are saved: others are not weights."""
+    """Parameters and persistent buffers: other buffers are not weights."""
     for holder in (module._parameters, module._buffers):
         for name, weight in holder.items():
             if weight is not None and name not in module._non_persistent_buffers_set and not weight.is_inference():

@@ -1,4 +1,4 @@
-"""What wrapping for paged attention changes in a model, and how that is undone."""
+"""The changes that wrapping for paged attention makes to a model, and how they are undone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from paged_ops.integrations.transformers.recurrent import StateLayers
 from paged_ops.integrations.transformers.refusals import refuse_training
 from paged_ops.integrations.transformers.state_steps import StepStates
 
-NAME = "paged_ops"  # of the attention implementation
+NAME = "paged_ops"  # the attention implementation
 UNDO = "undo the wrapping by PagedCausalLM.unwrap()"
 
 
 class LayerCaches(NamedTuple):
-    """The caches of one decoder layer, which is compiled without its number."""
+    """The caches of one decoder layer, whose compiled code does not depend on the layer index."""
 
     caches: tuple[Tensor, ...]
 
 
 class StepCache:
-    """The caches and the batch of a step, in the place of transformers' own cache: for models that pass nothing else on
-    to their attention. It holds no tokens before those of the step, which are all new to the model's masks."""
+    """The caches and the batch of a step, in place of transformers' cache: for models that pass nothing else to their
+    attention. To the model's masks it is empty: all tokens of the step are new."""
 
     def __init__(self, kv_caches: Any, metadata: Any) -> None:
         self.kv_caches, self.metadata = kv_caches, metadata
@@ -43,7 +43,7 @@ class StepCache:
 
 
 class Wrapping:
-    """What wrapping changed in a model, and how it is undone."""
+    """Records the changes to one model, and undoes them."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -61,7 +61,7 @@ class Wrapping:
         model.paged_wrapping = self
 
     def set_implementation(self, name: str) -> None:
-        # as model.set_attn_implementation does, without its warnings about configs that have no model
+        # like model.set_attn_implementation, without its warnings about configs without a model
         for config, _ in self._implementations:
             config._attn_implementation_internal = name
 
@@ -84,7 +84,7 @@ class Wrapping:
         setattr(module, name, value)
 
     def retype(self, module: nn.Module, kind: type) -> None:
-        """Makes it an object of a subclass of its class."""
+        """Change its class to a subclass."""
         self._types.append((module, type(module)))
         module.__class__ = kind
 
@@ -104,7 +104,7 @@ class Wrapping:
         states.install()
 
     def arm(self) -> None:
-        """Records how the model attends now: it must not change from here on."""
+        """Record how the model attends now: this must not change any more."""
         configs = {id(config): config for config in (getattr(m, "config", self.model.config) for m in self.attending)}
         self.configs, self._is_armed = tuple(configs.values()), True
         for parent, name, _ in self._replaced:
@@ -117,7 +117,7 @@ class Wrapping:
         for config in self.configs:
             if config._attn_implementation != NAME:
                 raise ValueError(
-                    f'model: expected one that attends through "{NAME}", as it was wrapped, got'
+                    f'model: expected one that attends through "{NAME}", as when it was wrapped, got'
                     f' "{config._attn_implementation}"; wrap it by PagedCausalLM again, or {UNDO}'
                 )
 
@@ -131,7 +131,7 @@ class Wrapping:
                 parent = self.model.get_submodule(".".join(path[: end - 1]))
                 return parent, self.model.get_submodule(".".join(path[: end + 1]))
         raise ValueError(
-            f"model: expected each layer that attends in a list of layers, got {names[module]} in"
+            f"model: expected every layer with attention in a list of layers, got {names[module]} in"
             f" {type(self.model).__name__}; compile the whole step instead (GenerationLoop's compile)"
         )
 
@@ -162,8 +162,8 @@ class Wrapping:
 
 
 class CompiledLayer:
-    """The forward of one decoder layer, by code that all layers of its kind share. Steps of many tokens of a layer that
-    keeps latents run eagerly, as they attend in another way."""
+    """The forward of one decoder layer, by compiled code that all layers of its kind share. Steps whose latents are
+    expanded run eagerly."""
 
     def __init__(
         self, run_layer: Callable[..., Any], layer: nn.Module, caches: list[int], states: list[int], latent: bool
@@ -192,16 +192,16 @@ class CompiledLayer:
             if not step.is_decode:
                 return run_layer(self.layer, args, kwargs)
         if getattr(self.layer, "paged_fusion", None) is not None and isinstance(args[0], Tensor):
-            layer: Any = self.layer  # the first: what it gets is made what all others get
+            layer: Any = self.layer  # the first layer: give it the pair that all others get
             args = (args[0], layer.input_layernorm(args[0])), *args[1:]
         is_eager = self.latent is not None and expands_step(kwargs["attention_metadata"], self.latent)
         return (run_layer if is_eager else self.run_layer)(self.layer, args, kwargs)
 
 
 def run_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The number of the layer is not read, as each layer would then be compiled by itself.
-    has_sums = getattr(layer, "paged_fusion", None) is not None
-    forward = run_fused_layer if has_sums else type(layer).forward
+    # Does not read the layer index: each layer would then be compiled separately.
+    is_fused = getattr(layer, "paged_fusion", None) is not None
+    forward = run_fused_layer if is_fused else type(layer).forward
     return forward(layer, *args, **kwargs)
 
 

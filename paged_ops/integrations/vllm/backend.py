@@ -1,13 +1,13 @@
-"""vLLM on paged_ops: an attention backend, found by vLLM through its plugins as soon as both are installed.
+"""vLLM on paged_ops: an attention backend, loaded by vLLM as a plugin when both are installed.
 
 ::
 
-    vllm serve MODEL --attention-backend PAGED_OPS      # in vLLM 0.26, which takes no new names: CUSTOM
+    vllm serve MODEL --attention-backend PAGED_OPS      # vLLM 0.26 allows no new names: CUSTOM
 
-The engine's metadata is taken as it is: block tables, lengths, query starts and slots are tensors on the device, and
-nothing is planned on the host. The cache is the engine's: ``[N, K, B, D + Dv]`` with a head's key and value side by
-side, in any order in memory, of which the ops take two views. Versions 0.26 to 0.33; what differs between them is in
-:mod:`paged_ops.integrations.vllm.plugin`.
+The engine's metadata is used directly: block tables, lengths, query starts and slots are tensors on the device, and
+nothing is planned on the host. The cache is the engine's: ``[N, K, B, D + Dv]`` with a head's key and value next to
+each other, in any memory order; the ops take two views of it. Versions 0.26 to 0.33;
+:mod:`paged_ops.integrations.vllm.plugin` has their differences.
 
 Letters: T tokens of the step, S sequences, H query heads, K key/value heads, D head size, Dv value head size, N blocks,
 B tokens per block.
@@ -70,7 +70,7 @@ class PagedOpsBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The order of these dimensions in memory, with that of the layers first if asked for. Before 0.29."""
+        """The order of these dimensions in memory, with the layers first if asked for. Before 0.29."""
         if vllm_plugin.heads_first():
             return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
         return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
@@ -112,7 +112,7 @@ class PagedOpsBackend(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, **configuration: Any) -> list[str]:
-        """Why this backend cannot serve a layer: an empty list is yes."""
+        """The reasons why this backend cannot serve a layer; empty if it can."""
         reasons = super().validate_configuration(**configuration)
         if configuration.get("use_non_causal") and configuration.get("has_sliding_window"):
             reasons.append("non-causal attention with a sliding window not supported")
@@ -131,11 +131,11 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     """The attention of one layer. Arguments as vLLM's ``Attention`` gives them.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads: H, D, the factor of the logits, K, all of this rank.
+        num_heads, head_size, scale, num_kv_heads: H, D, the factor of the logits, K, on this rank.
         alibi_slopes: H numbers.
-        sliding_window: tokens that a token sees, itself among them.
-        kv_cache_dtype: ``"auto"`` or the model's, or one of fp8.
-        logits_soft_cap: bound of the logits.
+        sliding_window: tokens that a token sees, including itself.
+        kv_cache_dtype: ``"auto"``, the model's dtype, or an fp8 dtype.
+        logits_soft_cap: soft cap of the logits.
         attn_type: ``"decoder"``.
         kv_sharing_target_layer_name: the layer whose cache is read; the engine then writes no cache for this layer.
         sinks: ``[H]``, a parameter of the model.
@@ -172,7 +172,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             )
         if self.dcp_world_size > 1 and (sliding_window or alibi_slopes is not None):
             raise NotImplementedError(
-                "decode_context_parallel_size: expected 1 for layers with a window or ALiBi, which count distances in"
+                "decode_context_parallel_size: expected 1 for layers with a window or ALiBi, which need positions in"
                 f" the whole context, got {self.dcp_world_size}"
             )
         vllm_plugin.logger.info_once("Using %s attention backend of paged_ops.", vllm_plugin.name())
@@ -195,7 +195,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         self._sinks = None if self.sinks is None else self.sinks.detach().to(torch.float32)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Output in float8_e4m3fn by one scale can be fused, but not if ranks still have to sum their results."""
+        """Output in float8_e4m3fn by one scale can be fused, but not if ranks still merge their results."""
         return self.dcp_world_size == 1 and quant_key == kFp8StaticTensorSym
 
     def forward(
@@ -216,14 +216,14 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         the cache.
         """
         if output_block_scale is not None:
-            raise NotImplementedError("output_block_scale: expected none, as output has one scale, got a tensor")
+            raise NotImplementedError("output_block_scale: expected none, because output has one scale, got a tensor")
         if kv_cache is not self._warm and self._can_warm_up(query, kv_cache):
             self.warm_up(layer, query, kv_cache, output, output_scale)
         if attn_metadata is None:
             if self.sliding_window and getattr(layer, "mm_prefix_clamp_sliding_window", False):
                 raise NotImplementedError(
-                    "mm_prefix_clamp_sliding_window: expected ranges that windows do not bound, got a layer whose"
-                    " window does (Gemma-4): choose another attention backend, as TRITON_ATTN"
+                    "mm_prefix_clamp_sliding_window: expected ranges without a window, got a layer whose window"
+                    " clamps them (Gemma-4): choose another attention backend, such as TRITON_ATTN"
                 )
             return output.fill_(0)
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
@@ -308,7 +308,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         )
 
     def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
-        """Whether it is on a GPU, with a cache, outside of a capture, and with rows whose stride is known."""
+        """Whether this is a GPU with a cache, outside of a capture, and the stride of rows is known."""
         is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
         if not is_ready or self.dcp_world_size > 1:
             return False
@@ -319,11 +319,11 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
     ) -> None:
-        """Compile the kernels of the engine's steps, by running batches that are only padding.
+        """Compile the kernels of the engine's steps, by running batches of padding.
 
-        The engine runs the model with its cache before it takes requests, in whichever mode: :meth:`forward` calls this
-        then, so that no request waits for a compiler. Triton keeps what it compiled for later starts. Left out is what
-        only requests of equal lengths need: drafts have them, in graphs that are captured before requests come.
+        The engine runs the model with its cache before it takes requests, in every mode. :meth:`forward` calls this
+        then, so no request waits for a compiler; Triton caches the kernels for later starts. Kernels for requests of
+        equal lengths are skipped: only drafts need them, in graphs that are captured before requests arrive.
         """
         from paged_ops.lowerings.gpu.attention.tuning import covering_batches
 
@@ -373,5 +373,5 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
 
 
 def _device() -> str:
-    """The device of this engine, as :func:`paged_ops.supports` names it."""
+    """The engine's device, as a name for :func:`paged_ops.supports`."""
     return "rocm" if current_platform.is_rocm() else current_platform.device_type

@@ -1,7 +1,7 @@
 """The metadata of a step for :mod:`paged_ops.integrations.vllm`: vLLM's own tensors, and a few derived ones.
 
-Nothing waits for the device, and what captured graphs read stays where it is. Letters: T tokens of the step, S
-sequences, M columns of the block tables, R ranges.
+Nothing waits for the device, and tensors that captured graphs read keep their addresses. Letters: T tokens of the step,
+S sequences, M columns of the block tables, R ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paged_ops.metadata import use_cascade_attention
 
 @dataclass
 class PagedOpsMetadata(AttentionMetadata):
-    """A step, as the ops take it. All tensors are the engine's own.
+    """The metadata of one step for the ops. All tensors are the engine's own.
 
     Attributes:
         num_actual_tokens: T; later rows are padding, which is not read.
@@ -37,11 +37,11 @@ class PagedOpsMetadata(AttentionMetadata):
         block_table: int32 ``[S, M]``.
         slot_mapping: ``[T]``.
         causal: False if tokens of a step see later ones.
-        prefix: the prefix that the requests share, if the engine was told to look for it.
+        prefix: the prefix that the requests share, if the engine searches for it.
         mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
             Gemma-4 sets it to None for layers that have none, by this name.
-        history_lens: int32 ``[S]``, with context parallelism: the tokens before the step's that this rank holds.
-        max_query_len: the most tokens of a request.
+        history_lens: int32 ``[S]``, with context parallelism: the number of tokens before the step that this rank
+        holds. max_query_len: the most tokens of a request.
     """
 
     num_actual_tokens: int
@@ -66,13 +66,13 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # A rank may hold all tokens of a draft model's layers.
-        is_spread = getattr(kv_cache_spec, "dcp_sharded", True)
-        self._group = vllm_plugin.context_group() if is_spread else None
+        is_sharded = getattr(kv_cache_spec, "dcp_sharded", True)
+        self._group = vllm_plugin.context_group() if is_sharded else None
         if self._group is not None:
-            self.supports_draft_decode_metadata_update = False  # a rank's part of the history is derived
+            self.supports_draft_decode_metadata_update = False  # this rank's share of the history is derived
             self._interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
             most = vllm_config.scheduler_config.max_num_seqs
-            self._history_lens = torch.zeros(most, dtype=torch.int32, device=device)  # where captured graphs read them
+            self._history_lens = torch.zeros(most, dtype=torch.int32, device=device)  # captured graphs read these
         self._finder: PrefixFinder | None = None
         looks = vllm_config is not None and self._group is None and vllm_plugin.wants_cascade(vllm_config)
         if looks and _is_full_attention(kv_cache_spec):
@@ -110,18 +110,19 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Every step can be captured; of models with ranges only decodes, as the number of ranges differs between
-        prompts."""
+        """Every step can be captured; for models with ranges only decodes, because prompts differ in their number of
+        ranges."""
         if vllm_config is not None and vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_BATCH
         return cls._cudagraph_support
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the engine should look for a shared prefix (0.26 asks): no, it would then not replay whole graphs."""
+        """Whether the engine should search for a shared prefix (0.26 asks): no, it would not replay full graphs
+        then."""
         return False
 
     def _history(self, common: CommonAttentionMetadata) -> Tensor:
-        """For each request, the number of tokens before the step's that this rank holds."""
+        """Per request, the number of tokens before the step that this rank holds."""
         lens = self._history_lens[: common.seq_lens.shape[0]]
         history = common.seq_lens - common.query_start_loc.diff()
         group = self._group
@@ -130,9 +131,9 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         return lens
 
     def _shared(self, common: CommonAttentionMetadata) -> SharedPrefix | None:
-        """The prefix that the requests of a step share; None if no prefix, however long, would be worth it.
+        """The prefix that the requests of a step share; None if cascade attention would not pay for any prefix.
 
-        It is looked for in any case: a graph that was captured with a prefix also serves steps of fewer requests.
+        The search always runs: a graph captured with a prefix also serves steps of fewer requests.
         """
         S = common.seq_lens.shape[0]
         if self._finder is None or not common.causal or S < self._finder.least_sequences:
@@ -151,7 +152,7 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         return updated
 
     def update_draft_decode_metadata(self, metadata: PagedOpsMetadata) -> None:
-        """Updates the derived lengths behind a shared prefix."""
+        """Update the lengths after a shared prefix."""
         assert self._group is None, "supports_draft_decode_metadata_update"
         if metadata.prefix is not None:
             PrefixFinder.renew(metadata.prefix, metadata.seq_lens)
@@ -160,7 +161,7 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
 def _is_full_attention(kv_cache_spec: Any) -> bool:
     """Whether every row of a request sees the whole context.
 
-    vLLM makes several rows of one request for chunks, and puts blocks before those of the request for static sinks.
+    For chunks vLLM splits a request into several rows, and for static sinks it puts blocks before the request's own.
     """
     windows = (getattr(kv_cache_spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return type(kv_cache_spec) is FullAttentionSpec and all(window is None for window in windows)
@@ -170,8 +171,8 @@ def _ranges(common: CommonAttentionMetadata) -> Tensor | None:
     """The ranges that hold tokens of the step, ``[S, R, 2]`` padded with 0. vLLM gives the first and last token of
     each.
 
-    R is a power of two and at least 4, as kernels are compiled for it. If a range goes on after the step, the keys that
-    are there are seen, as in vLLM's own backends.
+    R is a power of two and at least 4, because kernels are compiled for it. If a range continues after the step, the
+    existing keys are visible, as in vLLM's own backends.
     """
     num_rows = common.seq_lens.shape[0]
     rows = [[(first, last + 1) for first, last in common.mm_req_doc_ranges.get(s, ())] for s in range(num_rows)]

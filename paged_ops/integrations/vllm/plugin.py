@@ -1,4 +1,4 @@
-"""How vLLM finds :mod:`paged_ops.integrations.vllm`, and what differs between its versions, 0.26 to 0.33.
+"""The plugin that registers :mod:`paged_ops.integrations.vllm`, and the differences of vLLM 0.26 to 0.33.
 
 Importing this module imports only vLLM's table of backends, because every process of the engine does so.
 """
@@ -12,21 +12,21 @@ from vllm.v1.attention.backends import registry
 
 NAME = "PAGED_OPS"
 _CLASS_PATH = "paged_ops.integrations.vllm.PagedOpsBackend"
-logger = init_logger("vllm.paged_ops")  # vLLM shows what loggers below its own say
+logger = init_logger("vllm.paged_ops")  # vLLM shows the messages of loggers below its own
 
 
 def register() -> None:
-    """Make the backend known to vLLM by its name, and as ``CUSTOM``: an entry point of ``vllm.general_plugins``.
+    """Register the backend with vLLM by its name, and as ``CUSTOM``: an entry point of ``vllm.general_plugins``.
 
-    ``CUSTOM`` stays with the package that has it. Processes of the engine load plugins more than once; the second call
-    changes nothing.
+    If another package has registered ``CUSTOM``, it stays. Processes of the engine load plugins more than once; the
+    second call changes nothing.
     """
     custom = registry.AttentionBackendEnum.CUSTOM
-    if hasattr(registry.AttentionBackendEnum, "register"):  # vLLM 0.26 takes no new names
+    if hasattr(registry.AttentionBackendEnum, "register"):  # vLLM 0.26 allows no new names
         member()
     elif custom.is_overridden() and custom.get_path() != _CLASS_PATH:
         logger.warning(
-            "paged_ops is not registered: this version of vLLM takes no new names, and CUSTOM is %s. Choose one of the"
+            "paged_ops is not registered: this version of vLLM allows no new names, and CUSTOM is %s. Choose one of the"
             " two packages by VLLM_PLUGINS.",
             custom.get_path(),
         )
@@ -35,10 +35,10 @@ def register() -> None:
 
 
 def member() -> Any:
-    """``AttentionBackendEnum.PAGED_OPS``, made if this process does not have it yet.
+    """``AttentionBackendEnum.PAGED_OPS``, created if this process does not have it yet.
 
-    Enum members are pickled by value, which only names a member where it exists already. An engine that is spawned
-    unpickles its configuration before it loads plugins, so this member is pickled as a call of this function.
+    Enum members are pickled by value, which works only where the member exists already. A spawned engine unpickles its
+    configuration before it loads plugins, so this member is pickled as a call of this function.
     """
     members = registry.AttentionBackendEnum
     if NAME not in members.__members__:
@@ -50,8 +50,8 @@ def member() -> Any:
 def replace_cpu_backend() -> None:
     """Use this backend on vLLM's CPU platform, which offers no choice. Call it in each process of the engine.
 
-    It serves the layers of decoders. Encoders, cross attention and latent attention (MLA) keep vLLM's own backends, and
-    so does an engine that is told ``CPU_ATTN``.
+    It serves the layers of decoders. Encoders, cross attention and latent attention (MLA) keep vLLM's own backends, as
+    does an engine with ``CPU_ATTN``.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -82,9 +82,9 @@ def name() -> str:
 
 
 def largest_batch() -> tuple[int, int] | None:
-    """The most tokens and the most sequences of a step, of the engine that is being made; None outside of one.
+    """The most tokens and sequences per step of the engine being created; None outside of one.
 
-    Also None if it must not compile ahead: ``--additional-config '{"paged_ops_warm_up": false}'``.
+    Also None if precompilation is off: ``--additional-config '{"paged_ops_warm_up": false}'``.
     """
     from vllm.config import vllm as config
 
@@ -95,7 +95,8 @@ def largest_batch() -> tuple[int, int] | None:
 
 
 def wants_cascade(vllm_config: Any) -> bool:
-    """Whether steps look for a shared prefix: ``--additional-config '{"paged_ops_cascade": true}'``; off without it."""
+    """Whether steps search for a shared prefix: ``--additional-config '{"paged_ops_cascade": true}'``; off by
+    default."""
     return _option(vllm_config, "paged_ops_cascade", False)
 
 
@@ -105,7 +106,7 @@ def _option(vllm_config: Any, name: str, default: bool) -> bool:
 
 
 def context_group() -> Any:
-    """The ranks over which the cache's tokens are spread (``--decode-context-parallel-size``); None without any."""
+    """The ranks that shard the cache's tokens (``--decode-context-parallel-size``); None without them."""
     from vllm.distributed import parallel_state
 
     try:
@@ -116,17 +117,17 @@ def context_group() -> Any:
 
 
 class EngineGroup:
-    """Ranks of the engine, as an exchange of parts takes them. The engine gathers in the way that it captures."""
+    """Ranks of the engine, for an exchange. Gathers by the engine's collectives, which can be captured."""
 
     def __init__(self, group: Any) -> None:
         self._group, self.rank, self.size = group, group.rank_in_group, group.world_size
 
     def all_gather(self, mine: Any) -> Any:
-        """``[W, ...]``, of all ranks."""
+        """``[W, ...]``: the tensors of all ranks."""
         return self._group.all_gather(mine[None], dim=0)
 
     def all_to_all(self, mine: Any) -> Any:
-        """``[W, ...]``: what each rank has for this one."""
+        """``[W, ...]``: each rank's tensor for this one."""
         import torch
         import torch.distributed as dist
 
@@ -136,14 +137,14 @@ class EngineGroup:
 
 
 def context_exchange() -> Any:
-    """How the ranks of :func:`context_group` merge their parts of attention: by the engine's collectives."""
+    """The exchange in which the ranks of :func:`context_group` merge partial attention, by the engine's collectives."""
     from paged_ops.parallel.exchange import Exchange
 
     return Exchange(EngineGroup(context_group()))
 
 
 def heads_first() -> bool:
-    """Whether vLLM wants the heads of a block before its tokens in memory. Only asked before 0.29."""
+    """Whether vLLM orders a block in memory by heads, then tokens. Only used before 0.29."""
     from vllm.v1.attention.backends import utils
 
     return utils.get_kv_cache_layout() == "HND"

@@ -1,6 +1,6 @@
 """The common prefix of the sequences of an engine's step, found on the device from their block tables.
 
-Nothing is read on the host and no shape depends on what is found, so a captured step can attend by
+Nothing is read on the host and no shape depends on the result, so a captured step can use
 :func:`paged_ops.cascade_attention`. If nothing is shared, the prefix has no tokens.
 
 Letters: S sequences, B tokens per block, M columns of the block tables.
@@ -17,7 +17,7 @@ from paged_ops.checks import expect
 
 
 class SharedPrefix(NamedTuple):
-    """The tokens that all sequences of a step begin with, and what remains of each."""
+    """The tokens that all sequences of a step start with, and the rest of each sequence."""
 
     block_table: Tensor  # int32 [1, M]
     length: Tensor  # int32 [1], in whole blocks
@@ -26,13 +26,13 @@ class SharedPrefix(NamedTuple):
 
 
 class PrefixFinder:
-    """Finds the shared prefix of each step. The results are in tensors that never move, as captured graphs read them.
+    """Finds the shared prefix of each step. The results keep their addresses, because captured graphs read them.
 
     Args:
         block_size: B.
         most_sequences: the most sequences of a step.
-        least_tokens, least_sequences: shorter prefixes, and those of fewer sequences, are not worth a second call of
-            attention, and count as none.
+        least_tokens, least_sequences: shorter prefixes, or prefixes of fewer sequences, count as none: a second call
+            of attention would cost more.
     """
 
     def __init__(self, block_size: int, most_sequences: int, least_tokens: int = 256, least_sequences: int = 8) -> None:
@@ -58,7 +58,12 @@ class PrefixFinder:
             self._found = self._make(M, block_tables.device)
         found = self._found
         expect(S <= self._most_sequences, "block_tables", f"at most {self._most_sequences} rows", block_tables)
-        expect(M == found.suffix_block_tables.shape[1], "block_tables", "as many columns as before", block_tables)
+        expect(
+            M == found.suffix_block_tables.shape[1],
+            "block_tables",
+            "the same number of columns as before",
+            block_tables,
+        )
         expect(block_tables.device == found.length.device, "block_tables", "the device as before", block_tables)
         is_live = seq_lens > 0
         history = torch.where(is_live, seq_lens - query_start_loc.diff(), torch.iinfo(torch.int32).max)

@@ -1,5 +1,5 @@
-"""How every op runs on the CPU: torch ops, one sequence at a time. Letters as in :mod:`paged_ops.ops`; also G = H/K,
-the query heads that share a key/value head, n keys of a sequence and q rows of a tile.
+"""Attention on the CPU: torch ops, one sequence at a time. Letters as in :mod:`paged_ops.ops`; also G = H/K, n keys of
+a sequence and q rows of a tile.
 
 Attention is one C++ function (:mod:`paged_ops.lowerings.cpu.fused`), if it can be compiled and serves the features.
 Else the blocks of a sequence are gathered into scratch that stays in the processor's cache. Then PyTorch's flash kernel
@@ -9,7 +9,6 @@ of the CPU runs if the features allow it, and plain float32 matrix products over
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,16 +17,26 @@ import torch
 from torch import Tensor
 
 from paged_ops import checks, fake, masks
-from paged_ops.features import SMALLEST, Features, in_use, key_parts, masks_in_use, refuse_others, with_value_scale
+from paged_ops.features import (
+    MASKS,
+    SMALLEST,
+    Features,
+    in_use,
+    kept_keys,
+    key_parts,
+    masks_in_use,
+    refuse_others,
+    with_value_scale,
+)
 from paged_ops.fp8 import dequantise_rows, quantise
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import fused, prepared, processor
-from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of
+from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of, take
 
 # What attention applies here: the arguments of the op by their names, and formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
-    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
+    *MASKS,
     *("soft_cap", "alibi_slopes", "sinks"),
 }
 # The masks whose keys _oldest_key and _opened know. With another no tile counts as wholly seen, or as plainly causal.
@@ -192,7 +201,7 @@ class _Plane:
     def read(self, blocks: Tensor) -> Tensor:
         """The tokens of some blocks, dequantised: ``[K, n, D]``, followed by what the scratch held before."""
         direct = self.stored == self.scratch.dtype
-        cells = _take(self.cells, blocks, out=(self.scratch if direct else self.staging)[: len(blocks)])
+        cells = take(self.cells, blocks, out=(self.scratch if direct else self.staging)[: len(blocks)])
         if not direct:
             self.scratch[: len(blocks)].copy_(real_of(cells, self.stored))
         if self.scale is not None:
@@ -208,7 +217,7 @@ class _ScaledRows(_Plane):
         self.rows, self.staging = rows, rows.new_empty(len(scratch), *rows.shape[1:])
 
     def read(self, blocks: Tensor) -> Tensor:
-        rows = _take(self.rows, blocks, out=self.staging[: len(blocks)])
+        rows = take(self.rows, blocks, out=self.staging[: len(blocks)])
         self.scratch[: len(blocks), :, 0, 0] = dequantise_rows(rows, self.scratch.dtype)
         return self.tokens
 
@@ -277,8 +286,7 @@ def _sequence(
 ) -> tuple[Tensor, Tensor]:
     """Out ``[q, K, G, Dv]`` and lse ``[q, K, G]`` of rows ``q [q, K, G, D]``, the first at position first of n tokens.
 
-    Keys come in chunks, which are computed in tiles of rows; partial results merge by their lse. So memory is bounded.
-    """
+    Keys come in chunks, which are computed in tiles of rows; partial results merge by their lse."""
     q, B, chunk = q.to(cache.dtype), cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
     total = None
     for start, end, own, a in _chunks(first, len(q), n, chunk, B, f):
@@ -300,8 +308,7 @@ def _sequence(
 
 
 def _chunks(first: int, rows: int, n: int, chunk: int, B: int, f: Features) -> Iterator[tuple[int, int, Features, int]]:
-    """The chunks of n keys that the rows from position ``first`` reach: (start and end of their part, its features, the
-    first key of the chunk)."""
+    """The chunks of keys that rows from position ``first`` reach: (start, end and features of a part, first key)."""
     for start, end, own in key_parts(f, n):
         oldest = max(start, _reach(first, rows, own)[0])
         for a in range(oldest // B * B, end, chunk) if oldest < end else ():
@@ -369,8 +376,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     return out[0].transpose(0, 1).view(q.shape), lse[0].T.view(q.shape[:3]).float()
 
 
-def _may_have_nan(tensor: Tensor) -> bool:
-    """Whether there is a NaN, or infinities of both signs: one pass of a sum, a tenth of the time of ``isnan``."""
+def _may_have_nan(tensor: Tensor) -> bool:  # or infinities of both signs; a tenth of the time of isnan
     return math.isnan(tensor.sum())
 
 
@@ -468,8 +474,7 @@ def _reach(i: int, rows: int, f: Features) -> tuple[int, int]:
     return min(starts), max(ends)
 
 
-def _oldest_key(i: int, f: Features) -> int:
-    """The first key that a row at position i may see, apart from ranges."""
+def _oldest_key(i: int, f: Features) -> int:  # without ranges
     return masks.oldest_key(i, f.sliding_window, f.attention_chunk)
 
 
@@ -481,9 +486,9 @@ def _all_seen(rows: int, n: int, i: int, j: int, f: Features) -> bool:
 
 
 def _kept(rows: int, n: int, i: int, j: int, f: Features) -> Tensor:
-    positions, keys = _positions(i, i + rows), _positions(j, j + n)
-    window, chunk, ranges = f.sliding_window, f.attention_chunk, _opened(i, rows, f)
-    return masks.keep(positions, keys, 1, 1, is_causal=f.causal, window=window, chunk=chunk, ranges=ranges)[0]
+    ranges = None if f.bidirectional_ranges is None else f.bidirectional_ranges[None]
+    own = f._replace(bidirectional_ranges=ranges)
+    return kept_keys(own, 0, _positions(i, i + rows), _positions(j, j + n), 1, 1, 1)[0]
 
 
 def _positions(start: int, end: int, step: int = 1) -> Tensor:
@@ -493,14 +498,3 @@ def _positions(start: int, end: int, step: int = 1) -> Tensor:
 def _share(lse: Tensor, other: Tensor) -> Tensor:
     """The weight of a part when merged with another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if it is empty."""
     return torch.sub(lse, other).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)[..., None]
-
-
-def _take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
-    """``cache[blocks]`` into out, in parallel, by 16 bytes if rows are a multiple of that; index_select is serial."""
-    wide_cache, wide_out = cache, out
-    if cache.stride(-1) == out.stride(-1) == 1:
-        steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (cache, out))
-        if math.gcd(*itertools.chain(*steps)) % (16 // cache.element_size()) == 0:
-            wide_cache, wide_out = cache.view(torch.complex128), out.view(torch.complex128)
-    torch.ops.aten.index.Tensor_out(wide_cache, [blocks], out=wide_out)
-    return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,3 +167,14 @@ def _storage(cache: Tensor) -> Tensor:
 
 def bytes_of_fp8(paged: PagedKV) -> PagedKV:
     return PagedKV(_storage(paged.key), _storage(paged.value))
+
+
+def take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
+    """``cache[blocks]`` into out, in parallel, by 16 bytes if rows are a multiple of that; index_select is serial."""
+    wide_cache, wide_out = cache, out
+    if cache.stride(-1) == out.stride(-1) == 1:
+        steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (cache, out))
+        if math.gcd(*itertools.chain(*steps)) % (16 // cache.element_size()) == 0:
+            wide_cache, wide_out = cache.view(torch.complex128), out.view(torch.complex128)
+    torch.ops.aten.index.Tensor_out(wide_cache, [blocks], out=wide_out)
+    return out

@@ -1,8 +1,8 @@
 """Copying whole blocks on GPUs: inside caches, between caches, and between a device and the host.
 
-A block of a cache is a few *runs*, ranges of bytes that are contiguous at both ends of the copy; a dense block is one.
-A table on the device lists the runs of all caches, so one launch copies any number of layers, whatever their shapes,
-strides and dtypes. Letters: P pairs of blocks, R runs.
+A block of a cache consists of *runs*: ranges of bytes that are contiguous in the source and in the target. A dense
+block is one run. A table on the device lists the runs of all caches, so one launch copies any number of layers of any
+shapes, strides and dtypes. Letters: P pairs of blocks, R runs.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 
 
 def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
-    """Copies with the host take one of three routes, depending on how many bytes are contiguous (``swap_blocks`` in
-    configs):
+    """Copies to or from the host take one of three routes, depending on the number of contiguous bytes
+    (``swap_blocks`` in configs):
 
-    * direct: a memcpy for each run of blocks that are adjacent at both ends, if these runs are long;
-    * staged: a kernel gathers blocks into a buffer on the device, or scatters them from it, and a memcpy moves each run
-      of adjacent host blocks, if those runs are long;
+    * direct: one memcpy per span of blocks that are adjacent in source and target, if these spans are long;
+    * staged: a kernel gathers blocks into a buffer on the device, or scatters them from it, and one memcpy moves each
+      span of adjacent host blocks, if these spans are long;
     * mapped: a kernel reads or writes pinned host memory itself.
 
-    A host cache that is not pinned goes through pageable copies, synchronously. Between two GPUs a kernel of the source
-    writes into the target's memory, which torch must have allocated. If one cannot reach the other, blocks are
-    gathered, copied and scattered. The caller keeps a pinned cache alive until its swaps are done.
+    A host cache that is not pinned takes synchronous pageable copies. Between two GPUs, a kernel on the source writes
+    to the target's memory, which torch must have allocated. If the source has no peer access, blocks are gathered,
+    copied and scattered. The caller keeps a pinned cache alive until its swaps are done.
     """
     fake.swap_blocks(src_caches, dst_caches, block_mapping)
     pairs = [(src, dst) for src, dst in zip(src_caches, dst_caches, strict=True) if src.numel() and dst.numel()]
@@ -86,17 +86,17 @@ class Table(NamedTuple):
 
     runs: Tensor  # int64 [R, 5] on the device: addresses of block 0, bytes from block to block (source, target), bytes
     rows: list[tuple[int, ...]]  # the same on the host, for the pairs of caches in order
-    owners: list[int]  # which pair of caches a run belongs to
+    owners: list[int]  # the pair of caches of each run
     length: int  # bytes of the longest run
     word: int  # a power of two up to 16 that divides all addresses, strides and lengths
     ready: torch.cuda.Event | None  # after it the table is on the device
-    stream: int  # on which it was made
+    stream: int  # that made it
 
 
-# Its key determines a table, so an address that is used again for another tensor cannot make it wrong. The latest
-# tables are kept. Those that a captured graph reads are kept for ever, as it is not known how long the graph lives.
+# The key determines the table, so a reused address cannot make it wrong. The latest tables are kept. Tables that a
+# captured graph reads are kept for ever, as the life of the graph is not known.
 _tables: dict[tuple[object, ...], Table] = {}
-_captured: set[tuple[object, ...]] = set()  # the keys of these
+_captured: set[tuple[object, ...]] = set()  # their keys
 MOST_TABLES = 1024
 
 
@@ -111,7 +111,7 @@ def _table(
             oldest = next(each for each in list(_tables) if each not in _captured)
             _tables.pop(oldest, None)
         table = _tables[key] = _new_table(sources, targets, device)
-    elif in_capture:  # a graph begins after all earlier work, and may not wait for an event from outside
+    elif in_capture:  # a graph begins after all earlier work, and cannot wait for an event outside of it
         _captured.add(key)
     elif table.ready is not None:
         stream = torch.cuda.current_stream(device)
@@ -129,7 +129,7 @@ def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: tor
         length, starts = block_runs(tuple(src.shape[1:]), src.stride()[1:], dst.stride()[1:])
         for src_start, dst_start in starts:
             addresses = src.data_ptr() + src_start * size, dst.data_ptr() + dst_start * size
-            # A cache of one block has no meaningful distance between blocks.
+            # The stride between blocks has no meaning in a cache of one block.
             distances = (src.stride(0) * size if len(src) > 1 else 0, dst.stride(0) * size if len(dst) > 1 else 0)
             rows.append((*addresses, *distances, length * size))
             owners.append(owner)
@@ -147,8 +147,8 @@ def _new_table(sources: Sequence[Tensor], targets: Sequence[Tensor], device: tor
 def block_runs(
     shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """The runs of a block with this shape and these strides at both ends: their length, and the start of each in the
-    source and in the target, in elements."""
+    """The runs of a block with this shape and these strides: their length, and their starts in the source and in the
+    target, in elements."""
     dims = sorted((s, t, n) for s, t, n in zip(source, target, shape, strict=True) if n > 1)
     length = 1
     while dims and dims[0][:2] == (length, length):
@@ -167,7 +167,7 @@ def _upload(block_mapping: Tensor, device: torch.device, in_capture: bool = Fals
     return block_mapping.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-# Routes between a device and somewhere else --------------------------------------------------------------------------
+# Routes between a device and another memory --------------------------------------------------------------------------
 
 
 def _swap_pinned(sources: list[Tensor], targets: list[Tensor], mapping: Tensor, device: torch.device) -> None:
@@ -209,14 +209,14 @@ def _swap_staged(
     to_host: bool,
     device: torch.device,
 ) -> None:
-    """Through two buffers on the device, one per lane, each with a part of the pairs and runs at a time: while one
-    lane's part crosses PCIe, the other's is gathered or scattered."""
+    """Through two buffers on the device, one per lane. Each holds a part of the pairs and runs at a time: while one
+    part crosses PCIe, the other is gathered or scattered."""
     swapping, copying = (target_of(device).numbers[op] for op in ("swap_blocks", "copy_blocks"))
     on_device_mapping = _upload(mapping, device)
     host, hosts = int(to_host), targets if to_host else sources
     host_blocks = mapping[:, host].tolist()
     payload = len(mapping) * len(table.rows) * table.length
-    # Enough parts to keep both lanes busy, and parts that are long enough for fast copies.
+    # Enough parts to keep both lanes busy, each long enough for fast copies.
     capacity = min(swapping["staging_bytes"] // 2, max(payload // 4, swapping["staged_bytes"]))
     parts = list(_parts(len(mapping), table, capacity))
     largest = max(count * num_runs for _, count, _, num_runs in parts) * table.length
@@ -244,10 +244,8 @@ def _swap_staged(
 
 @contextlib.contextmanager
 def _lanes(device: torch.device) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
-    """Two streams, between the current stream's earlier and later work, so that one lane's copy follows the other's.
-
-    Their memory is allocated on the current stream and freed there, after they are done.
-    """
+    """Two streams that run after the earlier and before the later work of the current stream. Their memory is
+    allocated and freed on the current stream."""
     if device.type != "cuda":
         yield [contextlib.nullcontext(), contextlib.nullcontext()]
         return
@@ -267,10 +265,8 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def _swap_peers(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
-    """Between two GPUs, one of which maps the other's memory: a kernel of the source writes the blocks of all layers.
-
-    It is ordered on both current streams, as if the kernel ran on either.
-    """
+    """Between two GPUs with peer access: a kernel on the source writes the blocks of all layers, ordered on both
+    current streams."""
     source, target = sources[0].device, targets[0].device
     here, there = torch.cuda.current_stream(source), torch.cuda.current_stream(target)
     table, pairs = _table(sources, targets, source), _upload(mapping, source)
@@ -281,7 +277,7 @@ def _swap_peers(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -
 
 @functools.cache
 def _reaches(source: torch.device, target: torch.device) -> bool:
-    """Whether a kernel of one GPU can write the other's memory. torch maps it with the first copy between them."""
+    """Whether a kernel on the source can write the target's memory. torch maps that memory at the first copy."""
     if torch.version.hip is not None or not torch.cuda.can_device_access_peer(source, target):
         return False
     torch.empty(1, dtype=torch.uint8, device=source).to(target)
@@ -289,8 +285,8 @@ def _reaches(source: torch.device, target: torch.device) -> bool:
 
 
 def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
-    """Between other pairs of GPUs: gathered on one, copied by torch (which orders their streams), scattered on the
-    other."""
+    """Between GPUs without peer access: gathered on the source, copied by torch (which orders the streams), scattered
+    on the target."""
     source, target = sources[0].device, targets[0].device
     gathering, scattering = (target_of(each).numbers["copy_blocks"] for each in (source, target))
     most = target_of(source).numbers["swap_blocks"]["staging_bytes"]
@@ -309,7 +305,7 @@ def _swap_devices(sources: list[Tensor], targets: list[Tensor], mapping: Tensor)
 
 
 def _swap_pageable(sources: list[Tensor], targets: list[Tensor], mapping: Tensor) -> None:
-    """Synchronously, with torch's indexing at both ends, a part of the pairs at a time."""
+    """Synchronously, by torch's indexing, a part of the pairs at a time."""
     device = sources[0].device if sources[0].device.type != "cpu" else targets[0].device
     most = target_of(device).numbers["swap_blocks"]["staging_bytes"]
     for src, dst in zip(sources, targets, strict=True):
@@ -321,7 +317,7 @@ def _swap_pageable(sources: list[Tensor], targets: list[Tensor], mapping: Tensor
 
 
 def _parts(num_pairs: int, table: Table, capacity: int) -> Iterator[tuple[int, int, int, int]]:
-    """First pair, pairs, first run and runs of each part of the work that fits ``capacity`` bytes."""
+    """Parts of the work that fit ``capacity`` bytes: first pair, number of pairs, first run, number of runs."""
     pairs = max(1, min(num_pairs, capacity // table.length))
     runs = max(1, capacity // (pairs * table.length))
     for first in range(0, num_pairs, pairs):
@@ -330,7 +326,7 @@ def _parts(num_pairs: int, table: Table, capacity: int) -> Iterator[tuple[int, i
 
 
 def _spans(adjacent: Tensor, dense: bool) -> list[tuple[int, int]]:
-    """The first pair of each span of adjacent pairs, and its length; 1 for each pair if its runs are not adjacent."""
+    """The first pair and the length of each span of adjacent pairs; all lengths are 1 if blocks are not dense."""
     num_pairs = len(adjacent) + 1
     if not dense:
         return [(pair, 1) for pair in range(num_pairs)]
@@ -339,7 +335,7 @@ def _spans(adjacent: Tensor, dense: bool) -> list[tuple[int, int]]:
 
 
 def _is_dense(row: tuple[int, ...], ends: tuple[int, ...]) -> bool:
-    """Whether the run of the next block follows without a gap, at these ends (0 the source, 1 the target)."""
+    """Whether blocks follow one another without a gap, at these ends (0: source, 1: target)."""
     return all(row[2 + end] == row[4] for end in ends)
 
 
@@ -352,7 +348,7 @@ def _bytes(cache: Tensor) -> Tensor:
 
 
 def _bits(cache: Tensor) -> Tensor:
-    """The cache as integers, as torch does not index every float8 dtype."""
+    """The cache as integers: torch cannot index every float8 dtype."""
     return cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])
 
 
@@ -368,7 +364,7 @@ def _launch(
     gather: bool = False,
     scatter: bool = False,
 ) -> None:
-    """Copy the runs of all pairs; with ``staging``, of R * P * longest run bytes, into it (gather) or out of it
+    """Copy the runs of all pairs. ``staging`` is a buffer of R * P * longest run bytes, to copy into (gather) or from
     (scatter)."""
     chunk_bytes = min(numbers["chunk_bytes"], triton.next_power_of_2(max(table.length, 16)))
     chunks = -(-table.length // chunk_bytes)
@@ -392,14 +388,14 @@ def copy_kernel(
     length,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
-    WORD: tl.constexpr,  # bytes that are moved as one
-    CHUNK: tl.constexpr,  # words of a program
+    WORD: tl.constexpr,  # bytes per load
+    CHUNK: tl.constexpr,  # words per program
     PDL: tl.constexpr,
 ):
     runs, mapping, staging = tensors
     if PDL:
         gdc_wait()
-    # Chunks of one block are neighbours in time, so that memory is read and written in long stretches.
+    # Neighbouring programs copy neighbouring chunks of a block, so that memory accesses are sequential.
     program = tl.program_id(0)
     chunk = program % chunks
     pair = program // chunks % P
@@ -415,7 +411,7 @@ def copy_kernel(
         target = staging.to(tl.int64) + staged
     else:
         target = tl.load(run + 1) + tl.load(mapping + pair * 2 + 1) * tl.load(run + 3)
-    # Words of 16 and 8 bytes are moved as vectors of 4 and 2.
+    # Words of 16 and 8 bytes are vectors of 4 and 2 elements.
     UNIT: tl.constexpr = tl.int32 if WORD >= 4 else tl.int16 if WORD == 2 else tl.int8
     U: tl.constexpr = WORD // 4 if WORD > 4 else 1
     word = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -425,4 +421,4 @@ def copy_kernel(
     target = tl.multiple_of(target.to(tl.pointer_type(UNIT)), WORD)
     tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)
     if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting

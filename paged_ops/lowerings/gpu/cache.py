@@ -1,8 +1,8 @@
-"""Writing into the cache on GPUs: a streaming kernel of wide loads and stores. What it shares with gather.py.
+"""Writing to the cache on GPUs by a streaming kernel with wide loads and stores, and helpers shared with gather.py.
 
-Letters as in :mod:`paged_ops.ops`: T tokens, S sequences, K key/value heads, D and Dv head sizes, N blocks, B tokens a
-block. Inside kernels also C columns of a token: its K*D elements. Shapes and strides are constants of the kernels, so
-that the compiler sees which columns lie together and moves 16 bytes at a time, whatever the form of the cache.
+Letters as in :mod:`paged_ops.ops`: T tokens, S sequences, K key/value heads, D and Dv head sizes, N blocks, B tokens
+per block. Inside kernels also C columns of a token: its K*D elements. Shapes and strides are constants of the kernels,
+so the compiler sees which columns are contiguous and loads 16 bytes at a time in every cache layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paged_ops.lowerings.gpu.fp8 import divide, encode_fp8, stored_format
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launcher
 from paged_ops.lowerings.gpu.target import Target, target_of
 
-# Formats of the cache that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
+# Cache formats that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
 FORMATS = frozenset(
     {
         *("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
@@ -33,7 +33,7 @@ FORMATS = frozenset(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     }
 )
-APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the arguments that ops of the cache apply, and formats
+APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # arguments and formats that cache ops apply
 
 
 def reshape_and_cache(
@@ -47,8 +47,8 @@ def reshape_and_cache(
     v_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
-    """Calls of one kind (shapes, strides, dtypes, devices; of the numbers of tokens only whether they agree) are
-    checked and planned once, as each decode step makes one call per layer on the host."""
+    """Calls of one kind are checked and planned once, as each decode step calls this once per layer. A kind is shapes,
+    strides, dtypes and devices; the numbers of tokens must only agree."""
     kind = (
         *_kind_of_rows(key, value, slot_mapping),
         *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.get_device()),
@@ -73,8 +73,8 @@ def latent_cache_write(
     k_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
-    """The kernel of :func:`reshape_and_cache`, for which the compressed columns of a row are the key of one head, and
-    the rotated columns its value."""
+    """By the kernel of :func:`reshape_and_cache`: the compressed columns of a row are the key of one head, and the
+    rotated columns its value."""
     kind = (
         *_kind_of_rows(latent, rotated, slot_mapping),
         *_kind(kv_cache),
@@ -93,7 +93,7 @@ class Write(NamedTuple):
     """What the calls of one kind share."""
 
     launcher: Launcher | None  # None: nothing to write
-    tokens: int  # of a program
+    tokens: int  # per program
     as_bytes: bool  # the kernel takes the cache as uint8
     num_slots: int
 
@@ -143,7 +143,7 @@ def _run(
 
 
 def forget() -> None:
-    """Plan known kinds of writes again: for tuning, which changes the numbers on which plans depend."""
+    """Drop all plans, when tuning has changed the numbers that they depend on."""
     _writes.clear()
 
 
@@ -152,11 +152,11 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _kind_of_rows(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Any, ...]:
-    """The kinds of tensors with a row for each token, without the number of tokens: whether it agrees, and whether it
-    is 0, 1 or more."""
+    """The kinds of tensors with one row per token. Instead of the number of tokens: whether the tensors agree on it,
+    and whether it is 0, 1 or more."""
     rows, of_value, slots = key.shape, value.shape, slot_mapping.shape
     if not (rows and of_value and slots):
-        return rows, of_value, slots  # what the checks refuse
+        return rows, of_value, slots  # the checks refuse these
     T = slots[0]
     return (
         *(min(T, 2), min(rows[0], 2), T <= rows[0], of_value[0] == rows[0], slots[1:]),
@@ -251,16 +251,16 @@ def _write_launcher(
     dtypes: tuple[torch.dtype, ...],
     target: Target,
 ) -> tuple[Launcher, int]:
-    """The kernel of all calls that differ only in the number of tokens, and the tokens of a program."""
-    by_head = max(k_scales, v_scales) > 1  # a scale is read, and divided by, once for a program's tokens
+    """The kernel of all calls that differ only in the number of tokens, and the tokens per program."""
+    by_head = max(k_scales, v_scales) > 1  # each scale is loaded and inverted once per program
     plan = constants(target, "reshape_and_cache", "elements_by_head" if by_head else "elements", *form)
     fp8 = {"FORMAT": FORMAT, "NATIVE": FORMAT > 0 and target.has_fp8_cvt, "K_SCALES": k_scales, "V_SCALES": v_scales}
     return Launcher(write_kernel, {**plan, **fp8, "SLOTS": slots}, target.device, can_wait=True), plan["BLOCK_T"]
 
 
 class Side(NamedTuple):
-    """How keys (or values) lie in the dense tensor ``[T, K, D]`` and in the cache ``[N, B, K, D/x, x]``. A kernel is
-    compiled for it. Strides are in elements."""
+    """The layout of keys (or values) in the dense tensor ``[T, K, D]`` and in the cache ``[N, B, K, D/x, x]``; a
+    constant of the kernel. Strides are in elements."""
 
     C: int  # columns: K * D
     D: int
@@ -275,14 +275,14 @@ class Side(NamedTuple):
     head: int
     pack: int
     element: int
-    across: bool  # neighbours in memory are the tokens of a block, not the elements of a head (x-packed values)
-    wide: bool  # the offsets inside a token need int64
+    across: bool  # the tokens of a block are contiguous, not the elements of a head (x-packed values)
+    wide: bool  # offsets inside a token need int64
 
 
 def form_of(
     paged: PagedKV, kv_cache: Tensor, value_cache: Tensor | None, key: Tensor, value: Tensor
 ) -> tuple[Any, ...]:
-    """What decides how a launch is compiled, besides dtypes: shapes and strides, never the number of tokens."""
+    """Shapes and strides that specialise a kernel, in addition to dtypes. The number of tokens does not."""
     k, v = paged
     start = v.storage_offset() - kv_cache.storage_offset() if value_cache is None else 0
     return k.shape[1:], k.stride(), v.shape[1:], v.stride(), start, key.stride(), value.stride()
@@ -301,7 +301,7 @@ def constants(
     dense_key: tuple[int, ...],
     dense_value: tuple[int, ...],
 ) -> dict[str, Any]:
-    """The constants of a launch; ``size`` is the name, among the tuned numbers, of a program's number of elements."""
+    """The constants of a launch; ``size`` names the tuned number of elements per program."""
     B, K, Dv = value_shape
     KEY = _side(key_shape, key_stride, 0, dense_key)
     VALUE = _side((B, K, 1, Dv), (*value_stride[:3], 0, value_stride[3]), value_start, dense_value)
@@ -316,7 +316,7 @@ def constants(
 def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tuple[int, ...]) -> Side:
     _, K, packs, X = shape
     block = stride[0]
-    # The stride of a dimension of size 1 says nothing.
+    # The stride of a dimension of size 1 has no meaning.
     token, head, pack, element = (s if n > 1 else 0 for n, s in zip(shape, stride[1:], strict=True))
     dense_t, dense_h, dense_d = dense
     dense_h = dense_h if K > 1 else 0
@@ -324,7 +324,7 @@ def _side(shape: tuple[int, ...], stride: tuple[int, ...], start: int, dense: tu
     extent = max((K - 1) * head + (packs - 1) * pack + (X - 1) * element, (K - 1) * dense_h + (packs * X - 1) * dense_d)
     return Side(
         C=K * packs * X,
-        D=max(packs * X, 1),  # a part of a latent cache may have no columns
+        D=max(packs * X, 1),  # the rotated part of a latent cache may have no columns
         X=max(X, 1),
         V=math.gcd(16, packs * X),
         dense_t=dense_t,
@@ -369,9 +369,9 @@ def write_kernel(
     live = slot >= 0
     slot = tl.where(live, slot, 0)
     block, offset = slot // B, slot % B
-    # Both are loaded before either is stored, as a store might alias what is still to be loaded.
+    # Both are loaded before either is stored: a store might alias a later load.
     for first in range(0, KEY.C if KEY.C > VALUE.C else VALUE.C, BLOCK_C):
-        # Loads do not wait for the slots either: rows that will be skipped exist, too.
+        # Loads do not wait for the slots either: skipped rows exist, too.
         k_dense, k_exists = dense_address(key, t, t < T, first, KEY, BLOCK_C)
         v_dense, v_exists = dense_address(value, t, t < T, first, VALUE, BLOCK_C)
         k, v = tl.load(k_dense, mask=k_exists), tl.load(v_dense, mask=v_exists)
@@ -383,7 +383,7 @@ def write_kernel(
         tl.store(k_address, k, mask=k_exists & live[:, None])
         tl.store(v_address, v, mask=v_exists & live[:, None])
     if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
 
 
 @triton.jit

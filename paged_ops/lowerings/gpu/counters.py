@@ -1,4 +1,4 @@
-"""Counters that kernels leave at zero, so that nothing has to zero them before the next launch."""
+"""Counters that kernels reset to zero, so that no launch has to zero them first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paged_ops.lowerings.gpu.target import capturing
 
-# Sets of counters are made so many at a time, before the last few are gone.
+# SETS sets of counters are allocated at a time, when fewer than FEW are unused.
 SETS, FEW = 256, 64
 
 _known: dict[tuple[torch.device, int, int, int], Tensor] = {}
@@ -18,14 +18,14 @@ _lock = threading.Lock()
 
 
 def counters_of(workspace: Tensor, number: int) -> Tensor | None:
-    """int32 ``[number]``, zero at first, for the launch that uses ``workspace``; None if there are none.
+    """int32 ``[number]``, initially zero, for the launch that uses ``workspace``; None if there are none.
 
-    Which ones, the place of the workspace in memory decides. Two launches that may run at the same time, on whatever
-    streams and in whatever CUDA graphs, have workspaces that do not overlap: their counters differ. Launches whose
-    workspaces overlap are ordered, and each finds the zeros that the one before has left. Counters lie in memory that
-    belongs to no graph, where nothing else is ever written.
+    The workspace's address selects the counters. Launches that may run at the same time, on any streams and in any
+    CUDA graphs, have workspaces that do not overlap, and so different counters. Launches with overlapping workspaces
+    are ordered, and each leaves zeros for the next. Counters are in memory that belongs to no graph and is used for
+    nothing else.
 
-    None can be made while a graph is captured. If there are none then, no call before it was of such a kind.
+    They cannot be allocated during capture: run one eager call first.
     """
     device, size = workspace.device, workspace.nbytes.bit_length() - 1
     # Workspaces that begin less than 2^size bytes apart overlap.
@@ -47,6 +47,6 @@ def _new(place: tuple[torch.device, int, int, int]) -> Tensor | None:
             unused.extend((each, zeroed) for each in sets.unbind())
         if place not in _known and unused:
             _known[place], zeroed = unused.pop()
-            if not is_captured:  # else they were zeroed before the capture began, which waits for the device
+            if not is_captured:  # a capture begins after all earlier work
                 torch.cuda.current_stream(device).wait_event(zeroed)
         return _known.get(place)

@@ -1,4 +1,4 @@
-"""float8 in integer arithmetic, with the same bits on every target. Many GPUs lack a conversion that rounds and
+"""float8 in integer arithmetic, with the same bits on every target. Many GPUs have no conversion that rounds and
 saturates, Triton refuses e4m3fn on some, and its interpreter neither saturates nor rounds correctly.
 
 An fp8 tensor is passed to a kernel as uint8, and its format as one of the constants below.
@@ -35,8 +35,8 @@ def stored_format(stored: torch.dtype, dtype: torch.dtype, target: Target) -> in
 
 @triton.jit
 def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 to the bits of an fp8 format: to nearest even, saturated, NaN kept. NATIVE: by instruction (cuda >=
-    89)."""
+    """float32 to the bits of an fp8 format: to nearest even, saturated, NaN kept. NATIVE: by a PTX instruction (from
+    sm_89 on)."""
     if NATIVE and FORMAT == 1:
         return _cvt_e4m3(real)
     elif NATIVE and FORMAT == 2:
@@ -47,16 +47,16 @@ def encode_fp8(real, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def divide(real, scale, SCALES: tl.constexpr, QUICK: tl.constexpr):
-    """``real / scale`` to nearest even, as precisely as fp8 needs: one division per scale, and five operations per
+    """``real / scale`` to nearest even, as precisely as fp8 needs, by one division per scale and five operations per
     number.
 
-    Two corrections by the remainder make ``real * (1 / scale)`` the rounded quotient (Markstein 1990, Computation of
-    elementary functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need no
-    correction, and infinities would not survive one.
+    Two corrections by the remainder round ``real * (1 / scale)`` correctly (Markstein 1990, Computation of elementary
+    functions on the IBM RISC System/6000). Quotients that saturate or vanish in fp8 need no correction, which would
+    turn infinities into NaN.
     """
     if not QUICK:
         return tl.div_rn(real, scale)
-    usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate result could over- or underflow
+    usual = (scale > 2.0**-60) & (scale < 2.0**60)  # else an intermediate result may over- or underflow
     if SCALES > 1:
         usual = tl.min(usual.to(tl.int32)) > 0
     if usual:
@@ -73,18 +73,18 @@ def divide(real, scale, SCALES: tl.constexpr, QUICK: tl.constexpr):
 
 @triton.jit
 def decode_fp8(bits, FORMAT: tl.constexpr):
-    """The bits of an fp8 format as float16 numbers, exactly: float16 has all of their exponents."""
+    """The bits of an fp8 format as float16, exactly: float16 has all exponents of fp8."""
     wide = bits.to(tl.uint16)
     if FORMAT == 2:
         real = (wide << 8).to(tl.float16, bitcast=True)
     elif FORMAT == 4:
-        # Its largest exponent is float16's infinity, so it goes through float32, where only subnormals need care.
+        # The largest exponent would be infinity in float16, so convert through float32; subnormals are special.
         magnitude = (wide & 0x7F).to(tl.uint32)
         normal = ((magnitude << 21) + ((127 - 16) << 23)).to(tl.float32, bitcast=True)
         size = tl.where(magnitude < 4, magnitude.to(tl.float32) * 2.0**-17, normal)
         real = tl.where(wide == 0x80, float("nan"), tl.where(wide < 0x80, size, -size)).to(tl.float16)
     else:
-        # Exponent and mantissa, moved to float16's places, are too small by the difference of the biases.
+        # Exponent and mantissa, shifted to float16's bits, are too small by the difference of the biases.
         shifted = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         FACTOR: tl.constexpr = 256.0 if FORMAT == 1 else 128.0
         real = shifted.to(tl.float16, bitcast=True) * FACTOR
@@ -104,7 +104,7 @@ def widen_fp8(tile):
 
 @triton.jit
 def widen_pairs(pairs, E4M3: tl.constexpr):
-    """int16s that hold two fp8 numbers each, as float16 by instruction: the lower ones, and the upper ones."""
+    """int16s of two fp8 numbers each, as float16 by a PTX instruction: the lower numbers, and the upper numbers."""
     if E4M3:
         return _cvt_pairs_of_e4m3(pairs)
     else:
@@ -113,8 +113,8 @@ def widen_pairs(pairs, E4M3: tl.constexpr):
 
 @triton.jit
 def widen_halves(pairs, E4M3: tl.constexpr):
-    """int16s that hold two fp8 numbers each, as float16 by instruction: of every two int16s that lie side by side in a
-    thread's registers, the two numbers of the first, and those of the second."""
+    """int16s of two fp8 numbers each, as float16 by a PTX instruction. For every two adjacent int16s in a thread's
+    registers: the two numbers of the first, and the two numbers of the second."""
     if E4M3:
         return _cvt_halves_of_e4m3(pairs)
     else:
@@ -123,8 +123,8 @@ def widen_halves(pairs, E4M3: tl.constexpr):
 
 @triton.jit
 def widen_words(words, E4M3: tl.constexpr):
-    """int32s that hold four fp8 numbers each, as int32s that hold two float16 numbers each, by instruction: the first
-    two, and the last two."""
+    """int32s of four fp8 numbers each, as int32s of two float16 numbers each, by a PTX instruction: the first two
+    numbers, and the last two."""
     if E4M3:
         return _cvt_words_of_e4m3(words)
     else:
@@ -141,9 +141,9 @@ def _round_bits(real, FORMAT: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
     magnitude = tl.minimum(magnitude, LARGEST)
-    # Adding half of the last place, less one if that place is even, makes truncation round to nearest even.
+    # Adding half a unit in the last place, minus one if that bit is even, makes truncation round to nearest even.
     normal = ((magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # Adding a power of two whose last place is the smallest subnormal rounds to a multiple of that.
+    # Adding a power of two whose last bit is the smallest subnormal rounds to a multiple of that subnormal.
     MAGIC: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
     MAGIC_BITS: tl.constexpr = (127 + 1 - BIAS - MANTISSA + 23) << 23
     subnormal = (magnitude.to(tl.float32, bitcast=True) + MAGIC).to(tl.uint32, bitcast=True) - MAGIC_BITS

@@ -1,18 +1,18 @@
-"""The sum of all ranks' rows on GPUs, with the residual add and the RMSNorm that follow, in one kernel.
+"""All-reduce of rows on GPUs, fused with the residual add and the RMSNorm that follow it; and all-gather of columns.
 
 Bytes per rank, for T rows of C elements of e bytes on W ranks: one shot sends and receives ``(W - 1)·T·C·e`` over the
-links, two shots ``2·(W - 1)/W·T·C·e``; both read the product and the residual once from the own memory and write two
-results, ``4·T·C·e``. About ``(W + 6)·T·C`` additions and products, which do not matter.
+links, two shots ``2·(W - 1)/W·T·C·e``. Both read x and the residual once from local memory and write two results,
+``4·T·C·e``. The ``(W + 6)·T·C`` additions and multiplications do not matter.
 
-*One shot*: a rank puts its rows into the memory of all others and sums what comes from them. *Two shots*: row t is
-summed by rank ``t % W`` alone, which puts the sum into the memory of the others. With two ranks both send the same
-bytes, and one shot waits once. All ranks sum in float32, in the order of the ranks, and round once: they hold the same
+*One shot*: a rank writes its rows to the memory of all others and sums the rows it receives. *Two shots*: only rank
+``t % W`` sums row t, and writes the sum to the memory of the others. With two ranks both send the same number of bytes,
+and one shot waits only once. All ranks sum in float32, in the order of the ranks, and round once, so they hold the same
 bits.
 
-A gather of columns puts rows in the same way, and lays what comes side by side. There a row is one of N equal parts of
-a longer one: ``(W - 1)·T·C·e`` bytes over the links, and ``W·T·C·e`` written.
+The all-gather writes rows in the same way and concatenates them. There a row is one of N equal parts of a longer one:
+``(W - 1)·T·C·e`` bytes over the links, and ``W·T·C·e`` written.
 
-Letters: T rows, C columns, W ranks, R rows that a workspace has room for, N parts of a row that is gathered.
+Letters: T rows, C columns, W ranks, R rows of capacity, N parts of a gathered row.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from paged_ops.lowerings.gpu.mailboxes import put, take
 from paged_ops.lowerings.gpu.target import Target, target_of
 
 _BITS = {2: torch.int16, 4: torch.int32}
-_PER_PROCESSOR = 2  # programs on a multiprocessor
+_PER_PROCESSOR = 2  # programs per multiprocessor
 
 
 class Places(NamedTuple):
-    """Where ranks put rows for each other: the same for all, made once.
+    """The memory through which ranks exchange rows: made once, the same for all calls.
 
     Attributes:
-        by_rank: integers as wide as the dtype, ``[2, R, W, C]`` on each rank: two turns, R rows, of each sender.
-        turns: int32 ``[R]``, the half that is next, of this rank alone.
+        by_rank: integers as wide as the dtype, ``[2, R, W, C]`` per rank: two turns, R rows, W senders.
+        turns: int32 ``[R]``, the next half of each row; only this rank uses it.
         aborted: see :class:`paged_ops.parallel.symmetric.Workspace`.
-        rank: this one.
+        rank: this rank.
     """
 
     by_rank: tuple[Tensor, ...]
@@ -140,7 +140,7 @@ def _launcher(
     how: tuple[Any, ...],
     device: torch.device,
 ) -> tuple[Launcher, int]:
-    """The kernel for this kind of call, and the most programs of it."""
+    """The kernel for this kind of call, and its largest number of programs."""
     target = target_of(device)
     weight_offset, rounds_first, two_shot, programs, num_warps, overlaps = how
     BLOCK = triton.next_power_of_2(C)
@@ -167,7 +167,7 @@ def _launcher(
 
 
 def gather_columns(x: Tensor, out: Tensor, places: Places) -> None:
-    """Fills ``out [..., W·N·C]`` with the ranks' ``x [..., N·C]`` side by side. Both are contiguous."""
+    """Fill ``out [..., W·N·C]`` with the ranks' ``x [..., N·C]``, concatenated. Both are contiguous."""
     R, W, C = places.by_rank[0].shape[1:]
     T, N = x.numel() // C, x.shape[-1] // C
     if T:
@@ -187,13 +187,13 @@ def _gather_launcher(
 
 
 def _warps(BLOCK: int, dtype: torch.dtype) -> int:
-    """At least 16 bytes of a row for each thread, so that no element is polled by two warps, as one could put the
-    sentinel back before the other has looked. More than 8 warps were never faster."""
+    """At least 16 bytes of a row per thread, so that no two warps poll the same element: one could restore the sentinel
+    before the other has read the data. More than 8 warps were never faster."""
     return max(1, min(8, BLOCK * dtype.itemsize // (32 * 16)))
 
 
 def _residency(target: Target, num_warps: int) -> dict[str, int]:
-    """A bound on registers, so that all programs run at once: they wait for those of other ranks."""
+    """A limit on registers, so that all programs run concurrently: they wait for programs of other ranks."""
     return {"maxnreg": min(255, 65536 // (32 * num_warps * _PER_PROCESSOR))} if target.backend == "cuda" else {}
 
 
@@ -248,7 +248,7 @@ def reduce_kernel(
     if PDL:
         gdc_wait()
 
-    # All rows are sent before any is waited for.
+    # All rows are sent before the first wait.
     if W > 1:
         for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
             own = tl.load(x + (zero + t) * C + c, mask=live, other=0.0)
@@ -276,14 +276,14 @@ def reduce_kernel(
                     total += own
                 else:
                     total += take(from_all + r * C, wanted, aborted, dtype).to(tl.float32)
-            if TWO_SHOT:  # what was summed here goes to all others, and the other sums come
+            if TWO_SHOT:  # send the rows summed here to all others, and receive their sums
                 place = ((zero + turn * R + t) * W + RANK) * C + c
                 for i in tl.static_range(1, W):
                     put(tensors[PLACES + (RANK + i) % W] + place, total.to(dtype), wanted)
                 for r in tl.static_range(W):
                     if r != RANK:
-                        came = take(from_all + r * C, live & (t % W == r), aborted, dtype)
-                        total = tl.where(t % W == r, came.to(tl.float32), total)
+                        received = take(from_all + r * C, live & (t % W == r), aborted, dtype)
+                        total = tl.where(t % W == r, received.to(tl.float32), total)
             tl.store(turns + t, 1 - turn)
         else:
             total = own
@@ -297,7 +297,7 @@ def reduce_kernel(
             rows = _norm(result.to(tl.float32), scale, eps, C, WEIGHT_OFFSET, ROUNDS_FIRST, dtype)
             tl.store(normed + row, rows, mask=live)
     if PDL:
-        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
+        gdc_launch_dependents()  # last, as in all kernels: the next kernel may overwrite this one's inputs
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -332,8 +332,8 @@ def gather_kernel(
         for r in tl.static_range(W):
             if r != RANK:
                 place = ((zero + turn * R + t) * W + r) * C + c
-                came = take(tensors[PLACES + RANK] + place, live, aborted, dtype)
-                tl.store(out + ((zero + t // N) * W * N + r * N + t % N) * C + c, came, mask=live)
+                received = take(tensors[PLACES + RANK] + place, live, aborted, dtype)
+                tl.store(out + ((zero + t // N) * W * N + r * N + t % N) * C + c, received, mask=live)
         tl.store(turns + t, 1 - turn)
     if PDL:
-        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
+        gdc_launch_dependents()  # last, as in all kernels: the next kernel may overwrite this one's inputs

@@ -1,5 +1,5 @@
 """Gathering from the cache on GPUs: a streaming kernel with the addresses, tiles and letters of cache.py, and one for
-latent rows that hold their scales."""
+latent rows with scales."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def gather_kernel(
         tl.store(k_address, k.to(key.dtype.element_ty), mask=k_mask)
         tl.store(v_address, v.to(value.dtype.element_ty), mask=v_mask)
     if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
 
 
 @triton.jit(do_not_specialize=["S", "num_tokens"])
@@ -206,13 +206,13 @@ def gather_rows_kernel(
     tl.store(to + column[None, :], real.to(key.dtype.element_ty), mask=inside[:, None])
     tl.store(to + (turned + LATENT)[None, :], rotated.to(key.dtype.element_ty), mask=inside[:, None])
     if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
 
 
 @triton.jit
 def place_of(t, inside, ends, S, block_tables, stride_s, stride_m, B: tl.constexpr, STEPS: tl.constexpr):
-    """Whether gathered rows ``t`` are tokens of a sequence, their blocks, and their offsets inside those."""
-    # A row's sequence is the number of sequences that end at or before it, found bit by bit.
+    """For gathered rows ``t``: whether they are tokens of a sequence, their blocks, and their offsets in the block."""
+    # A row's sequence is the number of sequences that end at or before the row: a binary search.
     s = tl.zeros_like(t)
     for step in tl.static_range(STEPS):
         further = s + (1 << (STEPS - 1 - step))

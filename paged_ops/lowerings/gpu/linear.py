@@ -1,9 +1,8 @@
-"""Linear layers of decode steps with few rows, by a kernel that overlaps with the previous one.
+"""Linear layers of decode steps with few rows: a kernel that overlaps with the previous one.
 
-A product of up to 16 rows is bound by reading its weight. cuBLAS reads small weights at 2.6 to 3.7 TB/s on an H200, in
-two kernels if it splits the sum. One Triton kernel that is launched before the previous kernel has ended (programmatic
-dependent launch) reads them faster. With up to 64 rows, it does so where there are many outputs.
-``torch.nn.functional.linear`` serves everything else.
+A matmul of up to 16 rows is bound by loading its weight. cuBLAS loads small weights at 2.6 to 3.7 TB/s on an H200, in
+two kernels with split-K. One Triton kernel that starts before the previous kernel has ended (programmatic dependent
+launch) is faster; for 17 to 64 rows only with many outputs. ``torch.nn.functional.linear`` serves everything else.
 
 Letters: T rows, C input features, O output features.
 """
@@ -21,8 +20,8 @@ from paged_ops import fake
 from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
 
 FEW_ROWS, MOST_ROWS = 16, 64
-MANY_OUTPUTS = 8192  # from so many on, products of more than FEW_ROWS rows are served
-STEPS = 64, 256  # O and C are multiples of them
+MANY_OUTPUTS = 8192  # the fewest outputs with more than FEW_ROWS rows
+STEPS = 64, 256  # O and C must be multiples
 
 
 def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -40,7 +39,7 @@ def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def tile_of(T: int, O: int, processors: int) -> dict[str, int] | None:
-    """The fastest tile for T rows and O outputs; None: torch's product is faster."""
+    """The fastest tile for T rows and O outputs; None if torch's matmul is faster."""
     if not 0 < T <= MOST_ROWS:
         return None
     if T > FEW_ROWS:
@@ -49,7 +48,7 @@ def tile_of(T: int, O: int, processors: int) -> dict[str, int] | None:
         if O // 128 > processors:
             return dict(ROWS=64, BN=128, BK=128, STAGES=4, num_warps=8)
         return dict(ROWS=64, BN=128, BK=64, STAGES=5, num_warps=4)
-    # 32 outputs per program, if there is at most one program per multiprocessor; else 64, which reads x less often.
+    # 32 outputs per program if that gives at most one program per multiprocessor; else 64, which loads x less often.
     if 32 * processors >= O:
         return dict(ROWS=16, BN=32, BK=256, STAGES=6, num_warps=4)
     if O <= 8192 or O % 128:
@@ -76,15 +75,15 @@ def product_kernel(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p: outputs p*BN to (p+1)*BN of all rows. wgmma needs 64 rows on the left: those of the weight, if x has
-    fewer and the tile is wide."""
+    """Program p: outputs p*BN to (p+1)*BN of all rows. wgmma needs 64 rows in its left operand: the weight, if x has
+    fewer rows and the tile is wide."""
     WEIGHT_LEFT: tl.constexpr = ROWS < 64 and BN > 32
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BK)
     t = tl.arange(0, ROWS)
     x_at = x + t[:, None] * C + c[None, :]
     weight_at = weight + n[:, None].to(tl.int64) * C + c[None, :]
-    # A kernel that starts from here on finds everything before this one complete.
+    # When a kernel starts after this point, everything before this kernel has completed.
     gdc_wait()
     gdc_launch_dependents()
     if WEIGHT_LEFT:

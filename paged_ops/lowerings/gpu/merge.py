@@ -1,4 +1,4 @@
-"""Combining two partial attentions on GPUs: one pass over both outputs. Letters as in :mod:`paged_ops.ops`."""
+"""Merging two partial attention results on GPUs, in one pass over both outputs. Letters as in :mod:`paged_ops.ops`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _launcher(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Launcher, int]:
-    """The kernel for these strides and dtype, and the rows of a program."""
+    """The kernel for these strides and dtype, and the rows per program."""
     target = target_of(device)
     numbers = target.numbers["merge_attention_states"]
     BLOCK_D = triton.next_power_of_2(max(Dv, 1))
@@ -60,7 +60,7 @@ def _launcher(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
-    tensors,  # out [T, H, Dv] and lse [T, H], contiguous, then those of the two sides
+    tensors,  # out [T, H, Dv] and lse [T, H], contiguous; then out and lse of side a, and of side b
     num_rows,  # T * H
     H: tl.constexpr,
     Dv: tl.constexpr,
@@ -82,7 +82,7 @@ def merge_kernel(
     b = tl.load(lse_b + t * LSE_B[0] + h * LSE_B[1], mask=live, other=float("-inf"))
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = live[:, None] & (d < Dv)
-    # Loaded before the lse have arrived; an empty side is dropped below.
+    # Loaded without waiting for the lse; an empty side is dropped below.
     address_a = (out_a + t * OUT_A[0] + h * OUT_A[1])[:, None] + d * OUT_A[2]
     address_b = (out_b + t * OUT_B[0] + h * OUT_B[1])[:, None] + d * OUT_B[2]
     side_a = tl.load(address_a, mask=mask).to(tl.float32)
@@ -102,4 +102,4 @@ def merge_kernel(
     tl.store((out + row * Dv)[:, None] + d, (side_a + side_b).to(out.dtype.element_ty), mask=mask)
     tl.store(lse + row, merged_lse, mask=live)
     if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting

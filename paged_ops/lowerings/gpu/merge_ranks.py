@@ -1,17 +1,17 @@
-"""The parts of attention that ranks hold, exchanged and merged on GPUs in one kernel.
+"""Exchange and merge of the ranks' partial attention on GPUs, in one kernel.
 
-Bytes per rank, for R rows (tokens times heads) of Dv elements of e bytes on W ranks: the part is read from the own
-memory, sent to and received from each other rank, ``(W - 1)·R·(Dv·e + 4)`` over the links, and the result written.
-About ``3·W·R·Dv`` additions and products, which do not matter: one token of 32 heads of 128 in bfloat16 is 8 KiB.
+Bytes per rank, for R rows (tokens times heads) of Dv elements of e bytes on W ranks: the part is read from local
+memory, sent to and received from each other rank, ``(W - 1)·R·(Dv·e + 4)`` over the links, and the result is written.
+The ``3·W·R·Dv`` additions and multiplications do not matter: a token of 32 heads of 128 in bfloat16 is 8 KiB.
 
-A rank puts its part (output and lse) into the memory of all others, takes theirs from its own, and merges all in the
-order of ranks, in float32: all ranks hold the same bits. The memory is described in mailboxes.py,
-with one counter of turns for each row; the argument there holds, as each call sends to and hears from every rank.
+A rank writes its part (output and lse) to the memory of all others, reads theirs from its own memory, and merges them
+in float32 in the order of ranks, so all ranks hold the same bits. mailboxes.py describes the memory; here each row has
+a turn counter, and each call sends to and receives from every rank, as required there.
 
-A program is one warp, and each of its lanes has elements of its own of all that is polled. Had two warps copies of one
-element, as of a tile's lse, the faster one would take it and put the sentinel back before the slower one has looked.
+A program is one warp, and its lanes poll disjoint elements. If two warps polled copies of one element, such as a tile's
+lse, the faster one would restore the sentinel before the slower one has read the data.
 
-Letters: T tokens, H heads of the result, Dv value head size, W ranks, R rows that there are places for.
+Letters: T tokens, H heads of the result, Dv value head size, W ranks, R rows of capacity.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from paged_ops.lowerings.gpu.mailboxes import put, take
 from paged_ops.lowerings.gpu.target import target_of
 
 _BITS = {2: torch.int16, 4: torch.int32}
-# Then a wait for another rank is an error: minutes, at more than half a microsecond each, as other ranks may compile.
+# More polls are an error. At over half a microsecond each this is minutes, because other ranks may be compiling.
 MOST_POLLS = 1 << 29
 
 
 class Places(NamedTuple):
-    """Where ranks put parts for each other: the same for all, made once.
+    """The memory through which ranks exchange parts: made once, the same for all calls.
 
     Attributes:
-        outs: integers as wide as the dtype, ``[2, R, W, width]`` on each rank: two turns, R rows, of each sender.
-        lses: int32 ``[2, R, W]`` on each rank: float32s.
-        turns: int32 ``[R]``, the half that is next, of this rank alone.
+        outs: integers as wide as the dtype, ``[2, R, W, width]`` per rank: two turns, R rows, W senders.
+        lses: int32 ``[2, R, W]`` per rank: bits of float32.
+        turns: int32 ``[R]``, the next half of each row; only this rank uses it.
         aborted: see :class:`paged_ops.parallel.symmetric.Workspace`.
     """
 
@@ -51,13 +51,13 @@ class Places(NamedTuple):
     rank: int
 
     def serve(self, rows: int, head_size: int, dtype: torch.dtype) -> bool:
-        """Whether there is room for so many rows of this size."""
+        """Whether this number of rows of this size fits."""
         _, most, _, width = self.outs[0].shape
         return rows <= most and head_size <= width and dtype.itemsize == self.outs[0].itemsize
 
 
 def num_bytes(ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
-    """Of a workspace for so many rows, of elements as wide as the dtype."""
+    """The size of a workspace for this number of rows."""
     return 2 * rows * ranks * (width * dtype.itemsize + 4)
 
 
@@ -71,15 +71,15 @@ def places(workspace: Any, rows: int, width: int, dtype: torch.dtype) -> Places:
 
 
 def exchange(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, to: Places, *, rows: int | None = None) -> None:
-    """Fills ``out [T, H, Dv]`` and ``lse [T, H]`` by merging all ranks' parts. All tensors are contiguous.
+    """Fill ``out [T, H, Dv]`` and ``lse [T, H]`` by merging all ranks' parts. All tensors are contiguous.
 
-    ``part`` has H heads, and each rank gets all of them; or W·H, and rank r gets the H from ``r * H`` on. ``rows``: of
-    a tile, a power of two up to 32.
+    ``part`` has H heads, and each rank gets all of them; or W·H heads, and rank r gets H heads from ``r * H`` on.
+    ``rows``: rows of a tile, a power of two up to 32.
     """
     T, H, Dv = out.shape
     if not T * H:
         return
-    if rows is None:  # at least 16 bytes for each lane, so that no two have the same
+    if rows is None:  # at least 16 bytes per lane, so that lanes poll disjoint elements
         rows = max(1, min(32, 512 // (triton.next_power_of_2(Dv) * out.itemsize)))
     launcher, most = _launcher(H, Dv, part.shape[1] != H, to.outs[0].shape, to.rank, part.device, rows)
     tensors = (part, part_lse, out, lse, to.turns, to.aborted, *to.outs, *to.lses)
@@ -87,8 +87,8 @@ def exchange(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, to: Place
 
 
 def merge_gathered(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Fills ``out [T, H, Dv]`` and ``lse [T, H]`` from parts that a collective has brought: bytes, contiguous
-    ``[W, T, H, Dv·e + 4]``, an output and its lse."""
+    """Fill ``out [T, H, Dv]`` and ``lse [T, H]`` from gathered parts: contiguous bytes ``[W, T, H, Dv·e + 4]``, each an
+    output and its lse."""
     T, H, Dv = out.shape
     if T * H:
         launcher, tile = _merger(gathered.shape[0], Dv, out.dtype, out.device)
@@ -100,7 +100,7 @@ def merge_gathered(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
 def _launcher(
     H: int, Dv: int, is_scattered: bool, shape: tuple[int, ...], rank: int, device: torch.device, rows: int
 ) -> tuple[Launcher, int]:
-    """The kernel for this kind of call, and the most programs, which all run at once."""
+    """The kernel for this kind of call, and the largest number of programs that run concurrently."""
     target = target_of(device)
     BLOCK_D = triton.next_power_of_2(max(Dv, 1))
     constants = {
@@ -155,7 +155,7 @@ def exchange_kernel(
     if PDL:
         gdc_wait()
 
-    # All rows are sent before any is waited for.
+    # All rows are sent before the first wait.
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         live = row < num_rows
@@ -187,7 +187,7 @@ def exchange_kernel(
                 that_lse = tl.load(part_lse + source, mask=live, other=0.0)
             else:
                 place = (turn * R + row) * W + r
-                # Each lane polls an lse: all leave at once.
+                # Each lane polls an lse, so all lanes leave the loop together.
                 lse_at = (tensors[LSES + RANK] + place)[:, None] + tl.zeros([ROWS, LANES], tl.int32)
                 wanted = live[:, None] & (tl.zeros([ROWS, LANES], tl.int32) == 0)
                 lse_bits = take(lse_at, wanted, aborted, tl.int32, MOST_POLLS)
@@ -198,12 +198,12 @@ def exchange_kernel(
         tl.store(turns + row, 1 - turn, mask=live)
         store_merged(out, lse, acc, m, l, row, live, d, Dv)
     if PDL:
-        gdc_launch_dependents()  # last, as in all kernels: what starts now may overwrite all that was read
+        gdc_launch_dependents()  # last, as in all kernels: the next kernel may overwrite this one's inputs
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gathered_kernel(
-    tensors,  # what was gathered, as elements and as float32; out [T, H, Dv] and lse [T, H]
+    tensors,  # the gathered parts, as elements and as float32; out [T, H, Dv] and lse [T, H]
     num_rows,  # T * H
     Dv: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -230,14 +230,14 @@ def gathered_kernel(
 
 @triton.jit
 def with_part(acc, m, l, part, lse):
-    """The sum of parts by their weights, the largest lse, and the sum of weights, with one part more. A part without
-    keys, whose lse is not finite, is dropped, whatever its output."""
+    """Add one part to the weighted sum of parts, the largest lse and the sum of weights. A part without keys, whose lse
+    is not finite, is dropped, whatever its output."""
     lse = tl.where(lse == float("inf"), float("-inf"), lse)
     largest = tl.maximum(m, lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     decay, weight = tl.exp(m - shift), tl.exp(lse - shift)
-    weighed = tl.where((lse == float("-inf"))[:, None], 0.0, part.to(tl.float32) * weight[:, None])
-    return acc * decay[:, None] + weighed, largest, l * decay + weight
+    weighted = tl.where((lse == float("-inf"))[:, None], 0.0, part.to(tl.float32) * weight[:, None])
+    return acc * decay[:, None] + weighted, largest, l * decay + weight
 
 
 @triton.jit

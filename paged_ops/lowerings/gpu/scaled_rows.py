@@ -1,10 +1,10 @@
-"""Latent rows that hold their scales (``kv_cache_dtype="fp8_ds_mla"``) on GPUs: how they are written, and what reads
+"""Latent rows with scales (``kv_cache_dtype="fp8_ds_mla"``) on GPUs: the kernel that writes them, and helpers that read
 them.
 
-A row is 656 bytes: 512 numbers in e4m3, 4 scales in float32, each for 128 of them, and 64 rotated columns in bfloat16.
-Bytes of a token: a write reads 576 numbers of the model and writes 656 bytes, a gather the other way round; FLOPs do
-not count. Rows begin at multiples of 16 bytes, so all parts are loaded and stored 16 bytes at a time. The numbers are
-e4m3fn on every device. Letters as in :mod:`paged_ops.ops`.
+A row is 656 bytes: 512 numbers in e4m3, 4 scales in float32, one per 128 numbers, and 64 rotated columns in bfloat16.
+Bytes per token: a write reads 576 numbers of the model and writes 656 bytes, a gather the reverse; FLOPs are
+negligible. Rows begin at multiples of 16 bytes, so all loads and stores are 16 bytes wide. The numbers are e4m3fn on
+every device. Letters as in :mod:`paged_ops.ops`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUPS = tl.constexpr(layouts.ROW_LATENT // layouts.ROW_GROUP)
 ROTATED = tl.constexpr(layouts.ROW_ROTATED)
 FIRST_ROTATED = tl.constexpr(layouts.ROW_BYTES - 2 * layouts.ROW_ROTATED)  # byte
 LARGEST, SMALLEST = tl.constexpr(3.4028234663852886e38), tl.constexpr(2.0**-126)  # normal float32
-# Tokens of a program, one for each warp.
+# Tokens per program: one per warp.
 TOKENS = 4
 
 
@@ -63,7 +63,7 @@ def write_kernel(
     live = (slot >= 0)[:, None]
     slot = tl.where(slot >= 0, slot, 0)
     column, turned = tl.arange(0, LATENT).to(tl.int64), tl.arange(0, ROTATED).to(tl.int64)
-    # All is loaded before anything is stored, as a store might alias what is still to be loaded.
+    # Everything is loaded before anything is stored: a store might alias a later load.
     real = tl.load(latent + t[:, None] * DENSE[0] + column[None, :] * DENSE[1], mask=exists, other=1.0)
     place = t[:, None] * DENSE_ROTATED[0] + turned[None, :] * DENSE_ROTATED[1]
     rotated_real = tl.load(rotated + place, mask=exists, other=0.0)
@@ -78,24 +78,24 @@ def write_kernel(
     tl.store(scales_of(row)[:, None] + group[None, :], scale, mask=live)
     tl.store(rotated_columns(row)[:, None] + turned[None, :], to_bfloat16(rotated_real), mask=live)
     if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+        gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
 
 
 @triton.jit
 def scales_of(row):
-    """The address of the first scale of each row, from that of its first byte."""
+    """The address of the first scale of a row, from the address of its first byte."""
     return (row + LATENT).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def rotated_columns(row):
-    """The address of the first rotated column of each row, from that of its first byte."""
+    """The address of the first rotated column of a row, from the address of its first byte."""
     return (row + FIRST_ROTATED).to(tl.pointer_type(tl.bfloat16))
 
 
 @triton.jit
 def to_bfloat16(real):
-    """To nearest even, by integers: with the same bits on every device and in Triton's interpreter."""
+    """Round to nearest even in integer arithmetic: the same bits on every device and in Triton's interpreter."""
     if real.dtype == tl.bfloat16:
         return real
     else:
@@ -120,6 +120,6 @@ def load_scales(
 
 @triton.jit
 def times_scales(stored, scales):
-    """Numbers ``[N, 512]`` in float32 times the scales ``[N, 4]`` of their groups."""
+    """float32 numbers ``[N, 512]`` multiplied by the scales ``[N, 4]`` of their groups."""
     groups = tl.reshape(stored, (stored.shape[0], GROUPS, GROUP))
     return tl.reshape(groups * scales[:, :, None], stored.shape)

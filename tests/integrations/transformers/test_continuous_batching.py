@@ -120,9 +120,9 @@ def test_a_gpu_decodes_by_block_tables(name, monkeypatch):
 
 def test_other_calls_are_refused_clearly():
     model = use_paged_attention(tiny_model("llama"))
-    with pytest.raises(ValueError, match="cache: expected that of generate_batch"):
+    with pytest.raises(ValueError, match="cache: expected the cache of generate_batch"):
         model.generate(torch.tensor([PROMPTS[0]]), generation_config=GREEDY)
-    with pytest.raises(ValueError, match="attn_implementation: expected one of flash attention"):
+    with pytest.raises(ValueError, match="attn_implementation: expected a flash-attention implementation"):
         continuous_batching._not_called()
     model.set_attn_implementation("sdpa")
     assert model.generate(torch.tensor([PROMPTS[0]]), generation_config=GREEDY).shape == (1, 11)
@@ -137,7 +137,7 @@ def test_masks_are_refused():
 @pytest.mark.skipif(PAGE_SIZE == "block_size", reason="that version takes any name")
 def test_an_unknown_version_is_refused(monkeypatch):
     monkeypatch.delattr(flash, "_loaded_implementation")
-    with pytest.raises(ValueError, match=r"lacks \['_loaded_implementation'\]"):
+    with pytest.raises(ValueError, match=r"has no \['_loaded_implementation'\]"):
         use_paged_attention(tiny_model("llama"))
 
 

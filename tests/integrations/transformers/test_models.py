@@ -167,7 +167,7 @@ def test_frequencies_are_those_of_the_longest_text() -> None:
         assert paged.max_model_len == (max_model_len or 64)
         assert run_step(paged) == want
         model.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match=r"position embeddings are those of one length; .*unwrap\(\)"):
+        with pytest.raises(ValueError, match=r"position embeddings are fixed to one length; .*unwrap\(\)"):
             model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
         assert generate_by_transformers(paged.unwrap()) == short
     for max_model_len in (0, 65):
@@ -301,11 +301,11 @@ def looks_ahead() -> Any:
         (lambda: make_model("llama").train(), "model: expected evaluation mode"),
         (
             lambda: SimpleNamespace(get_base_model=lambda: None, config=SimpleNamespace()),
-            r"model: expected a model of transformers, got SimpleNamespace around one; give its get_base_model\(\)",
+            r"model: expected a model of transformers, got SimpleNamespace around one; pass its get_base_model\(\)",
         ),
         (
             lambda: on_two_devices(),
-            "model: expected the weights on one device, got LlamaForCausalLM on cpu, meta, as a",
+            "model: expected the weights on one device, got LlamaForCausalLM on cpu, meta; load it",
         ),
         (
             lambda: refused("RecurrentGemmaConfig", num_hidden_layers=3, lru_width=64),
@@ -363,7 +363,7 @@ def on_two_devices() -> Any:
 def test_a_cache_is_on_the_device_of_the_model() -> None:
     paged = PagedCausalLM(make_model("llama"))
     sizes = paged.num_layers, 4, 16, paged.num_kv_heads, paged.head_size
-    with pytest.raises(ValueError, match="kv_cache: expected one on cpu, as the model, got one on meta"):
+    with pytest.raises(ValueError, match="kv_cache: expected one on cpu, like the model, got one on meta"):
         paged.check_kv_cache(KVCache(*sizes, device="meta"))
 
 
@@ -420,7 +420,7 @@ def test_what_a_mask_asks_for_is_what_attention_applies() -> None:
         (overlaid, "asks for another mask"),
         (of_the_tokens, "asks for another mask"),
         (ahead, "asks for another mask"),
-        (changed, "a mask or a bias of its own making"),
+        (changed, "makes its own mask or bias"),
         (none, "attends without a mask"),
     ):
         with pytest.raises(ValueError, match=f"model: LlamaForCausalLM cannot be served: .*layers.0.* {message}"):
@@ -517,7 +517,9 @@ def test_a_model_whose_attention_was_changed_is_an_error(compiled: bool) -> None
     if compiled:
         paged.compile_layers()
     paged.model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=r'attends through "paged_ops", as it was wrapped, got "sdpa"; .*unwrap\(\)'):
+    with pytest.raises(
+        ValueError, match=r'attends through "paged_ops", as when it was wrapped, got "sdpa"; .*unwrap\(\)'
+    ):
         run_step(paged)
     if compiled:
         with pytest.raises(ValueError, match=r"its layers are compiled for paged attention; .*unwrap\(\)"):

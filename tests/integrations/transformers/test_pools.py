@@ -128,17 +128,20 @@ def test_a_cache_that_does_not_fit_the_model_is_refused() -> None:
     sizes = (paged.num_layers, 32, B, paged.num_kv_heads, paged.head_size)
     fits = paged.allocate_kv_cache(32, B)
     for cache, message in (
-        (KVCache(1, 32, B, 2, 16), "kv_cache: expected one of 2 layers, as the model has, got 1"),
+        (KVCache(1, 32, B, 2, 16), "kv_cache: expected one of 2 layers, like the model, got 1"),
         (KVCache(2, 32, B, 2, 8), "kv_cache: expected heads, head size and value head size"),
-        (KVCache(*sizes, sliding_window=WINDOW), r"kv_cache: expected sliding_window 0 \(0 is all\) .* layer 1"),
+        (
+            KVCache(*sizes, sliding_window=WINDOW),
+            r"kv_cache: expected sliding_window 0 \(0 keeps all blocks\), .* layer 1",
+        ),
         (KVCache(*sizes, attention_chunk=WINDOW), "kv_cache: expected attention_chunk 0"),
         (
             HybridCache.for_layers(*sizes, sliding_window=[0, WINDOW]),
-            r"kv_cache: expected pools of layers \(1, 0\), as the model's, got \(0, 1\)",
+            r"kv_cache: expected pools of layers \(1, 0\), like the model, got \(0, 1\)",
         ),
         (
             HybridCache.for_layers(*sizes, sliding_window=[WINDOW - 1, 0]),
-            "kv_cache: expected sliding_window 8 .* layer 0 sees so far, got 7",
+            "kv_cache: expected sliding_window 8 .* layer 0, got 7",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -169,7 +169,7 @@ def test_what_no_range_says_is_refused() -> None:
         paged.bidirectional_ranges([0] + [1] * (WINDOW + 1))  # Gemma-3 keeps its window within an image
     assert paged.bidirectional_ranges([0] + [1] * WINDOW) == [(1, WINDOW + 1)]
     assert paged.bidirectional_ranges([0, 0, 0]) == []
-    with pytest.raises(ValueError, match=r"token_type_ids: expected those of one prompt, \[n\], got shape \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"token_type_ids: expected one prompt's, \[n\], got shape \[1, 3\]"):
         paged.bidirectional_ranges(torch.ones(1, 3, dtype=torch.int64))
     paligemma_ = PagedCausalLM(made("paligemma")[0])
     with pytest.raises(ValueError, match="open within ranges of tokens, got another one from PaliGemma"):
@@ -182,7 +182,7 @@ def test_what_no_range_says_is_refused() -> None:
 def test_images_without_ranges_are_refused() -> None:
     model, prompt, _, _, images = made("gemma3")
     with pytest.raises(
-        ValueError, match="metadata: expected bidirectional_ranges beside pixel_values, as tokens of Gemma3"
+        ValueError, match="metadata: expected bidirectional_ranges with pixel_values, because tokens of Gemma3"
     ):
         generate(PagedCausalLM(model), [prompt], "no room", pixel_values=images)
 
@@ -201,7 +201,9 @@ def test_prompts_that_are_prefixes_need_ranges() -> None:
     paged = PagedCausalLM(model)
     with pytest.raises(ValueError, match=r"step: expected a model of causal prompts .*, got prefixes"):
         GenerationLoop(paged, paged.allocate_kv_cache(64, B))
-    with pytest.raises(ValueError, match="metadata: expected bidirectional_ranges beside a prompt, as tokens of PaliG"):
+    with pytest.raises(
+        ValueError, match="metadata: expected bidirectional_ranges with a prompt, because tokens of PaliG"
+    ):
         generate(paged, [text], "no room")
     tokens, _ = generate(paged, [text], [paged.bidirectional_ranges([0] * len(text))])
     assert tokens == [want["sdpa"]]
@@ -214,5 +216,7 @@ def test_prompts_that_are_prefixes_need_ranges() -> None:
 def test_masks_come_from_the_metadata_alone(name: str) -> None:
     model, prompt, _, _, _ = made("gemma3")
     paged = PagedCausalLM(model)
-    with pytest.raises(ValueError, match=f"{name}: expected none, as the metadata says which tokens see each other"):
+    with pytest.raises(
+        ValueError, match=f"{name}: expected none, because the metadata says which tokens see each other"
+    ):
         generate(paged, [prompt], None, **{name: torch.ones(1, len(prompt), dtype=torch.long)})

@@ -327,7 +327,7 @@ def test_an_abort_gives_the_slot_back() -> None:
 def test_a_step_that_fails_in_the_middle_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some layers have written the states of that step."""
     loop = make_loop("qwen3_next", max_num_tokens=16, max_num_seqs=8)
-    last_layer: Any = loop._eager_step.model.model.layers[-1]  # type: ignore[attr-defined]
+    last_layer: Any = loop._model._eager_step.model.model.layers[-1]  # type: ignore[attr-defined]
     own_forward, count = last_layer.forward, 0
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -416,12 +416,12 @@ def test_a_module_with_the_states_of_two_layers_is_refused() -> None:
 
     model.model.layers[2].conv = AsLayer()
     with pytest.raises(
-        ValueError, match="model: expected a module to keep the states of one layer, got one for several"
+        ValueError, match="model: expected a module to keep the states of one layer, got a module with several"
     ):
         StateLayers.find(model)
     shared.layer_idx = 0
     model.model.layers[2].conv = shared
-    with pytest.raises(ValueError, match=r"each state was to be written once a step, but .* is twice"):
+    with pytest.raises(ValueError, match=r"expected each state to be written once per step, but .* is written twice"):
         StateLayers.find(model)
 
 

@@ -122,7 +122,7 @@ def test_a_row_of_nan_is_an_error(paged: bool) -> None:
             logits[:, 2] = torch.nan
 
     where = "on a paged cache" if paged else "by itself"
-    with pytest.raises(ValueError, match=rf"without NaN, got NaN for tokens \[2.*\] of a trial from .* {where}"):
+    with pytest.raises(ValueError, match=rf"without NaN, got NaN for tokens \[2.*\] of a trial run from .* {where}"):
         PagedCausalLM(change_logits(model, change))
 
 
@@ -176,7 +176,7 @@ def test_why_logits_differ() -> None:
     roberta = transformers.RobertaConfig(
         vocab_size=V, hidden_size=C, num_hidden_layers=1, num_attention_heads=2, is_decoder=True
     )
-    with pytest.raises(ValueError, match="its first token has another position than 0"):
+    with pytest.raises(ValueError, match="the position of its first token is not 0"):
         PagedCausalLM(transformers.RobertaForCausalLM(roberta).eval())
     model = tiny()
     rotary = model.model.rotary_emb
@@ -185,5 +185,5 @@ def test_why_logits_differ() -> None:
         return types.MethodType(type(rotary).forward, rotary)(x, torch.arange(x.shape[1])[None])
 
     rotary.forward = forward
-    with pytest.raises(ValueError, match="it does not read position_ids"):
+    with pytest.raises(ValueError, match="it ignores position_ids"):
         PagedCausalLM(model)

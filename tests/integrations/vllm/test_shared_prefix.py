@@ -76,5 +76,5 @@ def test_other_shapes_are_refused():
     finder.find(torch.zeros(2, 5).int(), lens, starts)
     with pytest.raises(ValueError, match="block_tables: expected at most 2 rows"):
         finder.find(torch.zeros(3, 5).int(), torch.full((3,), 8).int(), torch.arange(4).int())
-    with pytest.raises(ValueError, match="block_tables: expected as many columns as before"):
+    with pytest.raises(ValueError, match="block_tables: expected the same number of columns as before"):
         finder.find(torch.zeros(2, 6).int(), lens, starts)

@@ -7,8 +7,8 @@ parts of units that shares divide.
 
 A producer warp loads query rows and latents by TMA. One warpgroup multiplies 64 query rows with the 64 keys of a tile
 and computes the softmax. Two more warpgroups multiply its weights with one half of the value columns each, so that the
-sums of 64 rows by 512 columns fit their registers. Meanwhile the first multiplies the next tile's keys. A tile has
-three parts (two halves of the latents, the rotated columns), each with its own ring.
+accumulators of 64 rows by 512 columns fit their registers. Meanwhile the first multiplies the next tile's keys. The two
+halves of the latents and the rotated columns have separate rings.
 
 If there are more heads than rows, the key tiles of one group of heads come first for all sequences (``heads_apart``):
 neighbouring programs then take the same tiles for different groups, and all but one find them in the L2 cache. Units of
@@ -66,7 +66,7 @@ STAGES = 2  # tiles in shared memory: what fits next to the query rows
 # serialises the matmuls (C7512): the kernel took up to 1.35 times as long with 168. Triton 3.9 needs more.
 REGISTERS = (192, 192, 24) if TRITON >= (3, 9) else (176, 176, 24)
 
-# What this kernel and that of latent_few.py apply, by the names of spec.needs.
+# What this kernel and latent_few.py apply, by the names of spec.needs.
 APPLIES = frozenset({"latent", "causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})
 
 
@@ -232,11 +232,11 @@ def multiply_keys(at, shared, zero):
 
 @gluon.jit
 def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's sums of
-    weights, and the decay of earlier sums.
+    """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's totals of
+    weights, and the factor of the accumulators.
 
-    A maximum that grows by at most SLACK stays in use, so that the sums need not be scaled. Weights are then at most
-    2^SLACK, and as exact (the idea is FlashAttention-4's).
+    A maximum that grows by at most SLACK stays in use, so that the accumulators need no scaling. Weights are then at
+    most 2^SLACK, and as exact (the idea is FlashAttention-4's).
     """
     if SOFT_CAP:
         qk = apply_soft_cap(qk, rows.cap)
@@ -249,9 +249,9 @@ def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr
     shift = roles.finite(m_new)
     p = gl.exp2(qk * rows.factor - shift[:, None])
     decay = gl.exp2(m - shift)
-    # Over the columns of a thread; the threads of a row are summed at the end.
-    sums = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return p, m_new, sums, decay
+    # Over the columns of a thread; the threads of a row are added at the end.
+    totals = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+    return p, m_new, totals, decay
 
 
 @gluon.jit
@@ -262,7 +262,7 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
     begin = tile * N
     if roles.is_masked(rows, tile, SPEC):
         kept = roles.keep(qk, rows, begin, 1, SPEC)
-        p, m_new, sums, decay = softmax_tile(qk, m, rows, kept, True, SOFT_CAP)
+        p, m_new, totals, decay = softmax_tile(qk, m, rows, kept, True, SOFT_CAP)
         if roles.has_unseen(rows, begin, N):
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
             stage = ring.stage_of(shared.left.ring, at)
@@ -272,17 +272,17 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
                 roles.zero_unseen(shared.right.tiles.index(stage).slice(key, 8, dim=0), begin + key, rows, layout)
             fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
     else:
-        p, m_new, sums, decay = softmax_tile(qk, m, rows, True, False, SOFT_CAP)
+        p, m_new, totals, decay = softmax_tile(qk, m, rows, True, False, SOFT_CAP)
     ring.wait_empty(shared.messages.ring, sent)
     shared.messages.weights.store(p.to(shared.messages.weights.dtype))
     roles.send_factors(shared.messages, sent, decay, m_new, m)
     ring.fill(shared.messages.ring, sent)
-    return m_new, l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + sums
+    return m_new, l * gl.convert_layout(decay, gl.SliceLayout(1, l.type.layout))[:, None] + totals
 
 
 @gluon.jit
 def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The weights of all tiles of a part, the factors of earlier sums, and lse."""
+    """Send the weights of all tiles of a part and the factors of the accumulators; store lse."""
     n, total, sent = counts
     factor, cap = args
     M: gl.constexpr = SHAPE.M

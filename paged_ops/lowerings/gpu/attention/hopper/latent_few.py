@@ -2,7 +2,7 @@
 
 A warpgroup's matmul has at least 64 rows, but may have as few as 8 columns. So with few query rows the keys of a tile,
 and then the value columns, are its rows (``S^T = K Q^T``, ``O^T = V^T P^T``), and the query rows are its columns. The
-sums of 16 rows by 512 columns fit one warpgroup, and the rows of two units take little shared memory next to two tiles.
+accumulators of 16 rows by 512 columns fit one warpgroup, and the rows of two units take little shared memory.
 
 One program per multiprocessor takes an equal contiguous share of the key tiles of all units, as in latent.py. A tile is
 chunks of 64 keys by 64 columns: the rotated columns first, then the latents. A producer warp loads them by TMA, and
@@ -159,8 +159,8 @@ def multiply_values(acc, decay, place, shared, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def softmax_tile(qk, m, factor, cap, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """The weights of a tile ``[N, M]`` (unnormalised, to base 2), each row's maximum, and the decay of earlier sums.
-    All sums are scaled anyway, so the maximum has no slack as in latent.py."""
+    """The weights of a tile ``[N, M]`` (unnormalised, to base 2), each row's maximum, and the factor of the
+    accumulators. They are always scaled: a maximum with slack, as in latent.py, would save nothing."""
     if SOFT_CAP:
         qk = apply_soft_cap(qk, cap)
     if MASKED:
@@ -195,7 +195,7 @@ def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl
     rows = roles.rows_of(part, r, factor, cap, batch.numbers, SPEC, SHAPE)
     zero = gl.full([N, M], 0.0, gl.float32, layout)
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
-    l = zero  # each thread's sums of weights
+    l = zero  # each thread's totals of weights
     acc = (zero, zero, zero, zero, zero, zero, zero, zero)
     ring.wait_full(shared.q_ring, n)
     for t in range(part.seen):

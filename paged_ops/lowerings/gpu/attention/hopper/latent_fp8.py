@@ -133,9 +133,9 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
 
 @gluon.jit
 def prepare_rows(n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Query rows in float16, each divided by a power of two, in the order of the keys' columns: of every chunk the
-    first two of every four columns, and the others. Those for rotated keys that are not fp8 keep their type and order.
-    Returns the powers ``[M]``."""
+    """Convert query rows to float16, each divided by a power of two, in the order of the keys' columns: per chunk, the
+    first two of every four columns, then the other two. Columns for rotated keys that are not fp8 keep their type and
+    order. Returns the powers ``[M]``."""
     SCALED: gl.constexpr = SPEC.storage.row_scales
     M: gl.constexpr = SHAPE.M
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -206,8 +206,8 @@ def multiply_scaled_keys(place, n, scales, zero, shared, SHAPE: gl.constexpr):
 
 @gluon.jit
 def load_scales(place, begin, rows, shared, key_layout: gl.constexpr, N: gl.constexpr):
-    """The four scales ``[N]`` of each key, 0 of those that no row sees, and an exponent (to base 2, biased) whose
-    power is larger than they are, if they are usual numbers."""
+    """The four scales ``[N]`` of each key, 0 for keys that no row sees, and a biased exponent: its power of two is
+    larger than normal scales."""
     layout: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [N, 4]
     )
@@ -227,10 +227,10 @@ def load_scales(place, begin, rows, shared, key_layout: gl.constexpr, N: gl.cons
 
 @gluon.jit
 def softmax_tile(qk, m, factor, cap, exponent, kept, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """As in latent.py, of a tile ``[N, M]``, with a factor per row; the sums are of the keys of a thread.
+    """As in latent.py, for a tile ``[N, M]``, with a factor per row; totals are over the keys of a thread.
 
-    With scales the weights are those of the values, which are divided by ``2^(exponent - 126)`` of their key: the
-    logits grow by that power's logarithm, so that a maximum keeps the weights in float16's range.
+    With scales each key's weight is multiplied by ``2^(exponent - 126)``, and its values are divided by it: the logits
+    grow by the power's logarithm, so that the maximum keeps the weights in float16's range.
     """
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     SCALED: gl.constexpr = SPEC.storage.row_scales
@@ -255,13 +255,13 @@ def softmax_tile(qk, m, factor, cap, exponent, kept, MASKED: gl.constexpr, SPEC:
     weights = p
     if SCALED:
         weights = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    sums = gl.sum(weights.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
-    return p, m_new, sums, gl.exp2(m - shift)
+    totals = gl.sum(weights.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
+    return p, m_new, totals, gl.exp2(m - shift)
 
 
 @gluon.jit
 def store_weights(p, scales, exponent, place, weights, SCALED: gl.constexpr):
-    """Store the weights of a tile in float16; with scales those of each group, times its scales."""
+    """Store the weights of a tile in float16; with scales once per group, multiplied by its scales."""
     if SCALED:
         p = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
         for g in gl.static_range(GROUPS):
@@ -272,7 +272,7 @@ def store_weights(p, scales, exponent, place, weights, SCALED: gl.constexpr):
 
 @gluon.jit
 def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The weights of all tiles of a part, the factors of earlier sums, and lse."""
+    """Send the weights of all tiles of a part and the factors of the accumulators; store lse."""
     n, at, sent = counts
     scale, cap, k_scale = args
     messages = shared.messages
@@ -303,9 +303,9 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
             ring.release(shared.q_ring, n)
         if roles.is_masked(rows, tile, SPEC):
             kept = roles.keep(qk, rows, tile * N, 0, SPEC)
-            p, m_new, sums, decay = softmax_tile(qk, m, factor, cap, exponent, kept, True, SPEC)
+            p, m_new, totals, decay = softmax_tile(qk, m, factor, cap, exponent, kept, True, SPEC)
         else:
-            p, m_new, sums, decay = softmax_tile(qk, m, factor, cap, exponent, True, False, SPEC)
+            p, m_new, totals, decay = softmax_tile(qk, m, factor, cap, exponent, True, False, SPEC)
         ring.wait_empty(messages.ring, sent)
         store_weights(p, scales, exponent, ring.stage_of(messages.ring, sent), messages.weights, SCALED)
         roles.send_factors(messages, sent, decay, m_new, m)
@@ -313,7 +313,7 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         ring.fill(messages.ring, sent)
         m = m_new
         l_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, l.type.layout))
-        l = l * gl.convert_layout(decay, l_layout)[None, :][None, :, :] + sums
+        l = l * gl.convert_layout(decay, l_layout)[None, :][None, :, :] + totals
         sent += 1
         at += 1
     head = part.kh * SPEC.G + r % SPEC.G
@@ -354,16 +354,16 @@ def load_values(
 
 
 @gluon.jit
-def multiply_values(even_sums, odd_sums, even, odd, weights, key: gl.constexpr):
-    """Add the values of some keys, multiplied by their weights, to the sums ``[64, M]`` of even and odd columns."""
+def multiply_values(even_acc, odd_acc, even, odd, weights, key: gl.constexpr):
+    """Add the values of some keys, multiplied by their weights, to the accumulators of even and odd columns."""
     weights = weights.slice(key, KEYS, dim=0)
-    even_sums = warpgroup_mma(even, weights, even_sums, is_async=True)
-    return even_sums, warpgroup_mma(odd, weights, odd_sums, is_async=True)
+    even_acc = warpgroup_mma(even, weights, even_acc, is_async=True)
+    return even_acc, warpgroup_mma(odd, weights, odd_acc, is_async=True)
 
 
 @gluon.jit
 def store_columns(to, row, live, acc, factor, G0: gl.constexpr):
-    """Store the sums ``[64, M]`` of the even and the odd columns of two groups, from group G0 on."""
+    """Store the accumulators ``[64, M]`` of the even and the odd columns of two groups, from group G0 on."""
     for n in gl.static_range(4):
         d = (G0 + n // 2) * 128 + n % 2 + 2 * gl.arange(0, 64, gl.SliceLayout(1, acc[n].type.layout))
         value = (acc[n] * factor[None, :]).to(to.dtype.element_ty)

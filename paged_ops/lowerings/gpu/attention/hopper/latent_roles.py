@@ -1,5 +1,5 @@
-"""What the roles of the latent Hopper kernels share: page addresses, masks, softmax, messages between warpgroups, and
-where results are stored.
+"""Helpers for the roles of the latent Hopper kernels: page addresses, masks, softmax, messages between warpgroups, and
+stores.
 
 Letters, and the roles of warps: see latent.py. AXIS is the axis of the keys in a tile of scores: 1 of ``[M, N]``, 0 of
 ``[N, M]``.
@@ -155,7 +155,7 @@ def add_sink(m, l, head, part, tensors, SPEC: gl.constexpr):
 
 @gluon.jit
 def normalizer(l, decay):
-    """The factor of a unit's sums: 0 for a row that has seen no key. NaN stays NaN."""
+    """The factor of a unit's accumulators: 0 for a row that has seen no key. NaN stays NaN."""
     return gl.where(l != 0.0, decay / gl.where(l != 0.0, l, 1.0), 0.0)
 
 
@@ -198,18 +198,18 @@ def store_lse(lse2, part, r, tensors, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 class Messages(NamedTuple):
-    """What the warpgroup that computes scores sends to the two that sum values: one message per tile, and one at the
-    end of a part, with the factors of its result."""
+    """Messages from the warpgroup of the scores to the two warpgroups of the values: one per tile, and one at the end
+    of a part, with the factors of its result."""
 
     weights: Any  # of the keys of a tile
-    factors: Any  # of the sums so far
+    factors: Any  # of the accumulators
     changed: Any  # per warp: whether a factor of its rows is not 1
     ring: Any
 
 
 @gluon.jit
 def send_factors(messages, n, factors, m_new, m):
-    """Store the factors of the sums so far in the n-th message."""
+    """Store the factors of the accumulators in the n-th message."""
     place = stage_of(messages.ring, n)
     messages.factors.index(place).store(factors)
     changed = (m_new != m).to(gl.int32)
@@ -235,7 +235,7 @@ def receive_last(messages, n, layout: gl.constexpr):
 
 @gluon.jit
 def load_factors(messages, n, layout: gl.constexpr):
-    """The factors of the sums so far, and whether one of them is not 1."""
+    """The factors of the accumulators, and whether one of them is not 1."""
     place = stage_of(messages.ring, n)
     factors = messages.factors.index(place).load(layout)
     return factors, gl.max(messages.changed.index(place).load(gl.BlockedLayout([4], [32], [4], [0])), 0)

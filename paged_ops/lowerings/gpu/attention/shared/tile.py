@@ -13,9 +13,6 @@ import triton
 import triton.language as tl
 
 from paged_ops.lowerings.gpu.attention.shared.masks import MASKS_APPLIED, keep, only_seen, place_of
-from paged_ops.lowerings.gpu.attention.shared.masks import (
-    oldest_key as oldest_key,  # for kernels that still import it here
-)
 from paged_ops.lowerings.gpu.fp8 import E4M3FN, decode_fp8, encode_fp8, widen_fp8, widen_pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)

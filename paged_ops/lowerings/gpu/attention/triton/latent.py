@@ -1,16 +1,16 @@
 """Latent attention (MLA) on GPUs: decode, speculative widths and prefill over a cache ``[N, B, R + P]``.
 
 Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`; also R compressed and P rotated columns. Keys are whole
-rows of the cache and values their first R columns, for all H query heads: a tile of latents is loaded once, is
-multiplied with the queries as keys, and with the weights as values.
+rows of the cache and values their first R columns, for all H query heads: a tile of latents is loaded once, and serves
+as keys and as values.
 
-Query heads are cut into groups, which take the place of key/value heads: a tile has M packed rows, of one group and as
-many tokens as fit. The last group may have fewer heads than the others. So units, shares and parts are those of
-decode.py, and its merge_kernel combines the parts. All groups of a sequence read the same latents, from the L2 cache
-but for the first. There is no other kernel for long queries: with M = 64 rows they use the tensor cores, too.
+Groups of query heads replace key/value heads: a tile has M packed rows, of one group and as many tokens as fit. The
+last group may have fewer heads. Units, shares and parts are the same as in decode.py, whose merge_kernel merges the
+parts. All groups of a sequence read the same latents, all but the first from the L2 cache. Long queries take this
+kernel, too: with M = 64 rows they use the tensor cores.
 
-A row takes ``2 * (2R + P)`` floating-point operations per key, which is ``(R + P) * itemsize`` bytes. Idea: the
-absorbed form of DeepSeek-V2 (arXiv:2405.04434), in which the latents are keys and values.
+A row takes ``2 * (2R + P)`` FLOPs per key of ``(R + P) * itemsize`` bytes. Idea: the absorbed form of DeepSeek-V2
+(arXiv:2405.04434), where the latents are keys and values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LARGEST_LATENT, LARGEST_ROTATED = 512, 128
 
 
 def too_large(R: int | None, P: int | None) -> list[str]:
-    """Why no tile holds latents of these sizes; None: not known."""
+    """The reasons why no tile fits latents of these sizes; None: size not known."""
     sizes = (("value_head_size", R, LARGEST_LATENT), ("head_size - value_head_size", P, LARGEST_ROTATED))
     return [f"{name}: at most {most} of a latent cache, got {size}" for name, size, most in sizes if (size or 0) > most]
 
@@ -97,7 +97,7 @@ def in_groups(spec: Spec, rows: int) -> Spec:
 
 
 def tile_shape(tile: tuning.Tile, spec: Spec) -> TileShape:
-    """The shape of a tile, whose D is the padded P here."""
+    """The shape of a tile; its D is the padded P."""
     assert spec.rotated is not None, "a latent cache"
     itemsize = spec.storage.dtype.itemsize
     P, R = (tuning.padded(size, itemsize) for size in (spec.rotated.size, spec.v_side.size))
@@ -176,7 +176,7 @@ def latent_kernel(
         keys = Keys(seq_len, hidden, block_table, tensors.key_cache, first_rotated)
         acc, m, l = nothing_seen(M, R_PAD, 0)
         seen_end = stop
-        if MASKS.causal and MASKS.ranges == 0:  # its last row sees no later key
+        if MASKS.causal and MASKS.ranges == 0:  # the last row sees no later key
             last_token = tl.minimum(first_token + TOKENS, q_len)
             seen_end = tl.minimum(stop, tl.cdiv(tl.maximum(seq_len - q_len + last_token, 0), N))
         for each in range(tile, seen_end):
