@@ -131,9 +131,9 @@ def test_each_tile_has_one_program(heads, tokens, lens, masks, monkeypatch):
 
 def test_leaves_to_others():
     of_call, _ = planned(71, 1, 4, 4, bidirectional_ranges=torch.zeros(4, 1, 2, dtype=torch.int32))
-    assert shares.serves(of_call, H200) == ["ranges: not applied by this kernel"]
+    assert [reason.split(":")[0] for reason in shares.serves(of_call, H200)] == ["ranges"]
     of_call, _ = planned(71, 1, 4, 4, alibi_slopes=torch.zeros(71))
-    assert "alibi: not applied by this kernel" in shares.serves(of_call, H200)
+    assert "alibi" in [reason.split(":")[0] for reason in shares.serves(of_call, H200)]
     of_call, _ = planned(32, 8, 64, 64, sliding_window=100)
     assert not shares.tile_rows(of_call, 64, 64)
     of_call, _ = planned(71, 1, 4, 4, D=96)

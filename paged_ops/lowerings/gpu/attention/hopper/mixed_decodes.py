@@ -77,16 +77,17 @@ def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
 def load_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to copy a tile of keys, or of values: chunks ``at`` and following."""
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    MATRIX: gl.constexpr = COLUMNS.matrix
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     j = (tile * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
-    rows = rows_of(ids, part.kh, j, lane, PAGES, COLUMNS.matrix, 1)
+    rows = rows_of(ids, part.kh, j, lane, PAGES, MATRIX, 1)
     for chunk in gl.static_range(COLUMNS.size // WIDTH):
         wait_empty(chunks.ring, at + chunk)
         full = full_of(chunks.ring, at + chunk)
         mbarrier.expect(full, SHAPE.N * WIDTH * 2)
         for page in gl.static_range(PAGES):
             to = chunks.pages.index(stage_of(chunks.ring, at + chunk) * PAGES + page)
-            load_box(desc, [rows[page], part.kh * COLUMNS.matrix.columns_head + chunk * WIDTH], full, to)
+            load_box(desc, [rows[page], part.kh * MATRIX.columns_head + chunk * WIDTH], full, to)
 
 
 @gluon.jit
