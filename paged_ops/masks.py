@@ -31,7 +31,8 @@ def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
 
 
 def oldest_key(i: int, window: int, chunk: int) -> int:
-    """The first key that a causal query at position ``i`` sees through window and chunk; 0 is off."""
+    """The first key that a causal query at position ``i`` sees through window and chunk, first tokens aside; 0 is
+    off."""
     of_window = i - window + 1 if window else 0
     of_chunk = i // chunk * chunk if chunk else 0
     return max(of_window, of_chunk, 0)
