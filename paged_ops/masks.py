@@ -31,7 +31,8 @@ def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
 
 
 def oldest_key(i: int, window: int, chunk: int) -> int:
-    """The first visible key of a causal query at position ``i`` with a window and a chunk (0: off)."""
+    """The first visible key of a causal query at position ``i`` with a window and a chunk (0: off), not counting the
+    first tokens of ``num_first_tokens``."""
     of_window = i - window + 1 if window else 0
     of_chunk = i // chunk * chunk if chunk else 0
     return max(of_window, of_chunk, 0)

@@ -125,7 +125,7 @@ def described(
         query_cell=CELLS.index(query.dtype),
         out_cell=CELLS.index(out),
         causal=f.causal,
-        window=f.sliding_window,
+        window=min(f.sliding_window, 2**31 - 1),  # as positions, so that differences do not overflow
         chunk=f.attention_chunk,
         first_tokens=f.num_first_tokens if f.sliding_window else 0,
         R=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
