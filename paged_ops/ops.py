@@ -174,7 +174,8 @@ def paged_attention(
             keys, and whose ``k_scale`` is that of both; other forms show their own Dv, which it must equal if given.
         num_first_tokens: with a window, keys ``j < num_first_tokens`` are seen past the window (StreamingLLM; Xiao et
             al. 2023, arXiv:2309.17453). Positions stay absolute, and the other masks hold. Without a window it changes
-            nothing. Blocks between the first tokens and the window are not read. GPU kernels compile for the number.
+            nothing. Blocks between the first tokens and the window are not read. ``KVCache`` and ``HybridCache`` free
+            them, and keep the others, if they get the same number. GPU kernels compile for the number.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.

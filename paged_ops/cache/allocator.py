@@ -10,9 +10,9 @@ Letters: N blocks, B tokens per block.
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept
+from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept, num_first_blocks
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.prefixes import Prefix, PrefixIndex, servable_lengths
@@ -27,7 +27,7 @@ class _Sequence:
     num_computed: int  # tokens whose keys and values an issued step wrote
     num_reserved: int  # tokens that have slots, computed ones included
     prefixes: list[Prefix]  # the root, then one for each full block of computed tokens
-    first_block: int = 0  # the index of blocks[0] in the sequence: earlier blocks were freed
+    num_freed: int = 0  # blocks freed, counted from the one after the first tokens; `blocks` does not have them
     swapped: bool = False
 
 
@@ -44,9 +44,10 @@ class BlockAllocator:
 
     With a ``sliding_window`` w or an ``attention_chunk`` c (0 is none) each layer sees no further than that: the query
     at position i sees the keys j > i - w, and the keys of its own chunk, j // c = i // c. Then a commit frees the
-    blocks that no later token can see. Their entries in the block table name the sequence's oldest block instead, as
-    kernels may read masked keys. A prefix is shared if the blocks within reach of its end are in the cache. The
-    slots of a prompt can be reserved in parts (``first_chunk``, ``reserve``), so that it may be longer than the cache.
+    blocks that no later token can see; with a window, the blocks of the first ``num_first_tokens`` stay. Kernels may
+    read masked keys, so the block table names the oldest block within reach in place of freed ones. A prefix is shared
+    if the cache has all blocks that its end sees. The slots of a prompt can be reserved in parts (``first_chunk``,
+    ``reserve``), so that it may be longer than the cache.
 
     Work is assumed to run in the order of its issue (one stream): a step sees all writes of earlier steps. Methods
     raise ``ValueError`` for a ``seq_id`` that is unknown, swapped out, or not new where a new one is needed, and
@@ -61,12 +62,15 @@ class BlockAllocator:
         *,
         sliding_window: int = 0,
         attention_chunk: int = 0,
+        num_first_tokens: int = 0,
     ) -> None:
-        at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        at_least(0, num_blocks=num_blocks, num_host_blocks=num_host_blocks, num_first_tokens=num_first_tokens)
         at_least(0, sliding_window=sliding_window, attention_chunk=attention_chunk)
         at_least(1, block_size=block_size)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.sliding_window, self.attention_chunk = sliding_window, attention_chunk
+        self.num_first_tokens = num_first_tokens
+        self._num_first = num_first_blocks(block_size, sliding_window, num_first_tokens)
         self._forgets = bool(sliding_window or attention_chunk)
         self.pool, self.host_pool = BlockPool(num_blocks, "device"), BlockPool(num_host_blocks, "host")
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -103,8 +107,8 @@ class BlockAllocator:
         prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
         blocks = self.pool.take(plan)
         num_cached = (len(prefixes) - 1) * self.block_size
-        first = self._first_block(num_cached)
-        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, first)
+        num_freed = self._num_freed(num_cached)
+        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, num_freed)
         self._counts["admitted_tokens"] += len(tokens)
         self._counts["hit_tokens"] += num_cached
         return num_cached
@@ -126,7 +130,7 @@ class BlockAllocator:
     def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
         """The numbers of leading tokens that ``admit`` could find in the cache now, from 0 up."""
         blocks = self._chain(list(map(int, token_ids)), extra_key)[1]
-        return [length * self.block_size for length in servable_lengths(blocks, self.block_size, self._first_block)]
+        return [length * self.block_size for length in self._servable(blocks)]
 
     def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
         """Reserves slots for the next ``num_tokens`` uncomputed tokens of a prompt admitted with a ``first_chunk``."""
@@ -142,7 +146,7 @@ class BlockAllocator:
     def num_reservable(self, seq_id: Hashable) -> int:
         """How many of the tokens that are not computed have slots, or would find the blocks for them now."""
         seq = self._live(seq_id)
-        most = (seq.first_block + len(seq.blocks) + self.pool.num_free) * self.block_size
+        most = (seq.num_freed + len(seq.blocks) + self.pool.num_free) * self.block_size
         return max(seq.num_reserved, min(most, len(seq.tokens))) - seq.num_computed
 
     def append(self, seq_id: Hashable, token_ids: Iterable[int]) -> None:
@@ -176,7 +180,7 @@ class BlockAllocator:
         if num_full > num_known:
             self._prefixes.extend(seq.prefixes, seq.tokens, num_full)
             for index in range(num_known, num_full):
-                self.pool.remember(seq.blocks[index - seq.first_block], seq.prefixes[index + 1])
+                self.pool.remember(seq.blocks[index - seq.num_freed], seq.prefixes[index + 1])
         if self._forgets:
             self._give_back(seq_id, seq)
 
@@ -186,7 +190,7 @@ class BlockAllocator:
         reserved = seq.num_reserved - seq.num_computed
         if not 0 <= num_written <= reserved:
             raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
-        if num_written and seq.blocks[seq.num_computed // self.block_size - seq.first_block] in self._copies:
+        if num_written and seq.blocks[seq.num_computed // self.block_size - seq.num_freed] in self._copies:
             raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
         return seq
 
@@ -202,7 +206,7 @@ class BlockAllocator:
             raise ValueError(f"num_tokens: expected {committed}, got {num_tokens}")
         del seq.tokens[num_tokens:]
         seq.num_reserved = min(seq.num_reserved, num_tokens)
-        while len(seq.blocks) > self._num_blocks(seq.num_reserved) - seq.first_block:
+        while len(seq.blocks) > self._num_blocks(seq.num_reserved) - seq.num_freed:
             self._release(seq.blocks.pop())
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
@@ -249,7 +253,7 @@ class BlockAllocator:
         for seq in self._sequences.values():
             seq.num_reserved = min(seq.num_reserved, len(seq.tokens))
             num_tokens = seq.num_computed if seq.swapped else seq.num_reserved
-            del seq.blocks[self._num_blocks(num_tokens) - seq.first_block :]
+            del seq.blocks[self._num_blocks(num_tokens) - seq.num_freed :]
             owners[seq.swapped].update(seq.blocks)
         for block in [block for block in self._copies if not owners[False][block]]:
             del self._copies[block]
@@ -258,7 +262,7 @@ class BlockAllocator:
         self.host_pool.recover(owners[True])
         for seq in self._sequences.values():
             self._prefixes.extend(seq.prefixes, seq.tokens, seq.num_computed // self.block_size)
-            for block, prefix in zip(seq.blocks, seq.prefixes[1 + seq.first_block :], strict=False):
+            for block, prefix in zip(seq.blocks, self._kept(seq.prefixes[1:], seq.num_freed), strict=False):
                 (self.host_pool if seq.swapped else self.pool).remember(block, prefix)
 
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
@@ -304,9 +308,9 @@ class BlockAllocator:
         return pairs
 
     def block_ids(self, seq_id: Hashable) -> list[int]:
-        """The sequence's row of the block table. It names the oldest block in place of freed blocks."""
-        seq = self._live(seq_id)
-        return seq.blocks[:1] * seq.first_block + seq.blocks
+        """The sequence's row of the block table. In place of freed blocks it names the oldest block within reach."""
+        seq, first = self._live(seq_id), self._num_first
+        return seq.blocks[:first] + seq.blocks[first : first + 1] * seq.num_freed + seq.blocks[first:]
 
     @property
     def reserves_in_parts(self) -> bool:
@@ -314,20 +318,21 @@ class BlockAllocator:
         return self._forgets
 
     def num_given_back(self, seq_id: Hashable) -> int:
-        """How many blocks at its start a sequence has freed. ``block_ids`` changes only with this number and the number
-        of slots."""
-        return self._live(seq_id).first_block
+        """How many blocks a sequence has freed. ``block_ids`` changes only with this number and the number of slots."""
+        return self._live(seq_id).num_freed
 
     def slots(self, seq_id: Hashable, start: int | None = None, stop: int | None = None) -> list[int]:
         """The slots (block · B + offset) of tokens start..stop-1; by default, of the uncommitted reserved tokens."""
         seq = self._live(seq_id)
         start, stop = seq.num_computed if start is None else start, seq.num_reserved if stop is None else stop
-        size = self.block_size
-        first = seq.first_block * size
-        if not first <= start <= stop <= seq.num_reserved:
-            has_slots = f"{first}..{seq.num_reserved} (the tokens of {seq_id!r} that have slots)"
+        size, first = self.block_size, self._num_first
+        freed = range(first * size, (first + seq.num_freed) * size)
+        if not 0 <= start <= stop <= seq.num_reserved or (freed and start < freed.stop and stop > freed.start):
+            kept = f"0..{freed.start} or {freed.stop}" if freed and first else str(freed.stop if freed else 0)
+            has_slots = f"{kept}..{seq.num_reserved} (the tokens of {seq_id!r} that have slots)"
             raise ValueError(f"start, stop: expected a range within {has_slots}, got {start}..{stop}")
-        return [seq.blocks[(at - first) // size] * size + at % size for at in range(start, stop)]
+        gone = seq.num_freed if start >= freed.stop else 0
+        return [seq.blocks[at // size - gone] * size + at % size for at in range(start, stop)]
 
     def num_tokens(self, seq_id: Hashable) -> int:
         """Tokens of the sequence: computed and reserved."""
@@ -340,7 +345,7 @@ class BlockAllocator:
     @property
     def max_seq_len(self) -> int:
         """The longest sequence that the cache can hold if there is no other."""
-        reach = self.sliding_window, self.attention_chunk
+        reach = self.sliding_window, self.attention_chunk, self.num_first_tokens
         if self._forgets and self.num_blocks >= most_blocks_kept(self.block_size, *reach):
             return 2**31 - 1  # lengths are int32
         return self.num_blocks * self.block_size
@@ -364,17 +369,7 @@ class BlockAllocator:
 
     def stats(self) -> CacheStats:
         """Counts for logs and tests; O(N)."""
-        pool, host = self.pool, self.host_pool
-        return CacheStats(
-            num_blocks=pool.num_blocks,
-            used_blocks=pool.num_blocks - pool.num_free,
-            free_blocks=pool.num_free,
-            idle_blocks=pool.num_idle,
-            shared_blocks=sum(count > 1 for count in pool.ref_counts),
-            host_used_blocks=host.num_blocks - host.num_free,
-            host_free_blocks=host.num_free,
-            **self._counts,
-        )
+        return CacheStats.of(self.pool, self.host_pool, **self._counts)
 
     def _get(self, seq_id: Hashable) -> _Sequence:
         seq = self._sequences.get(seq_id)
@@ -402,17 +397,23 @@ class BlockAllocator:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _first_block(self, num_computed: int) -> int:
-        """The oldest block that tokens from ``num_computed`` on see. The newest block always stays, to fill the row."""
+    def _num_freed(self, num_computed: int) -> int:
+        """Counts blocks after the first tokens that no token from ``num_computed`` on sees; the newest always stays."""
         oldest = oldest_key(num_computed, self.sliding_window, self.attention_chunk)
-        return max(0, min(oldest, num_computed - 1)) // self.block_size
+        return max(0, min(oldest, num_computed - 1) // self.block_size - self._num_first)
+
+    def _kept(self, of_blocks: list[Any], num_freed: int) -> list[Any]:
+        return of_blocks[: self._num_first] + of_blocks[self._num_first + num_freed :]
+
+    def _servable(self, blocks: list[int | None]) -> list[int]:
+        return servable_lengths(blocks, self.block_size, self._num_first, self._num_freed)
 
     def _give_back(self, seq_id: Hashable, seq: _Sequence) -> None:
-        first_block = self._first_block(seq.num_computed)
-        if count := first_block - seq.first_block:
-            unseen = seq.blocks[:count]
+        num_freed = self._num_freed(seq.num_computed)
+        if count := num_freed - seq.num_freed:
+            unseen = seq.blocks[self._num_first : self._num_first + count]
             # one assignment, so that an interrupt leaves both as they were or both changed
-            self._sequences[seq_id] = replace(seq, blocks=seq.blocks[count:], first_block=first_block)
+            self._sequences[seq_id] = replace(seq, blocks=self._kept(seq.blocks, count), num_freed=num_freed)
             for block in unseen:
                 self._release(block)
 
@@ -437,30 +438,27 @@ class BlockAllocator:
         """The prefixes that an admission finds, its request to the pool, and how many tokens get slots."""
         prefixes, blocks = self._chain(tokens, extra_key)
         most = len(blocks) if max_cached is None else max_cached // self.block_size
-        length = max(
-            length for length in servable_lengths(blocks, self.block_size, self._first_block) if length <= most
-        )
+        length = max(length for length in self._servable(blocks) if length <= most)
         num_reserved = len(tokens)
         if first_chunk is not None:
             at_least(1, first_chunk=first_chunk)
             if self._forgets:
                 num_reserved = min(num_reserved, length * self.block_size + first_chunk)
-        found = blocks[self._first_block(length * self.block_size) : length]
+        found = self._kept(blocks[:length], self._num_freed(length * self.block_size))
         fresh: list[int | None] = [None] * (self._num_blocks(num_reserved) - length)
         return prefixes[: length + 1], found + fresh, num_reserved
 
     def _num_missing(self, seq: _Sequence, num_tokens: int) -> int:
         """The number of further blocks that the sequence needs to have ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size) - seq.first_block - len(seq.blocks)
+        return -(-num_tokens // self.block_size) - seq.num_freed - len(seq.blocks)
 
     def _growth(self, seq: _Sequence, num_tokens: int) -> tuple[bool, int]:
         """Whether an append must copy the last block first, and how many fresh blocks it needs in all."""
         if num_tokens < 0:
             at_least(0, num_tokens=num_tokens)
         copies_tail = False
-        if num_tokens and seq.num_reserved % self.block_size and self.pool.ref_counts[seq.blocks[-1]] > 1:
-            held = sum(source == seq.blocks[-1] for source in self._copies.values())
-            copies_tail = self.pool.ref_counts[seq.blocks[-1]] - held > 1
+        if num_tokens and seq.num_reserved % self.block_size and (owners := self.pool.ref_counts[seq.blocks[-1]]) > 1:
+            copies_tail = owners - sum(source == seq.blocks[-1] for source in self._copies.values()) > 1
         return copies_tail, self._num_missing(seq, len(seq.tokens) + num_tokens) + copies_tail
 
     def _release(self, block: int) -> None:
@@ -470,8 +468,8 @@ class BlockAllocator:
     def _swap_plan(self, seq: _Sequence) -> list[int | None]:
         """What to take from the other memory. The host holds only computed tokens, the device also reserved ones."""
         target, num_tokens = (self.pool, seq.num_reserved) if seq.swapped else (self.host_pool, seq.num_computed)
-        found = [target.find(prefix) for prefix in seq.prefixes[1 + seq.first_block :]]
-        return found + [None] * (self._num_blocks(num_tokens) - seq.first_block - len(found))
+        found = [target.find(prefix) for prefix in self._kept(seq.prefixes[1:], seq.num_freed)]
+        return found + [None] * (self._num_blocks(num_tokens) - seq.num_freed - len(found))
 
     def _move(self, seq_id: Hashable, seq: _Sequence) -> list[tuple[int, int]]:
         source, target = (self.host_pool, self.pool) if seq.swapped else (self.pool, self.host_pool)
@@ -485,7 +483,7 @@ class BlockAllocator:
             for block in reversed(blocks):
                 target.release(block)
             raise
-        for block, prefix in zip(blocks, seq.prefixes[1 + seq.first_block :], strict=False):
+        for block, prefix in zip(blocks, self._kept(seq.prefixes[1:], seq.num_freed), strict=False):
             target.remember(block, prefix)
         for block in reversed(seq.blocks):
             source.release(block)

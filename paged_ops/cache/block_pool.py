@@ -3,6 +3,8 @@
 Letters: N blocks, B tokens per block.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,8 +153,27 @@ class CacheStats:
     swapped_out_blocks: int  # moved to the host; blocks whose content was there already are not counted
     swapped_in_blocks: int
 
+    @classmethod
+    def of(cls, pool: BlockPool, host: BlockPool, **counts: int) -> CacheStats:
+        """The counts of both pools at this moment, next to ``counts`` of what happened."""
+        return cls(
+            num_blocks=pool.num_blocks,
+            used_blocks=pool.num_blocks - pool.num_free,
+            free_blocks=pool.num_free,
+            idle_blocks=pool.num_idle,
+            shared_blocks=sum(count > 1 for count in pool.ref_counts),
+            host_used_blocks=host.num_blocks - host.num_free,
+            host_free_blocks=host.num_free,
+            **counts,
+        )
 
-def most_blocks_kept(block_size: int, sliding_window: int, attention_chunk: int) -> int:
+
+def num_first_blocks(block_size: int, sliding_window: int, num_first_tokens: int) -> int:
+    """The number of blocks that hold the first tokens; 0 without a window, where these change nothing."""
+    return -(-num_first_tokens // block_size) if sliding_window else 0
+
+
+def most_blocks_kept(block_size: int, sliding_window: int, attention_chunk: int, num_first_tokens: int = 0) -> int:
     """The most blocks that a decoding sequence owns, at the worst position of its window or chunk; not both are 0."""
     of_window = -(-(sliding_window - 1) // block_size) + 1
     of_chunk = (
@@ -161,4 +182,5 @@ def most_blocks_kept(block_size: int, sliding_window: int, attention_chunk: int)
         else -(-(attention_chunk - 1) // block_size) + 1
     )
     kept = min(blocks for blocks, reach in ((of_window, sliding_window), (of_chunk, attention_chunk)) if reach)
-    return max(kept, 2)  # the newest block stays while the next one begins
+    kept = max(kept, 2)  # the newest block stays while the next one begins
+    return kept + num_first_blocks(block_size, sliding_window, num_first_tokens)

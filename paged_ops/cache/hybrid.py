@@ -25,7 +25,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.shard import UNSHARDED, TokenShard
 from paged_ops.cache.states import StateCache
-from paged_ops.checks import expect
+from paged_ops.checks import at_least, expect
 from paged_ops.layouts import Layout
 
 _LONGEST = 2**24  # tokens of a sequence whose layers all keep state: it is one block of that size
@@ -92,6 +92,7 @@ class HybridCache:
         value_head_size: int | Sequence[int] | None = None,
         sliding_window: int | Sequence[int] = 0,
         attention_chunk: int | Sequence[int] = 0,
+        num_first_tokens: int | Sequence[int] = 0,
         num_window_blocks: int | None = None,
         num_host_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -101,12 +102,15 @@ class HybridCache:
         states: StateCache | None = None,
         shard: TokenShard = UNSHARDED,
     ) -> HybridCache:
-        """A cache for a model's L layers, with one pool per window or chunk; layers that see everything have the first.
+        """A cache for a model's L layers, with one pool per window (and its first tokens) or chunk; layers that see
+        everything have the first.
 
         Args:
             num_layers, num_kv_heads, head_size, value_head_size, dtype, kv_cache_dtype, device, layout: as of
                 ``KVCache``.
             sliding_window, attention_chunk: one number or one for each layer; 0 is everything.
+            num_first_tokens: one number or one for each layer: layers with a window keep the blocks of this many first
+                tokens. Without a window it changes nothing.
             num_blocks: N of the pool whose layers see everything, and of all pools if ``num_window_blocks`` is None.
             num_window_blocks: N of each pool with a window or chunk. :func:`blocks_within_reach` gives a number
                 that always suffices.
@@ -115,10 +119,18 @@ class HybridCache:
             shard: as of ``KVCache``, for the layers that see everything; the others keep all their tokens.
         """
         sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "value_head_size": value_head_size}
-        windows, chunks = (_of_layers(num_layers, each) for each in (sliding_window, attention_chunk))
-        expect(len(windows) == num_layers, "sliding_window", f"one for each of {num_layers} layers", len(windows))
-        expect(len(chunks) == num_layers, "attention_chunk", f"one for each of {num_layers} layers", len(chunks))
-        kinds, pool_of_layer = pools_by_reach(list(zip(windows, chunks, strict=True)))
+        reach = {
+            "sliding_window": _of_layers(num_layers, sliding_window),
+            "attention_chunk": _of_layers(num_layers, attention_chunk),
+            "num_first_tokens": _of_layers(num_layers, num_first_tokens),
+        }
+        for name, values in reach.items():
+            expect(len(values) == num_layers, name, f"one for each of {num_layers} layers", len(values))
+            at_least(0, **{name: min(values, default=0)})
+        of_layers = [
+            (window, chunk, first if window else 0) for window, chunk, first in zip(*reach.values(), strict=True)
+        ]
+        kinds, pool_of_layer = pools_by_reach(of_layers)
         pools = []
         for index, kind in enumerate(kinds):
             members = [i for i, pool in enumerate(pool_of_layer) if pool == index]
@@ -126,11 +138,11 @@ class HybridCache:
                 name: value if value is None or isinstance(value, int) else [value[i] for i in members]
                 for name, value in sizes.items()
             }
-            of_kind = num_blocks if kind == (0, 0) or num_window_blocks is None else num_window_blocks
+            of_kind = num_blocks if not any(kind) or num_window_blocks is None else num_window_blocks
             options: dict[str, Any] = {**own, "dtype": dtype, "device": device, "layout": layout}
             options["kv_cache_dtype"] = kv_cache_dtype
-            options |= {"sliding_window": kind[0], "attention_chunk": kind[1], "num_host_blocks": num_host_blocks}
-            options["shard"] = shard if kind == (0, 0) else UNSHARDED
+            options |= {**dict(zip(reach, kind, strict=True)), "num_host_blocks": num_host_blocks}
+            options["shard"] = UNSHARDED if any(kind) else shard
             pools.append(KVCache(len(members), of_kind, block_size, **options))
         return cls(pools, pool_of_layer, states)
 
@@ -447,21 +459,29 @@ def _of_layers(num_layers: int, given: int | Sequence[int]) -> tuple[int, ...]:
     return (given,) * num_layers if isinstance(given, int) else tuple(given)
 
 
-def pools_by_reach(reaches: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
-    """The distinct pairs (window, chunk) of the layers, and for each layer the index of its pair. (0, 0), which sees
-    everything, is first; the others are in the order of their first layers."""
-    kinds = sorted(dict.fromkeys(reaches), key=lambda reach: reach != (0, 0))
+def pools_by_reach(reaches: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The distinct reaches (window, chunk, ...) of the layers, and for each layer the index of its reach. All zeros,
+    which sees everything, is first; the others are in the order of their first layers."""
+    kinds = sorted(dict.fromkeys(reaches), key=any)
     return kinds, [kinds.index(reach) for reach in reaches]
 
 
 def blocks_within_reach(
-    max_num_seqs: int, max_num_tokens: int, block_size: int, *, sliding_window: int = 0, attention_chunk: int = 0
+    max_num_seqs: int,
+    max_num_tokens: int,
+    block_size: int,
+    *,
+    sliding_window: int = 0,
+    attention_chunk: int = 0,
+    num_first_tokens: int = 0,
 ) -> int:
     """The number of blocks that always suffices for a pool of this window or chunk.
 
-    Each of ``max_num_seqs`` sequences keeps what its window (chunk) touches, and a step of ``max_num_tokens`` tokens
-    adds new blocks before it frees old ones. More blocks keep more prefixes.
+    Each of ``max_num_seqs`` sequences keeps the blocks that its window (chunk) touches, and with a window the blocks of
+    its ``num_first_tokens``. A step of ``max_num_tokens`` tokens adds new blocks before it frees old ones. More blocks
+    keep more prefixes.
     """
     expect(sliding_window > 0 or attention_chunk > 0, "sliding_window", "one, or an attention_chunk", sliding_window)
-    kept = most_blocks_kept(block_size, sliding_window, attention_chunk)
+    at_least(0, num_first_tokens=num_first_tokens)
+    kept = most_blocks_kept(block_size, sliding_window, attention_chunk, num_first_tokens)
     return max_num_seqs * (kept + 1) + max_num_tokens // block_size

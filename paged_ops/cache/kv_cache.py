@@ -64,6 +64,8 @@ class KVCache(BlockAllocator):
         num_host_blocks: blocks in host memory (pinned for a CUDA or ROCm device) that ``swap_out`` moves sequences to.
         sliding_window, attention_chunk: how far all layers see; blocks out of reach are freed. 0: everything.
             All layers share the blocks, so use :class:`paged_ops.HybridCache` for layers with different windows.
+        num_first_tokens: with a window, the blocks of this many first tokens are kept, for the ops' argument of this
+            name.
         shard: this rank's shard of each sequence's tokens (context parallelism): B / W tokens of each block. All ranks
             have the same N, B and calls, and so the same block ids.
 
@@ -99,11 +101,11 @@ class KVCache(BlockAllocator):
         num_host_blocks: int = 0,
         sliding_window: int = 0,
         attention_chunk: int = 0,
+        num_first_tokens: int = 0,
         shard: TokenShard = UNSHARDED,
     ) -> None:
-        super().__init__(
-            num_blocks, block_size, num_host_blocks, sliding_window=sliding_window, attention_chunk=attention_chunk
-        )
+        reach = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
+        super().__init__(num_blocks, block_size, num_host_blocks, **reach, num_first_tokens=num_first_tokens)
         sizes = _layer_sizes(num_layers, num_kv_heads, head_size, value_head_size)
         self.num_kv_heads, self.head_size, self.value_head_size = sizes
         self.shard, in_memory = shard, shard.check(block_size)

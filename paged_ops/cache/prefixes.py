@@ -59,18 +59,23 @@ class PrefixIndex:
         self._prefixes = weakref.WeakValueDictionary(state["_prefixes"])
 
 
-def servable_lengths(blocks: Sequence[int | None], block_size: int, first_block: Callable[[int], int]) -> list[int]:
+def servable_lengths(
+    blocks: Sequence[int | None], block_size: int, num_first: int, num_freed: Callable[[int], int]
+) -> list[int]:
     """The numbers of leading blocks after which a sequence could continue, as all blocks that it would see are cached.
 
     Args:
         blocks: the ids of the leading blocks; None is a block that is not in the cache.
         block_size: B.
-        first_block: the oldest block that tokens from a position on see.
+        num_first: the number of blocks with first tokens, which every later token sees.
+        num_freed: the number of blocks after them that tokens from a position on do not see.
     """
     lengths, start = [0], 0  # the start of the last run of blocks without a gap
     for index, block in enumerate(blocks):
         if block is None:
+            if index < num_first:
+                break
             start = index + 1
-        elif start <= first_block((index + 1) * block_size):
+        elif start <= num_first + num_freed((index + 1) * block_size):
             lengths.append(index + 1)
     return lengths

@@ -302,7 +302,10 @@ class Scheduler:
         if request.yielded_at != len(request.tokens) or not cache.num_used_blocks:
             return 1
         enough = [
-            min(most_blocks_kept(size, pool.sliding_window, pool.attention_chunk) + 1, pool.num_blocks)
+            min(
+                most_blocks_kept(size, pool.sliding_window, pool.attention_chunk, pool.num_first_tokens) + 1,
+                pool.num_blocks,
+            )
             for pool in cache.pools
             if pool.reserves_in_parts
         ]

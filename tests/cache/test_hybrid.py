@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import paged_ops
 import paged_ops.cache.kv_cache
 from paged_ops import KVCache, masks
 from paged_ops.cache import BlockAllocator, HybridCache, OutOfBlocks, blocks_within_reach
 from paged_ops.cache.states import StateCache, StateSpec
+from paged_ops.lowerings.cpu import fused
 from tests.cache.walk import EVENTS, Expected, Walk, admit_computed, check_invariants, state
 
 
@@ -45,6 +48,7 @@ ONE_POOL = {"sliding_window": 0, "attention_chunk": 0}
 CACHES: dict[str, Callable[[], HybridCache]] = {
     "three pools": hybrid,
     "no full pool": lambda: hybrid(**ALL_WINDOWED),
+    "first tokens": lambda: hybrid(num_first_tokens=[9, 5, 9, 2, 9]),
     "small windows": lambda: hybrid(num_window_blocks=12),
     "three pools and states": lambda: hybrid(states=states()),
     "one pool and states": lambda: hybrid(**ONE_POOL, states=states(num_slots=5)),
@@ -116,6 +120,64 @@ def test_windowed_pools_stay_small() -> None:
     assert [pool.num_used_blocks for pool in cache.pools] == [50, 2]
     assert cache.num_used_blocks == cache.stats().used_blocks == 52
     assert len(cache.pools[1].block_ids("a")) == len(cache.block_ids("a")) == 50
+
+
+@pytest.mark.parametrize("path", ["C++", "torch"])
+def test_a_decode_with_first_tokens_reads_no_freed_block(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "torch":
+        monkeypatch.setattr(fused, "compiled", lambda: None)
+    reaches = [(0, 0), (6, 5), (6, 2), (9, 0), (1, 4)]  # window and first tokens of each layer
+    windows, firsts = (list(each) for each in zip(*reaches, strict=True))
+    cache = hybrid(
+        head_size=8, sliding_window=windows, attention_chunk=0, num_first_tokens=[9, *firsts[1:]], num_blocks=64
+    )
+    assert [pool.num_first_tokens for pool in cache.pools] == [0, *firsts[1:]]
+    generator = torch.Generator().manual_seed(0)
+    keys: dict[str, list[list[Tensor]]] = {"a": [[] for _ in reaches]}  # of each token, a key and a value of each layer
+
+    def step(seq_id: str, num_tokens: int) -> None:
+        cache.flush_copies()
+        seq_len = cache.num_computed_tokens(seq_id) + num_tokens
+        for layer, (window, first) in enumerate(reaches):
+            pool, known = cache.pools[cache.pool_of_layer[layer]], keys[seq_id][layer]
+            new = torch.randn(num_tokens, 2, 1, 8, generator=generator)
+            query = torch.randn(num_tokens, 2, 8, generator=generator)
+            known += list(new)
+            slots = torch.tensor(pool.slots(seq_id, stop=seq_len))
+            paged_ops.reshape_and_cache(new[:, 0], new[:, 1], cache.layers[layer], slots)
+            table = torch.tensor([pool.block_ids(seq_id)], dtype=torch.int32)
+            lens, starts = (torch.tensor(each, dtype=torch.int32) for each in ([seq_len], [0, num_tokens]))
+            out = paged_ops.paged_attention(
+                query, cache.layers[layer], table, lens, starts, 0.5, sliding_window=window, num_first_tokens=first
+            )
+            i, j = torch.arange(seq_len - num_tokens, seq_len)[:, None], torch.arange(seq_len)
+            seen = (j <= i) & ((i - j < (window or seq_len)) | (j < first))
+            key, value = torch.stack(known).double()[:, :, 0].unbind(1)
+            logits = (0.5 * query.double() @ key.T).masked_fill(~seen[:, None], -torch.inf)
+            torch.testing.assert_close(out.double(), logits.softmax(-1) @ value, rtol=1e-5, atol=1e-5)
+        cache.commit(seq_id, num_tokens)
+        for pool in cache.pools:
+            unowned = [block for block, count in enumerate(pool.pool.ref_counts) if not count]
+            for tensor in pool.layers:
+                tensor[unowned] = torch.nan
+
+    cache.admit("a", range(23), first_chunk=7)
+    for num_tokens in (7, 7, 9):
+        cache.reserve("a", num_tokens)
+        step("a", num_tokens)
+    cache.fork("a", "b")
+    keys["b"] = [list(known) for known in keys["a"]]
+    for turn in range(30):
+        for seq_id in "ab":
+            cache.append(seq_id, [turn])
+            step(seq_id, 1)
+        if turn == 9:
+            cache.flush_copies()
+            cache.swap_out("a")
+            cache.swap_in("a")
+    full, *others = (len(set(pool.block_ids("a"))) for pool in cache.pools)
+    assert full == 14
+    assert others == [4, 3, 3, 2], "the first tokens' blocks and the window's"
 
 
 def prepared() -> HybridCache:
@@ -330,6 +392,12 @@ def test_a_copy_is_independent(how: Callable[[HybridCache], HybridCache]) -> Non
         ),
         (lambda: hybrid(sliding_window=[1, 2]), "sliding_window: expected one for each of 5 layers, got 2"),
         (lambda: hybrid(attention_chunk=[1]), "attention_chunk: expected one for each of 5 layers, got 1"),
+        (lambda: hybrid(num_first_tokens=[1]), "num_first_tokens: expected one for each of 5 layers, got 1"),
+        (lambda: hybrid(num_first_tokens=-1), "num_first_tokens: expected at least 0, got -1"),
+        (
+            lambda: blocks_within_reach(1, 1, 16, sliding_window=1, num_first_tokens=-1),
+            "num_first_tokens: expected at least 0, got -1",
+        ),
         (lambda: blocks_within_reach(1, 1, 16), "sliding_window: expected one, or an attention_chunk"),
     ],
 )
@@ -344,10 +412,16 @@ def test_blocks_within_reach_are_no_more_than_positions_touch(name: str, size: i
     window, chunk = (size, 0) if name == "sliding_window" else (0, size)
     touched = max(i // 4 - masks.oldest_key(i, window, chunk) // 4 + 1 for i in range(400))
     assert blocks_within_reach(5, 12, 4, **{name: size}) == 5 * (max(touched, 2) + 1) + 12 // 4
+    with_first = blocks_within_reach(5, 12, 4, **{name: size}, num_first_tokens=5)
+    assert with_first == 5 * (max(touched, 2) + 1 + (2 if window else 0)) + 12 // 4
 
 
 @pytest.mark.parametrize(
-    "reach", [{"sliding_window": 6}, {"sliding_window": 1}, {"attention_chunk": 7}, {"attention_chunk": 8}]
+    "reach",
+    [
+        *({"sliding_window": 6}, {"sliding_window": 1}, {"attention_chunk": 7}, {"attention_chunk": 8}),
+        *({"sliding_window": 6, "num_first_tokens": 5}, {"sliding_window": 1, "num_first_tokens": 4}),
+    ],
 )
 def test_blocks_within_reach_suffice(reach: dict[str, int]) -> None:
     chooser = random.Random(0)

@@ -11,6 +11,7 @@ import paged_ops.cache.kv_cache
 from paged_ops import graphs
 from paged_ops.cache import KVCache
 from paged_ops.cache.allocator import BlockAllocator, BlockPool, OutOfBlocks
+from paged_ops.cache.prefixes import servable_lengths
 from paged_ops.layouts import Layout, min_tpu_block_size, preferred_tpu_block_size, split_joined_cache
 from paged_ops.metadata import Batch
 from tests.cache.walk import EVENTS, REFUSALS, Walk, admit_computed, check_invariants, state
@@ -86,11 +87,17 @@ def test_recovery_rebuilds_the_pools_from_the_sequences(sliding_window: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("block_size", "sliding_window", "attention_chunk"),
-    [(4, 1, 0), (4, 5, 0), (4, 8, 0), (4, 0, 4), (4, 0, 6), (4, 7, 12), (1, 3, 0), (3, 7, 0), (16, 4, 0), (8, 0, 3)],
+    ("block_size", "sliding_window", "attention_chunk", "num_first_tokens"),
+    [
+        *((4, 1, 0, 0), (4, 5, 0, 0), (4, 8, 0, 0), (4, 0, 4, 0), (4, 0, 6, 0), (4, 7, 12, 0), (1, 3, 0, 0)),
+        *((3, 7, 0, 0), (16, 4, 0, 0), (8, 0, 3, 0), (4, 3, 0, 4), (4, 2, 0, 5), (4, 7, 12, 3), (1, 3, 0, 2)),
+        *((3, 4, 0, 1), (4, 0, 6, 5)),
+    ],
 )
-def test_random_walk_within_reach(block_size: int, sliding_window: int, attention_chunk: int) -> None:
-    reach = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
+def test_random_walk_within_reach(
+    block_size: int, sliding_window: int, attention_chunk: int, num_first_tokens: int
+) -> None:
+    reach = {"sliding_window": sliding_window, "attention_chunk": attention_chunk, "num_first_tokens": num_first_tokens}
     cache = KVCache(1, 24, block_size, 1, 1, num_host_blocks=8, **reach)
     walk = Walk(cache, seed=13)
     walk.run(500)
@@ -108,6 +115,8 @@ def test_random_walk_within_reach(block_size: int, sliding_window: int, attentio
         ({"sliding_window": 17}, 2),
         ({"sliding_window": 18}, 3),
         ({"attention_chunk": 32}, 2),
+        ({"sliding_window": 17, "num_first_tokens": 16}, 3),
+        ({"sliding_window": 18, "num_first_tokens": 17}, 5),
     ],
 )
 def test_blocks_out_of_reach_come_back(reach: dict, most: int, chunk: int) -> None:
@@ -128,7 +137,9 @@ def test_blocks_out_of_reach_come_back(reach: dict, most: int, chunk: int) -> No
             assert each.stats().used_blocks == len(set(each.block_ids("a"))), "a row names blocks of its own alone"
     assert everything.stats().used_blocks == 63
     assert len(cache.block_ids("a")) == 63
-    with pytest.raises(ValueError, match=r"start, stop: expected a range within (976|960|992)\.\.1000"):
+    with pytest.raises(
+        ValueError, match=r"start, stop: expected a range within (0\.\.(16|32) or )?(976|960|992)\.\.1000"
+    ):
         cache.slots("a", 0, 1000)
     cache.free("a")
     assert cache.stats().used_blocks == 0
@@ -159,11 +170,54 @@ def test_a_prefix_needs_only_what_its_end_sees() -> None:
     assert not everything.can_admit(prompt, spare_blocks=6)
 
 
+def test_a_prefix_needs_its_first_tokens_and_what_its_end_sees() -> None:
+    cache = BlockAllocator(16, 2, sliding_window=4, num_first_tokens=3)
+    prompt = list(range(12))
+    admit_computed(cache, "a", prompt)
+    row = cache.block_ids("a")
+    assert row[2] == row[3] == row[4], "the third and the fourth block are freed"
+    assert len(set(row)) == 4
+    assert cache.slots("a", 0, 4) == [row[p // 2] * 2 + p % 2 for p in range(4)]
+    assert cache.slots("a", 8) == [row[p // 2] * 2 + p % 2 for p in range(8, 12)]
+    for start, stop in ((3, 5), (4, 6), (6, 9), (0, 12), (8, 13), (-1, 2)):
+        with pytest.raises(ValueError, match=r"expected a range within 0\.\.4 or 8\.\.12 "):
+            cache.slots("a", start, stop)
+    cache.free("a")
+    assert cache.cached_lengths(prompt) == [0, 2, 4, 6, 8, 10]
+    for num_blocks, lengths in ((11, [0, 2, 4, 10]), (13, [0, 2, 4]), (15, [0, 2]), (16, [0])):
+        cache.admit("filler", [99] * 2 * num_blocks, first_chunk=2 * num_blocks)  # takes idle blocks: the third first
+        cache.free("filler")
+        assert cache.cached_lengths(prompt) == lengths
+    assert servable_lengths([0, None, 2, 3, 4], 2, 2, cache._num_freed) == [0, 1]
+    assert servable_lengths([0, 1, None, 3, 4], 2, 2, cache._num_freed) == [0, 1, 2, 5]
+
+
+def test_a_prefix_is_reused_with_its_first_blocks() -> None:
+    cache = BlockAllocator(16, 2, num_host_blocks=8, sliding_window=4, num_first_tokens=3)
+    prompt = list(range(12))
+    admit_computed(cache, "a", prompt)
+    first, last = cache.block_ids("a")[:2], cache.block_ids("a")[4]
+    assert cache.admit("b", prompt) == 10
+    assert cache.block_ids("b")[:2] == first
+    assert cache.block_ids("b")[4] == last
+    assert cache.num_given_back("b") == 1
+    cache.fork("a", "c")
+    assert cache.block_ids("c") == cache.block_ids("a")
+    assert len(cache.swap_out("a")) == 4
+    cache.swap_in("a")
+    assert cache.block_ids("a") == cache.block_ids("c"), "their contents are still there"
+    check_invariants(cache)
+
+
 def test_a_prompt_longer_than_its_pool() -> None:
     cache = BlockAllocator(4, 4, sliding_window=6)
     assert cache.max_seq_len == 2**31 - 1
     assert BlockAllocator(4, 4).max_seq_len == 16
     assert BlockAllocator(2, 4, sliding_window=6).max_seq_len == 8
+    assert BlockAllocator(4, 4, sliding_window=6, num_first_tokens=5).max_seq_len == 16
+    assert BlockAllocator(5, 4, sliding_window=6, num_first_tokens=5).max_seq_len == 2**31 - 1
+    with pytest.raises(ValueError, match="num_first_tokens: expected at least 0, got -1"):
+        BlockAllocator(4, 4, sliding_window=6, num_first_tokens=-1)
     prompt = list(range(100))
     assert not cache.can_admit(prompt)
     with pytest.raises(OutOfBlocks, match="expected 25 free blocks, got 4 of 4"):

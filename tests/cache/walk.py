@@ -29,7 +29,7 @@ def state(cache: BlockAllocator | HybridCache | StateCache) -> object:
         for pool in (cache.pool, cache.host_pool)
     ]
     seqs = {
-        key: (seq.tokens, seq.blocks, seq.num_computed, seq.num_reserved, seq.prefixes, seq.first_block, seq.swapped)
+        key: (seq.tokens, seq.blocks, seq.num_computed, seq.num_reserved, seq.prefixes, seq.num_freed, seq.swapped)
         for key, seq in cache._sequences.items()
     }
     memo = {id(prefix): prefix for pool in pools for prefix in pool[4] if prefix is not None}
@@ -72,8 +72,10 @@ def check_invariants(cache: BlockAllocator) -> None:
         (host if seq.swapped else device).update(seq.blocks)
         num_tokens = seq.num_computed if seq.swapped else seq.num_reserved
         assert seq.num_computed <= seq.num_reserved <= len(seq.tokens)
-        assert seq.first_block * cache.block_size <= oldest_seen(cache, seq.num_computed)
-        assert seq.first_block + len(seq.blocks) == -(-num_tokens // cache.block_size)
+        if seq.num_freed:
+            gap_end = (cache._num_first + seq.num_freed) * cache.block_size
+            assert gap_end <= oldest_seen(cache, seq.num_computed)
+        assert seq.num_freed + len(seq.blocks) == -(-num_tokens // cache.block_size)
         assert len(set(seq.blocks)) == len(seq.blocks)
         assert len(seq.prefixes) - 1 == seq.num_computed // cache.block_size
     check_pool(cache.pool, device)
@@ -81,7 +83,7 @@ def check_invariants(cache: BlockAllocator) -> None:
     assert not set(cache._copies) & set(cache._copies.values())
     for seq in cache._sequences.values():
         if not seq.swapped and seq.num_computed < len(seq.tokens):  # nobody else owns a block that it is going to write
-            for block in seq.blocks[seq.num_computed // cache.block_size - seq.first_block :]:
+            for block in seq.blocks[seq.num_computed // cache.block_size - seq.num_freed :]:
                 assert device[block] - list(cache._copies.values()).count(block) == 1
     stats = cache.stats()
     assert stats.used_blocks == sum(count > 0 for count in device.values())
@@ -188,9 +190,13 @@ class Walk:
                     # What a block waits for is still, unharmed, in the source of its copy.
                     seq = pool._sequences[seq_id]
                     blocks = [pending.get(block, block) for block in seq.blocks]
-                    seen = range(oldest_seen(pool, expected.num_computed), expected.num_computed)
-                    slots += [blocks[p // size - seq.first_block] * size + p % size for p in seen]
-                    contents += expected.contents[seen.start : seen.stop]
+                    oldest = oldest_seen(pool, expected.num_computed)
+                    first = min(pool.num_first_tokens if pool.sliding_window else 0, oldest)
+                    gone = seq.num_freed
+                    for p in [*range(first), *range(oldest, expected.num_computed)]:
+                        in_window = p >= (pool._num_first + gone) * size
+                        slots.append(blocks[p // size - gone * in_window] * size + p % size)
+                        contents.append(expected.contents[p])
             for channel, view in enumerate(views):
                 where = torch.tensor(slots, dtype=torch.int64, device=view.device)
                 found = view[where // size, where % size].flatten(1).long().cpu()

@@ -93,6 +93,16 @@ def test_pieces_of_long_sequences_merge(features):
     testing.check(OP, call(((1, 1300), (5, 700), (3, 2), (2, 1024)), features))
 
 
+@pytest.mark.parametrize("features", [(), ("first",)], ids="-".join)
+def test_the_largest_window_is_none(features):
+    """Rows before the start of their sequence share a span with others: positions minus such a window overflow."""
+    inputs = call(((5, 2), (40, 300), (1, 20)), features).inputs()
+    args, kwargs = inputs.args, inputs.kwargs
+    plain = paged_ops.paged_attention_with_lse(*args, **kwargs)
+    windowed = paged_ops.paged_attention_with_lse(*args, **{**kwargs, "sliding_window": 2**63 - 1})
+    torch.testing.assert_close(windowed, plain)
+
+
 def test_a_long_batch_has_few_pieces():
     """More pieces than the least length would need: their length grows with the batch."""
     testing.check(OP, call(((8, 20000), (4, 9000)), dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""How every op runs on the CPU: one C++ function, and torch ops."""
+"""The lowerings of all ops for the CPU: C++ functions where they serve a call, else torch ops."""
 
 from paged_ops.lowerings.cascade import cascade_attention
 from paged_ops.lowerings.collectives import all_gather_columns, all_reduce, all_reduce_add_norm, merge_over_ranks

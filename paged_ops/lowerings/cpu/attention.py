@@ -1,9 +1,8 @@
-"""Attention on the CPU: torch ops, one sequence at a time. Letters as in :mod:`paged_ops.ops`; also G = H/K, n keys of
-a sequence and q rows of a tile.
+"""Attention on the CPU. Letters as in :mod:`paged_ops.ops`; also G = H/K, n keys of a sequence and q rows of a tile.
 
-Attention is one C++ function (:mod:`paged_ops.lowerings.cpu.fused`), if it can be compiled and serves the features.
-Else the blocks of a sequence are gathered into scratch that stays in the processor's cache. Then PyTorch's flash kernel
-of the CPU runs if the features allow it, and plain float32 matrix products over tiles if they do not.
+One C++ function (:mod:`paged_ops.lowerings.cpu.fused`) serves a call if it was compiled and supports the features. Else
+this module computes one sequence after the other: it gathers blocks into scratch that fits the processor's cache, and
+calls PyTorch's flash kernel for the CPU, or, if that does not support the features, float32 matmuls over tiles.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import fused, prepared, processor
 from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of, take
 
-# What attention applies here: the arguments of the op by their names, and formats of the cache.
+# The supported arguments of attention, by name, and the supported formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
     *MASKS,
     *("soft_cap", "alibi_slopes", "sinks"),
 }
-# The masks whose keys _oldest_key and _opened know. With another no tile counts as wholly seen, or as plainly causal.
+# The masks that _oldest_key and _opened bound. With any other mask, every tile applies the predicate.
 BOUNDED = frozenset({"causal", "sliding_window", "attention_chunk", "bidirectional_ranges"})
-# Keys (and values) that decode gathers at once: few enough to stay in a processor cache that others use, too.
+# Bytes of keys (and of values) that decode gathers at once, so that they stay in a shared processor cache.
 SCRATCH_BYTES = 1 << 22
-# From this many rows on it is prefill, whose chunks are larger: fewer merges.
+# A sequence with at least PREFILL_ROWS rows gathers larger chunks, which need fewer merges.
 PREFILL_ROWS, PREFILL_BYTES = 64, 1 << 24
-# Logits that plain matrix products hold at once, in elements: 16 MiB of float32.
+# Logits of one tile of the matmul path, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
-# Elements of partial results that are merged at once, so that they stay in the processor's cache.
+# Elements of partial results merged at once, so that they stay in the processor's cache.
 MERGED_ELEMENTS = 1 << 16
-# Rows of a tile. With more, rows compute keys that only their neighbours see; with fewer, products are smaller.
+# Rows of a masked tile. More rows compute more hidden keys; fewer rows make smaller matmuls.
 MASKED_ROWS = 128
 
 
@@ -103,23 +102,23 @@ def _attend(
     query_start_loc: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Fill out and lse: sequence by sequence, then what all rows share, sinks and the scale of the output.
+    """Fill and return out and lse, sequence by sequence; then apply the output scale.
 
-    Returns both. If one sequence has all rows and the caller gave no memory (``given``), its own results are returned
-    instead, which saves a copy.
+    If one sequence has all rows and the caller passed no ``out`` (``given`` is False), the results of that sequence are
+    returned without a copy.
     """
     refuse_others(f, kv_cache, APPLIES, "attention on the CPU")
     if query.stride(2) != 1:
-        query = query.contiguous()  # the flash kernel assumes it
+        query = query.contiguous()  # the flash kernel assumes this
     f = with_value_scale(f, kv_cache)
     paged = bytes_of_fp8(paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype))
     scaled_rows = kv_cache if has_row_scales(f.kv_cache_dtype) else None
     empty = not (query.numel() and paged.key.numel() and paged.value.numel())
     stored, N, B = element_dtype(kv_cache, f.kv_cache_dtype), paged.num_blocks, max(paged.block_size, 1)
-    # Copies, because another thread may write the caller's tensors between check and use.
+    # Copies: another thread may write the caller's tensors between check and use.
     starts, ns, M = query_start_loc.tolist(), [0] * len(seq_lens) if empty else seq_lens.tolist(), block_tables.shape[1]
     block_tables = block_tables.narrow(1, 0, min(max(-(-max(ns, default=0) // B), 0), M)).clone()
-    if not _plainly_right(block_tables, ns, starts, len(query), N, M * B):
+    if not _surely_valid(block_tables, ns, starts, len(query), N, M * B):
         lens, ranges = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (ns, starts))
         checks.lengths("seq_lens", lens, M, B)
         checks.query_ranges(ranges, len(query))
@@ -127,14 +126,14 @@ def _attend(
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = in_use(f) <= prepared.FLASH and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []
-    if prepared.takes_short(flash, query.dtype):
+    if prepared.flash_serves_long(flash, query.dtype):
         served = [s for s in served if starts[s + 1] - starts[s] <= prepared.MATRIX_ROWS]
     real = out if f.output_scale is None else torch.empty_like(out, dtype=torch.float32)
     if starts[-1] < len(query):
         real[starts[-1] :] = 0
     lse.fill_(-torch.inf)
     if f.sinks is not None:
-        lse[: starts[-1]] = f.sinks  # of live rows that see no key
+        lse[: starts[-1]] = f.sinks  # for live rows that see no key
     if served:
         fused.attend(query, paged, stored, block_tables, ns, starts, served, scale, f, real, lse)
     rest = sorted({*live} - {*served})
@@ -145,7 +144,7 @@ def _attend(
 
     @functools.cache
     def cache(prefill: bool) -> _Cache:
-        dtype = query.dtype if flash and query.dtype == torch.bfloat16 else processor.product_dtype()
+        dtype = query.dtype if flash and query.dtype == torch.bfloat16 else processor.matmul_dtype()
         row_bytes = 4 * paged.num_kv_heads * max(paged.head_size, paged.value_head_size)
         blocks = (PREFILL_BYTES if prefill else SCRATCH_BYTES) // (row_bytes * paged.block_size)
         return _Cache(paged, f, stored, dtype, min(max(1, blocks), -(-max_len // paged.block_size)), scaled_rows)
@@ -153,7 +152,7 @@ def _attend(
     for s in rest:
         n, start, end = ns[s], starts[s], starts[s + 1]
         first = n - (end - start)  # the position of the first row
-        if first < 0 and (f.causal or n == 0):  # rows before the sequence's start see nothing
+        if first < 0 and (f.causal or n == 0):  # rows at negative positions see nothing
             real[start : start - first] = 0
             start, first = start - first, 0
         if start < end:
@@ -174,20 +173,19 @@ def _attend(
     return out, lse
 
 
-def _plainly_right(block_tables: Tensor, ns: list[int], starts: list[int], T: int, N: int, most: int) -> bool:
-    """Whether a batch is surely right, in a tenth of the time of its checks; False means that the checks must
-    decide."""
+def _surely_valid(block_tables: Tensor, ns: list[int], starts: list[int], T: int, N: int, most: int) -> bool:
+    """A quick test of a batch, ten times as fast as the checks. True: it is valid. False: the checks must decide."""
     if not (block_tables.numel() and min(ns) >= 0 and max(ns) <= most):
         return False
-    low, high = block_tables.aminmax()  # also of entries that no length needs
+    low, high = block_tables.aminmax()  # includes entries that no length needs
     return starts[0] == 0 and starts[-1] <= T and starts == sorted(starts) and int(low) >= 0 and int(high) < N
 
 
 class _Plane:
-    """Keys or values to gather from, with scratch in the dtype of the products for a chunk of one sequence.
+    """The keys or the values of a cache, with scratch for one gathered chunk in the dtype of the matmuls.
 
-    Rows of the scratch are a cache line longer than K*D: rows a power of two bytes apart share the few ways of one set
-    of the processor's cache, and matrix products over them evict their own operands.
+    Rows of the scratch are one cache line longer than K*D: rows with a stride of a power of two bytes share one set of
+    the processor's cache, and a matmul over them would evict its own operands.
     """
 
     def __init__(self, cells: Tensor, stored: torch.dtype, scale: Tensor | None, scratch: Tensor):
@@ -199,7 +197,7 @@ class _Plane:
         self.staging = cells.new_empty(0 if stored == rows.dtype else blocks, *cells.shape[1:])
 
     def read(self, blocks: Tensor) -> Tensor:
-        """The tokens of some blocks, dequantised: ``[K, n, D]``, followed by what the scratch held before."""
+        """The tokens of some blocks, dequantised: ``[K, n, D]``. Rows past them hold old contents of the scratch."""
         direct = self.stored == self.scratch.dtype
         cells = take(self.cells, blocks, out=(self.scratch if direct else self.staging)[: len(blocks)])
         if not direct:
@@ -210,7 +208,7 @@ class _Plane:
 
 
 class _ScaledRows(_Plane):
-    """Keys from rows that hold their scales: ``rows [N, B, 656]``, as ``cells [N, B, 1, 1, 576]``."""
+    """Keys of rows with their own scales: ``rows [N, B, 656]`` as ``cells [N, B, 1, 1, 576]``."""
 
     def __init__(self, rows: Tensor, cells: Tensor, scratch: Tensor):
         super().__init__(cells, scratch.dtype, None, scratch)
@@ -223,8 +221,8 @@ class _ScaledRows(_Plane):
 
 
 class _Cache:
-    """Both planes of a cache, with scratch for chunks of some blocks in the dtype of the products. ``scaled_rows``: the
-    cache itself, if its rows hold their scales."""
+    """The keys and values of a cache, with scratch for chunks of ``blocks_per_chunk`` blocks in the dtype of the
+    matmuls. ``scaled_rows``: the cache itself, if its rows have their own scales."""
 
     def __init__(
         self,
@@ -239,7 +237,7 @@ class _Cache:
         self.scaled_rows = scaled_rows
         self.one_scale = f.k_scale is f.v_scale
         padded = paged.num_kv_heads * max(paged.head_size, paged.value_head_size) + 64 // dtype.itemsize
-        # One allocation, as the allocator keeps the pages of one this large for the next call, but not those of two.
+        # One allocation: the allocator keeps its pages for the next call; it would return the pages of two.
         scratch = torch.empty(2, blocks_per_chunk, paged.block_size, padded, dtype=dtype, device="cpu")
         if scaled_rows is None:
             self.key = _Plane(paged.key, stored, f.k_scale, scratch[0])
@@ -248,15 +246,15 @@ class _Cache:
         self.value = _Plane(paged.value, stored, f.v_scale, scratch[1])
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of some blocks, as of :meth:`_Plane.read`."""
+        """Keys and values of some blocks, as :meth:`_Plane.read` returns them."""
         keys, (key, value) = self.key.read(blocks), self.paged
         if key.data_ptr() == value.data_ptr() and key.stride()[:2] == value.stride()[:2] and self.one_scale:
-            return keys, keys[..., : value.shape[3]]  # of a latent cache
+            return keys, keys[..., : value.shape[3]]  # a latent cache: values are columns of keys
         return keys, self.value.read(blocks)
 
     @functools.cached_property
     def heads(self) -> list[_Cache]:
-        """Each key/value head as a cache."""
+        """One cache per key/value head."""
 
         def of(h: int, each: Tensor | None, dim: int) -> Any:
             return each if each is None or each.shape[dim] == 1 else each.narrow(dim, h, 1)
@@ -284,9 +282,10 @@ def _sequence(
     scale: float,
     f: Features,
 ) -> tuple[Tensor, Tensor]:
-    """Out ``[q, K, G, Dv]`` and lse ``[q, K, G]`` of rows ``q [q, K, G, D]``, the first at position first of n tokens.
+    """Out ``[q, K, G, Dv]`` and lse ``[q, K, G]`` of rows ``q [q, K, G, D]``; the first row is at position ``first`` of
+    a sequence of n tokens.
 
-    Keys come in chunks, which are computed in tiles of rows; partial results merge by their lse."""
+    Keys are gathered in chunks and computed in tiles of rows; partial results are merged by their lse."""
     q, B, chunk = q.to(cache.dtype), cache.paged.block_size, cache.blocks_per_chunk * cache.paged.block_size
     total = None
     for start, end, own, a in _chunks(first, len(q), n, chunk, B, f):
@@ -297,7 +296,7 @@ def _sequence(
             part = kernel(q[r:stop], k[:, low - a : high - a], v[:, low - a : high - a], first + r, low, scale, own)
             if total is None and stop - r == len(q):
                 total = part
-            elif total is not None and stop - r == len(q) and high == n:  # nothing follows: no need for float32
+            elif total is not None and stop - r == len(q) and high == n:  # the last part: no need for float32
                 _merge_into(part, slice(None), total)
                 total = part
             else:
@@ -308,7 +307,7 @@ def _sequence(
 
 
 def _chunks(first: int, rows: int, n: int, chunk: int, B: int, f: Features) -> Iterator[tuple[int, int, Features, int]]:
-    """The chunks of keys that rows from position ``first`` reach: (start, end and features of a part, first key)."""
+    """The chunks of keys that rows from position ``first`` see: (start, end and features of a part, first key)."""
     for start, end, own in key_parts(f, n):
         oldest = max(start, _reach(first, rows, own)[0])
         for a in range(oldest // B * B, end, chunk) if oldest < end else ():
@@ -316,14 +315,14 @@ def _chunks(first: int, rows: int, n: int, chunk: int, B: int, f: Features) -> I
 
 
 def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> Iterator[tuple[int, int, int, int]]:
-    """The tiles of rows of q with keys of a..b: (row, end of rows, key, end of keys)."""
+    """The tiles of the rows of q with keys a to b: (row, end of rows, key, end of keys)."""
     rows, K, G, _ = q.shape
     oldest, last = _oldest_key(first, f), first + rows - 1
     alike = _oldest_key(last, f) == oldest and not _opened(first, rows, f)
     a = max(a, _reach(first, rows, f)[0])
     if not flash or not alike:
         step = MASKED_ROWS if flash else max(1, TILE_ELEMENTS // (K * G * (b - a)))
-        before = f.causal and not _opened(first, rows, f)  # rows before a see nothing of it
+        before = f.causal and not _opened(first, rows, f)  # rows at positions before key a see none of these keys
         for r in range(max(0, a - first) if before else 0, rows, step):
             stop = min(r + step, rows)
             low, high = _reach(first + r, stop - r, f)
@@ -333,24 +332,24 @@ def _tiles(q: Tensor, first: int, a: int, b: int, f: Features, flash: bool) -> I
     elif rows == 1 or not f.causal:
         yield 0, rows, a, b
     else:
-        if a < first:  # history, all of which every row sees
+        if a < first:  # earlier keys: every row sees all
             yield 0, rows, a, min(b, first)
         a = max(a, first)
         if a < b:
             yield a - first, b - first, a, b  # the diagonal
         if a < b <= last:
-            yield b - first, rows, a, b  # and what lies below it
+            yield b - first, rows, a, b  # below the diagonal
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
     """A tile through PyTorch's flash kernel (D = Dv, no cap, no bias): rows from position i, keys from position j."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     (rows, K, G, _), n, wide = q.shape, k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    if scale < 0:  # the kernel masks before it scales: a hidden key would get the logit +inf
+    if scale < 0:  # the kernel masks before it scales: hidden keys would get +inf
         q, scale = -q, -scale
-    if scale < SMALLEST:  # and -inf times a scale of 0, as float32 holds it, would be NaN
+    if scale < SMALLEST:  # 0 in float32, and 0 * -inf would be NaN
         q, scale = q * scale, 1.0
-    if _all_seen(rows, n, i, j, f):  # the query heads of a group are rows of one product
+    if _all_seen(rows, n, i, j, f):  # the query heads of a group are rows of one matmul
         folded = q.transpose(0, 1).reshape(1, K, rows * G, -1)
         out, lse = flash(folded, k[None], v[None], scale=scale)
         return out.view(K, rows, G, -1).transpose(0, 1), lse.view(K, rows, G).transpose(0, 1).float()
@@ -358,14 +357,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     bounded = masks_in_use(f) <= BOUNDED
     if bounded and i == j and _oldest_key(i + rows - 1, f) <= j and not _opened(i, rows, f):
         out, lse = flash(*heads, is_causal=True, scale=scale)
-        unsure = not math.isfinite(out[:, :, -1].sum())  # of the last row, which sees all values
+        unsure = not math.isfinite(out[:, :, -1].sum())  # the last row sees all values
     else:
         kept = _kept(rows, n, i, j, f)
         bias = q.new_zeros(kept.shape, dtype=wide).masked_fill_(~kept, -torch.inf)
         out, lse = flash(*heads, attn_mask=bias, scale=scale)
         lse = lse.masked_fill(~kept.any(1), -torch.inf)  # the kernel gives 0 for a row that sees nothing
         unsure = _may_have_nan(out) or _may_have_nan(lse)
-    if unsure:  # a row may have NaN of a key or a value that it does not see: 0 * NaN is NaN
+    if unsure:  # NaN may come from a key or value that the row does not see: 0 * NaN is NaN
         few, k, v = max(1, TILE_ELEMENTS // (K * G * n)), k.to(wide), v.to(wide)
         parts = [
             _softmax(q[r : r + few].to(wide), k, v, scale, _kept(min(few, rows - r), n, i + r, j, f), f)
@@ -376,12 +375,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fea
     return out[0].transpose(0, 1).view(q.shape), lse[0].T.view(q.shape[:3]).float()
 
 
-def _may_have_nan(tensor: Tensor) -> bool:  # or infinities of both signs; a tenth of the time of isnan
+def _may_have_nan(tensor: Tensor) -> bool:  # or infinities of both signs; ten times as fast as isnan
     return math.isnan(tensor.sum())
 
 
 def _matmul(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Features) -> tuple[Tensor, Tensor]:
-    """A tile with soft cap, ALiBi or Dv != D: rows from position i, keys from position j."""
+    """A tile by matmuls, for soft cap, ALiBi or Dv != D: rows from position i, keys from position j."""
     rows, n = len(q), k.shape[1]
     kept = None if _all_seen(rows, n, i, j, f) else _kept(rows, n, i, j, f)
     distance = None if f.alibi_slopes is None else _positions(j, j + n) - _positions(i, i + rows)[:, None]
@@ -391,13 +390,13 @@ def _matmul(q: Tensor, k: Tensor, v: Tensor, i: int, j: int, scale: float, f: Fe
 def _sparse_sequence(
     q: Tensor, first: int, n: int, cache: _Cache, block_table: Tensor, scale: float, f: Features
 ) -> tuple[Tensor, Tensor]:
-    """:func:`_sequence` with the block-sparse mask: only blocks that some row and head of a tile sees are read."""
+    """:func:`_sequence` with the block-sparse mask: reads only blocks that some row and head of a tile sees."""
     assert f.block_sparse is not None
     q, B, (rows, K, G, _) = q.to(cache.dtype), cache.paged.block_size, q.shape
     sparse = masks.check_block_sparse(f.block_sparse, B)
     offsets = torch.tensor(masks.block_sparse_offsets(sparse, K * G, K), device="cpu").view(K, G, 1, 1)
     total = _nothing(q, cache.value.tokens)
-    # Heads with one pattern are computed together, others by key/value head, so that each skips its own blocks.
+    # Heads with one pattern are computed together; else each key/value head skips its own blocks.
     together = bool((offsets == offsets[0, 0]).all())
     groups = [(slice(0, K), cache)] if together else [(slice(h, h + 1), head) for h, head in enumerate(cache.heads)]
     for r in range(0, rows, sparse.block_size):
@@ -420,9 +419,9 @@ def _sparse_sequence(
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Tensor | None, f: Features, distance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(logits) v`` as plain matrix products; kept and distance (j - i) are ``[..., q, n]``; lse is float32."""
+    """``softmax(logits) v`` by matmuls; kept and distance (j - i) are ``[..., q, n]``; lse is float32."""
     K, G = q.shape[1:3]
-    # The query heads of a group are rows of one product: broadcasting would copy the keys for each.
+    # The query heads of a group are rows of one matmul: broadcasting would copy the keys for each head.
     logits = torch.bmm((q.permute(1, 2, 0, 3) * scale).flatten(1, 2), k.mT).unflatten(1, (G, -1))  # [K, G, q, n]
     if f.soft_cap:
         logits = logits.div_(f.soft_cap).tanh_().mul_(f.soft_cap)
@@ -433,7 +432,7 @@ def _softmax(
     lse = logits.logsumexp(3)
     weights = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
     out = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (G, -1))
-    if kept is not None and _may_have_nan(out):  # perhaps from a value that the row does not see: 0 * NaN is NaN
+    if kept is not None and _may_have_nan(out):  # perhaps from a hidden value: 0 * NaN is NaN
         out = torch.bmm(weights.flatten(1, 2), v.where(v.isfinite(), 0.0)).unflatten(1, (G, -1))
         seen = kept.expand(weights.shape).to(v.dtype).flatten(1, 2)
         for number, where in ((torch.inf, v == torch.inf), (-torch.inf, v == -torch.inf), (torch.nan, v.isnan())):
@@ -453,7 +452,7 @@ def _merge_into(
 ) -> None:
     """Merge a partial result into the running one, in place.
 
-    By few rows at once: they stay in the processor's cache, and no large buffer has to come from the system.
+    A few rows at a time: they stay in the processor's cache, and no large buffer is allocated.
     """
     (out, lse), (part_out, part_lse) = (each[rows, heads] for each in total), part
     share, step = _share(part_lse, lse), max(1, MERGED_ELEMENTS // max(1, out[0].numel()))
@@ -463,23 +462,23 @@ def _merge_into(
 
 
 def _opened(i: int, rows: int, f: Features) -> list[tuple[int, int]]:
-    """The bidirectional ranges that hold some of the rows from position i; f has those of one sequence."""
+    """The bidirectional ranges that contain any of the rows from position i; f holds the ranges of one sequence."""
     pairs = () if f.bidirectional_ranges is None else f.bidirectional_ranges.tolist()
     return [(a, b) for a, b in pairs if 0 <= a < b and a < i + rows and i < b]
 
 
 def _reach(i: int, rows: int, f: Features) -> tuple[int, int]:
-    """The first key that some of the rows from position i sees if causal, and the end of those that they see."""
+    """The interval of keys that the rows from position i see with causality: its first key and its end."""
     starts, ends = zip((_oldest_key(i, f), i + rows), *_opened(i, rows, f), strict=True)
     return min(starts), max(ends)
 
 
-def _oldest_key(i: int, f: Features) -> int:  # without ranges
+def _oldest_key(i: int, f: Features) -> int:  # ignores bidirectional ranges
     return masks.oldest_key(i, f.sliding_window, f.attention_chunk)
 
 
 def _all_seen(rows: int, n: int, i: int, j: int, f: Features) -> bool:
-    """Whether each of the rows from position i sees each of the n keys from position j."""
+    """Whether all rows from position i see all n keys from position j."""
     if not masks_in_use(f) <= BOUNDED:
         return False
     return not f.causal or (j + n - 1 <= i and _oldest_key(i + rows - 1, f) <= j)
@@ -496,5 +495,5 @@ def _positions(start: int, end: int, step: int = 1) -> Tensor:
 
 
 def _share(lse: Tensor, other: Tensor) -> Tensor:
-    """The weight of a part when merged with another, ``exp(lse) / (exp(lse) + exp(other))``; 0 if it is empty."""
+    """The weight of a partial result in a merge, ``exp(lse) / (exp(lse) + exp(other))``; 0 if it is empty."""
     return torch.sub(lse, other).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)[..., None]

@@ -1,4 +1,4 @@
-"""The ops of the cache on the CPU, in torch ops. Letters as in :mod:`paged_ops.ops`."""
+"""The cache ops on the CPU. Letters as in :mod:`paged_ops.ops`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paged_ops.fp8 import dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
 from paged_ops.lowerings.cpu import write
 
-# Formats of the cache that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
+# Supported formats of the cache: values of kv_cache_dtype, and dtypes of elements.
 FORMATS = frozenset(
     {
         *("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
@@ -24,8 +24,8 @@ FORMATS = frozenset(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     }
 )
-APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the arguments that ops of the cache apply, and formats
-# Copies between blocks go through a buffer of this many bytes.
+APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the supported arguments of the cache ops, and formats
+# The bytes of the buffer for copies between blocks.
 COPY_BYTES = 1 << 24
 
 
@@ -68,17 +68,16 @@ def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_m
 
 
 def _in_fp8(real: Tensor, scale: Tensor | None, stored: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Some of the rows ``[T', K, D]`` as a cache holds them."""
+    """A function from row indices to those rows of ``real [T', K, D]``, as the cache stores them."""
     return lambda rows: quantise(real[rows], scale, stored)
 
 
 def _write(planes: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]], slot_mapping: Tensor) -> None:
-    """Write rows into planes ``[N, B, ...]`` of a cache; each comes with what makes its cells of the numbers of
-    rows."""
+    """Write rows into planes ``[N, B, ...]`` of a cache; each plane comes with a function from row indices to cells."""
     N, B = planes[0][0].shape[:2]
     slot_mapping = slot_mapping.clone()  # so that another thread cannot change it between check and use
     checks.slots(slot_mapping, N * B)
-    # Of rows that share a slot only the last one is kept: parallel writes would mix them.
+    # If rows share a slot, only the last one is written: parallel writes would mix them.
     row_of = {slot: row for row, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
     rows, slots = (torch.tensor([*each], dtype=torch.int64, device="cpu") for each in (row_of.values(), row_of))
     block, offset = slots // B, slots % B
@@ -152,16 +151,16 @@ def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
 
 
 def real_of(cells: Tensor, stored: torch.dtype) -> Tensor:
-    """The numbers that the cells hold, without the scale; bytes of fp8 as float32."""
+    """The values of cells before scaling; fp8 bytes are converted to float32."""
     if stored not in FP8_DTYPES:
         return cells
-    # Looked up: PyTorch converts float8_e4m3fn one element at a time.
+    # A lookup table: PyTorch converts float8_e4m3fn one element at a time.
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(stored).float()
     return table.index_select(0, cells.flatten().int()).view(cells.shape)
 
 
 def _storage(cache: Tensor) -> Tensor:
-    """fp8 as bytes: indexing supports few float8 types."""
+    """An fp8 cache as bytes: torch indexes few float8 dtypes."""
     return cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache
 
 
@@ -170,7 +169,7 @@ def bytes_of_fp8(paged: PagedKV) -> PagedKV:
 
 
 def take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
-    """``cache[blocks]`` into out, in parallel, by 16 bytes if rows are a multiple of that; index_select is serial."""
+    """``cache[blocks]`` into out, in parallel (index_select is serial), 16 bytes at a time where rows allow it."""
     wide_cache, wide_out = cache, out
     if cache.stride(-1) == out.stride(-1) == 1:
         steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (cache, out))

@@ -1,4 +1,4 @@
-"""Which of the CPU's implementations of attention serves a call, and why: for :func:`paged_ops.explain`."""
+"""Which CPU implementation of attention serves a call, and why: for :func:`paged_ops.explain`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged_ops.features import Features, in_use, refuse_others, with_value_scale
 from paged_ops.layouts import element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused
 from paged_ops.lowerings.cpu.attention import APPLIES
-from paged_ops.lowerings.cpu.prepared import FLASH, MATRIX_ROWS, takes_short
+from paged_ops.lowerings.cpu.prepared import FLASH, MATRIX_ROWS, flash_serves_long
 from paged_ops.support import Explanation
 
 
@@ -38,7 +38,7 @@ def explain(
         "float32 matmuls over tiles, per sequence": [],
     }
     kernel = next(name for name, reasons in kernels.items() if not reasons)
-    if not fused_reasons and takes_short(not flash_reasons, query.dtype):
+    if not fused_reasons and flash_serves_long(not flash_reasons, query.dtype):
         kernel += f"; PyTorch's flash kernel for sequences of more than {MATRIX_ROWS} rows, as it uses the matrix unit"
     others = {name: reasons or ["serves this call too, but is slower"] for name, reasons in kernels.items()}
     refused = tuple((name, tuple(reasons)) for name, reasons in others.items() if not kernel.startswith(name))

@@ -1,38 +1,36 @@
 // Attention over a paged cache in one pass: each key and value is read once for all the query heads that share it.
-// paged_ops/lowerings/cpu/fused.py compiles and calls this. It is written with the vector types of GCC and clang, so
-// that one source serves SSE, AVX2, AVX-512 and NEON.
+// Compiled and called by fused.py. The vector types of GCC and clang let one source serve SSE, AVX2, AVX-512 and NEON.
 //
 // Letters as in paged_ops/ops.py; also G = H/K query heads per key/value head, q rows of a sequence.
 //
-// The rows of a sequence are divided into spans, and the keys of a span into pieces. Threads take pieces, and the
-// partial softmaxes of a span's pieces merge in the order of their keys, so results depend on shapes and lengths, not
-// on the number of threads. A piece goes through its keys by tiles. For each tile it goes through the heads, whose rows
-// are added by an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Each load is accompanied by a prefetch of
-// what is read next, so that memory works while the processor computes.
+// The rows of a sequence are divided into spans, and the keys of a span into pieces: the work items of the threads. The
+// partial results of a span's pieces are merged in the order of their keys, so results depend on shapes and lengths,
+// not on the number of threads. A piece loops over tiles of keys and, within a tile, over heads, with an online softmax
+// (Milakov and Gimelshein, arXiv:1805.02867). Each load comes with a prefetch for the next head or tile.
 
 #include <cmath>
 #include <optional>
 
 #include "work.h"
 
-constexpr int ROWS = SIDE;        // rows whose logits are held at once
-constexpr int64_t PIECE = 128;    // the fewest keys of a piece
-constexpr int64_t PIECES = 512;   // about the most pieces of one row each, as they keep partial results
-constexpr float SLACK = 4;        // by how much a logit may exceed what exponentials are relative to
+constexpr int ROWS = SIDE;        // rows computed together
+constexpr int64_t PIECE = 128;    // minimum number of keys of a piece
+constexpr int64_t PIECES = 512;   // bounds the memory of partial results: about this many pieces per row
+constexpr float SLACK = 4;        // a row is rescaled only if a logit exceeds its current maximum by more
 
-enum class Way { DIRECT, WIDE, MATRIX };
+enum class Path { DIRECT, WIDE, MATRIX };
 
-// The scratch of one thread, and what it does with a piece.
+// One thread: its scratch, and the computation of one piece.
 struct Worker : Attention {
     const bool direct;           // whether rows can be read in place
     Buffer queries, logits;
-    Buffer staged;               // rows that are not contiguous, or not whole vectors
-    Buffer wide;                 // rows as float32
+    Buffer staged;               // copies of rows that are not contiguous or not whole vectors
+    Buffer wide;                 // a tile converted to float32
     std::optional<Matrix> matrix;
-    States own;                  // the states of a span's only piece
-    Buffer sums;                 // a row of out
+    States own;                  // the state of a piece that has all keys of its span
+    Buffer merged;               // a row of out
     Buffer reordered, padded;    // a row of out or query
-    const char* at[2][2][TILE];  // [this tile or the next][keys or values]: tokens in the cache, at head 0
+    const char* at[2][2][TILE];  // [this tile or the next][keys or values]: addresses of tokens, at head 0
     const char* staged_at[2][TILE];
 
     Worker(const Attention& attention, int64_t rows)
@@ -43,7 +41,7 @@ struct Worker : Attention {
           staged(direct ? 0 : TILE * (D + Dv)),
           wide(TILE * (D + Dv)),
           own(rows, Dv),
-          sums(Dv),
+          merged(Dv),
           reordered(round_up(std::max(D, Dv), 2 * WIDTH)),
           padded(round_up(D, 2 * WIDTH)) {
         std::fill_n(padded.data, round_up(D, 2 * WIDTH), 0.0f);
@@ -60,7 +58,7 @@ struct Worker : Attention {
         return c.query + index * c.D * 4 / FORMATS[c.query_cell].parts;
     }
 
-    // Queries in the order of parts, of a piece's heads.
+    // Converts the queries of a piece's heads to float32, columns in the order of parts.
     void arrange(const Span& s, const Piece& piece) {
         const Format& query = FORMATS[c.query_cell];
         float* to = queries.data;
@@ -79,7 +77,7 @@ struct Worker : Attention {
             }
     }
 
-    // Queries of a head for the matrix unit: as they are, but in the pairs that the parts make.
+    // Copies the queries of a head for the matrix unit: bfloat16 pairs in the order of parts.
     void arrange_pairs(const Span& s, int64_t head) {
         uint16_t* to = reinterpret_cast<uint16_t*>(matrix->queries.data);
         for (int64_t row = 0; row < s.rows * G; row++, to += D) {
@@ -95,6 +93,7 @@ struct Worker : Attention {
 
     int64_t head_stride(int plane) const { return (plane ? c.value_strides[2] : c.key_strides[2]) * cell_bytes; }
 
+    // Finds the addresses of a tile's tokens.
     void locate(int which, int64_t s, int64_t first, int64_t n) {
         for (int64_t j = 0; j < TILE; j++) {
             const int64_t token = first + std::min(j, n - 1), column = token / c.B, offset = token % c.B;
@@ -106,7 +105,7 @@ struct Worker : Attention {
 
     Rows rows_of(int which, int plane, int64_t head) const { return {at[which][plane], head * head_stride(plane)}; }
 
-    // Copies n rows so that they are contiguous and padded with zeros.
+    // Copies n rows to be contiguous and padded with zeros.
     Rows stage(int plane, Rows rows, int64_t n) {
         const int64_t size = plane ? c.Dv : c.D, x = plane ? c.Dv : c.x, pack = plane ? 0 : c.key_strides[3];
         const int64_t step = plane ? c.value_strides[3] : c.key_strides[4];
@@ -129,7 +128,7 @@ struct Worker : Attention {
         std::fill_n(state.largest, count, -INF);
         std::fill_n(state.total, count, 0.0f);
         std::fill_n(state.values, count * Dv, 0.0f);
-        // Of the tile that begins with key number `from`: no tile has keys before and after the span's gap.
+        // The number of keys of the tile that begins at `from`: no tile has keys on both sides of the span's gap.
         const auto keys = [&](int64_t from) {
             return std::min<int64_t>(TILE, (from < span.after ? std::min(span.after, piece.last) : piece.last) - from);
         };
@@ -148,39 +147,39 @@ struct Worker : Attention {
                     next[plane] = end ? tile[plane] : rows_of(which ^ last, plane, last ? piece.head : head + 1);
                     if (!direct) tile[plane] = stage(plane, tile[plane], n);
                 }
-                Way way = widened ? Way::WIDE : Way::DIRECT;
+                Path path = widened ? Path::WIDE : Path::DIRECT;
                 if (widened && matrix) {
                     format.pair_keys(tile[0], matrix->keys.words(), n, D);
-                    if (format.pair_values(tile[1], matrix->values.words(), n, Dv)) way = Way::MATRIX;
+                    if (format.pair_values(tile[1], matrix->values.words(), n, Dv)) path = Path::MATRIX;
                 }
-                if (way == Way::WIDE) {
+                if (path == Path::WIDE) {
                     if (!arranged) arrange(span, piece);
                     arranged = true;
-                    format.turn(tile[0], wide.data, n, D);
+                    format.transpose_keys(tile[0], wide.data, n, D);
                     format.widen(tile[1], wide.data + TILE * D, n, Dv);
                 }
                 for (int64_t r = 0; r < R; r += ROWS) {
                     const int64_t row = (head - piece.head) * R + r;
-                    if (widened) fetch(next, r * TILE / R, std::min(r + ROWS, R) * TILE / R);
-                    meet(way, span, head, r, std::min<int64_t>(ROWS, R - r), key(span, from), n, queries.data + row * D, tile,
+                    if (widened) prefetch(next, r * TILE / R, std::min(r + ROWS, R) * TILE / R);
+                    compute(path, span, head, r, std::min<int64_t>(ROWS, R - r), key(span, from), n, queries.data + row * D, tile,
                          next, {state.largest + row, state.total + row, state.values + row * Dv});
                 }
             }
         }
     }
 
-    // Fetches rows [first, last) of a tile that is made wide later.
-    void fetch(const Rows* tile, int64_t first, int64_t last) const {
+    // Prefetches rows [first, last) of a tile that will be converted to float32.
+    void prefetch(const Rows* tile, int64_t first, int64_t last) const {
         for (int plane = 0; plane < 2; plane++)
             for (int64_t j = first; j < last; j++)
                 for (int64_t byte = 0; byte < (plane ? Dv : D) * cell_bytes; byte += 64)
                     __builtin_prefetch(tile[plane][j] + byte);
     }
 
-    // Computes rows [row, row + count) of a head with n keys, the first at position `from`; of a wide tile or in place.
-    void meet(Way way, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n,
+    // Computes rows [row, row + count) of a head with the n keys from position `from`.
+    void compute(Path path, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n,
               const float* q, const Rows* tile, const Rows* next, State state) {
-        int64_t low[ROWS], high[ROWS], seen = 0;  // the keys [low, high) that each row sees; all are below `seen`
+        int64_t low[ROWS], high[ROWS], seen = 0;  // each row sees keys [low, high); `seen` is the largest high
         for (int64_t r = 0, token = row / G, next = (token + 1) * G - row; r < count; token++, next += G) {
             int64_t first, last;
             reach(span, span.position + token, 1, from, first, last);
@@ -190,47 +189,47 @@ struct Worker : Attention {
             for (; r < std::min(next, count); r++) low[r] = first, high[r] = last;
         }
         if (seen == 0) return;
-        const bool widened = way == Way::WIDE;
-        if (way == Way::MATRIX) seen = round_up(seen, PAIRED);
-        float decay[ROWS];
+        const bool widened = path == Path::WIDE;
+        if (path == Path::MATRIX) seen = round_up(seen, PAIRED);
+        float rescale[ROWS];
         const auto size = [&](int64_t r) { return count - r >= 4 ? 2 : count - r >= 2 ? 1 : 0; };  // log2
-        if (way == Way::MATRIX) matrix->multiply(row, logits.data);
+        if (path == Path::MATRIX) matrix->multiply(row, logits.data);
         else if (widened) multiply_wide(q, count, seen);
         else
             for (int64_t r = 0; r < count; r += 1 << size(r))
                 format.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, seen, D);
-        softmax(count, seen, low, high, head, row, from - span.position, state, decay);
-        if (way == Way::MATRIX) return matrix->add(logits.data, count, seen, decay, state.values);
-        // 0 * NaN is NaN, so values are only multiplied for rows that see them; several rows at once if all of them do.
+        softmax(count, seen, low, high, head, row, from - span.position, state, rescale);
+        if (path == Path::MATRIX) return matrix->add(logits.data, count, seen, rescale, state.values);
+        // Hidden values may be NaN, and 0 * NaN is NaN: several rows share a value only if all of them see it.
         const int64_t columns = widened ? COLUMNS : Dv;  // at once
         for (int64_t d = 0; d < Dv; d += columns) {
-            float shrink[ROWS];
-            std::copy_n(decay, count, shrink);
-            const auto weigh = [&](int64_t r, int log2, int64_t begin, int64_t end) {
+            float factor[ROWS];
+            std::copy_n(rescale, count, factor);
+            const auto add_values = [&](int64_t r, int log2, int64_t begin, int64_t end) {
                 if (begin >= end) return;
                 const float* weights = logits.data + r * TILE + begin;
-                float* sums = state.values + r * Dv + d;
+                float* acc = state.values + r * Dv + d;
                 if (widened) {
                     const float* values = wide.data + TILE * D + begin * Dv + d;
-                    ACCUMULATE_WIDE[log2](weights, shrink + r, values, sums, end - begin, Dv, std::min(columns, Dv - d));
+                    ACCUMULATE_WIDE[log2](weights, factor + r, values, acc, end - begin, Dv, std::min(columns, Dv - d));
                 } else {
                     const Rows values = {tile[1].at + begin, tile[1].offset};
                     const Rows ahead = {next[1].at + begin, next[1].offset};
-                    format.accumulate[log2](weights, shrink + r, values, ahead, sums, end - begin, Dv);
+                    format.accumulate[log2](weights, factor + r, values, ahead, acc, end - begin, Dv);
                 }
-                std::fill_n(shrink + r, 1 << log2, 1.0f);
+                std::fill_n(factor + r, 1 << log2, 1.0f);
             };
             for (int64_t r = 0; r < count; r += 1 << size(r)) {
                 const int64_t last = r + (1 << size(r)), begin = *std::max_element(low + r, low + last);
                 const int64_t end = std::max(begin, *std::min_element(high + r, high + last));
-                for (int64_t one = r; one < last; one++) weigh(one, 0, low[one], std::min(high[one], begin));
-                weigh(r, size(r), begin, end);
-                for (int64_t one = r; one < last; one++) weigh(one, 0, std::max(low[one], end), high[one]);
+                for (int64_t one = r; one < last; one++) add_values(one, 0, low[one], std::min(high[one], begin));
+                add_values(r, size(r), begin, end);
+                for (int64_t one = r; one < last; one++) add_values(one, 0, std::max(low[one], end), high[one]);
             }
         }
     }
 
-    // The logits of some rows with the keys of the wide tile, by strips, which stay in the first-level cache.
+    // The logits of some rows with the keys of the float32 tile, by strips that fit the first-level cache.
     void multiply_wide(const float* q, int64_t count, int64_t seen) {
         for (int64_t j = 0; j < seen; j += STRIP) {
             const float* strip = wide.data + j * D;
@@ -239,18 +238,18 @@ struct Worker : Attention {
                 for (; r + rows() <= count; r += rows())
                     multiply_strip<rows()>(q + r * D, strip, logits.data + r * TILE + j, D);
             };
-            at_once(std::integral_constant<int, TALL>());
+            at_once(std::integral_constant<int, STRIP_ROWS>());
             at_once(std::integral_constant<int, 4>());
             at_once(std::integral_constant<int, 2>());
             at_once(std::integral_constant<int, 1>());
         }
     }
 
-    // Turns the products of rows [row, row + count) of a head with n keys into weights relative to each row's largest
-    // logit so far, of which some are of keys [low, high) that the row sees. The first key lies `distance` behind the
-    // span's first row. The sums so far shrink by decay.
+    // Online softmax of rows [row, row + count) of a head: turns q . k with n keys into weights relative to each row's
+    // maximum so far; 0 outside of [low, high). The first key is `distance` after the span's first row. `rescale` returns
+    // the factors for the accumulators.
     void softmax(int64_t count, int64_t n, const int64_t* low, const int64_t* high, int64_t head, int64_t row,
-                 int64_t distance, State state, float* decay) {
+                 int64_t distance, State state, float* rescale) {
         for (int64_t r = 0; r < count; r += WIDTH) {
             const int64_t some = std::min<int64_t>(WIDTH, count - r);
             const float scale = c.scale * (c.k_scale ? c.k_scale[head] : 1.0f);
@@ -261,15 +260,15 @@ struct Worker : Attention {
                 const bool plain = low[r + l] <= 0 && high[r + l] >= round_up(n, WIDTH) && c.soft_cap == 0 && !c.alibi_slopes;
                 factors[l] = plain ? scale : 1.0f;
                 float* x = logits.data + (r + l) * TILE;
-                if (!plain) finish(x, n, low[r + l], high[r + l], scale, head, row + r + l, distance);
+                if (!plain) to_logits(x, n, low[r + l], high[r + l], scale, head, row + r + l, distance);
                 for (int64_t j = 0; j < n; j += WIDTH) each[l] = larger(load<Floats>(x + j) * factors[l], each[l]);
             }
             load_some(largest, state.largest + r, some);
             load_some(total, state.total + r, some);
-            Floats top = across(each, larger);
-            top = top > largest + SLACK ? top : largest;  // mostly nothing changes, and the sums need not shrink
+            Floats top = reduce_lanes(each, larger);
+            top = top > largest + SLACK ? top : largest;  // mostly the maximum stays, and nothing is rescaled
             const Floats base = top == -INF ? Floats{} : top;
-            const Floats shrink = exp(largest - base);
+            const Floats factor = exp(largest - base);
             std::memcpy(bases, &base, sizeof base);
             std::fill_n(each, WIDTH, Floats{});
             for (int64_t l = 0; l < some; l++) {
@@ -280,31 +279,31 @@ struct Worker : Attention {
                     each[l] += weight;
                 }
             }
-            total = total * shrink + across(each, add);
+            total = total * factor + reduce_lanes(each, add);
             store_some(state.largest + r, top, some);
             store_some(state.total + r, total, some);
-            store_some(decay + r, shrink, some);
+            store_some(rescale + r, factor, some);
         }
     }
 
-    // The logits of one row from its products with n keys; of keys outside of [low, high) they are -inf.
-    void finish(float* products, int64_t n, int64_t low, int64_t high, float scale, int64_t head, int64_t row,
+    // The logits of one row from q . k with n keys, in place; -inf outside of [low, high).
+    void to_logits(float* x_row, int64_t n, int64_t low, int64_t high, float scale, int64_t head, int64_t row,
                 int64_t distance) const {
         const float slope = c.alibi_slopes ? c.alibi_slopes[head * G + row % G] : 0.0f;
         Floats lane;
         for (int l = 0; l < WIDTH; l++) lane[l] = float(l);
         for (int64_t j = 0; j < n; j += WIDTH) {
-            Floats x = load<Floats>(products + j) * scale;
+            Floats x = load<Floats>(x_row + j) * scale;
             const Floats key = lane + float(j);
             if (c.soft_cap != 0) x = c.soft_cap * tanh(x / c.soft_cap);
             if (c.alibi_slopes) x += slope * (key + float(distance - row / G));
             x = key >= float(low) ? x : Floats{} - INF;
             x = key < float(high) ? x : Floats{} - INF;
-            store(products + j, x);
+            store(x_row + j, x);
         }
     }
 
-    // Row `to` of out: a row of values times a factor.
+    // Writes row `to` of out: accumulated values times a factor.
     void write(const float* values, float factor, int64_t to) {
         if (c.out_cell == FLOAT32) {
             float* out = reinterpret_cast<float*>(c.out) + to * c.Dv;
@@ -327,7 +326,7 @@ struct Worker : Attention {
         }
     }
 
-    // out and lse of heads [head, end) of a span from their partial results, in the order of their keys.
+    // Writes out and lse of heads [head, end) of a span: merges partial results in the order of their keys.
     void merge(const Span& span, int64_t head, int64_t end, const State* parts, int64_t count) {
         int64_t row = 0;
         for (int64_t k = head; k < end; k++)
@@ -343,13 +342,13 @@ struct Worker : Attention {
         float total = parts[0].total[row] * share + (c.sinks ? std::exp(c.sinks[h] - base) : 0.0f);
         const float* values = parts[0].values + row * Dv;
         if (count > 1) {
-            for (int64_t d = 0; d < Dv; d++) sums.data[d] = values[d] * share;
+            for (int64_t d = 0; d < Dv; d++) merged.data[d] = values[d] * share;
             for (int64_t p = 1; p < count; p++) {
                 share = std::exp(parts[p].largest[row] - base);
                 total += parts[p].total[row] * share;
-                for (int64_t d = 0; d < Dv; d++) sums.data[d] += parts[p].values[row * Dv + d] * share;
+                for (int64_t d = 0; d < Dv; d++) merged.data[d] += parts[p].values[row * Dv + d] * share;
             }
-            values = sums.data;
+            values = merged.data;
             share = 1;
         }
         write(values, total == 0 ? 0.0f : share * (c.v_scale ? c.v_scale[k] : 1.0f) / total, to);
@@ -360,7 +359,7 @@ struct Worker : Attention {
 void attend(const Call& c) {
     const Attention a(c);
     std::vector<Span> spans;
-    int64_t pairs = 0, tasks = 0, most = 0;  // tasks: of wide spans
+    int64_t pairs = 0, tasks = 0, most = 0;  // tasks: heads of wide spans; most: rows of a state
     for (int64_t n = 0; n < c.num_sequences; n++) {
         const int64_t s = c.sequences[n], end = c.query_start_loc[s + 1];
         for (int64_t start = c.query_start_loc[s]; start < end; start += a.span) {
@@ -374,13 +373,13 @@ void attend(const Call& c) {
     }
     const int64_t length = round_up(std::max(PIECE, pairs / PIECES), TILE);
     std::vector<Piece> pieces;
-    std::vector<int64_t> begin;  // of each span, among the pieces
+    std::vector<int64_t> begin;  // the first piece of each span
     int64_t rows = 0;
     for (int64_t n = 0; n < int64_t(spans.size()); n++) {
         const auto [from, to] = a.keys_of(spans[n]);
         const int64_t count = spans[n].rows * c.H;
         begin.push_back(pieces.size());
-        // All heads of a key lie side by side in memory; with many rows, what one head keeps should stay in the cache.
+        // All heads of a token are adjacent in memory. With many rows, one head at a time fits the processor's cache.
         const bool wide = a.is_wide(spans[n]), whole = wide && tasks >= TASKS;
         const int64_t heads = wide ? 1 : c.K;
         const auto add = [&](int64_t first, int64_t last, int64_t row) {
@@ -392,11 +391,11 @@ void attend(const Call& c) {
     }
     begin.push_back(pieces.size());
     const States shared(rows, a.Dv);
-    const int threads = pieces.size() == 1 ? 1 : int(c.threads);  // other sizes of the team would end threads
+    const int threads = pieces.size() == 1 ? 1 : int(c.threads);  // always this number: OpenMP would end threads of a smaller team
 #pragma omp parallel num_threads(threads)
     {
         Worker worker(a, most);
-        // The last rows of a prompt, which see the most keys, go first, so that threads end together.
+        // The last rows of a prompt see the most keys. They are computed first, so that threads finish together.
 #pragma omp for schedule(dynamic)
         for (int64_t n = int64_t(pieces.size()) - 1; n >= 0; n--) {
             const Piece& piece = pieces[n];
@@ -415,13 +414,13 @@ void attend(const Call& c) {
     }
 }
 
-// Without a call it only returns whether bfloat16 goes through a matrix unit. Else it returns 0, or 1 if a number of the
-// batch is wrong; then nothing was read or written.
+// Returns 0, or 1 if a value of the batch is invalid; then nothing was written. Without a call: whether bfloat16 uses the
+// matrix unit.
 extern "C" int64_t paged_attention(const Call* call) {
     if (!call) return matrix_unit();
     if (call->sequences) return attend(*call), 0;
     const Batch batch(*call);
-    if (!batch.right) return 1;
+    if (!batch.valid) return 1;
     const int64_t rows = batch.starts.back() * call->H, padding = (call->T - batch.starts.back()) * call->H;
     const int64_t row_bytes = call->Dv * (call->out_cell == FLOAT32 ? 4 : 2);
     std::memset(call->out + rows * row_bytes, 0, padding * row_bytes);

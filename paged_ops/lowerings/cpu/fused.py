@@ -1,8 +1,8 @@
 """Attention on the CPU as one C++ function, ``fused.cpp`` and its headers, for every feature but block-sparse.
 
-Torch ops gather the keys of a sequence before they can multiply: each byte is read, written and read again. The C++
-reads each once for all the rows of a decode. It is compiled at the first call that it can serve, in about three seconds
-(:mod:`paged_ops.cpp`). Without a compiler the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more
+Torch ops gather the keys of a sequence before the matmul: each byte is read, written and read again. In a decode, the
+C++ reads each byte once. It is compiled at the first call that it can serve, in about three seconds
+(:mod:`paged_ops.cpp`). Without a compiler, the torch ops of :mod:`paged_ops.lowerings.cpu` serve everything, more
 slowly and within the same error budget.
 """
 
@@ -26,7 +26,7 @@ from paged_ops.layouts import PagedKV
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
 PLAIN = CELLS[:3]  # dtypes of query and out
-# What it computes: arguments of attention, and values of kv_cache_dtype. Other calls go to the torch ops.
+# Supported arguments of attention. Other calls go to the torch ops.
 APPLIES = frozenset(
     {
         *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
@@ -34,8 +34,8 @@ APPLIES = frozenset(
         *("soft_cap", "alibi_slopes", "sinks"),
     }
 )
-NAMES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-# The instructions that the source may always use: no more than torch itself uses, so that machines can share a folder.
+NAMES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")  # supported values of kv_cache_dtype
+# Compiler flags by CPU capability: only instructions that torch itself uses, so that machines can share a folder.
 FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -43,7 +43,7 @@ FLAGS = {
 
 
 class Call(ctypes.Structure):
-    """The one argument of the C++ function; fields as there."""
+    """The argument of the C++ function: ``Call`` of ``work.h``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "block_tables", "seq_lens", "query_start_loc")),
@@ -72,16 +72,17 @@ def attend(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fill the rows of some sequences: out ``[T, H, Dv]``, lse float32 ``[T, H]``. For what :func:`serves`.
+    """Fill the rows of ``sequences`` in out ``[T, H, Dv]`` and lse float32 ``[T, H]``. Only for calls that
+    :func:`serves`.
 
-    Values are not checked here or in C++: they must be right, and no other thread may write block_tables.
+    Values are not checked: they must be valid, and no other thread may write block_tables meanwhile.
     """
     function = compiled()
-    assert function is not None, "no compiled function"
+    assert function is not None, "the C++ function was not compiled"
     query = query.contiguous()
     call = described(query, paged, stored, block_tables, len(seq_lens), scale, f, out.dtype)
-    assert lse.dtype == torch.float32, "lse that the C++ does not write"
-    # They have names so that they live until the call returns.
+    assert lse.dtype == torch.float32, "lse must be float32"
+    # Names keep them alive until the call returns.
     integers = [array.array("i", each) for each in (seq_lens, query_start_loc, sequences)]
     call.seq_lens, call.query_start_loc, call.sequences = (each.buffer_info()[0] for each in integers)
     call.num_sequences = len(sequences)
@@ -104,8 +105,8 @@ def described(
     f: Features,
     out: torch.dtype,
 ) -> Call:
-    """All of a call but addresses."""
-    assert {query.dtype, out} <= {*PLAIN}, "dtypes that the C++ does not take"
+    """A call without its addresses."""
+    assert {query.dtype, out} <= {*PLAIN}, "query and out must be float32, float16 or bfloat16"
     return Call(
         key_strides=paged.key.stride(),
         value_strides=paged.value.stride(),
@@ -124,7 +125,7 @@ def described(
         query_cell=CELLS.index(query.dtype),
         out_cell=CELLS.index(out),
         causal=f.causal,
-        window=f.sliding_window,
+        window=min(f.sliding_window, 2**31 - 1),  # as positions, so that differences do not overflow
         chunk=f.attention_chunk,
         first_tokens=f.num_first_tokens if f.sliding_window else 0,
         R=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
@@ -135,7 +136,7 @@ def described(
 
 
 def vectors_of(f: Features, K: int) -> dict[str, Tensor]:
-    """The tensors among the features as the C++ reads them, by its names: contiguous, one scale per head."""
+    """The tensors among the features by the field names of :class:`Call`: contiguous, one scale per head."""
     given = {"alibi_slopes": f.alibi_slopes, "sinks": f.sinks, "ranges": f.bidirectional_ranges}
     scales = {"k_scale": f.k_scale, "v_scale": f.v_scale}
     vectors = {name: each.contiguous() for name, each in given.items() if each is not None}
@@ -161,7 +162,7 @@ def reasons_against(stored: torch.dtype, f: Features) -> list[str]:
 
 @functools.cache
 def compiled() -> Callable[[Any], int] | None:
-    """The C++ function, or None if no compiler can make it."""
+    """The C++ function, or None if no compiler can build it."""
     return cpp.built(ATTENTION, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
 
 
@@ -171,7 +172,7 @@ def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Cal
 
 
 def has_matrix_unit() -> bool:
-    """Whether the C++ uses the processor's unit for products of bfloat16 matrices."""
+    """Whether the C++ function uses the processor's matrix unit (AMX) for bfloat16."""
     function = compiled()
     return function is not None and bool(function(None))
 

@@ -1,17 +1,17 @@
-// Products of bfloat16 by the matrix unit of x86 processors (AMX), with sums in float32.
+// bfloat16 matmuls with float32 accumulators by the matrix unit of x86 processors (AMX).
 //
-// Its operands are tiles of 16 rows of 64 bytes: C[16][16] += A[16][32] B[32][16], where A has 32 bfloat16 in a row,
-// and a row of B has pairs: [16][16][2], those of rows 2i and 2i + 1. A word of 32 bits holds a pair, so a tile of
-// either is [16][16] words.
+// Its operands are tiles of 16 rows of 64 bytes: C[16][16] += A[16][32] B[32][16]. A row of A has 32 bfloat16. B is
+// stored as [16][16][2]: row i holds pairs of rows 2i and 2i + 1. A 32-bit word holds a pair, so a tile of A or B has
+// [16][16] words.
 #pragma once
 
 #include "tiles.h"
 
-constexpr int SIDE = 16;                // rows of a tile, and words in one
-constexpr int PAIRED = 2 * SIDE;        // the length of products that one instruction adds
-constexpr int AREA = SIDE * SIDE;       // words of a tile
+constexpr int SIDE = 16;                // rows of a tile, and words in a row
+constexpr int PAIRED = 2 * SIDE;        // length of the dot products of one instruction
+constexpr int AREA = SIDE * SIDE;       // words in a tile
 
-// n keys as tiles [TILE / 16][D / 32] of B, pairs of the order of parts; keys past n are zeros.
+// Packs n keys as tiles [TILE / 16][D / 32] of B, pairs in the order of parts; keys past n are zeros.
 template <class Cell>
 void pair_keys(Rows rows, uint32_t* to, int64_t n, int64_t D) {
     constexpr int P = Cell::PARTS;
@@ -28,12 +28,12 @@ void pair_keys(Rows rows, uint32_t* to, int64_t n, int64_t D) {
             }
 }
 
-// n values as tiles [TILE / 32][Dv / 16] of B, columns in the order of parts; values past n are zeros. Returns whether
-// all are finite.
+// Packs n values as tiles [TILE / 32][Dv / 16] of B, columns in the order of parts; values past n are zeros. Returns
+// whether all are finite.
 template <class Cell>
 bool pair_values(Rows rows, uint32_t* to, int64_t n, int64_t Dv) {
     constexpr int P = Cell::PARTS;
-    Floats zeros = {};  // NaN after a number that is not finite
+    Floats zeros = {};  // becomes NaN if a value is not finite
     for (int64_t j = 0; j < TILE; j += 2) {
         uint32_t* tile = to + j / PAIRED * Dv * SIDE + j % PAIRED / 2 * SIDE;
         for (int64_t d = 0; d < Dv; d += WIDTH * P) {
@@ -60,8 +60,8 @@ bool pair_values(Rows rows, uint32_t* to, int64_t n, int64_t Dv) {
 
 #define USES_MATRIX_UNIT __attribute__((target("amx-tile,amx-bf16,avx512bf16")))
 
-// Whether this process may use the unit. Linux wants to be asked first, as the unit's state is large.
-inline bool ask_for_matrix_unit() {
+// Asks Linux for permission to use the unit, whose state is large. Returns whether this process may use it.
+inline bool request_matrix_unit() {
     unsigned a, b, c, d, more, none;
     const unsigned bfloat16 = 1 << 22, tiles = 1 << 24, conversion = 1 << 5;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & bfloat16) || !(d & tiles)) return false;
@@ -71,12 +71,12 @@ inline bool ask_for_matrix_unit() {
 }
 
 inline bool matrix_unit() {
-    static const bool usable = ask_for_matrix_unit();  // which takes long in a virtual machine
+    static const bool usable = request_matrix_unit();  // once: it is slow in a virtual machine
     return usable;
 }
 
-// While it lives, this thread's tiles are of the full size; then again what they were before, which others rely on.
-// The compilers' own functions for this tell them of the first 8 bytes only.
+// Configures this thread's tiles to the full size, and restores the previous configuration at the end, as other
+// libraries rely on it. The compilers' intrinsics would declare only the first 8 bytes of the memory as used.
 class FullTiles {
     struct alignas(64) Shape {
         uint8_t palette = 0, start_row = 0, reserved[14] = {};
@@ -98,13 +98,13 @@ public:
     FullTiles(const FullTiles&) = delete;
 };
 
-// c[i][j] += a[i] . b[j] for 16 rows i of A, which are `row` words apart, and 16 N columns j of B, whose tiles [j][k] are
-// `column` and `deep` words apart; there are K along the products. c's rows are `width` floats apart; `fresh`: it was 0.
+// c[i][j] += a[i] . b[j] for 16 rows i of A and 16 N columns j of B, over K tiles [j][k] of B. Strides in words: `row`
+// between rows of A, `column` and `depth` between tiles of B, `width` between rows of c. `fresh`: c starts at 0.
 template <int N>
-USES_MATRIX_UNIT void multiply_tiles(const uint32_t* a, int64_t row, const uint32_t* b, int64_t column, int64_t deep,
+USES_MATRIX_UNIT void multiply_tiles(const uint32_t* a, int64_t row, const uint32_t* b, int64_t column, int64_t depth,
                                      int64_t K, float* c, int64_t width, bool fresh) {
-    static_assert(N == 2 || N == 4, "tiles 0 to 3 are sums, 4 is of A, 5 and 6 are of B");
-    __asm__ volatile("" : : : "memory");  // all is stored that is loaded below, of which the compiler knows nothing
+    static_assert(N == 2 || N == 4, "tiles 0 to 3 accumulate, 4 holds A, 5 and 6 hold B");
+    __asm__ volatile("" : : : "memory");  // stores must precede the tile loads, which the compiler does not see
     if (fresh) {
         _tile_zero(0);
         _tile_zero(1);
@@ -116,7 +116,7 @@ USES_MATRIX_UNIT void multiply_tiles(const uint32_t* a, int64_t row, const uint3
         if (N == 4) _tile_loadd(2, c + 2 * SIDE, width * 4);
         if (N == 4) _tile_loadd(3, c + 3 * SIDE, width * 4);
     }
-    for (int64_t k = 0; k < K; k++, a += SIDE, b += deep) {
+    for (int64_t k = 0; k < K; k++, a += SIDE, b += depth) {
         _tile_loadd(4, a, row * 4);
         _tile_loadd(5, b, SIDE * 4);
         _tile_dpbf16ps(0, 4, 5);
@@ -136,47 +136,47 @@ USES_MATRIX_UNIT void multiply_tiles(const uint32_t* a, int64_t row, const uint3
 }
 
 // Rounds 32 floats to bfloat16.
-USES_MATRIX_UNIT inline void halve(const float* from, uint32_t* to) {
+USES_MATRIX_UNIT inline void to_bfloat16(const float* from, uint32_t* to) {
     const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + SIDE), _mm512_loadu_ps(from));
     std::memcpy(to, &both, sizeof both);
 }
 
-// The scratch of one thread, and what it does with a tile of keys and values of one head.
+// One thread: its scratch, and the matmuls with a tile of keys and values of one head.
 struct Matrix {
     const FullTiles shape;
     const int64_t D, Dv;
-    Buffer queries, keys, values, weights, some;
+    Buffer queries, keys, values, weights, padded;
 
     Matrix(int64_t rows, int64_t D, int64_t Dv)
         : D(D), Dv(Dv), queries((rows + SIDE) * D / 2), keys(TILE * D / 2), values(TILE * Dv / 2),
-          weights(SIDE * TILE / 2), some(SIDE * Dv) {}
+          weights(SIDE * TILE / 2), padded(SIDE * Dv) {}
 
-    // Logits [16][TILE] of rows from `row` on.
+    // q . k [16][TILE] of the rows from `row` on.
     void multiply(int64_t row, float* logits) {
-        const int64_t deep = AREA, column = D / PAIRED * AREA;
-        multiply_tiles<4>(queries.words() + row * D / 2, D / 2, keys.words(), column, deep, D / PAIRED, logits, TILE, true);
+        const int64_t depth = AREA, column = D / PAIRED * AREA;
+        multiply_tiles<4>(queries.words() + row * D / 2, D / 2, keys.words(), column, depth, D / PAIRED, logits, TILE, true);
     }
 
-    // sums[r] = decay[r] sums[r] + weights[r] . v for `count` rows and n values.
-    USES_MATRIX_UNIT void add(const float* logits, int64_t count, int64_t n, const float* decay, float* sums) {
+    // acc[r] = rescale[r] acc[r] + weights[r] . v for `count` rows and n values.
+    USES_MATRIX_UNIT void add(const float* logits, int64_t count, int64_t n, const float* rescale, float* acc) {
         for (int64_t r = 0; r < count; r++)
             for (int64_t j = 0; j < TILE; j += PAIRED)
-                halve(logits + r * TILE + j, weights.words() + (r * TILE + j) / 2);
+                to_bfloat16(logits + r * TILE + j, weights.words() + (r * TILE + j) / 2);
         for (int64_t r = 0; r < count; r++)
-            if (decay[r] != 1)
-                for (int64_t d = 0; d < Dv; d += WIDTH) store(sums + r * Dv + d, load<Floats>(sums + r * Dv + d) * decay[r]);
-        if (count == SIDE) return add_all(n, sums);
-        std::copy_n(sums, count * Dv, some.data);
-        add_all(n, some.data);
-        std::copy_n(some.data, count * Dv, sums);
+            if (rescale[r] != 1)
+                for (int64_t d = 0; d < Dv; d += WIDTH) store(acc + r * Dv + d, load<Floats>(acc + r * Dv + d) * rescale[r]);
+        if (count == SIDE) return add_all(n, acc);
+        std::copy_n(acc, count * Dv, padded.data);
+        add_all(n, padded.data);
+        std::copy_n(padded.data, count * Dv, acc);
     }
 
 private:
-    void add_all(int64_t n, float* sums) {
+    void add_all(int64_t n, float* acc) {
         const int64_t steps = (n + PAIRED - 1) / PAIRED;
         for (int64_t d = 0; d < Dv; d += 4 * SIDE)
             (d + 4 * SIDE <= Dv ? multiply_tiles<4> : multiply_tiles<2>)(
-                weights.words(), TILE / 2, values.words() + d * SIDE, AREA, Dv * SIDE, steps, sums + d, Dv, false);
+                weights.words(), TILE / 2, values.words() + d * SIDE, AREA, Dv * SIDE, steps, acc + d, Dv, false);
     }
 };
 

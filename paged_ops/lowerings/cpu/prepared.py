@@ -1,7 +1,7 @@
-"""Attention calls that were checked before: further ones with the same shapes, strides, dtypes and features need one
-look-up, and one call of the C++ function, which checks the values of the batch.
+"""Prepared attention calls: a call with the shapes, strides, dtypes and features of an earlier one needs one look-up
+and one call of the C++ function, which checks the values of the batch.
 
-Checks and descriptions in Python take 0.1 ms, longer than C++ needs for a short sequence.
+The checks in Python take 0.1 ms, longer than the C++ function needs for a short sequence.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.features import Features, in_use, with_value_scale
+from paged_ops.features import MASKS, Features, in_use, with_value_scale
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused, processor
 
-# The arguments that PyTorch's flash kernel is called with, or that need nothing of it.
-FLASH = frozenset(
-    {
-        *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
-        *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "num_first_tokens", "sinks"),
-    }
-)
-# Where only the flash kernel uses the processor's matrix unit for bfloat16, it takes sequences of more rows.
+# The arguments that PyTorch's flash kernel supports, or that are applied outside of it.
+FLASH = (MASKS - {"block_sparse"}) | {
+    *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype", "sinks"),
+}
+# If only the flash kernel uses the matrix unit (AMX) for bfloat16, it serves sequences of more than MATRIX_ROWS rows.
 MATRIX_ROWS = 32
-_prepared: dict[Any, Prepared] = {}  # by all that checks look at
+_prepared: dict[Any, Prepared] = {}  # by signature
 MOST_PREPARED = 1024
 
 
 def signature(args: Iterable[Any], keywords: dict[str, Any]) -> Any:
-    """What checks and descriptions of a call depend on: its shapes, strides, dtypes, and numbers."""
+    """Everything that the static checks of a call depend on: shapes, strides, dtypes, devices and numbers."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -44,7 +41,7 @@ def signature(args: Iterable[Any], keywords: dict[str, Any]) -> Any:
 def run(
     query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The results of a call whose signature is known; None if it is not, or if a value of the batch is wrong."""
+    """The results of a call whose signature was prepared; None if it was not, or if a value of the batch is invalid."""
     known = _prepared.get(signature((query, *args), features))
     if known is None:
         return None
@@ -61,8 +58,8 @@ def run(
 def first(
     query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The results of the first call of its signature, which passed the checks; None if the C++ does not serve it alone,
-    or if a value is wrong."""
+    """Prepare and run a call that passed the static checks. None if the C++ function does not serve the whole call, or
+    if a value of the batch is invalid."""
     kv_cache, block_tables, seq_lens, query_start_loc, scale = args
     f = with_value_scale(Features(**features), kv_cache)
     paged, stored = (
@@ -73,7 +70,7 @@ def first(
     if not (plain and f.output_scale is None and query.numel() and paged.key.numel() and fused.serves(stored, f)):
         return None
     flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
-    if takes_short(flash, query.dtype) and len(query) > MATRIX_ROWS:
+    if flash_serves_long(flash, query.dtype) and len(query) > MATRIX_ROWS:
         return None
     values = kv_cache if f.value_cache is None else f.value_cache
     where = paged.key.data_ptr() - kv_cache.data_ptr(), paged.value.data_ptr() - values.data_ptr()
@@ -84,17 +81,16 @@ def first(
     return run(query, args, features, out, lse)
 
 
-def takes_short(flash: bool, dtype: torch.dtype) -> bool:
-    """Whether the flash kernel serves sequences of more than MATRIX_ROWS rows: it uses the processor's matrix unit, and
-    the C++ does not."""
+def flash_serves_long(flash: bool, dtype: torch.dtype) -> bool:
+    """Whether the flash kernel serves sequences of more than MATRIX_ROWS rows, because it uses the matrix unit and the
+    C++ function does not. ``flash``: it supports the call."""
     return flash and dtype == torch.bfloat16 and not fused.has_matrix_unit() and processor.has_matrix_unit()
 
 
 class Prepared:
-    """A call whose shapes, strides, dtypes and features were checked: further ones like it differ in addresses and
-    values only. C++ checks the values of the batch.
+    """A checked call without its addresses and values. The C++ function checks the values of each batch.
 
-    ``where``: the bytes from kv_cache to the first key, and from the values' tensor to the first value.
+    ``where``: the bytes from the start of the key tensor to the first key, and of the value tensor to the first value.
     """
 
     __slots__ = ("_K", "_call", "_has_vectors", "_where", "out_shape")
@@ -124,7 +120,7 @@ class Prepared:
         out: Tensor,
         lse: Tensor,
     ) -> bool:
-        """Fill out and lse. False, with nothing read or written: a value of the batch is wrong."""
+        """Fill out and lse. False if a value of the batch is invalid; then nothing was written."""
         call = fused.Call.from_buffer_copy(self._call)
         call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse.data_ptr()
         key, value = caches
@@ -133,7 +129,7 @@ class Prepared:
         call.threads = torch.get_num_threads()
         if self._has_vectors:
             f = with_value_scale(Features(**features), key)
-            vectors = fused.vectors_of(f, self._K)  # which live until the call returns
+            vectors = fused.vectors_of(f, self._K)  # kept alive until the call returns
             for name, vector in vectors.items():
                 setattr(call, name, vector.data_ptr())
         function = fused.compiled()

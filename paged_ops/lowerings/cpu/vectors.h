@@ -1,5 +1,4 @@
-// Vectors of the processor: their types are extensions of GCC and clang, so that one source serves SSE, AVX2, AVX-512
-// and NEON.
+// Vectors of the processor, by the vector extensions of GCC and clang: one source serves SSE, AVX2, AVX-512 and NEON.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,7 @@ typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
 
 template <class To, class From>
 inline To bits(From from) {
-    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    static_assert(sizeof(To) == sizeof(From), "the same size");
     To to;
     std::memcpy(&to, &from, sizeof to);
     return to;
@@ -36,7 +35,7 @@ inline V load(const void* from) {
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
-// The first lanes of v only. The usual case is all of them, whose number the compiler knows.
+// Only the first lanes of v. The usual case, all lanes, is a constant that the compiler knows.
 inline void load_some(Floats& v, const float* from, int64_t lanes) {
     if (lanes == WIDTH) std::memcpy(&v, from, sizeof v);
     else std::memcpy(&v, from, lanes * sizeof *from);
@@ -58,10 +57,10 @@ struct Buffer {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Sums over lanes -----------------------------------------------------------------------------------------------------
+// Reductions over lanes -----------------------------------------------------------------------------------------------
 
-// Lane l of a pair of vectors (lane WIDTH + l: the second's), where blocks of two halves fold into one half: the first
-// half of a block comes from the first vector. `high` picks the half that is added to the other.
+// The source lane for lane l when the halves of each block are combined: the first half of a block of the result comes
+// from the first vector, the second from the second (lanes WIDTH + l). `high` selects the upper halves.
 constexpr int folded(int l, int block, bool high) {
     return l / block * block + (l % block < block / 2 ? l % block : WIDTH + l % block - block / 2) + high * (block / 2);
 }
@@ -78,19 +77,19 @@ inline Floats fold(Floats a, Floats b, std::index_sequence<L...>) {
 inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b if a is NaN
 
-// Lane l of the result is the lanes of v[l] by an operation that may take them in any order.
+// Lane l of the result is the reduction of all lanes of v[l] by an associative, commutative operation.
 template <int N = WIDTH>
-inline Floats across(Floats* v, Floats operation(Floats, Floats)) {
+inline Floats reduce_lanes(Floats* v, Floats operation(Floats, Floats)) {
     if constexpr (N > 1) {
         const auto lanes = std::make_index_sequence<WIDTH>();
         for (int i = 0; i < N / 2; i++)
             v[i] = operation(fold<N, false>(v[i], v[i + N / 2], lanes), fold<N, true>(v[i], v[i + N / 2], lanes));
-        return across<N / 2>(v, operation);
+        return reduce_lanes<N / 2>(v, operation);
     }
     return v[0];
 }
 
-// v[i][l] and v[l][i] change places.
+// Swaps v[i][l] and v[l][i].
 template <int N = WIDTH>
 inline void transpose(Floats* v) {
     if constexpr (N > 1) {
@@ -107,13 +106,13 @@ inline void transpose(Floats* v) {
 
 // Exponentials --------------------------------------------------------------------------------------------------------
 
-// exp(x) - 1 is power (1 + result) - 1: with x = n ln 2 + f, power = 2^n and the result, exp(f) - 1, is its Taylor
-// series up to f^7. To about a unit in the last place; for |x| < 87.
+// exp(x) - 1 = power (1 + result) - 1 for |x| < 87: with x = n ln 2 + f, power is 2^n, and the result is the Taylor
+// series of exp(f) - 1 up to f^7. The error is about one unit in the last place.
 inline Floats expm1(Floats x, Floats& power) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: a number added to it loses its fraction
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
     const Floats t = x * 1.44269504f + round, n = t - round;
-    power = bits<Floats>((bits<Words>(t) << 23) + (127u << 23));  // of t's bits these are the last ones of n
-    Floats f = x - n * 0.693145752f;  // the leading bits of ln 2, so that the product is exact, and the rest
+    power = bits<Floats>((bits<Words>(t) << 23) + (127u << 23));  // the last bits of t are n
+    Floats f = x - n * 0.693145752f;  // ln 2 in two parts: this multiplication is exact
     f -= n * 1.42860677e-6f;
     Floats series = f * (1.0f / 5040) + 1.0f / 720;
     series = series * f + 1.0f / 120;
@@ -123,13 +122,13 @@ inline Floats expm1(Floats x, Floats& power) {
     return series * f * f + f;
 }
 
-inline Floats exp(Floats x) {  // for numbers below 87; NaN stays NaN
+inline Floats exp(Floats x) {  // for x < 87; NaN stays NaN
     Floats power;
     const Floats rest = expm1(x, power);
     return x < -87.0f ? Floats{} : power + power * rest;
 }
 
-inline Floats tanh(Floats x) {  // by exp(2x) - 1, which keeps the digits of a small x
+inline Floats tanh(Floats x) {  // by exp(2x) - 1, which is accurate for small x
     Floats y = 2.0f * x, power;
     y = y > 30.0f ? Floats{} + 30.0f : y;
     y = y < -30.0f ? Floats{} - 30.0f : y;

@@ -1,4 +1,4 @@
-// What attention is called with, the formats of a cache as a table, and how the work is divided.
+// The arguments of attention, the table of cache formats, and the division of the work.
 #pragma once
 
 #include <limits>
@@ -6,8 +6,8 @@
 
 #include "matrix.h"
 
-constexpr int64_t SPAN = 256, MOST_SPAN = 1024;  // rows of a key/value head that go through the keys together
-constexpr int64_t TASKS = 64;                    // so many spans and heads need no division of their keys
+constexpr int64_t SPAN = 256, MOST_SPAN = 1024;  // rows of a key/value head that share each loaded key
+constexpr int64_t TASKS = 64;                    // with this many spans and heads, keys are not split
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 // The arguments, as in fused.py. Strides are in elements.
@@ -18,8 +18,8 @@ struct Call {
     const int32_t* block_tables;
     const int32_t* seq_lens;
     const int32_t* query_start_loc;
-    const int32_t* sequences;   // the sequences to serve; null: all, and values are checked (see Batch)
-    const float* alibi_slopes;  // [H], or null, as the next four
+    const int32_t* sequences;   // the sequences to serve; null: all, and Batch checks the values
+    const float* alibi_slopes;  // [H]; this and the next four may be null
     const float* sinks;         // [H]
     const float* k_scale;       // [K]
     const float* v_scale;       // [K]
@@ -33,28 +33,28 @@ struct Call {
     float scale, soft_cap;
 };
 
-// The numbers of a batch as copies, which no other thread can change between check and use.
+// A checked copy of a batch's values: no other thread can change it between check and use.
 struct Batch {
     std::vector<int32_t> lens, starts, tables, sequences;
-    bool right = true;  // else nothing may be read or written
+    bool valid = true;  // if not, nothing may be read or written
 
     explicit Batch(const Call& c)
         : lens(c.seq_lens, c.seq_lens + c.num_sequences),
           starts(c.query_start_loc, c.query_start_loc + c.num_sequences + 1) {
         int64_t columns = 0;
-        right = starts.front() == 0 && starts.back() <= c.T && std::is_sorted(starts.begin(), starts.end());
+        valid = starts.front() == 0 && starts.back() <= c.T && std::is_sorted(starts.begin(), starts.end());
         for (const int64_t n : lens) {
-            right = right && n >= 0 && n <= c.M * c.B;
+            valid = valid && n >= 0 && n <= c.M * c.B;
             columns = std::max(columns, (n + c.B - 1) / c.B);
         }
-        if (!right) return;
+        if (!valid) return;
         tables.resize(c.num_sequences * columns);
         for (int64_t s = 0; s < c.num_sequences; s++) {
             sequences.push_back(s);
             const int64_t needed = (lens[s] + c.B - 1) / c.B;
             for (int64_t m = 0; m < needed; m++) {
                 const int32_t block = c.block_tables[s * c.table_strides[0] + m * c.table_strides[1]];
-                right = right && block >= 0 && block < c.N;
+                valid = valid && block >= 0 && block < c.N;
                 tables[s * columns + m] = block;
             }
         }
@@ -70,16 +70,16 @@ struct Batch {
 
 // Formats -------------------------------------------------------------------------------------------------------------
 
-// By log2 of their rows.
+// By log2 of the number of rows.
 const decltype(&accumulate_wide<1>) ACCUMULATE_WIDE[] = {accumulate_wide<1>, accumulate_wide<2>, accumulate_wide<4>};
 
-// A format's functions; two of them by log2 of their rows.
+// The functions of a format; multiply and accumulate by log2 of the number of rows.
 struct Format {
     int64_t parts, direct;
-    decltype(&widen<Float32>) widen, turn;
+    decltype(&widen<Float32>) widen, transpose_keys;
     decltype(&multiply<Float32, 1>) multiply[3];
     decltype(&accumulate<Float32, 1>) accumulate[3];
-    decltype(&pair_keys<BFloat16>) pair_keys;  // null if its numbers are not bfloat16
+    decltype(&pair_keys<BFloat16>) pair_keys;  // null if bfloat16 cannot hold its numbers
     decltype(&pair_values<BFloat16>) pair_values;
 };
 
@@ -88,7 +88,7 @@ constexpr Format format() {
     Format f = {Cell::PARTS,
                 Cell::DIRECT,
                 widen<Cell>,
-                turn<Cell>,
+                transpose_keys<Cell>,
                 {multiply<Cell, 1>, multiply<Cell, 2>, multiply<Cell, 4>},
                 {accumulate<Cell, 1>, accumulate<Cell, 2>, accumulate<Cell, 4>},
                 nullptr,
@@ -98,28 +98,28 @@ constexpr Format format() {
     return f;
 }
 
-enum { FLOAT32, FLOAT16, BFLOAT16 };  // the first of them
+enum { FLOAT32, FLOAT16, BFLOAT16 };  // the first indices of FORMATS
 const Format FORMATS[] = {format<Float32>(), format<Float16>(), format<BFloat16>(), format<Float8_e4m3fn>(),
                           format<Float8_e5m2>()};
 
 // Division ------------------------------------------------------------------------------------------------------------
 
-// Rows of one sequence that go through its keys together.
+// Rows of one sequence that share each loaded key.
 struct Span {
     int64_t sequence, start, rows;  // start: the index of the first one in query
     int64_t position, keys;         // position of the first row; keys of the sequence
     int64_t gap, after;             // no row sees the `gap` keys between the first tokens and key `after`
 };
 
-// The part of a span's work with keys [first, last) for key/value heads [head, end). If its keys are all of the span's,
-// `row` is negative; else it leaves its results in shared rows from `row` on. Keys before a span's gap are numbered as
-// if they came right before key `after`.
+// A work item: keys [first, last) of a span for key/value heads [head, end). `row` is negative if these are all keys of
+// the span; else partial results go to shared rows from `row` on. Keys before a span's gap are numbered as if they came
+// right before key `after`.
 struct Piece {
     int64_t span, first, last, row, head, end;
 };
 
-// One row per head and token, head by head: about the largest logit, the sum of exponentials relative to it, the
-// weighted values.
+// Per head and token, head by head: the maximum logit (up to SLACK), the sum of exponentials relative to it, and the
+// accumulated values.
 struct State {
     float *largest, *total, *values;
 };
@@ -134,9 +134,9 @@ struct States {
 struct Attention {
     const Call& c;
     const Format format;
-    const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv in whole vectors of words
-    const int64_t span;                        // the most rows of a span
-    const std::vector<int32_t> place, query_place, out_place;  // of a column in the order of a format's parts
+    const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv rounded up to whole vectors of words
+    const int64_t span;                        // maximum rows of a span
+    const std::vector<int32_t> place, query_place, out_place;  // index of each column in the order of parts
 
     explicit Attention(const Call& call)
         : c(call),
@@ -158,14 +158,14 @@ struct Attention {
         return places;
     }
 
-    int64_t rows() const {  // of all sequences to serve
+    int64_t rows() const {  // of all served sequences
         int64_t sum = 0;
         for (int64_t n = 0; n < c.num_sequences; n++)
             sum += c.query_start_loc[c.sequences[n] + 1] - c.query_start_loc[c.sequences[n]];
         return sum;
     }
 
-    // The first key that a row at position i sees from key `from` on: the window hides none of the first tokens.
+    // The first visible key for a row at position i, among keys like `from`: a window does not hide first tokens.
     int64_t first(int64_t i, int64_t from) const {
         const int64_t window = c.window && from >= c.first_tokens ? i - c.window + 1 : 0;
         const int64_t chunk = c.chunk && i > 0 ? i / c.chunk * c.chunk : 0;
@@ -173,9 +173,9 @@ struct Attention {
     }
     int64_t last(const Span& s, int64_t i) const { return c.causal ? std::min(i + 1, s.keys) : s.keys; }
 
-    // The keys [low, high) that rows at positions [i, i + rows) see: from the first to the last that any of them sees.
-    // Of a call with first tokens, among these if key `from` is one, else among the others. There the keys that a row
-    // sees are one interval: the bidirectional ranges that hold a row also hold its own key.
+    // The interval [low, high) of keys that any of the rows at positions [i, i + rows) sees. With first tokens: among
+    // the first tokens if key `from` is one, else among the other keys. In each part a row sees one interval, as the
+    // bidirectional ranges of a row contain its own key.
     void reach(const Span& s, int64_t i, int64_t rows, int64_t from, int64_t& low, int64_t& high) const {
         low = first(i, from);
         high = last(s, i + rows - 1);
@@ -186,9 +186,9 @@ struct Attention {
             }
     }
 
-    // The keys [first, last) of a span, as pieces number them. Sets its gap.
+    // The keys [first, last) of a span in the numbering of pieces. Sets its gap.
     std::pair<int64_t, int64_t> keys_of(Span& s) const {
-        int64_t begin, low, high;  // the first tokens that a row sees begin at `begin`, the other keys at `low`
+        int64_t begin, low, high;  // visible first tokens start at `begin`, other keys at `low`
         reach(s, s.position, s.rows, 0, begin, high);
         reach(s, s.position, s.rows, c.first_tokens, low, high);
         const int64_t end = std::min(c.first_tokens, s.keys), count = std::max<int64_t>(end - begin, 0);
@@ -197,7 +197,7 @@ struct Attention {
         return {s.after - count, std::max(s.after - count, high)};
     }
 
-    // Where key number n of a span lies in its sequence.
+    // The position of key number n of a span.
     int64_t key(const Span& s, int64_t n) const { return n < s.after ? n - s.gap : n; }
 
     bool is_wide(const Span& s) const { return s.rows * G > format.direct; }

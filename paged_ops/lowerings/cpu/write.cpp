@@ -1,10 +1,10 @@
-// Rows of keys and values, or of latents, to their slots of a cache: one copy per contiguous run, without a change of type.
-// write.py calls it, and says what it serves.
+// Copies rows of keys and values, or of latents, into their slots of a cache of the same dtype: one memcpy per contiguous
+// run. Called by write.py.
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-constexpr int64_t PARALLEL_BYTES = 1 << 18;  // fewer are copied faster by one thread
+constexpr int64_t PARALLEL_BYTES = 1 << 18;  // for fewer bytes one thread is faster
 
 // Strides and sizes are in bytes.
 struct Plane {
@@ -20,10 +20,10 @@ struct Write {
     Plane planes[2];
 };
 
-// Returns 0, or 1 if a slot is wrong; then nothing was written.
+// Returns 0, or 1 if a slot is out of range; then nothing was written.
 extern "C" int64_t write_rows(const Write* write) {
     const Write& w = *write;
-    std::vector<int64_t> slots(w.T);  // a copy, which no other thread can change between check and use
+    std::vector<int64_t> slots(w.T);  // a copy: no other thread can change it between check and use
     for (int64_t t = 0; t < w.T; t++) {
         slots[t] = w.slot_bytes == 4 ? static_cast<const int32_t*>(w.slots)[t] : static_cast<const int64_t*>(w.slots)[t];
         if (slots[t] >= w.N * w.B) return 1;
@@ -34,7 +34,7 @@ extern "C" int64_t write_rows(const Write* write) {
         bytes += w.T * plane.heads * plane.runs * plane.run;
         tasks += plane.heads;
     }
-    // A task is a head of a plane: of tokens with the same slot, the last one stays.
+    // One task per head of a plane, so that of tokens with the same slot the last one wins.
 #pragma omp parallel for num_threads(int(bytes < PARALLEL_BYTES ? 1 : w.threads))
     for (int64_t task = 0; task < tasks; task++) {
         const Plane& plane = w.planes[task >= w.planes[0].heads];

@@ -1,6 +1,6 @@
 """Cache writes on the CPU as one C++ function, ``write.cpp``, where the cache has the dtype of the rows.
 
-Torch ops serve fp8 caches, and everything where there is no compiler. A write like one that was checked before needs
+Torch ops serve fp8 caches, and all caches if there is no compiler. A write with the signature of an earlier one needs
 one look-up and one call: see :mod:`paged_ops.lowerings.cpu.prepared`.
 """
 
@@ -21,7 +21,7 @@ from paged_ops.lowerings.cpu.prepared import MOST_PREPARED, signature
 
 
 class Plane(ctypes.Structure):
-    """As in the source."""
+    """``Plane`` of ``write.cpp``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "cells")),
@@ -31,7 +31,7 @@ class Plane(ctypes.Structure):
 
 
 class Write(ctypes.Structure):
-    """The one argument of the C++ function; fields as there."""
+    """The argument of the C++ function: ``Write`` of ``write.cpp``."""
 
     _fields_ = (
         ("slots", ctypes.c_void_p),
@@ -40,12 +40,12 @@ class Write(ctypes.Structure):
     )
 
 
-# A write by all that checks look at, with the offsets of the cells in their tensors, in bytes.
+# By signature: a write without its addresses, and the byte offset of the first cell in each cache.
 _prepared: dict[Any, tuple[Write, tuple[int, ...]]] = {}
 
 
 def run(op: str, rows: Sequence[Tensor], caches: Sequence[Tensor], slots: Tensor, options: dict[str, Any]) -> bool:
-    """Write like a write that was prepared. False, with nothing written: none was, or a slot is wrong."""
+    """Write by a prepared write. False, with nothing written, if none was prepared or a slot is out of range."""
     known = _prepared.get(signature((op, *rows, *caches, slots), options))
     function = compiled()
     if known is None or function is None:
@@ -65,8 +65,8 @@ def prepare(
     slots: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Prepare writes of ``rows [T, K, D]`` or ``[T, D]`` into ``cells``, which are views of ``caches``, if the C++
-    function serves them."""
+    """Prepare writes of ``rows [T, K, D]`` or ``[T, D]`` into ``cells``, views of ``caches``, if the C++ function
+    serves them."""
     same = all(part.dtype == plane.dtype and part.stride(-1) == 1 for part, plane in zip(rows, cells, strict=True))
     if not (same and slots.is_contiguous() and cells.key.numel() and compiled() is not None):
         return
@@ -96,7 +96,7 @@ def prepare(
 
 @functools.cache
 def compiled() -> Callable[[Any], int] | None:
-    """The C++ function, or None if no compiler can make it."""
+    """The C++ function, or None if no compiler can build it."""
     return cpp.built(WRITE)
 
 

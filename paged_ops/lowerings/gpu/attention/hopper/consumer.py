@@ -199,7 +199,8 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
     if masked:
         own = rows
         if SHAPE.M > 2 * WARPGROUP and not MASKS.ranges:  # again for each such tile, as registers are few
-            i = positions(item, rows.which, SPEC.G, sums.m.type.layout)
+            layout: gl.constexpr = sums.m.type.layout
+            i = positions(item, rows.which, SPEC.G, layout)
             low, i = keys_of_rows(i, 0, None, batch.numbers, MASKS)
             own = Rows(rows.which, rows.tile, i, low, rows.factor, rows.cap)
         p, m, l_tile, decay = softmax_tile(s, sums.m, own, j, item.seq_len, True, BY_ROWS, SPEC)

@@ -254,7 +254,9 @@ def fp8_kernel(
         shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
     else:
         shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]
-    keys, values = bytes_of(BYTES.k.parts, BYTES), bytes_of(BYTES.v.parts, BYTES)
+    K_BYTES: gl.constexpr = BYTES.k.parts
+    V_BYTES: gl.constexpr = BYTES.v.parts
+    keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
     told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
