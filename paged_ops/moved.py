@@ -1,6 +1,6 @@
-"""Old module paths and public names, which work for one release: using one warns and names the new one.
+"""Old module paths and public names, which work for one release with a DeprecationWarning that gives the new one.
 
-A finder at the end of ``sys.meta_path`` serves them, so a module that exists is never shadowed.
+A finder at the end of ``sys.meta_path`` imports them, so existing modules are never shadowed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOVED = {
     "paged_ops.parallel.reduce": "paged_ops.parallel.all_reduce",
     "paged_ops.parallel.spread": "paged_ops.cache.shard",
 }
-# Names that left paged_ops, and their modules.
+# Names that moved out of paged_ops, and their modules.
 NAMES = {
     "block_ids_from_addresses": "paged_ops.metadata",
     "collect_layer_hyperparameters": "paged_ops.metadata",
@@ -46,7 +46,7 @@ NAMES = {
     "split_joined_cache": "paged_ops.layouts",
     "split_kv_cache": "paged_ops.layouts",
 }
-# Names that changed with their module.
+# Names that were renamed when their module moved.
 RENAMED = {
     "paged_ops.integrations.sums": {"Sums": "AllReduceReport"},
     "paged_ops.parallel.reduce": {"RowSums": "AllReduce", "row_sums": "prepare_all_reduce"},
@@ -64,7 +64,7 @@ class _Moved(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module all attributes of the one at the new path: the same objects."""
+        """Forward all attributes to the module at the new path."""
         old, path = module.__name__, MOVED[module.__name__]
         warnings.warn(f"{old} is {path} now; the old path ends with the next release", DeprecationWarning, stacklevel=2)
         new, renamed = importlib.import_module(path), RENAMED.get(old, {})
@@ -77,13 +77,13 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Serve the old paths from now on."""
+    """Make the old paths importable."""
     if not any(type(finder) is _Moved for finder in sys.meta_path):
         sys.meta_path.append(_Moved())
 
 
 def public_name(name: str) -> Any:
-    """The module ``__getattr__`` of paged_ops: a name that left it."""
+    """The module ``__getattr__`` of paged_ops, for names that moved."""
     if name not in NAMES:
         raise AttributeError(f"module 'paged_ops' has no attribute {name!r}")
     new = f"{NAMES[name]}.{name}"

@@ -1,4 +1,4 @@
-"""Fakes of the ops of whole models: collectives, and linear layers. Letters: C columns, O output features."""
+"""Fakes of the collectives and of linear layers. Letters: C columns, O output features."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paged_ops import checks
 from paged_ops.checks import expect
 from paged_ops.layouts import MODEL_DTYPES
 
-# What the ranks of a group prepared together, by the name that ops take: a schema has no process group.
-# The reducers are a paged_ops.parallel.all_reduce.AllReduce each, the contexts a paged_ops.parallel.exchange.Exchange.
+# Objects that the ranks of a group prepared together, by name: an op's schema cannot take a process group.
+# A reducer is a paged_ops.parallel.all_reduce.AllReduce, a context a paged_ops.parallel.exchange.Exchange.
 PREPARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
