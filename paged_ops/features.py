@@ -1,4 +1,4 @@
-"""The optional arguments of attention and of the cache ops, each as one value, and which exclude each other."""
+"""The optional arguments of attention and of the cache ops as NamedTuples, and the pairs that exclude each other."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).
 
 
 def check_features(f: Features, query: Tensor, S: int, block_size: int, scale: float) -> None:
-    """Check the features of a call with queries ``[T, H, D]`` of S sequences, as far as that needs no values of
-    tensors. A ValueError names the one that is wrong."""
+    """Static checks of the features of a call with queries ``[T, H, D]`` of S sequences. Raises ValueError."""
     H = query.shape[1]
     if type(scale) is float:
         expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
@@ -73,12 +72,12 @@ def check_features(f: Features, query: Tensor, S: int, block_size: int, scale: f
 
 
 def with_value_scale(f: Features, kv_cache: Tensor) -> Features:
-    """The features as kernels of two planes take them: values of a latent cache have the scale of the keys."""
+    """The features with v_scale set for a latent cache, whose values have the scale of the keys."""
     return f._replace(v_scale=f.k_scale) if is_latent(kv_cache) else f
 
 
 class CacheOptions(NamedTuple):
-    """The keyword arguments that the ops of the cache share, for their lowerings: ``CacheOptions(**kwargs)``."""
+    """The keyword arguments that the cache ops share, for their lowerings: ``CacheOptions(**kwargs)``."""
 
     value_cache: Tensor | None = None
     k_scale: Tensor | None = None
@@ -86,7 +85,7 @@ class CacheOptions(NamedTuple):
     kv_cache_dtype: str = "auto"
 
 
-# Arguments of attention that hide no key and open none. Every other one counts as a mask, also one that is added later.
+# Arguments of attention that do not change which keys are visible. All others, including future ones, count as masks.
 NO_MASKS = frozenset(
     {
         "value_cache",
@@ -103,7 +102,7 @@ NO_MASKS = frozenset(
 
 
 def in_use(options: Any) -> frozenset[str]:
-    """The names of those fields of a NamedTuple that differ from their default, which is neutral."""
+    """The names of the fields of a NamedTuple that differ from their neutral defaults."""
 
     def differs(value: Any, neutral: Any) -> bool:
         return value is not None if neutral is None else value != neutral
@@ -114,7 +113,7 @@ def in_use(options: Any) -> frozenset[str]:
 
 
 def masks_in_use(f: Features) -> frozenset[str]:
-    """The arguments of a call that change which keys a row sees."""
+    """The arguments of a call that change which keys are visible."""
     return in_use(f) - NO_MASKS
 
 
@@ -123,22 +122,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def refuse_others(options: Features | CacheOptions, kv_cache: Tensor, applied: frozenset[str], where: str) -> None:
-    """Raise ValueError if a call needs what a lowering does not apply, so that nothing is ignored there.
+    """Raise ValueError if a call uses an argument or cache format that a lowering does not support.
 
     Args:
         options: the call's keyword arguments.
-        applied: the names of the arguments that the lowering applies, and of formats of the cache: values of
-            ``kv_cache_dtype``, and dtypes of elements.
+        applied: the supported arguments, and formats of the cache: values of ``kv_cache_dtype``, and dtypes of
+            elements.
         where: the lowering, for the message.
     """
     stored = options.kv_cache_dtype, dtype_name(element_dtype(kv_cache, options.kv_cache_dtype))
     others = sorted({*in_use(options), *stored} - {"kv_cache_dtype"} - applied)
     if others:
-        raise ValueError(f"{', '.join(others)}: expected what {where} applies, one of {sorted(applied)}")
+        raise ValueError(f"{', '.join(others)}: not supported by {where}, which supports {sorted(applied)}")
 
 
-# Pairs that have no meaning together: block-sparse kernels skip keys by the pattern alone; window, chunk and first
-# tokens need the order of causality; and without causality a range has nothing left to open.
+# Pairs without a meaning: block-sparse kernels skip keys by the pattern alone; window, chunk and first tokens are
+# defined for causal attention; and without causality a range changes nothing.
 EXCLUSIVE = (
     ("block_sparse", "alibi_slopes"),
     ("block_sparse", "sliding_window"),
@@ -155,7 +154,7 @@ EXCLUSIVE = (
 
 
 def conflicts(features: Mapping[str, Any]) -> list[str]:
-    """Why these arguments and properties cannot go together on any device, one sentence each."""
+    """Why these arguments and properties cannot be combined on any device, one sentence per reason."""
     reasons = [f"{a} cannot be combined with {b}" for a, b in EXCLUSIVE if _on(features, a) and _on(features, b)]
     dtype, cache_dtype = features.get("dtype"), features.get("cache_dtype")
     if dtype is not None and dtype not in MODEL_DTYPES:
@@ -205,7 +204,7 @@ def _on(features: Mapping[str, Any], feature: str) -> bool:
     return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
 
 
-# The masks that kept_keys applies.
+# The masks of kept_keys.
 MASKS = frozenset(
     {
         *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
@@ -220,9 +219,9 @@ def kept_keys(
 
     Args:
         f: the call's keyword arguments.
-        s: the sequence of the queries, or ``[q]`` that of each.
+        s: the sequence of the queries, or the sequence of each query ``[q]``.
         i, j: positions ``[q]`` of queries and ``[k]`` of keys.
-        num_heads, num_kv_heads, block_size: H, K and the tokens of a block of the cache.
+        num_heads, num_kv_heads, block_size: H, K and the block size of the cache.
     """
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, block_size)
     ranges: Sequence[Sequence[Any]] = ()
@@ -244,8 +243,8 @@ def kept_keys(
 
 
 def key_parts(f: Features, n: int) -> list[tuple[int, int, Features]]:
-    """The n keys of a sequence in parts ``(start, end, features)``. With the features of a part, the keys of it that a
-    row sees are one interval."""
+    """The n keys of a sequence in parts ``(start, end, features)``. With these features, each row sees one interval of
+    the part's keys."""
     others = f._replace(num_first_tokens=0)
     first = min(f.num_first_tokens, n) if f.sliding_window else 0
     if not first:

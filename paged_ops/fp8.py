@@ -1,4 +1,4 @@
-"""Numbers in fp8: ``stored = real / scale``, rounded to nearest even and saturated; and rows that hold their scales."""
+"""fp8: ``stored = real / scale``, rounded to nearest even and saturated; and rows with their own scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def quantise(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def saturated(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What :func:`quantise` rounds: in float32, within the finite range of ``dtype``, for fp8; else ``real`` itself."""
+    """``real / scale`` in float32, clamped to the finite range of ``dtype``, if that is fp8; else ``real``."""
     if dtype not in FP8_DTYPES:
         return real
     if scale is None or real.dtype == torch.float64:
@@ -26,7 +26,7 @@ def saturated(real: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``stored * scale`` in ``dtype``; the product is taken in float32 at least."""
+    """``stored * scale`` in ``dtype``; computed in float32 at least."""
     if scale is None:
         return stored.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -36,14 +36,14 @@ def dequantise(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
 def quantise_rows(latent: Tensor, rotated: Tensor) -> Tensor:
     """Latents ``[..., 512]`` and rotated columns ``[..., 64]`` as rows with scales, uint8 ``[..., 656]``.
 
-    A group of 128 columns has the scale ``max(amax / 448, 2**-126)`` in float32: amax is the largest magnitude of its
-    numbers, infinities as the largest float32, without NaN. Its numbers are ``real / scale`` as of :func:`quantise`.
-    Rotated columns are rounded to bfloat16. Source: vLLM's writer, which has the same scales for finite numbers.
+    A group of 128 columns has the scale ``max(amax / 448, 2**-126)`` in float32: amax is its largest magnitude,
+    ignoring NaN, with infinity as the largest float32. Its elements are ``real / scale`` as :func:`quantise` rounds
+    them. Rotated columns are rounded to bfloat16. Source: vLLM's writer, which has the same scales for finite input.
     """
     limits = torch.finfo(torch.float32)
     groups = latent.float().unflatten(-1, (-1, ROW_GROUP))
     largest = groups.abs().nan_to_num(0.0, limits.max).amax(-1)
-    # By a tensor: by a number, torch on CUDA would multiply with its reciprocal.
+    # Divided by a tensor: by a scalar, torch on CUDA would multiply by its reciprocal.
     scales = (largest / torch.full_like(largest, 448.0)).clamp(min=limits.tiny)
     rows = torch.empty((*latent.shape[:-1], ROW_BYTES), dtype=torch.uint8, device=latent.device)
     parts = row_parts(rows)
@@ -54,7 +54,7 @@ def quantise_rows(latent: Tensor, rotated: Tensor) -> Tensor:
 
 
 def dequantise_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows with scales, uint8 ``[..., 656]``, as ``[..., 576]`` in ``dtype``; products are in float32 at least."""
+    """Rows with scales, uint8 ``[..., 656]``, as ``[..., 576]`` in ``dtype``; computed in float32 at least."""
     latent, scales, rotated = row_parts(rows)
     wide = torch.promote_types(dtype, torch.float32)
     real = latent.to(wide).unflatten(-1, (-1, ROW_GROUP)) * scales.to(wide)[..., None]

@@ -1,4 +1,4 @@
-"""Which keys a query sees: one predicate per feature, on positions.
+"""Masks: one predicate on positions per feature.
 
 ``i`` is the position of a query, ``j`` of a key, both counted from the start of their sequence; they are integer
 tensors that broadcast, and a predicate returns a bool tensor. A tile of keys is skipped when no pair in it is kept.
@@ -16,23 +16,23 @@ from paged_ops.checks import expect
 
 
 def causal(i: Tensor, j: Tensor) -> Tensor:
-    """A query sees itself and what came before it."""
+    """A query sees its own position and all earlier ones."""
     return j <= i
 
 
 def sliding_window(i: Tensor, j: Tensor, window: int, num_first_tokens: int = 0) -> Tensor:
-    """A query sees the last ``window`` positions, its own among them, and the first tokens of its sequence."""
+    """A query sees the last ``window`` positions, including its own, and the first tokens of its sequence."""
     return (i - j < window) | (j < num_first_tokens)
 
 
 def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
-    """A query sees the chunk that it stands in (chunked-local attention, Llama-4)."""
+    """A query sees the keys of its own chunk (chunked-local attention, Llama-4)."""
     return i.div(chunk, rounding_mode="floor") == j.div(chunk, rounding_mode="floor")
 
 
 def oldest_key(i: int, window: int, chunk: int) -> int:
-    """The first key that a causal query at position ``i`` sees through window and chunk, first tokens aside; 0 is
-    off."""
+    """The first visible key of a causal query at position ``i`` with a window and a chunk (0: off), not counting the
+    first tokens of ``num_first_tokens``."""
     of_window = i - window + 1 if window else 0
     of_chunk = i // chunk * chunk if chunk else 0
     return max(of_window, of_chunk, 0)
@@ -50,8 +50,8 @@ class SparsePattern(NamedTuple):
 
     With ``qb = i // block_size`` and ``kb = j // block_size`` a causal pair is kept when ``qb - kb < local_blocks`` or
     ``(kb + offset) % vert_stride == 0``. The offset is 1 with ``homo_head``; else it slides over the query heads, or
-    over the key/value heads with ``homo_head_group`` (:func:`block_sparse_offsets`). ``rank`` and ``world_size`` are
-    those of tensor parallelism. Source: the block-sparse attention of the Phi-3 technical report (arXiv:2404.14219).
+    over the key/value heads with ``homo_head_group`` (:func:`block_sparse_offsets`). ``rank`` and ``world_size`` belong
+    to tensor parallelism. Source: the block-sparse attention of the Phi-3 technical report (arXiv:2404.14219).
     """
 
     block_size: int
@@ -127,7 +127,7 @@ def keep(
     ranges: Sequence[Sequence[Any]] = (),
     num_first_tokens: int = 0,
 ) -> Tensor:
-    """All of a call's predicates for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``.
+    """The mask of a call for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``.
 
     ``ranges`` are pairs (start, end) of integers, or of tensors ``[q, 1]`` if each row has its own.
     """

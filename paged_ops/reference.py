@@ -1,8 +1,7 @@
-"""What every op means, in plain torch, one sequence and one token at a time: written to be read, not to be fast.
+"""The reference of every op in plain torch, one sequence and one token at a time: written to be read, not to be fast.
 
 Same names, arguments and letters as :mod:`paged_ops.ops`. The reference computes in the dtype of its query (or of
-``out_a``), and also takes float64: lowerings are compared with its results in float64.
-Given float64, lse is float64 too.
+``out_a``). It also accepts float64, which lowerings are compared with; then lse is float64, too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_ops.fake.models import PREPARED, NormOptions
+from paged_ops.fake.models import EXCHANGES, REDUCERS, NormOptions
 from paged_ops.features import Features, kept_keys, with_value_scale
 from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
@@ -138,7 +137,7 @@ def cascade_attention(
     output_scale: Tensor | None = None,
     **features: Any,
 ) -> Tensor:
-    rows = query_start_loc[-1:]  # the batch as one long query of as many rows
+    rows = query_start_loc[-1:]  # the batch as one query with all rows
     one_query = torch.cat([torch.zeros_like(rows), rows])
     prefix = paged_attention_with_lse(
         query, kv_cache, prefix_block_table, prefix_len, one_query, scale, causal=False, **features
@@ -188,11 +187,11 @@ def gather_kv(
 
 
 def all_reduce(x: Tensor, reducer: str) -> Tensor:
-    return torch.stack(_of_all_ranks(x, PREPARED[reducer].group)).float().sum(0).to(x.dtype)
+    return torch.stack(_of_all_ranks(x, REDUCERS[reducer].group)).float().sum(0).to(x.dtype)
 
 
 def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
-    return torch.cat(_of_all_ranks(x, PREPARED[reducer].group), -1)
+    return torch.cat(_of_all_ranks(x, REDUCERS[reducer].group), -1)
 
 
 def all_reduce_add_norm(
@@ -214,7 +213,7 @@ def all_reduce_add_norm(
 
 
 def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
-    group = PREPARED[context].group
+    group = EXCHANGES[context].group
     outs, lses = group.all_gather(part.contiguous()), group.all_gather(lse.contiguous())  # [W, T, H, Dv], [W, T, H]
     lses = lses.where(lses != torch.inf, -torch.inf)
     total = lses.logsumexp(0)
@@ -251,8 +250,8 @@ def _read_sequence(
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    """``[q, H, Dv]`` of weights ``[H, q, n]`` and values ``[n, H, Dv]``: 0 * NaN is NaN, so keys with such values come
-    one by one, to the rows that see them."""
+    """``[q, H, Dv]`` of weights ``[H, q, n]`` and values ``[n, H, Dv]``. As 0 * NaN is NaN, values that are not finite
+    are added key by key, only to rows that see them."""
     finite = v.isfinite()
     total = torch.einsum("hqk,khd->qhd", weights, v.where(finite, 0.0))
     for j in (~finite).flatten(1).any(1).nonzero().flatten().tolist():
@@ -270,12 +269,12 @@ def _at(cache: Tensor, block: Tensor, offset: Tensor) -> Tensor:
 def _numbers(
     kv_cache: Tensor, value_cache: Tensor | None, value_head_size: int | None, kv_cache_dtype: str, dtype: torch.dtype
 ) -> PagedKV:
-    """Keys and values as numbers, which a scale may have to multiply; rows with scales already multiplied."""
+    """Keys and values before k_scale and v_scale; rows with their own scales are dequantised."""
     if has_row_scales(kv_cache_dtype):
         return paged_kv(dequantise_rows(kv_cache, dtype), value_cache, value_head_size)
     return _typed(paged_kv(kv_cache, value_cache, value_head_size), element_dtype(kv_cache, kv_cache_dtype))
 
 
 def _typed(paged: PagedKV, stored: torch.dtype) -> PagedKV:
-    """The views with uint8 storage read as the fp8 dtype that it holds."""
+    """The views with uint8 storage viewed as its fp8 dtype."""
     return paged if paged.key.dtype == stored else PagedKV(paged.key.view(stored), paged.value.view(stored))

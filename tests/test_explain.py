@@ -107,6 +107,17 @@ def test_described_calls_on_gpus_that_are_not_present(options, kernel, launches,
         assert {kernel, *others} >= {*names}
 
 
+@pytest.mark.parametrize(("T", "S"), [(0, 2), (2, 0), (0, 0)])
+def test_a_batch_without_rows_or_sequences_launches_nothing(T, S):
+    pytest.importorskip("triton")
+    from paged_ops.lowerings.gpu.attention import call
+    from tests.gpu.step import H200
+
+    *tensors, scale = a_call(T, S, dtype=torch.float16)
+    answer = call.explain("paged_attention", *(each.to("meta") for each in tensors), scale, target=H200)
+    assert answer.kernel.startswith("none") and not answer.launches
+
+
 def test_a_described_call_on_the_cpu():
     assert described("--dtype", "float32").startswith("paged_attention on cpu: ")
 

@@ -1,7 +1,7 @@
-"""Fake kernels: the static checks of every op, and its result as an empty tensor.
+"""Fake kernels: the static checks of every op, and its results as empty tensors.
 
-They run at compile time on fake tensors, and at the start of every lowering on the real ones, so that errors, shapes,
-dtypes and strides always agree. They read no values and specialise nothing.
+They run at compile time on fake tensors, and at the start of every lowering on real tensors, so errors, shapes, dtypes
+and strides always agree. They read no values and add no guards on sizes.
 """
 
 from paged_ops.fake.attention import (

@@ -140,7 +140,7 @@ def check_cache(
     model_dtype: torch.dtype | None = None,
     value_head_size: int | None = None,
 ) -> PagedKV:
-    """Check form, dtype and scales of a cache; ``model_dtype`` is what a cache that is not fp8 must have."""
+    """Check form, dtype and scales of a cache; ``model_dtype`` is the required dtype of a cache that is not fp8."""
     paged = paged_kv(kv_cache, value_cache, value_head_size, kv_cache_dtype)
     if has_row_scales(kv_cache_dtype):
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -160,7 +160,7 @@ def check_cache(
 
 
 def result(name: str, given: Tensor | None, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor to fill: a new one on the device of ``like``, or the one that an .out overload was given."""
+    """The tensor to fill: the one passed to an .out overload, or else a new one on the device of ``like``."""
     if given is None:
         return like.new_empty(shape, dtype=dtype)
     checks.tensor(name, given, shape, dtype, like.device, str(list(shape)))

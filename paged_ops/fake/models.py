@@ -1,4 +1,4 @@
-"""Fakes of the ops of whole models: collectives, and linear layers. Letters: C columns, O output features."""
+"""Fakes of the collectives and of linear layers. Letters: C columns, O output features."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from paged_ops import checks
 from paged_ops.checks import expect
 from paged_ops.layouts import MODEL_DTYPES
 
-# What the ranks of a group prepared together, by the name that ops take: a schema has no process group.
-# The reducers are a paged_ops.parallel.all_reduce.AllReduce each, the contexts a paged_ops.parallel.exchange.Exchange.
-PREPARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# Objects that the ranks of a group prepared together, by name: an op's schema cannot take a process group.
+# Values: paged_ops.parallel.all_reduce.AllReduce and paged_ops.parallel.exchange.Exchange.
+REDUCERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+EXCHANGES: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class NormOptions(NamedTuple):
@@ -63,7 +64,7 @@ def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _reducer(x: Tensor, name: str) -> Any:
-    found = PREPARED.get(name)
+    found = REDUCERS.get(name)
     if found is None:
         raise ValueError(f"reducer: expected the name of an AllReduce that is not closed, got {name}")
     expect(x.dim() >= 1, "x", "rows [..., C]", x)

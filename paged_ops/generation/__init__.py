@@ -1,7 +1,7 @@
 """Generation with continuous batching over a paged cache, for any model that can run one ragged step.
 
 ``loop`` has :class:`GenerationLoop`. One of its steps: ``scheduler`` chooses the tokens, ``model_step`` runs the model,
-``sampling`` chooses the next tokens, ``commit`` makes the changes that follow.
+``sampling`` chooses the next tokens, ``changes`` makes the changes that follow.
 """
 
 from paged_ops.generation.loop import GenerationLoop

@@ -1,4 +1,4 @@
-"""Cascade attention out of the other ops: one composition for every device. Letters as in :mod:`paged_ops.ops`."""
+"""Cascade attention, composed of the other ops on every device. Letters as in :mod:`paged_ops.ops`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paged_ops.features import Features, refuse_others
 from paged_ops.fp8 import saturated
 from paged_ops.layouts import paged_kv
 
-# The arguments that hold for both parts of the keys alike, or that are applied once, to the merged result; and formats
-# of the cache. A mask is not among them: positions in a part are not those in the sequence.
+# The supported arguments and formats of the cache. Masks are not supported: a suffix counts positions from its own
+# start, not from the start of the sequence.
 APPLIES = frozenset(
     {
         *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
@@ -40,9 +40,10 @@ def cascade_attention(
     out: Tensor | None = None,
     **features: Any,
 ) -> Tensor:
-    """All rows attend to the prefix as one long query, each sequence to its own suffix, and the two merge: no sync.
+    """All rows attend to the prefix as one sequence, each sequence attends to its suffix, and the two are merged by
+    lse, without a sync.
 
-    Sinks are counted once, with the suffix; the merge needs real numbers, so ``output_scale`` comes after it.
+    Sinks are counted once, with the suffix. ``output_scale`` is applied after the merge, which needs unscaled values.
     """
     arguments = (
         query,

@@ -1,4 +1,4 @@
-"""Compiling kernels before they are needed: several at once, by processes of their own."""
+"""Ahead-of-time compilation of kernels, several at once in separate processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paged_ops.checks import expect
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What :func:`warm_up` did."""
+    """The result of :func:`warm_up`."""
 
-    kernels: int  # that the calls need, each of them once
-    compiled: int  # of them, those that no earlier call has asked for
+    kernels: int  # distinct kernels that the calls need
+    compiled: int  # of these, kernels that no earlier call had requested
     seconds: float
-    errors: tuple[str, ...]  # of kernels that did not compile; their first launch says more
+    errors: tuple[str, ...]  # one per kernel that did not compile; its first launch raises the full error
 
     def __str__(self) -> str:
         failed = f", {len(self.errors)} of them failed" if self.errors else ""
@@ -37,12 +37,12 @@ def warm_up(
     max_num_seqs: int | None = None,
     wait: bool = True,
 ) -> WarmUp:
-    """Compile the kernels of attention and cache writes that some calls would launch, at the same time.
+    """Compile the attention and cache-write kernels that some calls would launch, in parallel.
 
-    A kernel takes seconds to compile, in Python's lock. The first call of a model would compile them one after the
-    other, each new kind of batch more of them. This function starts one process, which forks itself for each kernel,
-    never touches a GPU, and fills Triton's cache on disk. The first launch then only loads a kernel. It may come before
-    its kernel is ready: then it waits, or compiles by itself if that has not begun.
+    A kernel takes seconds to compile, under the GIL. Without warm-up, the first call of a model compiles its kernels
+    one after the other, and each new kind of batch compiles more. This function starts one process that forks for each
+    kernel, never touches a GPU, and fills Triton's cache on disk, so that the first launch only loads its kernel. A
+    launch before its kernel is ready waits for it, or compiles it if its compilation has not begun.
 
     ::
 
@@ -51,27 +51,32 @@ def warm_up(
         attend = functools.partial(paged_ops.paged_attention, query, kv_cache, tables, lens, starts, 128**-0.5)
         print(paged_ops.warm_up([write, attend], max_num_tokens=8192, max_num_seqs=256))
 
-    :meth:`paged_ops.graphs.DecodeGraphs.capture` and :meth:`paged_ops.generation.GenerationLoop.warm_up` do this by
-    themselves.
+    :meth:`paged_ops.graphs.DecodeGraphs.capture` and :meth:`paged_ops.generation.GenerationLoop.warm_up` call this.
 
     Args:
-        calls: functions that call ops of this package on tensors of a GPU: ``functools.partial`` of an op, or a step of
-            a model. Each is run once, eagerly, even if it is compiled. In it attention and cache writes check their
-            arguments, but launch nothing: results are 0, and caches stay as they are. Other ops run as always. Shapes,
-            strides, dtypes and alignment of the tensors must be those of later calls, but for the numbers of tokens
-            and sequences.
-        sizes: pairs (tokens, sequences): also compile what attention launches for these.
-        max_num_tokens, max_num_seqs: also compile what it launches for any batch up to these sizes. Both, or none.
-        wait: return when all is compiled. Else compiling goes on while the caller does something else.
+        calls: functions that call ops of this package on GPU tensors: ``functools.partial`` of an op, or a step of a
+            model. Each runs once, eagerly, even if it is compiled. Meanwhile attention and cache writes check their
+            arguments but launch nothing: results are 0, and caches do not change. Other ops run as usual. Tensors must
+            have the shapes, strides, dtypes and alignment of later calls, except for the numbers of tokens and
+            sequences.
+        sizes: pairs (tokens, sequences): also compile the attention kernels for batches of these sizes.
+        max_num_tokens, max_num_seqs: also compile the attention kernels for all batches up to these sizes. Set both or
+            neither.
+        wait: return when all kernels are compiled. Otherwise compilation continues in the background.
 
     Returns:
-        The numbers of kernels. Without a GPU, on ROCm, and where there is one processor only, nothing is run or
-        compiled, and they are 0.
+        The numbers of kernels. Without a GPU, on ROCm, and with a single CPU core, nothing is run or compiled, and they
+        are 0.
 
     Raises:
         ValueError: a number is not positive, or an op refuses its arguments.
     """
-    expect((max_num_tokens is None) == (max_num_seqs is None), "max_num_seqs", "both numbers, or none", max_num_seqs)
+    expect(
+        (max_num_tokens is None) == (max_num_seqs is None),
+        "max_num_seqs",
+        "max_num_tokens and max_num_seqs together",
+        max_num_seqs,
+    )
     wanted = [(int(T), int(S)) for T, S in sizes]
     most = [] if max_num_tokens is None or max_num_seqs is None else [(max_num_tokens, max_num_seqs)]
     for T, S in (*wanted, *most):
@@ -99,7 +104,7 @@ def warm_up(
 
 
 def prepare() -> bool:
-    """Start the process that compiles, which takes it a few seconds; returns whether kernels can be compiled ahead."""
+    """Start the compiler process, which takes a few seconds. Returns whether kernels can be compiled ahead of time."""
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return False
     from paged_ops.lowerings.gpu import precompile
@@ -111,7 +116,7 @@ def prepare() -> bool:
 
 
 def without_kernels() -> contextlib.AbstractContextManager[object]:
-    """Inside it attention and cache writes of this thread launch nothing, where kernels can be compiled ahead."""
+    """A context in which attention and cache writes of this thread launch nothing, if :func:`prepare` can compile."""
     if not prepare():
         return contextlib.nullcontext()
     from paged_ops.lowerings.gpu import precompile

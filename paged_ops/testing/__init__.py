@@ -1,4 +1,4 @@
-"""Named cases, input makers and tolerances: what tests, benchmarks and lowerings from elsewhere share.
+"""Named cases, input makers and tolerances, for tests, benchmarks and lowerings of other packages.
 
 ``CASES[op]`` lists the cases of an op; ``case.inputs(device)`` makes its arguments; :func:`check` runs the op on them
 and compares it with the reference. Everything that an op must not read is NaN (or an id out of range), every buffer

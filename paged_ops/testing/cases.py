@@ -1,4 +1,4 @@
-"""The named cases of each op, and those of them that compiled runs take."""
+"""The named cases of each op, and the subset for compiled runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
     "query_past_keys": ((9, 4), (2, 1), (1, 3)),
     "long": ((1, 700), (130, 390), (1, 257)),
     "padding_only": (),
-    # As many rows as eight sequences of seven tokens: what chooses by shapes must serve both.
+    # The shapes of eight sequences of seven tokens: kernels chosen by shapes must serve both.
     "uneven": ((0, 3), (40, 90), (0, 0), (8, 30), (2, 2), (0, 7), (1, 200), (5, 5)),
 }
 SPARSE = masks.SparsePattern(block_size=16, local_blocks=2, vert_stride=3)
@@ -72,7 +72,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
                 chosen = tuple(FEATURES[name] for name in names)
                 yield case("-".join(names), features=chosen)
                 yield case("-".join(names) + "-bf16-decode", "decode", features=chosen, dtype=torch.bfloat16)
-    for name in FEATURES:  # first tokens are hidden by a window alone
+    for name in FEATURES:  # only a window makes first tokens matter
         if name not in ("window", "first") and _allowed("window", "first", name):
             chosen = tuple(FEATURES[each] for each in ("window", "first", name))
             for batch in ("long", "decode", "prefill"):
@@ -110,7 +110,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
                 for batch in ("long", "prefill", "query_past_keys") + (("holes",) if size == 1 else ()):
                     yield case(f"{'-'.join(names)}-{batch}", batch, features=chosen)
     tiles = ((128, 16, "nhd", 8, 2), (128, 48, "hnd", 12, 2), (64, 8, "nhd", 8, 1), (128, 64, "plane_first", 8, 8))
-    for D, B, form, H, K in (*tiles, (64, 128, "separate", 6, 1)):  # prefill that suits tensor cores
+    for D, B, form, H, K in (*tiles, (64, 128, "separate", 6, 1)):  # prefill for tensor cores
         shape = {"head_size": D, "block_size": B, "form": form, "num_heads": H, "num_kv_heads": K}
         yield case(f"long-d{D}-b{B}-{form}-bf16", "long", dtype=torch.bfloat16, strided_query=True, **shape)
         for name in ("noncausal", "sinks"):
@@ -189,7 +189,7 @@ def _latent_cases() -> Iterator[AttentionCase]:
 
 
 def _random_cases(count: int, first: int = 0, latent: bool = False) -> Iterator[AttentionCase]:
-    """Seeded mixtures of everything, for what the lists of pairs miss."""
+    """Seeded random mixtures, beyond the pairs of the lists."""
     for n in range(first, first + count):
         rng = random.Random(n)
         form = rng.choice(LATENT_FORMS if latent else FORMS)
@@ -203,13 +203,15 @@ def _random_cases(count: int, first: int = 0, latent: bool = False) -> Iterator[
             K, G, Dv = 1, K * G, rng.choice((8, 32, 50, 64))
             D = Dv + rng.choice((0, 8, 14, 64))
         spec = CacheSpec(form, K, D, Dv, rng.choice((1, 8, 16, 48, 64)), dtype, stored, "auto", scales)
-        names = [name for name in FEATURES if random.Random(f"{name}-{n}").random() < 0.4]  # independent of others
+        names = [
+            name for name in FEATURES if random.Random(f"{name}-{n}").random() < 0.4
+        ]  # independent of the other names
         while not _allowed(*names):
             names.remove(rng.choice(names))
         if "sparse" in names and 16 % spec.block_size:
             spec = dataclasses.replace(spec, block_size=16)
         batch = [(rng.choice((1, 1, 2, 5, 33)), rng.choice((3, 40, 300))) for _ in range(6)]
-        batch = [(q, rng.randint(1, longest)) for q, longest in batch]  # some have more rows than keys
+        batch = [(q, rng.randint(1, longest)) for q, longest in batch]  # some sequences have more rows than keys
         yield AttentionCase(
             f"random-{n}",
             tuple(batch),
@@ -350,11 +352,11 @@ CASES: dict[str, list[Case]] = {
 def case_named(op: str, name: str) -> Case:
     """One case of an op by its name."""
     found = [case for case in CASES[op] if case.name == name]
-    assert len(found) == 1, f"{len(found)} cases of {op} are called {name}"
+    assert len(found) == 1, f"{name}: expected one case of {op}, found {len(found)}"
     return found[0]
 
 
-# The cases of compiled runs: at most 60 of the full list, with every feature and form at least once.
+# The cases for compiled runs: at most 60, with every feature and form at least once.
 COMPILED: dict[str, tuple[str, ...]] = {
     "reshape_and_cache": ("nhd-fp32", "hnd-bf16", "plane_first-fp16", "interleaved-fp32", "separate-e4m3-head-bf16",
                           "x_packed-fp16", "x_packed-e4m3-tensor-fp16-strided", "uint8-fp8_e5m2", "only-padding"),

@@ -1,4 +1,4 @@
-"""Whether an op's results are right: the error budget, and runs of an op compared with the reference."""
+"""The error budget, and comparisons of an op with its reference."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def clone_inputs(inputs: Inputs, device: torch.device | str | None = None, wide:
 
 
 def ulp(dtype: torch.dtype, at: float) -> float:
-    """The distance of neighbouring numbers of ``dtype`` at magnitude ``at``."""
+    """The distance between adjacent numbers of ``dtype`` at magnitude ``at``."""
     return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(at, torch.finfo(dtype).tiny)))
 
 
-# The error budget: twice the error of the plain computation in the same dtype (the reference run in it), plus a floor.
-#   out   one ulp of the output's dtype at the largest |v|: an average of values rounds there
-#   lse   4 ulp of float32 at the largest |lse|: base-2 inside, one multiplication by ln 2 and one logarithm outside
+# The error budget: twice the error of the reference in the same dtype, plus a floor.
+#   out   one ulp of the output's dtype at the largest |v|: rounding of an average of values
+#   lse   4 ulp of float32 at the largest |lse|: exponentials in base 2, one multiplication by ln 2, one logarithm
 LSE_ULPS = 4
 
 
 def assert_close(name: str, got: Tensor, plain: Tensor, truth: Tensor, largest: float) -> None:
     """Raise AssertionError unless ``got`` is within the error budget of ``truth``; infinities must agree exactly."""
-    assert got.shape == truth.shape, f"{name}: shape {list(got.shape)} instead of {list(truth.shape)}"
-    where = got.device if got.is_cuda else torch.device("cpu")  # large ones are compared on their device
+    assert got.shape == truth.shape, f"{name}: expected shape {list(truth.shape)}, got {list(got.shape)}"
+    where = got.device if got.is_cuda else torch.device("cpu")  # large tensors are compared on their device
     got_, plain_, truth_ = (each.detach().to(where).double() for each in (got, plain, truth))
     assert not got_.isnan().any(), f"{name}: NaN in {int(got_.isnan().sum())} of {got_.numel()} elements"
     infinite = truth_.isinf()
-    assert torch.equal(got_[infinite], truth_[infinite]), f"{name}: infinities are missing"
+    assert torch.equal(got_[infinite], truth_[infinite]), f"{name}: finite where the truth is infinite"
     assert not got_[~infinite].isinf().any(), f"{name}: infinities where the truth is finite"
     if infinite.all():
         return
@@ -74,7 +74,7 @@ def assert_close(name: str, got: Tensor, plain: Tensor, truth: Tensor, largest: 
 
 
 def assert_result(op: str, inputs: Inputs, before: Inputs, results: Any) -> None:
-    """Compare what a call returned and wrote with the reference run on ``before``, its inputs before the call."""
+    """Compare results and mutated arguments of a call with the reference on ``before``, its inputs before the call."""
     inputs.memory.check()
     plain_call, function = clone_inputs(before, "cpu"), getattr(reference, op)
     plain = function(*plain_call.args, **plain_call.kwargs)
@@ -104,7 +104,7 @@ def assert_same_bytes(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def check(op: str, case: Case, device: torch.device | str = "cpu", function: Callable[..., Any] | None = None) -> None:
-    """Run an op (or ``function`` for it) on a case, twice, and compare: right, deterministic, within its memory."""
+    """Run an op (or ``function``) on a case, twice: results must match the reference, repeat, and respect guards."""
     call = function or OPS[op]
     inputs = case.inputs(device)
     before = clone_inputs(inputs)
@@ -116,7 +116,7 @@ def check(op: str, case: Case, device: torch.device | str = "cpu", function: Cal
 
 
 def check_out(op: str, case: Case, device: torch.device | str = "cpu") -> None:
-    """Run an op's .out overload into tensors full of NaN, and compare."""
+    """Run an op's .out overload on tensors full of NaN, and compare."""
     inputs = case.inputs(device)
     before = clone_inputs(inputs)
     results = OPS[op](*inputs.args, **inputs.kwargs)

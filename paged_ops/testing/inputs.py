@@ -1,4 +1,4 @@
-"""Makers of an op's arguments, by a frozen description of each call: batches, caches, copies.
+"""Frozen descriptions of calls, whose ``inputs`` make the arguments of an op.
 
 Everything that an op must not read is NaN, or an id out of range, and every buffer lies between guard regions.
 """
@@ -21,11 +21,11 @@ F8_E4M3, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GUARD_BYTE, GUARD_BYTES = 0xA5, 1024
 NAN_BYTE = 0x7F  # NaN in both float8 formats
 FORMS = ("nhd", "hnd", "plane_first", "interleaved", "separate", "x_packed")
-LATENT_FORMS = ("latent", "latent_padded")  # for one key/value head; padded: with unused columns between its rows
+LATENT_FORMS = ("latent", "latent_padded")  # one key/value head; padded: unused columns between rows
 
 
 class Memory:
-    """Allocates tensors between guard regions, and tells whether a guard was overwritten."""
+    """Allocates tensors between guard regions; :meth:`check` detects writes to a guard."""
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
@@ -55,12 +55,14 @@ class Memory:
         """Raise AssertionError if anything was written outside of a tensor."""
         for buffer, nbytes in self._buffers:
             before, after = buffer[:GUARD_BYTES], buffer[GUARD_BYTES + nbytes :]
-            assert bool((before == GUARD_BYTE).all() & (after == GUARD_BYTE).all()), "written outside of a tensor"
+            assert bool((before == GUARD_BYTE).all() & (after == GUARD_BYTE).all()), (
+                "a guard region was overwritten: a write out of bounds"
+            )
 
 
 @dataclasses.dataclass
 class Inputs:
-    """One call: ``op(*args, **kwargs)``; ``largest`` bounds ``|v|``, by which rounding errors scale."""
+    """One call: ``op(*args, **kwargs)``. ``largest`` bounds ``|v|``, which rounding errors are proportional to."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -111,7 +113,7 @@ class CacheSpec:
         if has_row_scales(self.kv_cache_dtype):
             gap = ROW_ALIGNMENT if self.form == "latent_padded" else 0
             rows = nan((N, B, ROW_BYTES + gap), self.stored)
-            return rows.fill_(0xFF)[..., :ROW_BYTES], None  # NaN in all three types of a row
+            return rows.fill_(0xFF)[..., :ROW_BYTES], None  # NaN in all three dtypes of a row
         if self.latent:
             assert K == 1, "latents serve one key/value head"
             return nan((N, B, D + (8 if self.form == "latent_padded" else 0)), self.stored)[..., :D], None
@@ -120,7 +122,7 @@ class CacheSpec:
         return nan((N, K, D // x, B, x), self.stored), nan((N, K, D, B), self.stored)
 
     def scale_arguments(self, memory: Memory, generator: torch.Generator) -> dict[str, Any]:
-        """k_scale, v_scale and kv_cache_dtype as a call would have them."""
+        """k_scale, v_scale and kv_cache_dtype of a call."""
         named: dict[str, Any] = {} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": self.kv_cache_dtype}
         if self.scales is not None:
             size = 1 if self.scales == "tensor" else self.num_kv_heads
@@ -140,13 +142,13 @@ class AttentionCase:
     features: tuple[tuple[str, Any], ...] = ()
     fp8_output: bool = False
     strided_query: bool = False
-    strided_vectors: bool = False  # vectors with one number per head or per sequence
+    strided_vectors: bool = False  # also the vectors per head or per sequence
     padding: tuple[int, int] = (2, 3)  # sequences, tokens
     seed: int = 0
     scale: float | None = None  # None: D ** -0.5
 
     def batch(self, memory: Memory, generator: torch.Generator) -> tuple[int, int, Tensor, Tensor, Tensor]:
-        """T, N, block_tables, seq_lens, query_start_loc; unneeded entries of the tables are out of range."""
+        """T, N, block_tables, seq_lens, query_start_loc. Unused entries of the tables are out of range."""
         B = self.cache.block_size
         q_lens = [q for q, _ in self.seqs] + [0] * self.padding[0]
         lens = [n for _, n in self.seqs] + [0] * self.padding[0]
@@ -165,7 +167,7 @@ class AttentionCase:
     def filled_cache(
         self, memory: Memory, generator: torch.Generator, N: int, tables: Tensor, lens: Tensor
     ) -> tuple[Tensor, Tensor | None, dict[str, Any], float]:
-        """A cache whose live tokens are random and whose every other cell is NaN, its arguments, and max ``|v|``."""
+        """A cache with random live tokens and NaN elsewhere, its value cache, its keyword arguments, max ``|v|``."""
         spec = self.cache
         kv_cache, value_cache = spec.allocate(memory, N)
         named = spec.scale_arguments(memory, generator)
@@ -206,9 +208,9 @@ class AttentionCase:
         if self.strided_vectors:
             lens, starts = (torch.stack([vector, vector + 1], 1)[:, 0] for vector in (lens, starts))
             for name in {"alibi_slopes", "sinks", "k_scale", "v_scale"} & named.keys():
-                spread = memory.nan((2 * len(named[name]),), torch.float32)
-                spread[::2] = named[name]
-                named[name] = spread[::2]
+                strided = memory.nan((2 * len(named[name]),), torch.float32)
+                strided[::2] = named[name]
+                named[name] = strided[::2]
         if self.fp8_output:
             named["output_scale"] = memory.put(torch.tensor([0.01]))
             largest = min(largest / 0.01, 448.0)
@@ -216,14 +218,14 @@ class AttentionCase:
         return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
 
     def _ranges(self, memory: Memory, generator: torch.Generator) -> Tensor:
-        """Two ranges per sequence, the first of which holds a row. They may overlap and end past the sequence. Also
-        padding that would open more keys if it were read."""
+        """Two ranges per sequence; the first contains a row. They may overlap and end past the sequence. Also padding
+        that would make more keys visible if it were read."""
 
         def number(low: int, high: int) -> int:
             return int(torch.randint(low, high, (), generator=generator))
 
         ranges = torch.full((len(self.seqs) + self.padding[0], 5, 2), 2**31 - 1, dtype=torch.int32)
-        ranges[:, :, 0] = 0  # of sequences without rows
+        ranges[:, :, 0] = 0  # for sequences without rows
         for s, (q_len, n) in enumerate(self.seqs):
             low = max(0, n - 2 * q_len - 60)
             start = number(low, max(n, 1))
@@ -240,14 +242,16 @@ class AttentionCase:
         values = torch.randn(T, H, D, generator=generator).to(self.cache.dtype)
         if not self.strided_query:
             return memory.put(values)
-        fused = memory.nan((T, H + 2 * self.cache.num_kv_heads, D), self.cache.dtype)  # a fused qkv
+        fused = memory.nan(
+            (T, H + 2 * self.cache.num_kv_heads, D), self.cache.dtype
+        )  # the output of a fused QKV projection
         fused[:, :H] = values
         return fused[:, :H]
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherCase(AttentionCase):
-    """gather_kv of a batch; ``capacity`` is num_tokens minus the batch's tokens."""
+    """gather_kv of a batch; ``capacity`` is num_tokens minus the tokens of the batch."""
 
     capacity: int = 5
     out_dtype: torch.dtype | None = None
@@ -264,12 +268,12 @@ class GatherCase(AttentionCase):
 
 @dataclasses.dataclass(frozen=True)
 class CascadeCase(AttentionCase):
-    """cascade_attention: ``seqs`` are the suffixes, behind ``prefix`` shared tokens."""
+    """cascade_attention: ``seqs`` are the suffixes after ``prefix`` shared tokens."""
 
     prefix: int = 64
 
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        # The prefix is made as one more sequence of the batch, and split off again.
+        # The prefix is made as one more sequence of the batch, and then split off.
         seqs = (*self.seqs, (0, self.prefix))
         whole = dataclasses.replace(self, seqs=seqs, padding=(0, self.padding[1]))
         made = AttentionCase.inputs(whole, device)
@@ -291,7 +295,7 @@ class WriteCase:
     num_blocks: int = 4
     strided: bool = False
     slots: torch.dtype = torch.int64
-    special: bool = False  # some values are NaN, infinite, or saturate
+    special: bool = False  # some values are NaN, infinite or out of fp8's range
     seed: int = 0
 
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
@@ -321,7 +325,7 @@ class WriteCase:
 
 @dataclasses.dataclass(frozen=True)
 class LatentWriteCase(WriteCase):
-    """latent_cache_write; ``strided`` are parts of one row, as the projection that makes both gives them."""
+    """latent_cache_write; with ``strided``, latents and rotated columns are slices of one projection's output."""
 
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
         R, P = self.cache.value_size, self.cache.head_size - self.cache.value_size

@@ -161,7 +161,7 @@ def test_a_tensor_that_is_written_twice_is_refused(op):
         "swap_blocks": lambda: paged_ops.swap_blocks([cache + 1, cache + 2], [cache, cache], mapping),
         "reshape_and_cache": lambda: paged_ops.reshape_and_cache(key, 2 * key, cache, slots, value_cache=cache),
     }[op]
-    with pytest.raises(ValueError, match="expected memory of its own for each tensor, got one tensor twice"):
+    with pytest.raises(ValueError, match="expected a separate tensor for each argument, got one tensor twice"):
         call()
     assert not cache.cpu().any()
 

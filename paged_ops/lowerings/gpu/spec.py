@@ -1,10 +1,9 @@
-"""What an attention kernel is compiled for and called with, as values that kernels and helpers take as a whole.
+"""The arguments and compile-time constants of attention kernels, grouped in tuples.
 
-``Pointers`` and ``Numbers`` change from call to call. The others are constants. A :class:`Spec` says what is computed
-and how everything lies in memory, and is the same for all kernels of a call. Each kernel has a :class:`TileShape` of
-its own. A :class:`Division` says which kernel serves which sequences. All are tuples with named fields, which every
-Triton from 3.5 on takes as arguments and as constants. They have no properties, because Triton 3.8 converts a constant
-to a tuple of its own.
+``Pointers`` and ``Numbers`` change from call to call. The others are constants. A :class:`Spec` describes the
+computation and the memory layout, the same for all kernels of a call. A :class:`TileShape` is the tile of one kernel. A
+:class:`Division` decides which kernel serves which sequences. All are NamedTuples, which Triton accepts from 3.5 on as
+arguments and constants. They have no properties, because Triton 3.8 converts a constant to its own tuple type.
 
 Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`.
 """
@@ -29,22 +28,22 @@ MASK_ARGUMENTS = frozenset(
         *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
     }
 )
-# Of a sequence, so that kernels can add a tile to it in int32.
+# The maximum num_first_tokens, so that kernels can add a tile to it in int32.
 MOST_FIRST_TOKENS = 2**30
-# Keys of a slice: the rows of a matrix instruction.
+# Keys of a slice: the rows of an MMA instruction.
 SLICE = 16
 
 
 class Pointers(NamedTuple):
-    """What the kernels read and write: tensors if Triton launches, else their addresses. A kernel gets None for
-    pointers that it does not use."""
+    """The tensors of the kernels: tensors if Triton launches, otherwise addresses. None for a tensor that a kernel does
+    not use."""
 
     out: Any  # [T, H, Dv]
     lse: Any  # [T, H] float32
-    parts: Any  # [P, 2, M, Dv] float32: of the units that began before a share (0), and that go on after it (1)
-    part_lse: Any  # [P, 2, M] float32, to base 2
-    taken: Any  # [4] int32 counters of hopper.py, which split_kernel zeroes
-    arrived: Any  # [P, 12] int32 of parts.py: counters, zero before and after each call, and notes; None: not used
+    parts: Any  # [P, 2, M, Dv] float32: partial results of units that began before a share (0) or continue after it (1)
+    part_lse: Any  # [P, 2, M] float32, lse of parts in base 2
+    taken: Any  # [4] int32 work counters, zeroed by split_kernel
+    arrived: Any  # [P, 12] int32 of split_merge.py: counters, zero before and after a call, and notes; None: not used
     query: Any  # [T, H, D]
     key_cache: Any  # [N, B, K, D/x, x]
     value_cache: Any  # [N, B, K, Dv]
@@ -59,12 +58,12 @@ class Pointers(NamedTuple):
     output_scale: Any  # [1]
 
 
-# Tensors among the keyword arguments of attention, by their names.
+# The tensors among the keyword arguments of attention.
 OPTIONAL = Pointers._fields[Pointers._fields.index("alibi_slopes") :]
 
 
 class Numbers(NamedTuple):
-    """Arguments that are passed by value; kernels are not specialised on them."""
+    """Arguments passed by value; kernels are not specialised on them."""
 
     scale: float
     soft_cap: float
@@ -73,7 +72,7 @@ class Numbers(NamedTuple):
     sparse_block: int
     local_blocks: int
     vert_stride: int
-    first_offset: int  # of query head h: first_offset + h // heads_an_offset * offset_step
+    first_offset: int  # query head h has the offset first_offset + h // heads_an_offset * offset_step
     offset_step: int
     table_stride: int
     S: int
@@ -81,7 +80,7 @@ class Numbers(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which keys a row sees. Defaults are neutral."""
+    """The masks of a call. Defaults are neutral."""
 
     causal: bool = True
     window: bool = False
@@ -89,11 +88,11 @@ class Masks(NamedTuple):
     ranges: int = 0  # R, the ranges per sequence; 0: none
     sparse: bool = False
     heads_an_offset: int = 1
-    first: int = 0  # tokens of a sequence that a window does not hide; 0: none, or no window
+    first: int = 0  # first tokens that stay visible with a window; 0: none, or no window
 
 
 class Logits(NamedTuple):
-    """What changes the logits ``scale * q @ k``. Defaults are neutral."""
+    """Changes of the logits ``scale * q @ k``. Defaults are neutral."""
 
     soft_cap: bool = False
     alibi: bool = False
@@ -101,20 +100,20 @@ class Logits(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """The elements of a cache, without their strides and scales."""
+    """The elements of a cache."""
 
-    dtype: torch.dtype  # as kernels see it: torch.uint8 if they convert by bits
-    format: int  # the format of fp8 bits, see fp8.py; 0: the dtype says it
-    paired: bool  # whether two 8-bit elements can be read as one of 16 bits, and converted to float16 by instruction
-    row_scales: bool = False  # whether rows hold scales and rotated columns of other types: see scaled_rows.py
+    dtype: torch.dtype  # of the pointers: torch.uint8 if kernels convert fp8 bits themselves
+    format: int  # the format of fp8 bits, see fp8.py; 0: given by dtype
+    paired: bool  # whether two 8-bit elements can be loaded as 16 bits and converted to float16 by one instruction
+    row_scales: bool = False  # whether rows have their own scales: see scaled_rows.py
 
 
 class Side(NamedTuple):
-    """How keys, or values, lie in the cache ``[N, B, K, D/x, x]``; strides in elements."""
+    """The layout of keys, or values, in the cache ``[N, B, K, D/x, x]``; strides in elements."""
 
-    size: int  # of a head
-    x: int  # elements of a head that are contiguous: all, if not packed
-    run: int  # tokens that are contiguous; 1 if elements are
+    size: int  # head size
+    x: int  # contiguous elements of a head: all, if not packed
+    run: int  # contiguous tokens; 1 if elements are contiguous
     n: int
     b: int
     k: int
@@ -124,14 +123,14 @@ class Side(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What the attention kernels of a call compute, and in which memory."""
+    """The computation and memory layout of a call."""
 
     masks: Masks
     logits: Logits
     storage: Storage
     dtype: torch.dtype  # of the queries
     out: torch.dtype  # fp8 is output / output_scale
-    lse: bool  # whether it is returned
+    lse: bool  # whether lse is returned
     K: int
     G: int
     B: int
@@ -139,12 +138,12 @@ class Spec(NamedTuple):
     v_side: Side
     query: tuple[int, ...]  # strides t, h, d
     table: int  # stride m
-    heads: int  # H; if heads are padded to groups, as in latent.py, less than K * G
-    # Of a latent cache the columns of the keys that are no values; None: not latent. With row_scales: in bfloat16.
+    heads: int  # H; less than K * G if heads are padded to groups, as in latent.py
+    # The rotated columns of a latent cache (in bfloat16 with row_scales); None: not latent.
     rotated: Side | None
 
     def for_merge(self) -> Spec:
-        """The part that merge_kernel needs, so that calls which differ in nothing else share a merge_kernel."""
+        """The fields that merge_kernel uses; others are reset, so that calls share a merge_kernel."""
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
         logits, storage = Logits(), Storage(torch.float32, 0, False)
         return self._replace(
@@ -161,8 +160,8 @@ class Spec(NamedTuple):
 
 
 def needs(spec: Spec) -> frozenset[str]:
-    """What a kernel must apply to compute a spec, by name: masks, changes of logits, the format of the cache, scales.
-    That is every field that is not neutral, also one that is added later."""
+    """The names of everything that a kernel must support to serve a spec: masks, changes of logits, the cache format,
+    scales. Every field that is not neutral counts, including future fields."""
     dtype, bits = spec.storage.dtype, spec.storage.format
     formats = {number: dtype_name(each) for each, number in FP8_FORMATS.items()}
     others = {
@@ -178,23 +177,23 @@ def needs(spec: Spec) -> frozenset[str]:
 
 
 def not_applied(spec: Spec, applied: frozenset[str]) -> list[str]:
-    """The reasons against a kernel that applies no more than ``applied``."""
+    """The reasons against a kernel that supports only ``applied``."""
     return [f"{name}: not applied by this kernel" for name in sorted(needs(spec) - applied)]
 
 
 class Shapes(NamedTuple):
-    """What a launch depends on besides the spec: values that differ from step to step, or that a kernel cannot see."""
+    """Inputs of a launch besides the spec: values that change from step to step, or that kernels do not need."""
 
     T: int
     S: int
     N: int
     columns: int  # M of the block tables
-    aligned: bool  # whether the first key and the first value lie at multiples of 16 bytes
+    aligned: bool  # whether the first key and the first value are aligned to 16 bytes
     numbers: Numbers
 
 
 class TileShape(NamedTuple):
-    """The tile of a kernel: packed query rows, keys, padded head sizes, and slices (see see_slices; 0: not sliced)."""
+    """The tile of a kernel: packed query rows, keys, padded head sizes, and slices (0: not sliced)."""
 
     M: int
     N: int
@@ -206,14 +205,14 @@ class TileShape(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Which sequences split_kernel serves, and how their key tiles are split into shares.
+    """The sequences that split_kernel serves, and the split of their key tiles into shares.
 
-    It serves sequences of at most ``rows`` packed query rows and more than ``short`` keys, or ``everyone``; those of
-    more than ``long`` keys may have up to ``long_rows`` rows. A program counts ``at_once`` sequences in one vector,
-    ``times`` times. Key tiles are numbered sequence by sequence; with ``heads_apart``, key/value head by head.
-    ``whole``: the number of programs that take one unit each if units are about equally long; 0: never. ``aligned``:
-    units that are all equally long stay whole if that makes shares at most 5% longer. ``start``: fixed cost per unit,
-    modelled as empty tiles at its end.
+    It serves sequences with at most ``rows`` packed query rows and more than ``short`` keys, or ``everyone``; sequences
+    with more than ``long`` keys may have up to ``long_rows`` rows. A program counts ``at_once`` sequences in one
+    vector, ``times`` times. Key tiles are numbered sequence by sequence; with ``heads_apart``, key/value head by head.
+    ``whole``: the number of programs that take one unit each if units have about equal lengths; 0: never. ``aligned``:
+    units of equal length stay whole if that makes shares at most 5% longer. ``start``: fixed cost per unit, modelled as
+    empty tiles at its end.
     """
 
     rows: int
@@ -241,7 +240,7 @@ def spec_of(
     lse: bool,
     latent: bool = False,
 ) -> Spec:
-    """The spec of a call, with the caches as :func:`readable` returns them. ``latent``: values are parts of keys."""
+    """The spec of a call, with caches from :func:`readable`. ``latent``: values are columns of keys."""
     B, K = key.shape[1:3]
     H = query.shape[1]
     ranges = 0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1]
@@ -250,7 +249,7 @@ def spec_of(
     key_n, key_b, key_k, key_dx, key_d = key.stride()
     n, b, k, d = value.stride()
     row_scales = has_row_scales(f.kv_cache_dtype)
-    P, width = D - Dv, torch.bfloat16.itemsize if row_scales else 1  # elements of key in one of a rotated column
+    P, width = D - Dv, torch.bfloat16.itemsize if row_scales else 1  # elements of key per rotated element
     return Spec(
         masks=Masks(
             bool(f.causal),
@@ -281,7 +280,7 @@ def spec_of(
 def numbers_of(
     f: Features, sparse: masks.SparsePattern | None, H: int, K: int, scale: float, table_stride: int, S: int, T: int
 ) -> Numbers:
-    """Of a call."""
+    """The numbers of a call."""
     first_offset, offset_step = 1, 0
     if sparse is not None and not sparse.homo_head:
         heads = K if sparse.homo_head_group else H
@@ -306,12 +305,12 @@ def numbers_of(
 
 
 def spans(sliding_window: int, attention_chunk: int) -> tuple[int, int]:
-    """A window and a chunk as kernels take them: clamped to int32, which positions are."""
+    """A window and a chunk clamped to int32, the type of positions in kernels."""
     return min(sliding_window, 2**31 - 1), min(attention_chunk, 2**31 - 1)
 
 
 def readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tensor, Tensor, int]:
-    """Key and value views as a kernel reads them: fp8 in its own dtype if the target converts it, else as bits."""
+    """Key and value views for a kernel, and their fp8 format: 0, with fp8 dtypes, if the target converts fp8."""
     bits = stored_format(stored, paged.key.dtype, target)
     if not bits:
         return paged.key, paged.value, 0
@@ -321,7 +320,7 @@ def readable(paged: PagedKV, stored: torch.dtype, target: Target) -> tuple[Tenso
 
 
 def can_slice(spec: Spec) -> bool:
-    """Whether tiles can be divided into slices that lie in one block each, with elements as tensor cores take them."""
+    """Whether tiles can be divided into slices within one block each, with elements that tensor cores accept."""
     return (
         torch.version.hip is None
         and spec.dtype.itemsize == 2
@@ -334,19 +333,19 @@ def can_slice(spec: Spec) -> bool:
 
 
 def has_adjacent_heads(spec: Spec) -> bool:
-    """Whether the rows of two key/value heads are adjacent in each token, and have the same scales."""
+    """Whether two key/value heads are adjacent in each token and have the same scales."""
     adjacent = (side.k == side.size and not side.scale for side in (spec.k_side, spec.v_side))
     return spec.K % 2 == 0 and all(adjacent)
 
 
 def join_heads(spec: Spec, heads: int) -> Spec:
-    """The spec of units of ``heads`` adjacent key/value heads, whose query heads form one group."""
+    """The spec with groups of ``heads`` adjacent key/value heads treated as one head."""
     k_side, v_side = (side._replace(k=heads * side.k) for side in (spec.k_side, spec.v_side))
     return spec._replace(K=spec.K // heads, G=spec.G * heads, k_side=k_side, v_side=v_side)
 
 
 def _run(value: Tensor, B: int) -> int:
-    """How many tokens of a block are contiguous in ``value [N, B, K, Dv]``, up to 16 bytes; 1 if they are not."""
+    """The number of contiguous tokens in a block of ``value [N, B, K, Dv]``, up to 16 bytes; 1 if not contiguous."""
     stride_n, stride_b, stride_k, stride_d = value.stride()
     if stride_b != 1 or stride_d == 1:
         return 1
@@ -356,7 +355,7 @@ def _run(value: Tensor, B: int) -> int:
 
 
 def _paired(query: Tensor, key: Tensor, value: Tensor, cache_format: int) -> bool:
-    """See :class:`Storage`."""
+    """``Storage.paired``."""
     numbers = (key.shape[4], *key.stride()[:4], value.shape[3], *value.stride()[:3])
     return (
         key.element_size() == 1

@@ -1,4 +1,4 @@
-"""What the lowerings know of a device: its :class:`Target`, made once per index, and the guard to launch under."""
+"""Devices: a :class:`Target` per device index, the guard for launches, and the files of tuned numbers."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ import triton
 
 CONFIGS = Path(__file__).parent / "configs"
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
-# From the oldest to the newest Triton (those of torch 2.10 and 2.15) Gluon's functions, and the way to launch a
-# compiled kernel, are known. With others only Triton's own language and launches are used, which Triton keeps stable.
+# The Tritons (of torch 2.10 to 2.15) whose Gluon functions and launches of compiled kernels are known. Other versions
+# use only Triton's stable language and launches.
 OLDEST_GLUON, NEWEST_KNOWN = (3, 6), (3, 9)
-# An option of each launch: multiply and add are fused (FMA). From Triton 3.10 on this will not be the default.
+# An option of each launch: fuse multiply and add (FMA). Not the default from Triton 3.10 on.
 FUSED = {"enable_fp_fusion": True}
-DEFAULT = "default"  # the device name whose tables serve devices without tables of their own, of any architecture
-# The device whose tables serve others of its backend and architecture: an H100, H20, GH200 or a part of one (MIG). Not
-# sm_100, where some of these tiles spill, and those of latents with 128 heads need 344 KB of shared memory (Triton
+DEFAULT = "default"  # the name of the tables for devices without their own tables or a stand-in
+# The device whose tables serve others of its backend and architecture: an H100, H20, GH200 or a part of one (MIG).
+# sm_100 has none: some of these tiles spill there, and latent tiles with 128 heads need 344 KB of shared memory (Triton
 # 3.7).
 STAND_INS: dict[tuple[str, int | str], str] = {("cuda", 90): "NVIDIA H200"}
-# Bytes of shared memory (local data share) per program, by ROCm's architecture. torch reports them of NVIDIA's GPUs
-# only.
+# Bytes of shared memory (local data share) per program, by ROCm architecture. torch reports them for NVIDIA GPUs only.
 LOCAL_DATA_SHARE: dict[int | str, int] = {"gfx950": 160 << 10}
 OTHER_LOCAL_DATA_SHARE = 64 << 10
-# The variable that names another folder for what ``paged-ops tune`` writes; see user_configs.
+# The environment variable with the folder of the user's tuned tables; see user_configs.
 FOLDER_VARIABLE = "PAGED_OPS_CONFIGS"
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One device with its index: all that plans and launches need to know of it. :func:`target_of` makes it."""
+    """The properties of one device that plans and launches use; made by :func:`target_of`."""
 
     device: torch.device
     name: str
-    backend: str  # "cuda", "hip" or "interpreter": Triton's, which has no instructions of its own
-    arch: int | str  # of CUDA the compute capability (90), of ROCm the architecture ("gfx942"), else 0
+    backend: str  # "cuda", "hip" or "interpreter" (Triton's)
+    arch: int | str  # CUDA: compute capability (90); ROCm: architecture ("gfx942"); else 0
     processors: int  # multiprocessors (compute units): the number of persistent programs
-    shared_memory: int  # bytes that one program may have
+    shared_memory: int  # bytes available to one program
 
     @property
     def has_fp8_cvt(self) -> bool:
@@ -62,21 +61,21 @@ class Target:
 
     @property
     def has_hopper_gluon(self) -> bool:
-        """Whether it is an sm_90, and gluon_names.py knows the Gluon of this Triton."""
+        """Whether it is an sm_90, and gluon_names.py supports this Triton."""
         return self.is_hopper and OLDEST_GLUON <= TRITON <= NEWEST_KNOWN
 
     @property
     def fp8_is_fnuz(self) -> bool:
-        """Whether its fp8 formats are those without negative zero and infinities: gfx94x of ROCm."""
+        """Whether its fp8 formats are fnuz, without negative zero and infinities: gfx94x of ROCm."""
         return self.backend == "hip" and str(self.arch).startswith("gfx94")
 
     def overlap(self) -> dict[str, bool]:
-        """The launch options of a kernel that may start while the previous one ends, and then waits for it (PDL)."""
+        """The launch options of a kernel that may start before the previous one ends, and then waits for it (PDL)."""
         return {"PDL": True, "launch_pdl": True} if self.has_pdl else {"PDL": False}
 
     @property
     def stand_in(self) -> str:
-        """The name of the device whose tables it has, unless there are tables of its own."""
+        """The device whose tables it uses if it has no tables of its own."""
         return STAND_INS.get((self.backend, self.arch), DEFAULT)
 
     @functools.cached_property
@@ -95,7 +94,7 @@ class Target:
 
 @functools.cache
 def target_of(device: torch.device) -> Target:
-    """The target of a tensor's device, by its index, whatever the current device is."""
+    """The target of a tensor's device, independent of the current device."""
     if device.type == "cpu":
         return Target(device, DEFAULT, "interpreter", 0, 0, 0)
     assert device.index is not None, "a tensor's device has an index"
@@ -117,16 +116,19 @@ _settled: set[int] = set()  # ids of functions that live as long as their module
 
 
 def settled(kernel: Any) -> Any:
-    """A kernel whose key in Triton's cache is the same in each process: call it before anything else asks for the key.
+    """The kernel, with a key in Triton's cache that is the same in each process. Must be called before the key is first
+    computed.
 
-    Triton (3.5 to 3.9) takes the global constants of a helper into the key of its caller only if the helper's own key
-    is known by then. So the keys of helpers are made first. Without that a process whose kernels are called in another
-    order would not find what an earlier one compiled.
+    Triton (3.5 to 3.9) includes the global constants of a helper in its caller's key only if the helper's key has been
+    computed. So this computes the keys of helpers first. Otherwise a process that calls kernels in another order would
+    not find the compiled kernels of earlier processes.
     """
     if id(kernel) not in _settled:
         _settled.add(id(kernel))
         function: Any = getattr(kernel, "fn", None)
-        if hasattr(type(kernel), "cache_key") and hasattr(function, "__code__"):  # asking itself would make it
+        if hasattr(type(kernel), "cache_key") and hasattr(
+            function, "__code__"
+        ):  # hasattr on the instance would compute it
             for name in function.__code__.co_names:
                 helper = function.__globals__.get(name)
                 if hasattr(type(helper), "cache_key"):
@@ -139,17 +141,17 @@ _NO_GUARD = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A guard that makes the device the current one, on which Triton launches."""
+    """A guard that makes the device current: Triton launches on the current device."""
     return _NO_GUARD if _is_current(device) else torch.cuda.device(device)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the device's current stream captures a CUDA graph."""
+    """Whether a CUDA graph is being captured on the device's current stream."""
     if device.type != "cuda":
         return False
     if _is_current(device):
         return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):  # torch only answers for the current device
+    with torch.cuda.device(device):  # torch reports it for the current device only
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -166,10 +168,10 @@ def config_path(folder: Path, kind: str, name: str) -> Path:
 
 
 def user_configs() -> Path:
-    """The user's own tables, which ``paged-ops tune`` writes, and which are read before the package's.
+    """The folder of the user's tables, which ``paged-ops tune`` writes and which override the package's.
 
-    The folder that ``PAGED_OPS_CONFIGS`` names, else ``paged_ops`` in the user's folder of configurations:
-    ``$XDG_CONFIG_HOME``, ``~/.config``; on Windows ``%LOCALAPPDATA%``.
+    ``PAGED_OPS_CONFIGS``, or else ``paged_ops`` in the user's configuration folder: ``$XDG_CONFIG_HOME`` or
+    ``~/.config``; on Windows ``%LOCALAPPDATA%``.
     """
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
@@ -181,14 +183,14 @@ def user_configs() -> Path:
 
 
 def packaged(kind: str, name: str, stand_in: str = DEFAULT) -> Path:
-    """The package's file of a device: its own, or its stand-in's."""
+    """The package's file for a device, or else for its stand-in."""
     path = config_path(CONFIGS, kind, name)
     return path if path.exists() else config_path(CONFIGS, kind, stand_in)
 
 
 def read_numbers(name: str, stand_in: str = DEFAULT) -> dict[str, Any]:
-    """The numbers of the cache ops: ``cache_default.json``, overridden op by op by the device's file (its own, or that
-    of the device that stands in for it), and that by the user's.
+    """The numbers of the cache ops: ``cache_default.json``, overridden op by op by the file of the device or its
+    stand-in, and then by the user's file.
 
     Raises ValueError if a file sets a number that the default does not have.
     """
@@ -205,17 +207,20 @@ def read_numbers(name: str, stand_in: str = DEFAULT) -> dict[str, Any]:
 
 
 def read_tiles(name: str, stand_in: str = DEFAULT) -> dict[str, Any]:
-    """The tiles of a device: from the package its own file, or that of the device that stands in for it; over these,
-    entry by entry, the user's file.
+    """The tiles of a device: the package's file of the device or its stand-in, overridden entry by entry by the user's.
 
-    By kind of element and padded head size. ``split``: keys, warps, stages, programs per multiprocessor and, on CUDA, a
-    bound on registers. ``slices``: the same for sliced tiles; without an entry tiles are not sliced. ``two_heads``: the
-    number of key/value heads, of all sequences together, from which on two adjacent heads share a tile, and then the
-    same for such tiles; if nothing follows the number, no heads do. ``prefill``: rows, keys, warps, stages. ``latent``:
-    by kind of element and the rows of a tile keys, warps, stages, programs per multiprocessor. ``triton``: what differs
-    from a given Triton on, because kernels would spill registers with it; entries for earlier Tritons hold too.
+    The tables, by kind of element and padded head size (``latent``: and rows of a tile):
 
-    Raises ValueError if the user's file has a table that the package's has not.
+    * ``split``: keys, warps, stages, programs per multiprocessor and, on CUDA, a bound on registers.
+    * ``slices``: the same for sliced tiles; without an entry, tiles are not sliced.
+    * ``two_heads``: the total number of key/value heads of all sequences from which on two adjacent heads share a tile,
+      followed by the same numbers for such tiles; if nothing follows, heads never share a tile.
+    * ``prefill``: rows, keys, warps, stages.
+    * ``latent``: keys, warps, stages, programs per multiprocessor.
+    * ``triton``: changes from a given Triton version on, where kernels would spill registers. Changes of earlier
+      versions apply, too.
+
+    Raises ValueError if the user's file has a table that the package's file does not have.
     """
     numbers = _tiles_of(packaged("attention", name, stand_in))
     path = config_path(user_configs(), "attention", name)
@@ -230,12 +235,12 @@ def read_tiles(name: str, stand_in: str = DEFAULT) -> dict[str, Any]:
 
 
 def later(numbers: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a table for Tritons that are newer than this one."""
+    """The changes for Tritons newer than the installed one."""
     return {name: change for name, change in numbers.get("triton", {}).items() if _version(name) > TRITON}
 
 
 def _tiles_of(path: Path) -> dict[str, Any]:
-    """The tiles in a file, as they are for this Triton."""
+    """The tiles in a file, with the changes for the installed Triton."""
     numbers = _read(path)
     newer = later(numbers)
     changes = numbers.pop("triton", {})
@@ -250,7 +255,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         numbers = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, got {error}; mend it, or delete it") from None
+        raise ValueError(f"{path}: expected JSON, got {error}; fix or delete it") from None
     if not isinstance(numbers, dict):
         raise ValueError(f"{path}: expected a JSON object, got {numbers}")
     return numbers

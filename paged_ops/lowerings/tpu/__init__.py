@@ -1,4 +1,4 @@
-"""How every op runs through XLA: on a TPU, or on XLA's own CPU device."""
+"""The lowerings of all ops for XLA: a TPU, or XLA's CPU device."""
 
 from typing import Any
 
@@ -37,9 +37,9 @@ __all__ = [
 
 
 def install() -> None:
-    """Make the mutating ops known to torch_xla, for programs that import it after paged_ops.
+    """Register the mutating ops with torch_xla.
 
-    Programs that import torch_xla first need not call this. Without it XLA refuses the ops that write a cache.
+    Only needed by programs that import torch_xla after paged_ops: without it XLA refuses the ops that write a cache.
     """
     for name in registry.OPS:
         install_twins(registry.LIBRARY, name)
@@ -53,8 +53,8 @@ def install_twins(library: torch.library.Library, name: str) -> None:
 def install_torch_tpu() -> None:
     """Experimental: the ops on the device ``tpu`` of TorchTPU (``torch_tpu``), the announced successor of torch_xla.
 
-    Registers the functional twins and the formulation in plain torch, without the TPU's kernels, under the dispatch key
-    of that device. Graphs that torch.compile traces for it have the right shapes and no mutation; none has been run.
+    Registers the functional twins and the plain torch code, without the TPU's kernels, under the device's dispatch key.
+    torch.compile traces graphs with correct shapes and no mutation; none has been run.
     """
     for name in registry.OPS:
         functional.install(registry.LIBRARY, name, lowering, "PrivateUse1")
@@ -63,5 +63,5 @@ def install_torch_tpu() -> None:
 
 
 def lowering(name: str) -> Any:
-    """The function of this module that runs an op: what functional twins call."""
+    """The function of this module that implements an op; functional twins call it."""
     return globals()[name]

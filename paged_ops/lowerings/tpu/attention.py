@@ -1,12 +1,8 @@
-"""How every op runs through XLA: a TPU, or XLA's own CPU device. Letters as in :mod:`paged_ops.ops`; also G = H/K, the
-query heads that share a key/value head, n = M*B the keys that a row of block tables can name, R rows of a tile.
+"""Attention through XLA: on a TPU, or on XLA's CPU device. Letters as in :mod:`paged_ops.ops`; also G = H/K, the query
+heads of a key/value head, n = M*B, the keys that a row of block tables can address, and R rows of a tile.
 
-On a TPU attention is the ragged paged attention kernel that torch_xla brings, and a write to the cache moves runs of
-neighbouring slots (:mod:`paged_ops.lowerings.tpu.write`). What that kernel lacks raises, with the reason. XLA's CPU
-device has no such kernel: there plain torch serves every feature, with shapes that do not depend on values.
-
-The functions here return values: :mod:`paged_ops.lowerings.tpu.functional` turns a write to an argument into its new
-value. Only the block mapping of copies is read on the host, where it is.
+On a TPU this is torch_xla's ragged paged attention kernel; an unsupported feature raises ValueError with the reason. On
+XLA's CPU device, plain torch serves every feature, with shapes that do not depend on values.
 """
 
 from __future__ import annotations
@@ -27,13 +23,13 @@ from paged_ops.lowerings.tpu.functional import functionalized
 from paged_ops.lowerings.tpu.ragged import FORMATS, refuse_row_scales, rows_of
 from paged_ops.support import Explanation
 
-# What attention applies here: the arguments of the op by their names, and formats of the cache.
+# The supported arguments of attention, by name, and the supported formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
-    *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    *("causal", "sliding_window", "num_first_tokens", "attention_chunk", "block_sparse", "bidirectional_ranges"),
     *("soft_cap", "alibi_slopes", "sinks"),
 }
-# Bytes of float32 keys and values that a tile of rows gathers on XLA's CPU device.
+# Bytes of float32 keys and values that one tile of rows gathers on XLA's CPU device.
 TILE_BYTES = 1 << 26
 
 
@@ -74,7 +70,7 @@ def explain(op: str, query: Tensor, kv_cache: Tensor, *batch: Any, **features: A
     )
     if reasons:
         raise ValueError(f"paged_ops.{op} on a TPU: {'; '.join(reasons)}")
-    return Explanation(op, "xla", "torch_xla's ragged kernel", (), (("torch ops", ("TPUs have a kernel",)),))
+    return Explanation(op, "xla", "torch_xla's ragged kernel", (), (("torch ops", ("the device is a TPU",)),))
 
 
 @functionalized
@@ -109,9 +105,9 @@ def _attend(
     query_start_loc: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Every feature with static shapes: out ``[T, H, Dv]`` and lse ``[T, H]``, both float32.
+    """Attention with all features and static shapes: out ``[T, H, Dv]`` and lse ``[T, H]``, both float32.
 
-    Each row gathers the keys of its own sequence, in tiles of rows so that memory stays bounded.
+    Each row gathers the keys of its sequence. Tiles of rows bound the memory.
     """
     T, H, _ = query.shape
     paged = paged_kv(kv_cache, f.value_cache, f.value_head_size)
@@ -154,7 +150,7 @@ def _attend_tile(
     whole = paged_kv(kv_cache, f.value_cache, f.value_head_size)
     N, B, K = whole.num_blocks, whole.block_size, whole.num_kv_heads
     j = torch.arange(M * B, device=query.device, dtype=torch.int32)
-    needed = j[::B] < lens[:, None]  # [R, M]; other entries may hold anything
+    needed = j[::B] < lens[:, None]  # [R, M]; other entries may have any value
     blocks = torch.where(needed, block_tables[s], 0).clamp(0, N - 1).flatten()
     value_cache = None if f.value_cache is None else f.value_cache.index_select(0, blocks)
     paged = paged_kv(kv_cache.index_select(0, blocks), value_cache, f.value_head_size)
@@ -165,7 +161,7 @@ def _attend_tile(
     value = dequantise(
         reinterpreted(paged.value.reshape(R, M * B, K, -1), stored), f.v_scale, torch.float32
     )  # [R, n, K, Dv]
-    owned = j < lens[:, None]  # [R, n]; what lies past a sequence may be NaN
+    owned = j < lens[:, None]  # [R, n]; slots past the end of a sequence may hold NaN
     value = torch.where(owned[:, :, None, None], value, 0.0)
 
     q = query.float().unflatten(1, (K, H // K))

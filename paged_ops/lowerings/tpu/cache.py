@@ -1,6 +1,7 @@
-"""The ops of the cache through XLA. Letters as in :mod:`paged_ops.ops`.
+"""The cache ops through XLA. Letters as in :mod:`paged_ops.ops`.
 
-On a TPU a write moves runs of neighbouring slots (:mod:`paged_ops.lowerings.tpu.write`).
+On a TPU a write copies runs of consecutive slots (:mod:`paged_ops.lowerings.tpu.write`). Writes to arguments become new
+values (:mod:`paged_ops.lowerings.tpu.functional`). Only a block mapping that is on the host is read there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paged_ops.lowerings.tpu import functional, runtime, write
 from paged_ops.lowerings.tpu.functional import functionalized
 from paged_ops.lowerings.tpu.ragged import FORMATS, refuse_row_scales
 
-APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the arguments that ops of the cache apply, and formats
+APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the supported arguments of the cache ops, and formats
 # XLA's names of the dtypes that uint8 storage may hold.
 XLA_NAMES = {torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2"}
 
@@ -73,7 +74,7 @@ def latent_cache_write(
 
 
 def _slots_of(slot_mapping: Tensor, num_slots: int) -> Tensor:
-    """int64 slots, where those of padding are one past the end: rows there are dropped."""
+    """int64 slots; a slot of padding becomes one past the end, where rows are dropped."""
     if checks.debug_checks():
         checks.slots(slot_mapping.cpu(), num_slots)
     slots = slot_mapping.long()
@@ -81,8 +82,8 @@ def _slots_of(slot_mapping: Tensor, num_slots: int) -> Tensor:
 
 
 def _with_rows(flat: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """``flat`` with ``rows`` at ``slots``. A slot one past the end is dropped: XLA does so, and elsewhere a spare row
-    takes it."""
+    """``flat`` with ``rows`` at ``slots``. Rows at a slot one past the end are dropped: by XLA, elsewhere by a spare
+    row."""
     if flat.device.type == "xla":
         return flat.index_copy(0, slots, rows)
     spare = _indexable(torch.cat([flat, flat[:1]]))
@@ -154,8 +155,8 @@ def gather_kv(
 
 
 def _pairs(block_mapping: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sources and destinations on ``device``. A mapping from the host grows to a power of two by repeating its last
-    pair, which changes nothing, so that few lengths are compiled."""
+    """Sources and destinations on ``device``. A host mapping is padded to a power of two by repeating its last pair,
+    which changes no result, so that few lengths are compiled."""
     if block_mapping.device.type == "cpu":
         P = len(block_mapping)
         repeats = (1 << (P - 1).bit_length()) - P
@@ -165,7 +166,7 @@ def _pairs(block_mapping: Tensor, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _indexable(tensor: Tensor) -> Tensor:
-    """What XLA indexes in any dtype: elsewhere fp8 as bytes, as torch indexes few float8 types."""
+    """The tensor in a dtype that can be indexed: XLA indexes all; elsewhere fp8 becomes bytes."""
     return tensor.view(torch.uint8) if tensor.device.type != "xla" and tensor.element_size() == 1 else tensor
 
 

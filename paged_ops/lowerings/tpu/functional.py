@@ -1,19 +1,19 @@
-"""Mutating ops on a device whose compiler only has values: functional twins, and the registration that uses them.
+"""Mutating ops on XLA: functional twins, and their registration.
 
-XLA traces values. An op that writes its arguments would run outside of the trace, or be refused by it, so where
-torch_xla is loaded every mutating op gets
+XLA traces values. It would run an op that writes its arguments outside of the trace, or refuse it. So if torch_xla is
+loaded, every mutating op gets
 
-* a **twin**, the overload ``.functional``: the same arguments, but it returns the new values of what the op mutates;
-* a kernel under the dispatcher's ``Functionalize`` key, which in eager (lazy) mode and in every compiled graph puts
-  ``argument.copy_(twin(arguments))`` in the op's place and first marks the argument's buffer as donated. XLA then
-  writes the result into that buffer: no copy of the cache.
+* a **twin**, the overload ``.functional``: the same arguments, but it returns new values of mutated ones;
+* a kernel under the dispatcher's ``Functionalize`` key. In eager (lazy) mode and in every compiled graph it replaces
+  the op by ``argument.copy_(twin(arguments))``, after marking the argument's buffer as donated. XLA then writes the
+  result into that buffer, without a copy of the cache.
 
-A ``Functionalize`` kernel serves all devices of a process. So in a process that has loaded torch_xla, compiled graphs
-for other devices work in the same way, but without donation: their results are right, but each step copies the cache.
+A ``Functionalize`` kernel serves all devices of a process. So if torch_xla is loaded, compiled graphs for other devices
+use the twins too, but without donation: results are correct, but each step copies the cache.
 
-:func:`functionalized` is the third piece: inside a kernel of the XLA key functionalization is off, where a view is
-rebuilt from its strides (of a square tensor even transposed) and a write into a view is lost. It turns it on, so that
-lowerings are ordinary torch code.
+Inside a kernel of the XLA key, functionalization is off: a view is rebuilt from its strides (a square tensor may come
+out transposed), and a write to a view is lost. :func:`functionalized` turns it on, so that lowerings are ordinary torch
+code.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch.utils import _pytree as pytree
 
 from paged_ops import checks
 
-# Devices whose compilers need values: XLA's, and that of the experimental successor of torch_xla for TPUs.
+# Devices that use twins: XLA, and the device of TorchTPU, torch_xla's announced successor.
 VALUE_DEVICES = ("xla", "tpu")
 
 _installed: set[str] = set()
 
 
 def install(library: torch.library.Library, name: str, lowering: Callable[[str], Callable[..., Any]], key: str) -> None:
-    """Register the twins of one op's mutating overloads, with ``lowering(name)`` under ``key``, and the kernels that
-    call them.
+    """Register the twins of an op's mutating overloads, with ``lowering(name)`` under ``key``, and kernels that call
+    them.
 
-    A second call changes nothing. ``lowering`` is called at the first call of an op.
+    A second call does nothing. ``lowering`` is called at the first call of an op.
     """
     packet = getattr(torch.ops.paged_ops, name)
     for overload in (getattr(packet, each) for each in packet.overloads()):
@@ -61,10 +61,10 @@ def mutates(name: str) -> bool:
 
 
 def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for a device's own key that runs with functionalization on, so that views and writes work as usual.
+    """Wraps a kernel of a device's key to run with functionalization on, so that views and writes work as usual.
 
-    Writes into its arguments are lost; it returns results. If there are tensors on a device, those on the host (the
-    source of a swap, a block mapping) are passed as they are.
+    Writes to its arguments are lost; it returns results. If any argument is on a device, host tensors (the source of a
+    swap, a block mapping) are passed unchanged.
     """
 
     @functools.wraps(kernel)
@@ -80,8 +80,8 @@ def functionalized(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], call: Any) -> Any:
-    """A call's arguments with ``function`` of each tensor; of tensors on the host only if there are no others. A tensor
-    that is two arguments still is one."""
+    """Applies ``function`` to each tensor of a call, but to host tensors only if all tensors are on the host. A tensor
+    that is passed twice is mapped once."""
     tensors = {id(each): each for each in pytree.tree_leaves(call) if isinstance(each, Tensor)}
     on_host = all(each.device.type == "cpu" for each in tensors.values())
     mapped = {n: function(each) if on_host or each.device.type != "cpu" else each for n, each in tensors.items()}
@@ -89,8 +89,8 @@ def _map_tensors(function: Callable[[Tensor], Tensor], call: Any) -> Any:
 
 
 def _of_this_mode(tensor: Tensor) -> Tensor:
-    """A tensor of the current mode, inference mode or not. The functional form of any other has no views and cannot be
-    written. A clone is the same value to XLA."""
+    """A tensor of the current mode (inference mode or not): a functional tensor of the other mode has no views and
+    cannot be written. To XLA a clone is the same value."""
     return tensor if tensor.is_inference() == torch.is_inference_mode_enabled() else tensor.clone()
 
 
@@ -106,7 +106,7 @@ def _mutated(overload: torch._ops.OpOverload) -> list[str]:
 
 
 def _by_name(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, without those left at their defaults."""
+    """The passed arguments of a call by name."""
     return {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
 
 
@@ -116,14 +116,14 @@ def _tensors(overload: torch._ops.OpOverload, arguments: dict[str, Any]) -> list
 
 
 def _twin_schema(overload: torch._ops.OpOverload) -> str:
-    """The schema without its alias annotations, and lists of tensors as the result."""
+    """The op's schema without alias annotations, returning a list of tensors."""
     arguments, _, _ = str(overload._schema).partition("(")[2].rpartition(") -> ")
     arguments = re.sub(r"\(\w+!\)", "", arguments)
     return f"({arguments}) -> Tensor[]"
 
 
 def _twin(overload: torch._ops.OpOverload, lowering: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
-    """The op's lowering, run on functional stand-ins of its arguments, whose new values are the result."""
+    """Runs the op's lowering on functional copies of its arguments and returns their new values."""
     name = overload._schema.name.partition("::")[2]
 
     @functionalized
@@ -135,7 +135,7 @@ def _twin(overload: torch._ops.OpOverload, lowering: Callable[[str], Callable[..
 
 
 def _cloning_twin(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The twin on other devices: the op itself, on clones."""
+    """The twin on other devices: runs the op on clones."""
 
     def twin(*args: Any, **kwargs: Any) -> list[Tensor]:
         arguments = _by_name(overload, args, kwargs)
@@ -161,16 +161,16 @@ def _twin_fake(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 def _functionalize(
     overload: torch._ops.OpOverload, lowering: Callable[[str], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The kernel of the Functionalize key: new values by the twin (of an .out overload: by the op), copied over."""
+    """The kernel of the Functionalize key: copies the results of the twin (of the op, for .out) to arguments."""
     packet = getattr(torch.ops.paged_ops, overload._schema.name.partition("::")[2])
 
     def kernel(*args: Any, **kwargs: Any) -> None:
         arguments = _by_name(overload, args, kwargs)
         kinds = {t.device.type for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)}
         targets = _tensors(overload, arguments)
-        # Values have no addresses: that the same tensor is written twice is all that can be seen of shared memory.
+        # Values have no addresses: the only overlap that can be detected is one tensor passed twice.
         once = len({id(each) for each in targets}) == len(targets)
-        checks.expect(once, " and ".join(_mutated(overload)), "memory of its own for each tensor", "one tensor twice")
+        checks.expect(once, " and ".join(_mutated(overload)), "a separate tensor for each argument", "one tensor twice")
         if overload is packet.default and kinds & set(VALUE_DEVICES) and "cpu" in {t.device.type for t in targets}:
             lowering(packet.__name__)(*args, **kwargs)  # swap_blocks to the host: eager, and never in a graph
             return
@@ -188,9 +188,9 @@ def _functionalize(
 
 
 def donate(tensor: Tensor) -> None:
-    """Let XLA reuse the buffer of a tensor that is about to be overwritten. It must be a whole tensor, not a view.
+    """Let XLA reuse the buffer of a tensor (not a view) that is about to be overwritten.
 
-    On other devices the mark would make the compiler lose the write.
+    On other devices this does nothing: there the compiler would lose the write.
     """
     if tensor.device.type == "xla" and torch._is_functional_tensor_base(tensor) and tensor.is_contiguous():
         torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)

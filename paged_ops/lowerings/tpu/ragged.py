@@ -1,4 +1,4 @@
-"""The ragged paged attention kernel that torch_xla brings for TPUs: what it takes, and a call of it.
+"""torch_xla's ragged paged attention kernel for TPUs: its limits, and a call of it.
 
 Letters as in :mod:`paged_ops.ops`.
 """
@@ -17,7 +17,7 @@ from paged_ops.features import Features
 from paged_ops.layouts import FP8_DS_MLA, FP8_DTYPES, Layout, has_row_scales, is_latent
 from paged_ops.lowerings.tpu import runtime, write
 
-# Formats of the cache that the ops here read and write: values of kv_cache_dtype, and dtypes of elements.
+# Formats of the cache that ops on XLA support: values of kv_cache_dtype, and dtypes of elements.
 FORMATS = frozenset(
     {
         *("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
@@ -25,10 +25,10 @@ FORMATS = frozenset(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     }
 )
-# What the ragged kernel takes (torch_xla 2.9).
+# Limits of the ragged kernel (torch_xla 2.9).
 KERNEL_HEAD_SIZE = 128
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-# Of the optional arguments of attention those that it takes, or whose absence has a sentence of its own.
+# Optional arguments that it supports, or that _kernel_reasons handles one by one.
 KERNEL_ARGUMENTS = (
     "value_head_size",
     "value_cache",
@@ -40,9 +40,9 @@ KERNEL_ARGUMENTS = (
     "output_scale",
     "kv_cache_dtype",
 )
-# Bytes of a TPU's 1 MiB of scalar memory that the block tables may fill; the rest is lengths and the compiler's own.
+# Bytes of a TPU's 1 MiB of scalar memory for block tables; the rest is for lengths and the compiler.
 BLOCK_TABLE_BYTES = 15 << 16
-# Bytes that the kernel's two buffers of pages may take of the 16 MiB of vector memory of a TPU v4; others have 128.
+# Bytes of a TPU v4's 16 MiB of vector memory (other TPUs: 128 MiB) for the kernel's two buffers of pages.
 V4_PAGES_BYTES = 4 << 20
 NO_LATENT = "the ragged kernel has no latent attention: decompress keys and values, and cache those"
 NO_ROW_SCALES = (
@@ -63,10 +63,10 @@ def attend(
     query_start_loc: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention of a batch by torch_xla's kernel, with the rules of padding added: float32 ``[T, H, D]``.
+    """Attention of a batch by torch_xla's kernel: float32 ``[T, H, D]``, 0 for rows of padding.
 
-    The kernel needs the sequences with queries first, each with at least one key. It leaves garbage in rows of padding,
-    and in rows before the start of their sequence.
+    The kernel needs sequences with queries first, and at least one key per sequence. It leaves garbage in rows of
+    padding and in rows at negative positions.
     """
     if not (query.numel() and kv_cache.numel() and block_tables.numel()):
         T, H, D = query.shape
@@ -113,7 +113,7 @@ def attend(
 
 
 def rows_of(T: int, seq_lens: Tensor, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of query: its sequence, its position in it (int32 ``[T]``), and whether it is no padding."""
+    """For each row of query: its sequence, its position (int32 ``[T]``), and whether it is live (not padding)."""
     t = torch.arange(T, device=seq_lens.device, dtype=torch.int32)
     s = (t[:, None] >= query_start_loc[1:]).sum(1).clamp(max=len(seq_lens) - 1)
     i = seq_lens[s] - query_start_loc[1:][s] + t
@@ -121,7 +121,7 @@ def rows_of(T: int, seq_lens: Tensor, query_start_loc: Tensor) -> tuple[Tensor, 
 
 
 def _block_sizes(kv_cache: Tensor, T: int, M: int) -> dict[str, int]:
-    """How many pages and rows the kernel takes at once: by its own tables, which for a v4 ignore the size of pages."""
+    """Pages and rows per block of the kernel. Empty: by its own tables, which ignore the page size on a v4."""
     if runtime.tpu_version() > 4:
         return {}
     pages = V4_PAGES_BYTES // (2 * kv_cache[0].numel() * kv_cache.element_size())
@@ -129,7 +129,7 @@ def _block_sizes(kv_cache: Tensor, T: int, M: int) -> dict[str, int]:
 
 
 def ragged_paged_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """torch_xla's kernel, which is there once its module has been imported."""
+    """torch_xla's kernel; importing its module registers the op."""
     import torch_xla.experimental.custom_kernel  # noqa: F401
 
     return torch.ops.xla.ragged_paged_attention(*args, **kwargs)
@@ -143,7 +143,7 @@ def _per_query_head(scale: Tensor, H: int, K: int) -> Tensor:
 
 
 def refuse_row_scales(kv_cache_dtype: str = "auto") -> None:
-    """Raise ValueError for a latent cache whose rows hold their scales."""
+    """Raise ValueError for a latent cache whose rows have their own scales."""
     if has_row_scales(kv_cache_dtype):
         raise ValueError(NO_ROW_SCALES)
 
@@ -164,12 +164,12 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
 
 
 def reasons_against(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> list[str]:
-    """What the ragged kernel lacks for a call."""
+    """Why the ragged kernel does not support a call."""
     return _kernel_reasons(_shown(f, query, kv_cache, block_tables))
 
 
 def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -> dict[str, Any]:
-    """A call's features, as :func:`unsupported` takes them."""
+    """The features of a call in the form of :func:`unsupported`."""
     named: dict[str, Any] = {name: value for name, value in f._asdict().items() if value is not None}
     (_, H, D), (S, M) = query.shape, block_tables.shape
     named |= {"dtype": query.dtype, "cache_dtype": kv_cache.dtype, "num_heads": H, "head_size": D}
@@ -186,10 +186,10 @@ def _shown(f: Features, query: Tensor, kv_cache: Tensor, block_tables: Tensor) -
 
 
 def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
-    """What of a call the ragged kernel lacks, each with a remedy where there is one."""
+    """Why the ragged kernel does not support these features, each reason with a remedy if there is one."""
     reasons = []
 
-    def lacks(condition: Any, reason: str) -> None:
+    def refuse_if(condition: Any, reason: str) -> None:
         if condition:
             reasons.append(reason)
 
@@ -198,37 +198,37 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
         return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
 
     for name in Features._fields:
-        lacks(given(name) and name not in KERNEL_ARGUMENTS, f"the ragged kernel has no {name}")
-    lacks(asked.get("causal", True) is False, "the ragged kernel is always causal")
+        refuse_if(given(name) and name not in KERNEL_ARGUMENTS, f"the ragged kernel has no {name}")
+    refuse_if(asked.get("causal", True) is False, "the ragged kernel is always causal")
     layout = asked.get("layout", Layout.INTERLEAVED)
     if layout == Layout.LATENT:
         return [*reasons, NO_LATENT]
-    lacks(
+    refuse_if(
         layout != Layout.INTERLEAVED or given("value_cache"),
         "the ragged kernel reads the INTERLEAVED layout only: allocate the cache with layout='INTERLEAVED'",
     )
     dtype, cache_dtype = asked.get("dtype"), asked.get("cache_dtype")
-    lacks(
+    refuse_if(
         dtype is not None and dtype not in KERNEL_DTYPES,
         "the ragged kernel takes float32 and bfloat16 queries: run the model in bfloat16",
     )
-    lacks(
+    refuse_if(
         cache_dtype == torch.uint8 or (asked.get("kv_cache_dtype", "auto") != "auto" and cache_dtype is None),
         "the ragged kernel reads fp8 from a float8 cache, not from uint8: allocate it in float8_e4m3fn or float8_e5m2",
     )
-    lacks(
+    refuse_if(
         asked.get("tpu_version") == 4 and cache_dtype in FP8_DTYPES,
         "the ragged kernel reads no fp8 on a TPU v4: keep the cache in bfloat16",
     )
     D, Dv = asked.get("head_size"), asked.get("value_head_size")
-    lacks(
+    refuse_if(
         D is not None and D != KERNEL_HEAD_SIZE,
         f"the ragged kernel compiles for head size {KERNEL_HEAD_SIZE} only: pad query, key and value to it "
         "(paged_ops.lowerings.tpu.pad_head_size), keep the scale, and cut the output",
     )
-    lacks(Dv is not None and Dv != D, "the ragged kernel has one head size for keys and values")
+    refuse_if(Dv is not None and Dv != D, "the ragged kernel has one head size for keys and values")
     K, element = asked.get("num_kv_heads"), cache_dtype or dtype or torch.bfloat16
-    lacks(
+    refuse_if(
         K is not None and not write.heads_fill_tiles(2 * K, element),
         f"the ragged kernel needs 2*num_kv_heads over {4 // element.itemsize}, the elements of a 32-bit word, to be "
         "1, 2, 4, 8 or a multiple of 8: repeat key/value heads to reach it",
@@ -237,14 +237,14 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
     if isinstance(tables, (Tensor, tuple)):
         S, M = tables if isinstance(tables, tuple) else tables.shape
         nbytes = 4 * (-(-S // 8) * 8) * (-(-M // 128) * 128)
-        lacks(
+        refuse_if(
             nbytes > BLOCK_TABLE_BYTES,
             f"block tables [{S}, {M}] take {nbytes} bytes of scalar memory (columns in multiples of 128), "
-            f"{BLOCK_TABLE_BYTES} are there: use larger blocks (layouts.min_tpu_block_size) or fewer sequences",
+            f"{BLOCK_TABLE_BYTES} are available: use larger blocks (layouts.min_tpu_block_size) or fewer sequences",
         )
     return reasons
 
 
 def pad_head_size(tensor: Tensor, head_size: int = KERNEL_HEAD_SIZE) -> Tensor:
-    """``[..., D]`` with zeros up to ``head_size``: attention over padded query, key and value is the same, padded."""
+    """``[..., D]`` padded with zeros to ``head_size``. Padded query, key and value give the padded output."""
     return torch.nn.functional.pad(tensor, (0, head_size - tensor.shape[-1]))

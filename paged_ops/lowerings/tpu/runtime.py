@@ -1,4 +1,4 @@
-"""Which device torch_xla has."""
+"""The device of torch_xla."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def on_tpu() -> bool:
 
 
 def tpu_version() -> int:
-    """The generation of the TPU, as torch_xla's kernel asks for it."""
+    """The generation of the TPU, as torch_xla's kernel determines it."""
     from torch_xla._internal.jax_workarounds import jax_import_guard
 
     jax_import_guard()

@@ -1,9 +1,9 @@
-"""Writing new tokens into an interleaved cache on a TPU: runs of neighbouring slots, not one scattered row at a time.
+"""Cache writes to an interleaved cache on a TPU: a kernel that copies runs of consecutive slots.
 
-XLA's scatter writes rows one after the other. Tokens of one sequence fill a page from left to right, so most rows of a
-batch are neighbours in the cache: a prompt is a few runs of whole pages, a decode step has runs of one row. The
-kernel finds the runs in the slot mapping on the device and copies each as a few slices of a power of two of rows,
-straight from fast memory to their place, many in flight at once. Any slot mapping works; runs only make it faster.
+XLA's scatter writes rows one after the other. Tokens of a sequence fill a page in order, so most rows of a batch have
+consecutive slots: a prompt has a few runs of whole pages, a decode step has runs of one row. The kernel finds the runs
+in the slot mapping on the device, and copies each as a few slices whose lengths are powers of two, from vector memory
+to the cache, many in flight at once. Any slot mapping works; runs only make it faster.
 
 Source of the idea: the slice-wise cache update of vLLM's TPU backend. Slices of static sizes (the binary digits of a
 run's length) let the same kernel run in Pallas' interpret mode.
@@ -18,22 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows of a tile, the longest slice: with 16 combined heads of 128 in bfloat16 it is 512 KiB of fast memory.
+# Rows of a tile, and of the longest slice: with 16 combined heads of 128 in bfloat16, 512 KiB of vector memory.
 TILE_ROWS = 128
-# The last dimension of memory is in lanes, the one before in tiles.
+# Memory is tiled: the last dimension in multiples of this.
 LANES = 128
-# Slots and lengths of runs lie in scalar memory: half of its 1 MiB.
+# Bounds slots and run lengths to half of the 1 MiB of scalar memory.
 MAX_ROWS = 1 << 16
 
 
 def can_write_runs(kv_cache: Tensor, T: int) -> bool:
-    """Whether the kernel takes T rows for a cache: rows must be whole tiles, and slots must fit 32 bits."""
+    """Whether the kernel can write T rows to a cache: rows must be whole memory tiles, and slots must fit 32 bits."""
     N, B, K2, D = kv_cache.shape
     return D % LANES == 0 and heads_fill_tiles(K2, kv_cache.dtype) and N * B < 1 << 31 and T <= MAX_ROWS
 
 
 def heads_fill_tiles(K2: int, dtype: torch.dtype) -> bool:
-    """Whether 2K combined heads are whole tiles of a TPU's memory, where elements smaller than 32 bits are packed."""
+    """Whether 2K combined heads fill whole tiles of a TPU's memory, which packs elements of less than 32 bits."""
     packing = 4 // dtype.itemsize
     tiles = K2 // packing
     return K2 % packing == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
@@ -51,11 +51,11 @@ def write_runs(kv_cache: Tensor, rows: Tensor, slots: Tensor, interpret: bool = 
 def _computation(
     T: int, num_slots: int, K2: int, D: int, dtype: torch.dtype, interpret: bool
 ) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The update as an XLA computation, lowered for a TPU wherever this runs; in interpret mode for the CPU."""
+    """The update as an XLA computation, lowered for a TPU on any machine; in interpret mode for the CPU."""
     from torch_xla._internal.jax_workarounds import jax_import_guard
     from torch_xla.core import xla_builder
 
-    jax_import_guard()  # so that torch_xla takes the TPU before jax does
+    jax_import_guard()  # torch_xla must claim the TPU before jax
     import jax
     from torch_xla.experimental.custom_kernel import convert_torch_dtype_to_jax
 
@@ -70,7 +70,7 @@ def _computation(
 
 
 def update(cache: Any, rows: Any, slots: Any, interpret: bool = False) -> Any:
-    """The same in JAX: ``cache [N*B, 2K, D]``, ``rows [T, 2K, D]``, ``slots`` int32 ``[T]``."""
+    """The write in JAX: ``cache [N*B, 2K, D]``, ``rows [T, 2K, D]``, ``slots`` int32 ``[T]``."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
@@ -81,7 +81,7 @@ def update(cache: Any, rows: Any, slots: Any, interpret: bool = False) -> Any:
     tiles = -(-T // R)
     slots = jnp.pad(slots, (0, tiles * R - T), constant_values=-1)
     row = jnp.arange(tiles * R, dtype=jnp.int32)
-    # A run continues while slots are consecutive, and ends with its tile.
+    # A run ends where slots are not consecutive, or with its tile.
     begins = (slots < 0) | (slots != jnp.roll(slots, 1) + 1) | (row % R == 0)
     ends = jax.lax.cummin(jnp.where(jnp.roll(begins, -1).at[-1].set(True), row + 1, tiles * R), reverse=True)
     lengths = jnp.where(begins & (slots >= 0), ends - row, 0)
@@ -94,7 +94,7 @@ def update(cache: Any, rows: Any, slots: Any, interpret: bool = False) -> Any:
                 slot, length = slots_ref[first + r], lengths_ref[first + r]
                 size = R
                 while size:
-                    start = length // (2 * size) * (2 * size)  # the rows that the larger slices of this run have copied
+                    start = length // (2 * size) * (2 * size)  # rows copied by larger slices
 
                     @pl.when(length & size != 0)
                     def _(size=size, start=start):

@@ -90,9 +90,10 @@ def explain(
     """As :func:`paged_ops.explain`. With a ``target``, a GPU that need not be present, tensors may be on ``meta``."""
     results = out if isinstance(out, tuple) else (out, None)
     signature = describe(op == "paged_attention_with_lse", results, features, args, target)
-    if not signature.kernels:
+    shapes = signature.shapes
+    if not (signature.kernels and shapes.T and shapes.S):
         return Explanation(op, str(args[0].device), "none: the result is empty, or all rows see no keys")
-    return choose.explain(op, signature.spec, signature.target, signature.shapes)
+    return choose.explain(op, signature.spec, signature.target, shapes)
 
 
 @dataclasses.dataclass(slots=True)
