@@ -17,12 +17,15 @@ from typing import Any
 _HF = "paged_ops.integrations.transformers"
 MOVED = {
     "paged_ops.allocator": "paged_ops.cache.allocator",
+    "paged_ops.batch": "paged_ops.metadata.batch",
     "paged_ops.block_pool": "paged_ops.cache.block_pool",
     "paged_ops.hybrid": "paged_ops.cache.hybrid",
+    "paged_ops.hyperparameters": "paged_ops.metadata.hyperparameters",
     "paged_ops.states": "paged_ops.cache.states",
     "paged_ops.model_step": "paged_ops.generation.model_step",
     "paged_ops.request": "paged_ops.generation.request",
     "paged_ops.sampling": "paged_ops.generation.params",
+    "paged_ops.warming": "paged_ops.lowerings.warm_up",
     "paged_ops.integrations.attention_function": f"{_HF}.attention_function",
     "paged_ops.integrations.continuous_batching": f"{_HF}.continuous_batching",
     "paged_ops.integrations.projections": f"{_HF}.projections",
@@ -66,14 +69,17 @@ class _Moved(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Forward all attributes to the module at the new path."""
         old, path = module.__name__, MOVED[module.__name__]
-        warnings.warn(f"{old} is {path} now; the old path ends with the next release", DeprecationWarning, stacklevel=2)
+        _warn(f"{old} is {path} now; the old path ends with the next release")
         new, renamed = importlib.import_module(path), RENAMED.get(old, {})
+        public = getattr(new, "__all__", [name for name in vars(new) if not name.startswith("_")])
 
         def attribute(name: str) -> Any:
             return getattr(new, renamed.get(name, name))
 
         module.__doc__ = new.__doc__
-        module.__dict__.update(__getattr__=attribute, __dir__=lambda: [*dir(new), *renamed])
+        module.__dict__.update(
+            __getattr__=attribute, __dir__=lambda: [*dir(new), *renamed], __all__=[*public, *renamed]
+        )
 
 
 def install() -> None:
@@ -83,11 +89,21 @@ def install() -> None:
 
 
 def public_name(name: str) -> Any:
-    """The module ``__getattr__`` of paged_ops, for names that moved."""
+    """The module ``__getattr__`` of paged_ops, for names and modules that moved."""
+    if f"paged_ops.{name}" in MOVED:
+        return importlib.import_module(f"paged_ops.{name}")
     if name not in NAMES:
         raise AttributeError(f"module 'paged_ops' has no attribute {name!r}")
-    new = f"{NAMES[name]}.{name}"
-    warnings.warn(
-        f"paged_ops.{name} is {new} now; the old name ends with the next release", DeprecationWarning, stacklevel=2
-    )
+    _warn(f"paged_ops.{name} is {NAMES[name]}.{name} now; the old name ends with the next release")
     return getattr(importlib.import_module(NAMES[name]), name)
+
+
+def _warn(message: str) -> None:
+    """Warn at the line that uses the old name, outside this file and importlib."""
+    frame, level = sys._getframe(), 1
+    while (file := frame.f_code.co_filename) in (__file__, importlib.__file__) or "_bootstrap" in file:
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        level += "_bootstrap" not in frame.f_code.co_filename  # warnings does not count these
+    warnings.warn(message, DeprecationWarning, stacklevel=level)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_ops.fake.models import PREPARED, NormOptions
+from paged_ops.fake.models import EXCHANGES, REDUCERS, NormOptions
 from paged_ops.features import Features, kept_keys, with_value_scale
 from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_rows
 from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
@@ -187,11 +187,11 @@ def gather_kv(
 
 
 def all_reduce(x: Tensor, reducer: str) -> Tensor:
-    return torch.stack(_of_all_ranks(x, PREPARED[reducer].group)).float().sum(0).to(x.dtype)
+    return torch.stack(_of_all_ranks(x, REDUCERS[reducer].group)).float().sum(0).to(x.dtype)
 
 
 def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
-    return torch.cat(_of_all_ranks(x, PREPARED[reducer].group), -1)
+    return torch.cat(_of_all_ranks(x, REDUCERS[reducer].group), -1)
 
 
 def all_reduce_add_norm(
@@ -213,7 +213,7 @@ def all_reduce_add_norm(
 
 
 def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
-    group = PREPARED[context].group
+    group = EXCHANGES[context].group
     outs, lses = group.all_gather(part.contiguous()), group.all_gather(lse.contiguous())  # [W, T, H, Dv], [W, T, H]
     lses = lses.where(lses != torch.inf, -torch.inf)
     total = lses.logsumexp(0)

@@ -34,14 +34,18 @@ def test_an_old_path_has_the_objects_of_the_new(old):
 
 def test_both_forms_of_import():
     code = """
-import warnings
+import importlib, warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from paged_ops.parallel.spread import Spread
     import paged_ops.sampling
     from paged_ops.states import StateCache
     from paged_ops import sampling
-assert [each.category for each in caught] == [DeprecationWarning] * 3, caught
+    from paged_ops import allocator
+    paged_ops.hybrid
+    importlib.import_module("paged_ops.request")
+    paged_ops.split_kv_cache
+assert [each.category for each in caught] == [DeprecationWarning] * 7, caught
 assert {each.filename for each in caught} == {"<string>"}, caught
 import paged_ops.cache.shard, paged_ops.generation
 assert Spread is paged_ops.cache.shard.TokenShard
@@ -63,5 +67,23 @@ for each in pkgutil.walk_packages(paged_ops.__path__, "paged_ops.", onerror=lamb
         except ImportError:
             pass  # an optional library
 assert not set(paged_ops.moved.MOVED) & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_star_import_attributes_and_pickles():
+    code = """
+import pickle, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+from paged_ops.allocator import *
+from paged_ops.parallel.reduce import *
+import paged_ops
+assert BlockAllocator is paged_ops.BlockAllocator
+assert RowSums is paged_ops.parallel.all_reduce.AllReduce and row_sums.__name__ == "prepare_all_reduce"
+assert paged_ops.states.StateCache is paged_ops.StateCache
+for path in ("paged_ops.request Request", "paged_ops.batch Batch", "paged_ops.sampling SamplingParams"):
+    module, name = path.split()
+    assert pickle.loads(f"c{module}\\n{name}\\n.".encode()).__name__ == name
+assert not hasattr(paged_ops, "no_such_name")
 """
     subprocess.run([sys.executable, "-c", code], check=True)

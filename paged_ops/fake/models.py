@@ -13,8 +13,9 @@ from paged_ops.checks import expect
 from paged_ops.layouts import MODEL_DTYPES
 
 # Objects that the ranks of a group prepared together, by name: an op's schema cannot take a process group.
-# A reducer is a paged_ops.parallel.all_reduce.AllReduce, a context a paged_ops.parallel.exchange.Exchange.
-PREPARED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# Values: paged_ops.parallel.all_reduce.AllReduce and paged_ops.parallel.exchange.Exchange.
+REDUCERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+EXCHANGES: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class NormOptions(NamedTuple):
@@ -63,7 +64,7 @@ def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _reducer(x: Tensor, name: str) -> Any:
-    found = PREPARED.get(name)
+    found = REDUCERS.get(name)
     if found is None:
         raise ValueError(f"reducer: expected the name of an AllReduce that is not closed, got {name}")
     expect(x.dim() >= 1, "x", "rows [..., C]", x)

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from paged_ops import fake
 from paged_ops.checks import expect
-from paged_ops.fake.models import PREPARED, NormOptions
+from paged_ops.fake.models import EXCHANGES, REDUCERS, NormOptions
 
 
 def all_reduce(x: Tensor, reducer: str) -> Tensor:
     summed = fake.all_reduce(x, reducer).copy_(x)
-    dist.all_reduce(summed, group=PREPARED[reducer].group)
+    dist.all_reduce(summed, group=REDUCERS[reducer].group)
     return summed
 
 
 def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
-    out, known, x = fake.all_gather_columns(x, reducer), PREPARED[reducer], x.contiguous()
+    out, known, x = fake.all_gather_columns(x, reducer), REDUCERS[reducer], x.contiguous()
     every = [torch.empty_like(x) for _ in range(known.size)]
     dist.all_gather(every, x, group=known.group)
     return torch.cat(every, -1, out=out)
@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, 
 
 
 def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, Tensor]:
-    exchange = PREPARED.get(context)
+    exchange = EXCHANGES.get(context)
     expect(exchange is not None, "context", "the name of a Context that is alive on this rank", context)
     assert exchange is not None
     return exchange.everywhere(part, lse)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paged_ops import checks
 from paged_ops.checks import expect
-from paged_ops.fake.models import PREPARED, NormOptions
+from paged_ops.fake.models import REDUCERS, NormOptions
 from paged_ops.layouts import MODEL_DTYPES
 from paged_ops.lowerings.collectives import rms_norm
 from paged_ops.parallel import symmetric
@@ -98,7 +98,7 @@ class AllReduce:
 
     def close(self) -> None:
         """Free the memory. Graphs captured with it must not run any more."""
-        for each in (_made, PREPARED):
+        for each in (_made, REDUCERS):
             each.pop(self.name, None)
 
 
@@ -129,7 +129,7 @@ def prepare_all_reduce(
     name = f"{group.group_name} {group.size()} {columns} {dtype} {device} {max_rows}"
     found = _made.get(name)
     if found is None or found.group is not group:
-        found = _made[name] = PREPARED[name] = AllReduce(name, group, columns, dtype, device, max_rows)
+        found = _made[name] = REDUCERS[name] = AllReduce(name, group, columns, dtype, device, max_rows)
         if device.type == "cuda" and max_rows and found.reason is not None:
             warnings.warn(f"paged_ops: all-reduces use the backend: {found.reason}", stacklevel=2)
     return found

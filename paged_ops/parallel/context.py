@@ -37,7 +37,7 @@ from torch import Tensor
 
 from paged_ops.cache.shard import TokenShard
 from paged_ops.checks import expect
-from paged_ops.fake.models import PREPARED
+from paged_ops.fake.models import EXCHANGES
 from paged_ops.fp8 import saturated
 from paged_ops.layouts import Layout, kv_cache_shape
 from paged_ops.metadata.step import AttentionMetadata, ContextMetadata
@@ -89,7 +89,7 @@ class Context:
         self.exchange = prepare(group, torch.device(device), **options)
         self.shard = TokenShard(self.exchange.group.rank, self.exchange.group.size)
         self.handle = Handle(f"{group.group_name}/{next(_numbers)}", *self.shard)
-        PREPARED[self.handle.name] = self.exchange
+        EXCHANGES[self.handle.name] = self.exchange
 
 
 _numbers = itertools.count()

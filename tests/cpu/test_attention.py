@@ -117,9 +117,9 @@ def test_results_of_a_single_sequence(monkeypatch, dtype, q):
 @pytest.mark.parametrize("name", ["latent-long-fp16", "latent-sparse-long"])
 def test_latents_are_gathered_once(monkeypatch, name):
     gathered = []
-    take = cpu._take
+    take = cpu.take
     monkeypatch.setattr(fused, "compiled", lambda: None)
-    monkeypatch.setattr(cpu, "_take", lambda cells, *rest, **out: gathered.append(cells) or take(cells, *rest, **out))
+    monkeypatch.setattr(cpu, "take", lambda cells, *rest, **out: gathered.append(cells) or take(cells, *rest, **out))
     testing.check(OP, testing.case_named(OP, name))
     assert gathered
     assert all(cells.shape[-1] == 40 for cells in gathered)  # R + P: keys, and never values

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from paged_ops.fake.models import EXCHANGES, REDUCERS
 from paged_ops.parallel import symmetric
 
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
@@ -37,6 +38,17 @@ def test_bad_calls_are_told(run_on):
     for results in run_on("sums_cases.refusals", 2, 60):
         for got, want in zip(results, wanted, strict=True):
             assert re.search(want, got)
+
+
+def test_contexts_are_not_reducers_and_reducers_not_contexts(monkeypatch):
+    monkeypatch.setitem(EXCHANGES, "context", workspace := symmetric.Workspace(0, (torch.zeros(8, dtype=torch.uint8),)))
+    monkeypatch.setitem(REDUCERS, "reducer", workspace)
+    x = torch.zeros(2, 8)
+    for op in (torch.ops.paged_ops_parallel.all_reduce, torch.ops.paged_ops_parallel.all_gather_columns):
+        with pytest.raises(ValueError, match="reducer: expected the name of an AllReduce that is not closed"):
+            op(x, "context")
+    with pytest.raises(ValueError, match="context: expected the name of a Context that is alive"):
+        torch.ops.paged_ops_parallel.merge_over_ranks(x[None], x, "reducer")
 
 
 def test_ranks_agree_on_whether_their_memory_can_be_shared(run_on):

@@ -8,7 +8,19 @@
 - ``generation_config``: sampling settings; ``continuous_batching``: transformers' own ``generate_batch``
 """
 
-from paged_ops.integrations.transformers.attention_function import attention, no_mask
-from paged_ops.integrations.transformers.model import PagedCausalLM, sharded
+from typing import Any
 
 __all__ = ["PagedCausalLM", "attention", "no_mask", "sharded"]
+
+try:
+    from paged_ops.integrations.transformers.attention_function import attention, no_mask
+    from paged_ops.integrations.transformers.model import PagedCausalLM, sharded
+except ModuleNotFoundError as error:  # ``projections`` also serves models without transformers
+    if error.name != "transformers":
+        raise
+    _missing = error
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            raise _missing
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

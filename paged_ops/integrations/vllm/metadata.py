@@ -41,7 +41,8 @@ class PagedOpsMetadata(AttentionMetadata):
         mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
             Gemma-4 sets it to None for layers that have none, by this name.
         history_lens: int32 ``[S]``, with context parallelism: the number of tokens before the step that this rank
-        holds. max_query_len: the most tokens of a request.
+            holds.
+        max_query_len: the most tokens of a request.
     """
 
     num_actual_tokens: int

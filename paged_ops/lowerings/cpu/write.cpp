@@ -34,7 +34,7 @@ extern "C" int64_t write_rows(const Write* write) {
         bytes += w.T * plane.heads * plane.runs * plane.run;
         tasks += plane.heads;
     }
-    // One task per head of a plane, so that of tokens with the same slot the last one wins.
+    // One task per head of a plane, so that the last token of a slot wins.
 #pragma omp parallel for num_threads(int(bytes < PARALLEL_BYTES ? 1 : w.threads))
     for (int64_t task = 0; task < tasks; task++) {
         const Plane& plane = w.planes[task >= w.planes[0].heads];

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import fake
-from paged_ops.fake.models import PREPARED, NormOptions
+from paged_ops.fake.models import REDUCERS, NormOptions
 from paged_ops.lowerings import collectives
 from paged_ops.lowerings.gpu.launch import Launcher
 from paged_ops.lowerings.gpu.mailboxes import put, take
@@ -62,7 +62,7 @@ def places(workspace: Any, rows: int, columns: int, dtype: torch.dtype) -> Place
 
 
 def all_reduce(x: Tensor, reducer: str) -> Tensor:
-    summed, known = fake.all_reduce(x, reducer), PREPARED[reducer]
+    summed, known = fake.all_reduce(x, reducer), REDUCERS[reducer]
     rows = x.numel() // known.columns
     if known.places is None or rows > known.max_rows:
         return collectives.all_reduce(x, reducer)
@@ -71,7 +71,7 @@ def all_reduce(x: Tensor, reducer: str) -> Tensor:
 
 
 def all_gather_columns(x: Tensor, reducer: str) -> Tensor:
-    out, known = fake.all_gather_columns(x, reducer), PREPARED[reducer]
+    out, known = fake.all_gather_columns(x, reducer), REDUCERS[reducer]
     if known.places is None or x.numel() > known.max_rows * known.columns:
         return collectives.all_gather_columns(x, reducer)
     gather_columns(x.contiguous(), out, known.places)
@@ -83,7 +83,7 @@ def all_reduce_add_norm(
 ) -> tuple[Tensor, Tensor]:
     options = NormOptions(*args, **kwargs)
     summed, normed = fake.all_reduce_add_norm(x, residual, weight, eps, reducer, *options)
-    known = PREPARED[reducer]
+    known = REDUCERS[reducer]
     rows, x, places = x.numel() // known.columns, x.contiguous(), known.places
     if places is None or rows > known.max_rows:
         x, places = collectives.all_reduce(x, reducer), None

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -216,3 +218,19 @@ def test_paged_and_compiled():
         assert tokens(compile=True) == want
     assert report.graphs == 1 and report.recompiles == 0, report.recompile_reasons
     assert len(re.findall(r"extern_kernels\.(?:add)?mm\(", report.code[0])) == 2 * 4 + 1
+
+
+def test_projections_need_no_transformers():
+    code = """
+import sys
+sys.modules["transformers"] = None
+from paged_ops.integrations.transformers.projections import fuse_projections
+from paged_ops.integrations.transformers import projections, all_reduce_fusion
+try:
+    from paged_ops.integrations.transformers import PagedCausalLM
+except ModuleNotFoundError as error:
+    assert error.name == "transformers"
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
