@@ -88,7 +88,7 @@ def present(argument: str, value: Any) -> None:
 
 
 def written(argument: str, value: Tensor) -> None:
-    """Check that an op may write to a tensor: its elements lie apart, and a compiler knows where it begins.
+    """Check that an op may write to a tensor: its elements do not overlap, and a compiler knows its storage offset.
 
     Inductor treats a storage offset that is computed from symbolic sizes as 0, so a write to ``arena[i]`` would go to
     the start of ``arena`` (pytorch#198068, torch 2.11 to 2.13 at least). The offset of a graph's input is a symbol of
@@ -102,15 +102,15 @@ def written(argument: str, value: Tensor) -> None:
         overlaps = any(s == 0 and not (type(n) is int and n <= 1) for n, s in known)
     if overlaps:
         got = f"strides {strides} of sizes {list(shape)}"
-        expect(False, argument, "a tensor whose elements lie apart (clone() it)", got)
+        expect(False, argument, "a tensor whose elements do not overlap (clone() it)", got)
     offset = value.storage_offset()
     if isinstance(offset, torch.SymInt):
         expression = offset.node.expr
         expect(
             bool(expression.is_number or expression.is_symbol),
             argument,
-            "a tensor of its own, or a view at a known place of one: torch would write this slice to the start of what"
-            " it is cut from; compile with its sizes fixed (dynamic=False, mark_static), or give a tensor per layer",
+            "a whole tensor, or a view with a known storage offset: torch would write this slice to the start of its"
+            " base; compile with fixed sizes (dynamic=False, mark_static), or pass one tensor per layer",
             f"a slice at element {expression}",
         )
 
@@ -118,17 +118,17 @@ def written(argument: str, value: Tensor) -> None:
 def disjoint(
     arguments: Iterable[tuple[str, Any]], written: Collection[str], *, in_place: bool = False, traced: bool = False
 ) -> None:
-    """Check that the tensors that an op writes share memory neither with each other nor with what it reads.
+    """Check that the tensors an op writes share no memory with each other or with the tensors it reads.
 
-    Tensors of one storage may be interleaved, if they share no byte: keys and values in the rows of one tensor, for
-    example. Storages are compared by their addresses. If they overlap, all elements are compared, and the answer is
-    cached by addresses, sizes and strides.
+    Tensors of one storage may be interleaved if they share no byte, such as keys and values in the rows of one tensor.
+    Storages are compared by their addresses. If they overlap, all elements are compared, and the answer is cached by
+    addresses, sizes and strides.
 
     Args:
         arguments: names and values of a call's arguments: tensors, lists of tensors, and others, which are ignored.
-        written: the names of those that the op writes.
-        in_place: what is read may be the very tensor that is written; of two lists, the one at the same index.
-        traced: the tensors are fake and have no addresses. Those of one storage object are compared, if their sizes
+        written: the names of the arguments that the op writes.
+        in_place: an argument that is read may be the written tensor itself; in two lists, at the same index.
+        traced: the tensors are fake and have no addresses. Tensors of one storage object are compared if their sizes
             are known.
     """
     spans: list[_Span] = []
@@ -148,8 +148,8 @@ def disjoint(
             end_written = max(end_written, stop)
 
 
-# A storage from its first byte to past its last, and a tensor in it: whether the op writes it, its argument, its index
-# in a list.
+# The start and end address of a storage; of a tensor in it, whether the op writes it, its argument's name, its index in
+# a list; the tensor.
 _Span = tuple[int, int, bool, str, int | None, Tensor]
 _start = operator.itemgetter(0)
 
@@ -185,7 +185,7 @@ def _check_group(group: Sequence[_Span], in_place: bool, traced: bool) -> None:
         places.append((address, each.shape, each.stride(), size, writes, index if in_place else n))
     try:
         found = _overlapping(tuple(places))
-    except TypeError:  # symbolic sizes, which have no hash: a tensor that comes twice shares its memory all the same
+    except TypeError:  # symbolic sizes, which have no hash: still, a tensor that is passed twice shares its memory
         twice = [(i, j) for i, j in itertools.combinations(range(len(group)), 2) if group[i][5] is group[j][5]]
         found = next((pair for pair in twice if _clash(*(_Place(*places[n]) for n in pair))), None)
     if found is not None:
@@ -197,8 +197,8 @@ def _check_group(group: Sequence[_Span], in_place: bool, traced: bool) -> None:
 
 
 class _Place(NamedTuple):
-    """Where the elements of a tensor lie: the first byte, sizes and strides. Whether the op writes them. Of two tensors
-    with one number one may be written over the other."""
+    """The memory of a tensor's elements, and whether the op writes them. Of tensors with the same ``number``, one may
+    be written over the other."""
 
     address: int
     shape: tuple[int, ...]
@@ -209,14 +209,14 @@ class _Place(NamedTuple):
 
 
 def _clash(a: _Place, b: _Place) -> bool:
-    """Whether two tensors that share memory must not: one is written, and not element by element over the other."""
+    """Whether shared memory of two tensors is an error: one is written, and not element by element over the other."""
     in_place = a.number == b.number and a.writes != b.writes and a[:4] == b[:4]
     return (a.writes or b.writes) and not in_place
 
 
 @functools.lru_cache(maxsize=1024)
 def _overlapping(places: tuple[tuple[Any, ...], ...]) -> tuple[int, int] | None:
-    """Two of the places that share a byte and must not."""
+    """The indices of two places that share a byte and must not."""
     for (i, a), (j, b) in itertools.combinations(enumerate(itertools.starmap(_Place, places)), 2):
         if _clash(a, b) and _share(a, b):
             return i, j
@@ -227,7 +227,7 @@ def _share(a: _Place, b: _Place) -> bool:
     """Whether an element of one has a byte of an element of the other."""
     if 0 in a.shape or 0 in b.shape:
         return False
-    reach = {1: [1 - b.itemsize, a.itemsize - 1]}  # by stride: what indices of a minus indices of b may be
+    reach = {1: [1 - b.itemsize, a.itemsize - 1]}  # per stride: the least and largest index in a minus index in b
     for place, end in ((a, 1), (b, 0)):
         for size, stride in zip(place.shape, place.strides, strict=True):
             bounds = reach.setdefault(stride * place.itemsize, [0, 0])
@@ -238,14 +238,14 @@ def _share(a: _Place, b: _Place) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two elements of a tensor are one."""
+    """Whether two elements of a tensor have the same address."""
     dims = sorted(((stride, size - 1) for size, stride in zip(shape, strides, strict=True) if size > 1), reverse=True)
     if 0 in shape or not dims:
         return False
     if len({stride for stride, _ in dims}) < len(dims) or dims[-1][0] == 0:
         return True
     terms = [(stride, -most, most) for stride, most in dims]
-    # The indices of two elements differ first, and say upwards, in some dimension.
+    # Two different elements: `n` is the first dimension where their indices differ, without loss of generality upwards.
     return any(_is_sum(0, [(stride, 1, most), *terms[n + 1 :]]) for n, (stride, most) in enumerate(dims))
 
 

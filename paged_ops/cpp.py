@@ -1,7 +1,7 @@
-"""C++ functions that are compiled at their first use, by the compiler that torch takes for extensions.
+"""C++ functions, compiled at their first use by the compiler that torch uses for extensions.
 
-A library is kept in torch's folder of extensions, in a folder of the user, under a hash of source, compiler, flags and
-machine and a hash of its own bytes; later processes load it if both fit.
+A library is kept in the user's own subfolder of torch's extensions folder. Its name has a hash of source, compiler,
+flags and machine, and a hash of its own bytes; later processes load it if both match.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The errors of load.
+# The exceptions that load raises.
 FAILURES = (OSError, subprocess.SubprocessError, AttributeError)
-# How long a compiler may take, and how much of what it says is shown.
+# The time limit of a compiler, and the number of lines of its output in a warning.
 MOST_SECONDS, LINES_SAID = 300, 5
 
 
 class Source(NamedTuple):
-    """A file with one function, which takes a pointer to a structure. It may include the headers beside it."""
+    """A file with one function, which takes a pointer to a structure. It may include the headers of its folder."""
 
     path: Path
     function: str
@@ -38,13 +38,13 @@ class Source(NamedTuple):
     stem: str  # of the library's name
     what: str  # for the warning that it cannot be compiled
     flags: tuple[str, ...] = ()
-    keeps_lock: bool = False  # whether it runs under Python's lock, as short functions should
+    keeps_lock: bool = False  # whether it holds the GIL, as short functions should
 
 
 def built(source: Source, processor: Sequence[str] = ()) -> Callable[[Any], Any] | None:
     """The C++ function, or None if no compiler can make it. If there is a compiler, a warning says why it failed."""
     if sys.platform == "win32":
-        return None  # its own compiler lacks the vector types of the source
+        return None  # MSVC does not have the vector types of the source
     try:
         # Torch finds the compiler (CXX) and the folder (TORCH_EXTENSIONS_DIR); the import needs setuptools.
         from torch.utils import cpp_extension
@@ -78,10 +78,10 @@ def _warn(source: Source, why: Exception) -> None:
 
 
 def own_folder(shared: Path) -> Path:
-    """A folder in it that only this user can write, and that no other user can replace, so that no library of others is
-    ever loaded.
+    """A subfolder of ``shared`` that only this user can write and no other user can replace, so that no library of
+    another user is ever loaded.
 
-    Raises OSError if there can be none.
+    Raises OSError if there is no such folder.
     """
     folder = shared.resolve() / f"user-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -90,15 +90,15 @@ def own_folder(shared: Path) -> Path:
         raise PermissionError(f"expected a folder that only this user can write, got {folder}")
     for parent in folder.parents:
         if _others_can_rename_in(parent.lstat()):
-            raise PermissionError(f"expected a folder in which no other user can rename {folder}, got {parent}")
+            raise PermissionError(f"expected a folder where no other user can rename {folder}, got {parent}")
     return folder
 
 
 def _others_can_rename_in(folder: os.stat_result) -> bool:
-    """Whether a user other than root and this one can rename what this one has in a folder."""
+    """Whether a user other than root and this one can rename this user's files in a folder."""
     if folder.st_uid not in (0, os.geteuid()):
         return True
-    if folder.st_mode & stat.S_ISVTX:  # there only owners can
+    if folder.st_mode & stat.S_ISVTX:  # sticky: only owners rename
         return False
     shared_by_group = folder.st_mode & stat.S_IWGRP and not _is_private(folder.st_gid)
     return bool(folder.st_mode & stat.S_IWOTH or shared_by_group)
@@ -118,9 +118,9 @@ def _is_private(group: int) -> bool:
 
 
 def load(source: Source, compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], Any]:
-    """The function from a library in folder. It is compiled unless it is there, complete and unchanged.
+    """The function, from a library in ``folder``. It is compiled unless a complete, unchanged library is there.
 
-    Raises OSError, subprocess.SubprocessError or AttributeError (no such function in what the compiler made).
+    Raises OSError, subprocess.SubprocessError or AttributeError (the compiled library has no such function).
     """
     command = [*compiler, "-O3", "-std=c++17", "-shared", "-fPIC", *source.flags, *processor]
     made_of = (_text(source), command, shutil.which(compiler[0]), platform.machine(), platform.libc_ver())
@@ -128,8 +128,8 @@ def load(source: Source, compiler: Sequence[str], processor: Sequence[str], fold
     for library in folder.glob(f"{stem}-*.so"):
         if library == _named_by_content(library, stem):
             return _function(source, library)
-        library.unlink(missing_ok=True)  # loading it could kill the process
-    # Under another name first, so that no process finds a part of the library.
+        library.unlink(missing_ok=True)  # damaged: loading it could crash the process
+    # Compiled under another name, so that no process loads an unfinished library.
     handle, path = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     unfinished = Path(path)

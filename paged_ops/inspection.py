@@ -36,18 +36,18 @@ class CompileReport:
             compiled(...)
         assert report.cache_copies == 0, report.copies
 
-    A copy of a cache is a buffer that the generated code allocates and
+    A copy of a cache is a buffer that the generated code allocates, and that
 
-    * gives to an op of this package where a cache belongs (``kv_cache``, ``value_cache``, ``kv_caches``, ...): such an
-      argument should be an input of the graph, or a view of one; or
-    * that has the dtype of one of ``caches`` and as many elements as that cache, one plane of it (its keys) or the
-      whole storage that it is a slice of: this finds copies made by other ops too.
+    * is passed to an op of this package as a cache (``kv_cache``, ``value_cache``, ``kv_caches``, ...): these arguments
+      should be inputs of the graph, or views of inputs; or
+    * has the dtype of one of ``caches`` and the number of elements of that cache, of one plane of it (its keys) or of
+      its whole storage: this finds copies made by other ops too.
 
-    A kernel that reads a cache of these ops and writes it back counts too: it is what a view of another dtype costs.
+    A kernel that reads a cache of these ops and writes it back counts too: a view of another dtype causes one.
 
     ``cache_copies`` is the larger of these and of inductor's own count of mutations that it did not run in place.
-    Use it with inductor only: the ``aot_eager`` backend always copies. A C++ wrapper (AOTInductor) is not Python, so
-    for it there is only inductor's own count.
+    Use it with inductor only: the ``aot_eager`` backend always copies. The code of a C++
+    wrapper (AOTInductor) is not Python: there is only inductor's own count.
 
     Inductor's caches of whole graphs are off while the context is open: a graph from a cache would not be seen, and
     their keys do not cover an op's schema.
@@ -57,7 +57,7 @@ class CompileReport:
 
     Attributes:
         code: the generated code of each graph, in order.
-        copies: one line for each copy that was found.
+        copies: one line per copy.
         recompile_reasons: the guard that failed, for each recompile.
     """
 
@@ -152,7 +152,7 @@ class _Reader(ast.NodeVisitor):
         self._hints = hints
         self._fresh: dict[str, str] = {}  # name -> the buffer of this function that it is, or is a view of
         self._made: dict[str, str] = {}  # buffer -> the expression that made it
-        self._caches: set[str] = set()  # of which ops took a view of another dtype
+        self._caches: set[str] = set()  # caches that were passed to ops as a view of another dtype
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)

@@ -1,12 +1,12 @@
-"""The forms of a paged cache: their names, their shapes, and the strided views by which all code reads them alike.
+"""The forms of a paged cache: their names, their shapes, and the strided views that all code reads them through.
 
 Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value head size, x = 16 / itemsize; of a
 latent cache R compressed and P rotated columns.
 
-Five forms, told apart by rank and by whether ``value_cache`` is given:
+Five forms, distinguished by rank and by whether ``value_cache`` is given:
 
 =============  ==========================================  ======================  ================================
-form           kv_cache                                    value_cache             whose
+form           kv_cache                                    value_cache             used by
 =============  ==========================================  ======================  ================================
 combined       [N, 2, B, K, D], any strides                -                       the default; HND is a view of it
 interleaved    [N, B, 2K, D], key h at 2h, value at 2h+1   -                       TPU ragged paged attention
@@ -21,8 +21,8 @@ first ``value_head_size`` = R columns the values. :func:`paged_ops.latent_cache_
 :func:`paged_ops.reshape_and_cache` takes it. With ``kv_cache_dtype="fp8_ds_mla"`` it is uint8 ``[N, B, 656]``, R is 512
 and P 64: see :func:`row_parts`.
 
-Where values have another head size than keys in the other forms, a layer is still one allocation,
-``[N, B, K, D + Dv]``, of which :func:`split_joined_cache` makes the separate form.
+If Dv differs from D, a layer is still one allocation, a *joined* cache ``[N, B, K, D + Dv]``, which
+:func:`split_joined_cache` splits into the separate form.
 """
 
 from __future__ import annotations
@@ -86,19 +86,19 @@ def paged_kv(
     value_head_size: int | None = None,
     kv_cache_dtype: str = "auto",
 ) -> PagedKV:
-    """Find which form a cache has: checks ``kv_cache`` and ``value_cache``, and returns them as views.
+    """Check ``kv_cache`` and ``value_cache``, and return them as views, whatever their form.
 
-    ``value_head_size`` is the R of a latent cache, which without it has values of size 0; other forms show theirs. Rows
-    with scales give views of the right sizes and strides, in e4m3, of which only the first R columns are numbers.
+    ``value_head_size`` is R for a latent cache (without it, values have size 0); other forms have their own. For rows
+    with scales the views are e4m3 with the right sizes and strides, but only the first R columns hold e4m3 numbers.
     """
     present("kv_cache", kv_cache)
     if has_row_scales(kv_cache_dtype):
-        expect(value_cache is None, "value_cache", f"None beside a kv_cache [N, B, {ROW_BYTES}]", value_cache)
+        expect(value_cache is None, "value_cache", f"None with a kv_cache [N, B, {ROW_BYTES}]", value_cache)
         return _scaled_rows_kv(kv_cache, value_head_size)
     rank = kv_cache.dim()
     expect(rank in (3, 4, 5), "kv_cache", "3, 4 or 5 dimensions (see paged_ops.layouts)", kv_cache)
     if is_latent(kv_cache):
-        expect(value_cache is None, "value_cache", "None beside a latent kv_cache [N, B, R + P]", value_cache)
+        expect(value_cache is None, "value_cache", "None with a latent kv_cache [N, B, R + P]", value_cache)
         return _latent_kv(kv_cache, value_head_size)
     paged = _two_planes(kv_cache, value_cache)
     if value_head_size is not None:
@@ -122,7 +122,7 @@ def _scaled_rows_kv(kv_cache: Tensor, value_head_size: int | None) -> PagedKV:
     expect(kv_cache.dtype == torch.uint8, "kv_cache", name, kv_cache)
     expect(kv_cache.shape[2] == ROW_BYTES, "kv_cache", name, kv_cache)
     places = (*kv_cache.stride()[:2], kv_cache.storage_offset())
-    expect(kv_cache.stride(2) == 1, "kv_cache", "the bytes of a token side by side", f"strides {kv_cache.stride()}")
+    expect(kv_cache.stride(2) == 1, "kv_cache", "contiguous rows of bytes", f"strides {kv_cache.stride()}")
     for place in places:
         multiples = f"strides and an offset that are multiples of {ROW_ALIGNMENT} bytes"
         expect(place % ROW_ALIGNMENT == 0, "kv_cache", multiples, f"strides {kv_cache.stride()}, offset {places[2]}")
@@ -187,7 +187,7 @@ def _two_planes(kv_cache: Tensor, value_cache: Tensor | None) -> PagedKV:
     _, K, packs, B, x = kv_cache.shape
     expect(x == 16 // kv_cache.element_size(), "kv_cache", "x = 16 / itemsize last in [N, K, D/x, B, x]", kv_cache)
     same = tuple(value_cache.shape[1:]) == (K, packs * x, B)
-    expect(same, "value_cache", f"[N, K, D, B] = [N, {K}, {packs * x}, {B}] beside an x-packed kv_cache", value_cache)
+    expect(same, "value_cache", f"[N, K, D, B] = [N, {K}, {packs * x}, {B}] with an x-packed kv_cache", value_cache)
     return PagedKV(kv_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2))
 
 
@@ -203,9 +203,9 @@ def kv_cache_shape(
 ) -> tuple[int, ...]:
     """The shape to allocate for one layer; :func:`kv_cache_view` turns the tensor into what the ops take.
 
-    With a ``value_head_size`` Dv other than D it is that of a joined cache: ``[N, B, K, D + Dv]``, HND
-    ``[N, K, B, D + Dv]``; INTERLEAVED and X_PACKED have none. LATENT is ``[N, B, D]`` with D = R + P, K = 1, and Dv = R
-    if given; with ``kv_cache_dtype="fp8_ds_mla"``, which needs D = 576 and R = 512, ``[N, B, 656]`` bytes.
+    If ``value_head_size`` Dv differs from D, the cache is joined: NHD ``[N, B, K, D + Dv]``, HND ``[N, K, B, D + Dv]``;
+    INTERLEAVED and X_PACKED have no such form. LATENT is ``[N, B, D]`` with D = R + P, K = 1, and Dv = R if given; with
+    ``kv_cache_dtype="fp8_ds_mla"``, which needs D = 576 and R = 512, it is ``[N, B, 656]`` bytes.
     """
     N, B, K, D = num_blocks, block_size, num_kv_heads, head_size
     row_scales = has_row_scales(kv_cache_dtype)
@@ -359,7 +359,7 @@ _FP8 = {
 FP8_DTYPES = (*_FP8["fp8_e4m3"], *_FP8["fp8_e5m2"])
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# The kv_cache_dtype of a latent cache whose rows hold their scales, and what a row holds: see row_parts.
+# The kv_cache_dtype of a latent cache whose rows hold their scales, and the parts of a row: see row_parts.
 FP8_DS_MLA = "fp8_ds_mla"
 ROW_LATENT, ROW_GROUP, ROW_ROTATED = 512, 128, 64  # columns, columns of one scale, columns
 ROW_BYTES = ROW_LATENT + 4 * (ROW_LATENT // ROW_GROUP) + 2 * ROW_ROTATED
@@ -372,12 +372,12 @@ def has_row_scales(kv_cache_dtype: str) -> bool:
 
 
 def stored_as(kv_cache: Tensor) -> str:
-    """The ``kv_cache_dtype`` of a latent cache of a model: bytes are rows with scales."""
+    """The ``kv_cache_dtype`` of a model's latent cache: uint8 means rows with scales."""
     return FP8_DS_MLA if kv_cache.dtype == torch.uint8 else "auto"
 
 
 def check_storage(dtype: torch.dtype, kv_cache_dtype: str) -> None:
-    """Check that storage of ``dtype`` can hold what ``kv_cache_dtype`` names."""
+    """Check that storage of ``dtype`` can hold the format ``kv_cache_dtype``."""
     _known(kv_cache_dtype)
     if has_row_scales(kv_cache_dtype):
         expect(dtype == torch.uint8, "dtype", f"torch.uint8 with kv_cache_dtype={FP8_DS_MLA!r}", dtype)

@@ -1,7 +1,7 @@
-"""Every op, declared once: signature, what it mutates, and its meaning. :mod:`paged_ops.registry` finds the rest.
+"""Every op, declared once: signature, mutated arguments, and meaning. :mod:`paged_ops.registry` finds the rest.
 
 Letters, one legend for the whole project: T tokens of the batch (padded), S sequences (padded), H query heads,
-K key/value heads, D head size, Dv value head size (= D unless said), N blocks in the cache, B tokens per block,
+K key/value heads, D head size, Dv value head size (= D unless stated), N blocks in the cache, B tokens per block,
 M columns of a block table, P pairs of blocks; of a latent cache R compressed and P rotated columns.
 
 What all ops share:
@@ -21,7 +21,7 @@ What all ops share:
   checked on the CPU, on other devices under :func:`paged_ops.set_debug_checks`.
 * **Memory.** Any strides. What an op writes (caches, and the preallocated results of an ``.out`` overload) shares no
   byte with itself (no expanded cache) or with another argument; else it raises before anything is written. On XLA only
-  a tensor that is given twice is found. Keys and values may be interleaved views of one tensor. Results of
+  a tensor that is passed twice is detected. Keys and values may be interleaved views of one tensor. Results of
   :func:`merge_attention_states` may be arguments.
 * **Ambient state.** Results depend on the arguments alone: not on autocast, default device or dtype, grad or inference
   mode, deterministic mode, the precision of float32 matmuls, or function modes.
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from paged_ops.registry import op
 
-# Ops of whole models. Those of several ranks find what all ranks prepared by its name: a schema has no process group.
+# Ops of whole models. Ops over ranks look up their process group's state by a name, as a schema has no process groups.
 PARALLEL = torch.library.Library("paged_ops_parallel", "DEF")
 MODELS = torch.library.Library("paged_ops_models", "DEF")
 
@@ -64,8 +64,8 @@ def reshape_and_cache(
             model dtype.
         value: ``[T', K, Dv]``, as key.
         kv_cache: the cache, mutated; see :mod:`paged_ops.layouts` for its forms.
-        slot_mapping: int32 or int64 ``[T]``, ``T <= T'``: rows past it are padding. A negative slot is skipped. Two
-            rows with one slot: either may stay. A slot at or past ``N*B`` is an error.
+        slot_mapping: int32 or int64 ``[T]``, ``T <= T'``: rows past it are padding. A negative slot is skipped. If
+            two rows have one slot, either may be kept. A slot at or past ``N*B`` is an error.
         value_cache: the values' cache in the separate and x-packed forms, mutated.
         k_scale, v_scale: float32 ``[1]`` or ``[K]`` of an fp8 cache.
         kv_cache_dtype: what uint8 storage holds.
@@ -137,20 +137,21 @@ def paged_attention(
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
 
     Sequence s owns rows ``query_start_loc[s] : query_start_loc[s+1]`` of ``query``: the last ``q_len`` of its
-    ``seq_lens[s]`` tokens, all of which are in the cache. Row r stands at position ``i = seq_len - q_len + r`` and, for
-    head h with key/value head ``h // (H/K)``, over the keys j that it sees::
+    ``seq_lens[s]`` tokens, which are all in the cache. Row r is at position ``i = seq_len - q_len + r``. For head h,
+    with key/value head ``h // (H/K)``, over the keys j that the row sees::
 
         cap(x)   = soft_cap * tanh(x / soft_cap)
         logit[j] = cap(scale * q . (k_scale * k[j])) + alibi_slopes[h] * (j - i)
         lse      = log(exp(sinks[h]) + sum_j exp(logit[j]))
         out      = sum_j exp(logit[j] - lse) * v_scale * v[j]
 
-    Softmax and sums are float32. A row that sees no key gives 0 and lse = its sink (-inf without sinks).
+    Softmax and accumulation are float32. A row that sees no key gives 0 and lse = its sink (-inf without sinks).
 
     Args:
         query: ``[T, H, D]``, float32, float16 or bfloat16; H a multiple of K; any strides.
         kv_cache: the cache (:mod:`paged_ops.layouts`), in the query's dtype or fp8.
-        block_tables: int32 ``[S, M]``: row s lists the blocks of sequence s.
+        block_tables: int32 ``[S, M]``: row s lists the blocks of sequence s. The entry of a block whose keys no row
+            sees (behind a window, or between it and the first tokens) may be any id in the cache, but not -1.
         seq_lens: int32 ``[S]``: tokens of each sequence in the cache, this step's among them; 0 for padding.
         query_start_loc: int32 ``[S + 1]``, starting at 0.
         scale: factor of the logits, usually ``D ** -0.5``.
@@ -171,7 +172,7 @@ def paged_attention(
             prefix of a prefix-LM); outside of it the other masks hold. A pair with ``start < 0`` or ``end <= start`` is
             padding; ranges may overlap, and pass ``seq_len``, past which no key is seen. GPU kernels compile for R.
         value_head_size: Dv. Required for a latent cache ``[N, B, D]``, whose values are the first Dv columns of its
-            keys, and whose ``k_scale`` is that of both; other forms show their own Dv, which it must equal if given.
+            keys, and whose ``k_scale`` applies to both; other forms have their own Dv, which it must equal if given.
         num_first_tokens: with a window, keys ``j < num_first_tokens`` are seen past the window (StreamingLLM; Xiao et
             al. 2023, arXiv:2309.17453). Positions stay absolute, and the other masks hold. Without a window it changes
             nothing. Blocks between the first tokens and the window are not read. ``KVCache`` and ``HybridCache`` free
@@ -364,7 +365,7 @@ def all_reduce_add_norm(
     inner_weight: Tensor | None = None,
     inner_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The sum over ranks, the residual add and the RMSNorm that follow it::
+    """All-reduce, residual add and RMSNorm::
 
         s = Σ_r x_r                    rounded to x's dtype
         s = norm(s, inner_weight, inner_eps)               if there is an inner_weight, as in Gemma-2

@@ -4,7 +4,7 @@ A declaration in :mod:`paged_ops.ops` is a Python signature with a docstring and
 schema and defines ``torch.ops.paged_ops.<name>``; then it looks for a function of the same name in
 
 * ``paged_ops.fake`` - static checks, and the result as an empty tensor (the meta kernel);
-* one module a dispatch key (:data:`LOWERINGS`) - how it runs there, imported at the first call.
+* one module per dispatch key (:data:`LOWERINGS`) - how it runs there, imported at the first call.
 
 A functional op also gets an ``.out`` overload that takes the same arguments and the preallocated results and returns
 nothing: a plain mutating op to every torch version. Its fake and its lowerings take the results as ``out``. If it
@@ -57,8 +57,8 @@ def op(
 
     Ops of another ``library`` serve whole models: they write nothing, and :data:`OPS` does not list them.
 
-    What is written shares no memory with any other argument. ``in_place``: unless it is that argument itself, as each
-    element is read before it is written.
+    A written tensor shares no memory with any other argument. With ``in_place`` it may be another argument itself, as
+    each element is read before it is written.
     """
 
     def declare(signature: Callable[P, R]) -> Callable[P, R]:
@@ -96,7 +96,7 @@ def lowering(name: str, key: str) -> Callable[..., Any]:
         raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {module}")
     found = getattr(module, name, None)
     if found is None:
-        raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {LOWERINGS[key]} lacks it")
+        raise NotImplementedError(f"paged_ops.{name}: no lowering for {key} yet: {LOWERINGS[key]} does not have it")
     return found
 
 
@@ -128,10 +128,10 @@ def _define(
     run = getattr(getattr(getattr(torch.ops, library.ns), base), overload)
     for key in LOWERINGS:
         kernel = _late(functools.partial(lowering, base, key), schema, out)
-        if (written or out) and key != "XLA":  # whose values have no addresses
+        if (written or out) and key != "XLA":  # XLA's tensors have no addresses
             kernel = _disjoint(kernel, run, in_place)
         library.impl(name, kernel, key)
-    for key in (*LOWERINGS, "PrivateUse1"):  # the dispatcher calls these only under autocast: they cost others nothing
+    for key in (*LOWERINGS, "PrivateUse1"):  # the dispatcher calls these only under autocast: else they cost nothing
         library.impl(name, without_autocast(run), f"Autocast{key}")
     if written:
         for key in ("Negative", "Conjugate"):
@@ -147,9 +147,9 @@ def _define(
 def _stay_in_place(default: torch._ops.OpOverload, schema: str) -> None:
     """Make compiled graphs call an overload that returns a list of one tensor, ``.list``.
 
-    Inductor moves an op that returns one tensor to its first use. A read of a cache can so end up behind a later write,
-    which then needs a copy of the whole cache. An op that returns several tensors stays where it is. The overload
-    replaces the op where a graph is made functional, before inductor has it; an exported program keeps the op.
+    Inductor moves an op that returns one tensor to the first use of its result. So it may move a read of a cache past a
+    later write, and that write then copies the whole cache. An op that returns a list stays in place. The overload
+    replaces the op when a graph is functionalized, before inductor runs; an exported program keeps the op.
     """
     name = default._schema.name.partition("::")[2]
     _define(f"{name}.list", f"{schema}[]", ())
@@ -165,7 +165,7 @@ def _stay_in_place(default: torch._ops.OpOverload, schema: str) -> None:
 def _late(find: Callable[[], Callable[..., Any]], schema: str, out: Sequence[str]) -> Callable[..., Any]:
     """A kernel that finds its function at the first call.
 
-    Of an ``.out`` overload it hands on the results as ``out``; of a ``.list`` overload it returns a list of the result.
+    For an ``.out`` overload it passes the results as ``out``; for a ``.list`` overload it returns the result in a list.
     """
     function: Callable[..., Any] | None = None
 
@@ -186,7 +186,7 @@ def _late(find: Callable[[], Callable[..., Any]], schema: str, out: Sequence[str
 
 
 def _disjoint(kernel: Callable[..., Any], run: Any, in_place: bool, traced: bool = False) -> Callable[..., Any]:
-    """The kernel of an op that writes, behind :func:`paged_ops.checks.disjoint`."""
+    """The kernel of an op that writes, after a check by :func:`paged_ops.checks.disjoint`."""
     names = [each.name for each in run._schema.arguments]
     written = {each.name for each in run._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
 
@@ -221,7 +221,8 @@ def _resolve(name: str, overload: str, written: Sequence[str]) -> Callable[..., 
 
 
 def _counted(fake: Callable[..., Any], run: torch._ops.OpOverload, written: Sequence[str]) -> Callable[..., Any]:
-    """The fake, which counts its writes: torch 2.9 looks at versions of tensors for what a branch or a loop writes."""
+    """The fake, which also increments the versions of written tensors: torch 2.9 finds writes in branches and loops by
+    these versions."""
 
     def kernel(*args: Any, **kwargs: Any) -> None:
         fake(*args, **kwargs)
@@ -234,7 +235,7 @@ def _counted(fake: Callable[..., Any], run: torch._ops.OpOverload, written: Sequ
 
 
 def _install_twins(name: str) -> None:
-    """XLA needs values: what an op writes becomes the result of its functional twin."""
+    """XLA has no in-place writes: the op's functional twin returns the tensors that the op writes."""
     importlib.import_module(LOWERINGS["XLA"]).install_twins(LIBRARY, name)
 
 
@@ -277,14 +278,14 @@ def _transforming() -> bool:
 
 
 def _refuse_transforms(name: str, mutates: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where a result would lack its derivative, or vmap would have to split what an op writes."""
+    """Raise if a result would need a derivative, or if vmap would have to split a tensor that the op writes."""
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     batched = any(functorch.is_batchedtensor(each) for each in tensors)
     if batched and mutates:
         raise RuntimeError(
             f"paged_ops.{name} writes {' and '.join(mutates)}, which torch.vmap cannot split: call it once for all rows"
         )
-    if torch.compiler.is_dynamo_compiling():  # which cannot look into the tensors
+    if torch.compiler.is_dynamo_compiling():  # dynamo cannot inspect the tensors
         differentiated = not batched
     else:
         differentiated = any(_differentiated(each) for each in tensors)

@@ -1,4 +1,4 @@
-"""Which op runs on which device with which features, and why not. The lowerings themselves answer."""
+"""Queries about support: does an op run on a device with some features, if not why, and which kernel runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paged_ops.features import conflicts
 from paged_ops.layouts import Layout, has_row_scales
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
 
-# What a caller may ask of supports() besides an op's arguments: properties of the tensors.
+# Properties of tensors: features of supports() in addition to the op's arguments.
 PROPERTIES = (
     "dtype",
     "cache_dtype",
@@ -31,8 +31,8 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     """Why ``op`` would not run on ``device`` with ``features``: an empty list is yes.
 
     ``device`` is ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"xla"``. ``features`` are arguments of the op by their names
-    with the values that the call would have, where True stands for a tensor (``sinks=True``, ``sliding_window=128``,
-    ``causal=False``), and the properties that tensors would show: ``dtype`` (of the model), ``head_size``,
+    with the values that the call would have, where True means a tensor (``sinks=True``, ``sliding_window=128``,
+    ``causal=False``), and the properties of its tensors: ``dtype`` (of the model), ``head_size``,
     ``value_head_size``, ``block_size``, ``num_heads``, ``num_kv_heads``, ``layout``.
 
     Raises ValueError for an op, a device or a feature that does not exist.
@@ -65,11 +65,11 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The answer of :func:`explain`; ``str`` of it is text for people.
+    """The answer of :func:`explain`; ``str`` formats it over several lines.
 
     Attributes:
-        op, device: what was asked.
-        kernel: what serves the call.
+        op, device: of the call.
+        kernel: the kernel that serves the call.
         launches: its kernel launches in order, each with its grid and tile; none outside of GPUs.
         others: the other kernels in order of preference, each with the reasons why it does not serve the call.
     """
@@ -94,9 +94,9 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         batch = block_tables, seq_lens, query_start_loc
         print(paged_ops.explain(paged_ops.paged_attention, query, kv_cache, *batch, scale))
 
-    ``op`` is an op or its name, the other arguments are those of the call. Nothing is computed or launched. No values
-    of tensors are read, only dtypes, shapes, strides and devices. On the CPU the C++ function is compiled, as the first
-    call would do it.
+    ``op`` is an op or its name, the other arguments are the call's. Nothing is computed or launched. No values
+    of tensors are read, only dtypes, shapes, strides and devices. On the CPU the C++ function is compiled, as at the
+    first call.
 
     Raises ValueError as the call would, and for an op that does not exist; NotImplementedError if the op has no
     lowering for the device.

@@ -191,11 +191,11 @@ def test_elements_of_a_cache_lie_apart(sizes):
         ),
     ):
         with pytest.raises(
-            ValueError, match=rf"^{op}: expected a tensor whose elements lie apart .*, got strides \(\d"
+            ValueError, match=rf"^{op}: expected a tensor whose elements do not overlap .*, got strides \(\d"
         ):
             call()
     latents = torch.zeros(4000).as_strided((4, 16, 40), (640, 39, 1))
-    with pytest.raises(ValueError, match="kv_cache: expected a tensor whose elements lie apart"):
+    with pytest.raises(ValueError, match="kv_cache: expected a tensor whose elements do not overlap"):
         called("latent_cache_write", arguments(*ROWS) | {"kv_cache": latents})
     assert not given["kv_cache"].any()
 

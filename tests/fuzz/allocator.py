@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paged_ops.cache import BlockAllocator, OutOfBlocks, allocator, block_pool
+from paged_ops.cache import BlockAllocator, OutOfBlocks, allocator, block_pool, prefixes
 
 from .runner import Case
 
@@ -82,6 +82,9 @@ class Model:
         window, chunk = rng.choice(((0, 0), (0, 0), (0, 0), (rng.randint(1, 20), 0), (0, rng.randint(1, 20)), (9, 12)))
         self.window, self.chunk = window, chunk
         masks = {name: value for name, value in (("sliding_window", window), ("attention_chunk", chunk)) if value}
+        self.num_first = rng.choice((0, 1, rng.randint(1, 12))) if window else 0
+        if self.num_first:
+            masks["num_first_tokens"] = self.num_first
         self.cache = Contents(rng.randint(3, 30), self.B, rng.choice((0, 0, 5, 20)), **masks)
         self.seqs: dict[int, Known] = {}
         self.next_id = 0
@@ -103,7 +106,7 @@ class Model:
             except AssertionError as error:
                 sizes = f"N={self.cache.num_blocks} B={self.B} host={len(self.cache.host)}"
                 raise AssertionError(
-                    f"{self.what}: {error}\n{sizes} window={self.window} chunk={self.chunk}"
+                    f"{self.what}: {error}\n{sizes} window={self.window} chunk={self.chunk} first={self.num_first}"
                 ) from error
             self.case.counts["operations"] += 1
             self.case.counts[f"operations: {name}"] += 1
@@ -353,14 +356,14 @@ class Model:
 
     # What must hold --------------------------------------------------------------------------------------------------
 
-    def seen_from(self, known: Known) -> int:
-        """The oldest position that a token from ``computed`` on sees."""
+    def seen(self, known: Known) -> list[int]:
+        """The computed positions that a token from ``computed`` on sees, and the first tokens."""
         start = 0
         if self.window:
             start = max(start, known.computed - self.window + 1)
         if self.chunk:
             start = max(start, known.computed // self.chunk * self.chunk)
-        return start
+        return [*range(min(self.num_first, start)), *range(start, known.computed)]
 
     def check_seen(self, s: int) -> None:
         """What the next token of a sequence sees lies where the allocator says."""
@@ -368,7 +371,7 @@ class Model:
         copied = {target: source for source, target in self.cache.pending_copies()}
         row, contents = self.cache.block_ids(s), known.contents()
         assert all(0 <= block < self.cache.num_blocks for block in row), row
-        for position in range(self.seen_from(known), known.computed):
+        for position in self.seen(known):
             block = row[position // self.B]
             block = copied.get(block, block)
             held = self.cache.device[block][position % self.B]
@@ -401,7 +404,7 @@ class Model:
                 assert writers.setdefault(slot, s) == s, f"slot {slot} will be written by {writers[slot]} and by {s}"
         for s in self.live():
             row, known = cache.block_ids(s), self.seqs[s]
-            for position in range(self.seen_from(known), known.computed):
+            for position in self.seen(known):
                 slot = row[position // self.B] * self.B + position % self.B
                 assert writers.get(slot, s) == s, f"slot {slot} of {s} will be written by {writers[slot]}"
 
@@ -412,7 +415,7 @@ def interrupted(function: Callable[[], Any], lines: int) -> Any:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename not in (allocator.__file__, block_pool.__file__):
+        if frame.f_code.co_filename not in (allocator.__file__, block_pool.__file__, prefixes.__file__):
             return None
         if event == "line":
             left -= 1

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from paged_ops.cache import KVCache, allocator, block_pool, lock
+from paged_ops.cache import KVCache, allocator, block_pool, lock, prefixes
 from paged_ops.cache import kv_cache as cache
 from paged_ops.generation import (
     GenerationLoop,
@@ -28,7 +28,7 @@ FILES = {
     module.__file__
     for module in (
         *(allocator, block_pool, cache, changes, generation, inbox, lock),
-        *(model_step, ranks, request, sampling, scheduling),
+        *(model_step, prefixes, ranks, request, sampling, scheduling),
     )
 }
 
