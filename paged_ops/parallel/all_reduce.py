@@ -1,6 +1,6 @@
 """All-reduce of rows, fused with the residual add and the RMSNorm that follow it in a transformer; and all-gather.
 
-:func:`paged_ops.ops.all_reduce_add_norm` has the formula. Each number is rounded where a model that does these steps
+``all_reduce_add_norm`` of ``paged_ops.ops`` has the formula. Each number is rounded where a model that does these steps
 one by one rounds it. On GPUs that address each other's memory one kernel does all of it, and sums in float32 in the
 order of the ranks (``lowerings/gpu/fused_allreduce.py``). Elsewhere the backend of the process group sums, in its own
 order (``lowerings/collectives.py``). Gathers are for matmuls sharded by output columns, such as logits.

@@ -69,8 +69,8 @@ def generates(rank: int, size: int, **options: Any) -> Any:
 def meets(rank: int, size: int, who: int | None) -> Any:
     """How often the ranks meet, and how many steps there are; one of them may look at each token."""
     with make_loop(rank, size) as loop:
-        met, meet = [], loop._ranks._ranks.meet
-        loop._ranks._ranks.meet = lambda *args, **options: met.append(None) or meet(*args, **options)
+        met, meet = [], loop._ranks._ranks.rendezvous
+        loop._ranks._ranks.rendezvous = lambda *args, **options: met.append(None) or meet(*args, **options)
         outputs = loop.generate(PROMPTS, GREEDY, (lambda new: None) if rank == who else None)
         steps = loop.stats.steps
         loop.submit(PROMPTS[3], GREEDY)

@@ -55,7 +55,7 @@ def test_others_follow_rank_0(run_on, size):
 
 def test_others_take_the_ids_of_rank_0(run_on):
     ((refused, outputs), steps), other = run_on("loop_cases.follows_other_ids", 2, 60)
-    assert "expected text without padding" in refused
+    assert "expected prompts without padding" in refused
     assert outputs == [EXPECTED[5], EXPECTED[6]]
     assert other == (0, steps)
 
