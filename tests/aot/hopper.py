@@ -82,27 +82,23 @@ VARIANTS = [
         COLUMNS,
     ),
     Variant(
-        "hopper-mixed-and-shares-nhd-d128-g4",
-        both(prefill("NHD", 128, 32, 8, T=2111, S=64), prefill("NHD", 128, 32, 8, T=16)),
-        {"cuda:90": (*EXPECT["cuda:90"], r"wgmma\.mma_async.*m64n8k16", r"cp\.async\.bulk\.tensor\.2d")},
-        spills={(3, 8): 8, (3, 9): 184},
-    ),
-    Variant(
-        "hopper-mixed-hnd-d64-g7-chunk-cap-sinks-fp16",
-        prefill("HND", 64, 28, 4, torch.float16, True, T=2511, S=64, attention_chunk=300, soft_cap=30.0),
-        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry mixed_kernel")},
+        "hopper-mixed-and-shares",
+        both(
+            prefill("NHD", 128, 32, 8, T=2111, S=64),
+            prefill("HND", 64, 28, 4, torch.float16, True, T=2511, S=64, attention_chunk=300, soft_cap=30.0),
+            prefill("NHD", 128, 64, 8, sinks=True, T=2111, S=64, sliding_window=100, soft_cap=30.0),
+            prefill("NHD", 128, 16, 16, T=2111, S=64, causal=False),
+            prefill("NHD", 128, 32, 8, T=16),  # shares
+        ),
+        {
+            "cuda:90": (
+                *EXPECT["cuda:90"],
+                r"wgmma\.mma_async.*m64n8k16",
+                r"cp\.async\.bulk\.tensor\.2d",
+                r"\.entry mixed_kernel",
+            )
+        },
         spills=MIXED_SPILLS,
-    ),
-    Variant(
-        "hopper-mixed-nhd-d128-g8-window-cap-sinks",
-        prefill("NHD", 128, 64, 8, sinks=True, T=2111, S=64, sliding_window=100, soft_cap=30.0),
-        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry mixed_kernel")},
-        spills=MIXED_SPILLS,
-    ),
-    Variant(
-        "hopper-mixed-nhd-d128-g1-noncausal",
-        prefill("NHD", 128, 16, 16, T=2111, S=64, causal=False),
-        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry mixed_kernel")},
     ),
     Variant(
         "hopper-prefill-hnd-d64-g8-sinks-fp16-and-over-fp8",
