@@ -62,6 +62,16 @@ def test_a_matrix_unit_that_only_the_flash_kernel_uses_serves_bfloat16(monkeypat
     assert served == [[0], "all", "all"]
 
 
+def test_ranges_are_read_from_a_copy():
+    """Another thread may write the caller's tensor while C++ divides the work by them."""
+    ranges = torch.tensor([[[0, 4]], [[2, 9]]], dtype=torch.int32)
+    for given in (ranges, ranges.expand(2, 1, 2), ranges.transpose(0, 1)):
+        copied = fused.vectors_of(Features(bidirectional_ranges=given), 2)["ranges"]
+        assert copied.data_ptr() != given.data_ptr()
+        assert copied.is_contiguous()
+        assert copied.equal(given)
+
+
 @pytest.mark.parametrize("case", testing.CASES[OP], ids=lambda case: case.name)
 def test_torch_ops_serve_everything_without_a_compiler(monkeypatch, case):
     monkeypatch.setattr(fused, "compiled", lambda: None)

@@ -39,8 +39,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
     if kv_cache.numel():
-        write.prepare("reshape_and_cache", rows, caches, paged, slot_mapping, options)
-        if write.run("reshape_and_cache", rows, caches, slot_mapping, options):
+        prepared = write.prepare("reshape_and_cache", rows, caches, paged, slot_mapping, options)
+        if prepared and write.run("reshape_and_cache", rows, caches, slot_mapping, options):
             return
         planes = ((paged.key, key, given.k_scale), (paged.value, value, given.v_scale))
         _write([(plane, _in_fp8(real, scale, stored)) for plane, real, scale in planes], slot_mapping)
@@ -61,8 +61,9 @@ def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_m
         return
     cells, R = _storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
     parts = ((cells[..., :R], latent), (cells[..., R:], rotated))
-    write.prepare("latent_cache_write", rows, caches, PagedKV(*(each for each, _ in parts)), slot_mapping, options)
-    if write.run("latent_cache_write", rows, caches, slot_mapping, options):
+    views = PagedKV(*(each for each, _ in parts))
+    prepared = write.prepare("latent_cache_write", rows, caches, views, slot_mapping, options)
+    if prepared and write.run("latent_cache_write", rows, caches, slot_mapping, options):
         return
     _write([(plane, _in_fp8(real[:, None], given.k_scale, stored)) for plane, real in parts], slot_mapping)
 

@@ -136,8 +136,12 @@ def described(
 
 
 def vectors_of(f: Features, K: int) -> dict[str, Tensor]:
-    """The tensors among the features by the field names of :class:`Call`: contiguous, one scale per head."""
-    given = {"alibi_slopes": f.alibi_slopes, "sinks": f.sinks, "ranges": f.bidirectional_ranges}
+    """The tensors among the features by the field names of :class:`Call`: contiguous, one scale per head.
+
+    Ranges are copied: another thread may write them while C++ divides the work by them.
+    """
+    ranges = None if f.bidirectional_ranges is None else f.bidirectional_ranges.clone()
+    given = {"alibi_slopes": f.alibi_slopes, "sinks": f.sinks, "ranges": ranges}
     scales = {"k_scale": f.k_scale, "v_scale": f.v_scale}
     vectors = {name: each.contiguous() for name, each in given.items() if each is not None}
     return vectors | {name: each.expand(K).contiguous() for name, each in scales.items() if each is not None}

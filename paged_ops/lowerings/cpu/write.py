@@ -64,34 +64,27 @@ def prepare(
     cells: PagedKV,
     slots: Tensor,
     options: dict[str, Any],
-) -> None:
-    """Prepare writes of ``rows [T, K, D]`` or ``[T, D]`` into ``cells``, views of ``caches``, if the C++ function
-    serves them."""
+) -> bool:
+    """Prepare writes of ``rows [T, K, D]`` or ``[T, D]`` into ``cells``, views of ``caches``. False if the C++ function
+    does not serve them."""
     same = all(part.dtype == plane.dtype and part.stride(-1) == 1 for part, plane in zip(rows, cells, strict=True))
     if not (same and slots.is_contiguous() and cells.key.numel() and compiled() is not None):
-        return
+        return False
     size, (N, B) = cells.key.element_size(), cells.key.shape[:2]
     planes, offsets = [], []
     for part, plane, cache in zip(rows, cells, caches, strict=True):
         packed = plane if plane.dim() == 5 else plane[..., None] if plane.stride(-1) != 1 else plane[:, :, :, None]
-        cell_block, cell_token, cell_head, cell_run, _ = packed.stride()
-        strides = (
-            part.stride(0),
-            part.stride(1) if part.dim() == 3 else 0,
-            cell_block,
-            cell_token,
-            cell_head,
-            cell_run,
-        )
+        strides = (part.stride(0), part.stride(1) if part.dim() == 3 else 0, *packed.stride()[:4])
         heads, runs, run = packed.shape[2:]
         if run > 1 and packed.stride(4) != 1:
-            return
+            return False
         planes.append(Plane(None, None, *(size * each for each in strides), heads, runs, size * run))
         offsets.append(plane.data_ptr() - cache.data_ptr())
     write = Write(None, slots.element_size(), len(slots), N, B, len(planes), 1, (Plane * 2)(*planes))
     if len(_prepared) >= MOST_PREPARED:
         _prepared.clear()
     _prepared[signature((op, *rows, *caches, slots), options)] = write, tuple(offsets)
+    return True
 
 
 @functools.cache
