@@ -439,6 +439,9 @@ class _NoKeys(BlockAllocator):
         self.flush_copies()
         return super().swap_out(seq_id)
 
+    def try_copies(self) -> None:
+        """There are no blocks to copy."""
+
     def synchronize(self) -> None:
         """There are no swaps to wait for."""
 

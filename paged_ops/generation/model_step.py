@@ -101,7 +101,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             mode=GraphMode.NONE,
         )
-        first.capture()
+        first.run_padding()
         place = _place(self._weights_version())
         self.graphs.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
         self._captured_place = place
