@@ -57,8 +57,8 @@ def latent() -> Any:
 
     from paged_ops.integrations.transformers import latent as attention
 
-    attention.FEWEST_TOKENS, attention.WINDOW = 40, 16 * 64
-    attention.expands = lambda new, tokens, sizes: new >= 40
+    attention.WINDOW = 16 * 64
+    attention.expands = lambda new, tokens, sizes: new >= attention.FEWEST_TOKENS
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V)
     heads = dict(num_attention_heads=16, num_key_value_heads=16, q_lora_rank=64, kv_lora_rank=512)
     parts = dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=4096)
