@@ -168,9 +168,7 @@ def apply_changes(changes: StepChanges, cache: KVCache | HybridCache, scheduler:
         events.extend(new)
 
 
-def _commit(
-    scheduled: Scheduled, cache: KVCache | HybridCache, again: bool, has_new_tokens: bool = False
-) -> None:
+def _commit(scheduled: Scheduled, cache: KVCache | HybridCache, again: bool, has_new_tokens: bool = False) -> None:
     """Commits what a step computes of a request; ``has_new_tokens`` if the host has learned its tokens since."""
     request, start, num_tokens = scheduled
     if again and request not in cache:

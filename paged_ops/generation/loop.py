@@ -8,6 +8,10 @@ A step happens whole or not at all. All that can fail comes first: slots are res
 chosen. The resulting changes are recorded (``StepChanges``), then made. An exception before that frees the reserved
 slots. An exception after it, which can only be an interrupt, leaves the rest of the changes to the next call.
 
+On a GPU steps overlap: the next step is launched before the tokens of the present one are read. From then on the
+present one has happened, as its slots are committed and its tokens will come. The next one is committed with the tokens
+that it was launched without.
+
 Cache and scheduler change only under the cache's lock. Requests and aborts of other threads, signal handlers and
 finalizers wait in the ``Inbox``.
 
@@ -199,12 +203,14 @@ class GenerationLoop:
     def step(self) -> list[NewToken]:
         """Schedules and runs one step. Returns the tokens that it produced: none for prompts that are not yet computed.
 
-        Tokens that an earlier call left, and the ends of aborted requests, are returned first, without a step.
+        Tokens that an earlier call left, and the ends of aborted requests, are returned first, without a step. If steps
+        overlap, the next one runs when this returns.
 
         Raises:
             OutOfBlocks: no request can run, because other sequences hold the cache's blocks. Free some, or abort a
                 request.
-            Exception: whatever the model, a processor or a criterion raises. The step has not happened then.
+            Exception: whatever the model, a processor or a criterion raises. The step has not happened then. If steps
+                overlap, this is the next step, and the tokens of the present one come with the next call.
         """
         new: list[NewToken] = []
         try:
@@ -432,10 +438,11 @@ class GenerationLoop:
         """Finishes the step that runs, or else a new one; before that, launches the one after it if it can."""
         launched, error = self._launched, None
         if launched is None or not launched.is_live:
-            self._launched = None
-            launched = self._steps.launch()
+            launched, self._launched = self._steps.launch(), None
             if self._steps.can_overlap(launched):
                 self._make(StepChanges(launched=launched))
+        else:
+            self._model.check_weights()
         following = None
         if launched is self._launched:
             try:

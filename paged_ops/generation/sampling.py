@@ -44,7 +44,8 @@ class Chosen:
         if tokens.is_cuda:
             numbers = torch.stack((best.double(), tokens.double()))  # one copy, and float64 holds all ids
             on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            best, tokens = self._numbers = on_host.copy_(numbers, non_blocking=True).unbind()
+            on_host.copy_(numbers, non_blocking=True)
+            self._numbers = on_host[0], on_host[1]
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(numbers.device))
 
@@ -109,9 +110,7 @@ def choose(
     return Choices(found, stops, _logprobs(logits, rows, found, requests))
 
 
-def _choose_special(
-    scores: Tensor, requests: Sequence[Request], before: Chosen | None = None
-) -> tuple[Tensor, Tensor]:
+def _choose_special(scores: Tensor, requests: Sequence[Request], before: Chosen | None = None) -> tuple[Tensor, Tensor]:
     """The largest score and the token of each row of scores ``[R, V]``, after its request's penalties and processors,
     which write their result into it."""
     _penalize(scores, requests, before)
@@ -140,7 +139,10 @@ def _penalize(scores: Tensor, requests: Sequence[Request], before: Chosen | None
         some, part = [requests[k] for k in lowered], scores[index]
         penalize(
             part,
-            [request.input_ids(scores.device, before and before.newest(request))[0] for request in some],
+            [
+                request.input_ids(scores.device, None if before is None else before.newest(request))[0]
+                for request in some
+            ],
             [request.num_prompt for request in some],
             [request.settings.repetition_penalty for request in some],
             [request.settings.presence_penalty for request in some],

@@ -116,7 +116,8 @@ class Steps:
 
     def _issue(self, launched: Launched, before: Launched | None) -> Chosen | Choices:
         """The choices of a step. Adds what is scheduled to ``launched``; ranks other than 0 return no choices."""
-        self._model.check_weights()
+        if before is None:
+            self._model.check_weights()
         launched.step = self._scheduler.schedule(may_preempt=before is None)
         launched.num_used_blocks = self._kv_cache.num_used_blocks
         scheduled = launched.step.requests
