@@ -195,8 +195,10 @@ def chunks_with_logprobs(requests: Sequence[Scheduled]) -> list[tuple[Request, i
     position, and the number of positions. The last token of a prompt has no next one."""
     chunks = []
     for request, start, num_tokens in requests:
+        if request.settings.prompt_logprobs is None:
+            continue
         stop = min(start + num_tokens, request.num_prompt - 1)
-        if request.settings.prompt_logprobs is not None and start < stop:
+        if start < stop:
             chunks.append((request, start, stop - start))
     return chunks
 

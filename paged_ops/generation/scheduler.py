@@ -230,7 +230,7 @@ class Scheduler:
             if start < num_tokens:
                 prefilling.append((request, start, num_tokens - start))
                 continue
-            if request.has_all_tokens:
+            if request.num_unread and request.has_all_tokens:
                 continue
             while request.row >= 0:  # until it has its slot, or is preempted itself
                 try:
