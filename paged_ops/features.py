@@ -41,6 +41,7 @@ class Features(NamedTuple):
     bidirectional_ranges: Tensor | None = None
     value_head_size: int | None = None
     num_first_tokens: int = 0
+    batch_invariant: bool = False
 
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -97,6 +98,7 @@ NO_MASKS = frozenset(
         "output_scale",
         "kv_cache_dtype",
         "value_head_size",
+        "batch_invariant",
     }
 )
 

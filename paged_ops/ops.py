@@ -133,6 +133,7 @@ def paged_attention(
     bidirectional_ranges: Tensor | None = None,
     value_head_size: int | None = None,
     num_first_tokens: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
 
@@ -177,6 +178,10 @@ def paged_attention(
             al. 2023, arXiv:2309.17453). Positions stay absolute, and the other masks hold. Without a window it changes
             nothing. Blocks between the first tokens and the window are not read. ``KVCache`` and ``HybridCache`` free
             them, and keep the others, if they get the same number. GPU kernels compile for the number.
+        batch_invariant: the bits of a row's results depend only on its query, the keys and values that it sees at their
+            positions, masks, scale, head counts, dtype, cache format and the device: not on the other sequences, their
+            order, padding, blocks, the block size, strides, or how many new tokens the call has. So a token decoded
+            step by step has the same bits as in one prefill. See docs/numerics.md for what that costs.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.
@@ -213,6 +218,7 @@ def paged_attention_with_lse(
     bidirectional_ranges: Tensor | None = None,
     value_head_size: int | None = None,
     num_first_tokens: int = 0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
 

@@ -57,6 +57,7 @@ assert KVCache is paged_ops.KVCache
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_package_uses_an_old_path():
     code = """
 import importlib, pkgutil, sys, paged_ops, paged_ops.moved

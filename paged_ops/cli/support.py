@@ -35,6 +35,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "fp8 in uint8 storage": {"cache_dtype": torch.uint8, "kv_cache_dtype": "fp8"},
     "latent rows with their own scales (fp8_ds_mla)": {"cache_dtype": torch.uint8, "kv_cache_dtype": FP8_DS_MLA},
     "fp8 output": {"output_scale": True},
+    "batch invariant": {"batch_invariant": True},
     **{f"cache layout {layout}": {"layout": layout} for layout in paged_ops.Layout},
     "separate key and value caches": {"value_cache": True},
     "values of another head size": {"value_cache": True, "head_size": 192, "value_head_size": 128},

@@ -106,7 +106,7 @@ class ModelRunner:
         self.graphs.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
         self._captured_place = place
 
-    def run(self, batch: Batch, input_ids: list[int], more_rows: Sequence[int]) -> Tensor:
+    def run(self, batch: Batch, input_ids: list[int] | Tensor, more_rows: Sequence[int]) -> Tensor:
         """Logits of the last row of each sequence, then of ``more_rows``. Steps with more rows run eagerly."""
         if more_rows:
             return self.graphs.run_with_rows(self._eager_step, batch, input_ids, more_rows)

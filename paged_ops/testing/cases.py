@@ -133,6 +133,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
     for name in ("window", "cap", "sparse", "ranges"):
         yield case(f"scale0-{name}", features=(FEATURES[name],), scale=0.0)
     yield from _latent_cases()
+    yield from _invariant_cases()
     yield from _random_cases(100)
     yield from _random_cases(20, first=100, latent=True)
 
@@ -186,6 +187,38 @@ def _latent_cases() -> Iterator[AttentionCase]:
     for B, H in ((1, 16), (64, 16), (64, 71), (48, 128)):
         yield case(f"rows-b{B}-h{H}-decode-bf16", "decode", block_size=B, num_heads=H, dtype=torch.bfloat16, **rows)
     yield case("rows-fp8-output", dtype=torch.float16, fp8_output=True, **rows)
+
+
+def _invariant_cases() -> Iterator[AttentionCase]:
+    """Calls with ``batch_invariant``: every mask, layout and dtype, and many cuts. tests/fuzz compares their bits."""
+
+    def case(name: str, batch: str = "mixed", features: tuple[str, ...] = (), **changes: Any) -> AttentionCase:
+        spec = {key: changes.pop(key) for key in list(changes) if key in CacheSpec.__dataclass_fields__}
+        chosen = (*(FEATURES[each] for each in features), ("batch_invariant", True))
+        return AttentionCase(f"invariant-{name}", BATCHES[batch], CacheSpec(**spec), features=chosen, **changes)
+
+    for batch, dtype in itertools.product(("decode", "long", "holes", "query_past_keys"), layouts.MODEL_DTYPES):
+        yield case(f"{batch}-{short(dtype)}", batch, dtype=dtype)
+    yield case("padding_only", "padding_only")
+    for name in FEATURES:
+        yield case(name, "uneven", (name,), padding=(0, 0))
+        yield case(f"{name}-fp16", "mixed", (name,), dtype=torch.float16)
+    for number, form in enumerate(FORMS):
+        features = ("window", "first", "chunk", "cap", "alibi", "sinks")
+        yield case(f"{form}-all-features", "mixed", features, form=form, strided_query=True)
+        stored = (F8_E4M3, F8_E5M2)[number % 2]
+        scaled: dict[str, Any] = {"cache_dtype": stored, "scales": ("head", "tensor")[number % 2]}
+        yield case(f"{form}-{short(stored)}-fp16", "speculative", form=form, dtype=torch.float16, **scaled)
+    for H, K, D in ((71, 1, 64), (16, 1, 128), (6, 2, 80), (4, 4, 256), (5, 1, 13)):
+        yield case(f"h{H}-k{K}-d{D}", num_heads=H, num_kv_heads=K, head_size=D)
+        yield case(f"h{H}-k{K}-d{D}-bf16", "decode", num_heads=H, num_kv_heads=K, head_size=D, dtype=torch.bfloat16)
+    yield case("d192-dv128-fp16", form="separate", head_size=192, value_head_size=128, dtype=torch.float16)
+    yield case("fp8-output-fp16", dtype=torch.float16, fp8_output=True)
+    latent: dict[str, Any] = {"form": "latent", "num_kv_heads": 1, "head_size": 40, "value_head_size": 32}
+    yield case("latent-fp32", "uneven", **latent)
+    yield case("latent-window-sinks-fp16", "speculative", ("window", "sinks"), dtype=torch.float16, **latent)
+    yield case("latent-e4m3-fp16", "decode", cache_dtype=F8_E4M3, scales="tensor", dtype=torch.float16, **latent)
+    yield case("latent-rows-fp16", "speculative", **dataclasses.asdict(_scaled_rows("latent", 16, torch.float16)))
 
 
 def _random_cases(count: int, first: int = 0, latent: bool = False) -> Iterator[AttentionCase]:
@@ -367,9 +400,10 @@ COMPILED: dict[str, tuple[str, ...]] = {
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
                         "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
                         "d192-dv128", "d13", "latent-mixed-fp32", "latent-e4m3-decode-bf16", "latent-sinks",
-                        "latent-rows-decode-bf16"),
+                        "latent-rows-decode-bf16", "invariant-decode-fp16", "invariant-window"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
-                                 "x_packed-all-features", "h71-k1", "b544-decode", "latent-mixed-fp16"),
+                                 "x_packed-all-features", "h71-k1", "b544-decode", "latent-mixed-fp16",
+                                 "invariant-long-fp32"),
     "merge_attention_states": ("fp32-d32-h1", "bf16-d128-h4", "all-empty"),
     "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8", "latent-e4m3", "latent-rows"),
     "copy_blocks": ("nhd-fp32", "x_packed-bf16", "latent-bf16", "latent-rows", "device-mapping", "no-caches"),

@@ -18,6 +18,7 @@ from tests.cache.walk import EVENTS, REFUSALS, Walk, admit_computed, check_invar
 from tests.helpers.gpu import GPU
 
 
+@pytest.mark.slow
 def test_random_walk() -> None:
     cache = KVCache(2, 40, 4, 1, 2, num_host_blocks=12)
     walk = Walk(cache, seed=1)

@@ -78,6 +78,7 @@ def test_torch_ops_serve_everything_without_a_compiler(monkeypatch, case):
     testing.check(OP, case)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CAPABILITY not in WIDTHS, reason="vectors of one width only")
 @pytest.mark.parametrize("width", WIDTHS)
 def test_vectors_of_each_width(monkeypatch, libraries, width):
@@ -309,6 +310,7 @@ def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compile
     assert run.returncode == 0, (run.returncode, run.stderr[-1000:])
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once(tmp_path):
     program = f"""if True:
         from pathlib import Path
@@ -360,6 +362,7 @@ def test_a_compiler_that_fails_is_named(recompiled, tmp_path, recwarn, compiler,
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_a_library_without_the_function(recompiled, tmp_path):
     with pytest.warns(UserWarning, match="undefined symbol: paged_attention"):
         assert recompiled("c++ -Dpaged_attention=other") is None

@@ -237,6 +237,7 @@ def consumer(which, told, shared):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D", [64, 128])
 def test_roles_wait_for_each_other(D, dtype, monkeypatch):

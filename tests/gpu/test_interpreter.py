@@ -59,7 +59,8 @@ def selected():
             chosen = re.fullmatch(FEW.get(name, ".*"), case.name) and not re.fullmatch(
                 REPEATED.get(name, ""), case.name
             )
-            if chosen and not uses_bfloat16(case):
+            served = not getattr(case, "features", None) or "batch_invariant" not in dict(case.features)
+            if chosen and served and not uses_bfloat16(case):
                 yield name, case
 
 

@@ -161,7 +161,7 @@ def test_find(imitated):
     assert verify.find(decodes(3)) is None
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_DECODE_ONLY"])
 def test_replays_tell_the_truth(imitated, mode, compiled):
     model, kv_cache = Toy(), poisoned_cache(48, num_host_blocks=24)
@@ -379,6 +379,7 @@ def partitions(monkeypatch):
     monkeypatch.setattr(scheduler.Scheduler, "should_partition", should_partition)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "by_layer"), [("PIECEWISE", False), ("FULL_AND_PIECEWISE", True)])
 def test_pieces_replayed_by_the_runner(imitated, partitions, mode, by_layer):
     torch._dynamo.reset()

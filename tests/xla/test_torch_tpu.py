@@ -102,5 +102,6 @@ for case in ("decode-prefix64", "hnd-bf16", "fp8"):  # composed of the other ops
 """
 
 
+@pytest.mark.slow
 def test_registration():
     subprocess.run([sys.executable, "-c", REGISTRATION], check=True)

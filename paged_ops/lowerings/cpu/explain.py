@@ -14,6 +14,8 @@ from paged_ops.lowerings.cpu.attention import APPLIES
 from paged_ops.lowerings.cpu.prepared import FLASH, MATRIX_ROWS, flash_serves_long
 from paged_ops.support import Explanation
 
+INVARIANT = "torch ops on single elements, segment by segment"
+
 
 def explain(
     op: str,
@@ -35,7 +37,7 @@ def explain(
     kernels = {
         "the C++ function": fused_reasons,
         "PyTorch's flash kernel, per sequence": flash_reasons,
-        "float32 matmuls over tiles, per sequence": [],
+        INVARIANT if f.batch_invariant else "float32 matmuls over tiles, per sequence": [],
     }
     kernel = next(name for name, reasons in kernels.items() if not reasons)
     if not fused_reasons and flash_serves_long(not flash_reasons, query.dtype):

@@ -141,6 +141,7 @@ class Spec(NamedTuple):
     heads: int  # H; less than K * G if heads are padded to groups, as in latent.py
     # The rotated columns of a latent cache (in bfloat16 with row_scales); None: not latent.
     rotated: Side | None
+    batch_invariant: bool = False
 
     def for_merge(self) -> Spec:
         """The fields that merge_kernel uses; others are reset, so that calls share a merge_kernel."""

@@ -20,7 +20,7 @@ from paged_ops.lowerings.cascade import cascade_attention as _cascade
 from paged_ops.lowerings.tpu import ragged, runtime
 from paged_ops.lowerings.tpu.cache import reinterpreted
 from paged_ops.lowerings.tpu.functional import functionalized
-from paged_ops.lowerings.tpu.ragged import FORMATS, refuse_row_scales, rows_of
+from paged_ops.lowerings.tpu.ragged import FORMATS, refuse, refuse_row_scales, rows_of
 from paged_ops.support import Explanation
 
 # The supported arguments of attention, by name, and the supported formats of the cache.
@@ -36,7 +36,7 @@ TILE_BYTES = 1 << 26
 @functionalized
 def paged_attention(query: Tensor, *args: Any, **features: Any) -> Tensor:
     f = Features(**features)
-    refuse_row_scales(f.kv_cache_dtype)
+    refuse(f)
     out = fake.paged_attention(query, *args, **features)
     refuse_others(f, args[0], APPLIES, "attention through XLA")
     if runtime.on_tpu():
@@ -48,7 +48,7 @@ def paged_attention(query: Tensor, *args: Any, **features: Any) -> Tensor:
 @functionalized
 def paged_attention_with_lse(query: Tensor, *args: Any, **features: Any) -> tuple[Tensor, Tensor]:
     f = Features(**features)
-    refuse_row_scales(f.kv_cache_dtype)
+    refuse(f)
     out, _ = fake.paged_attention_with_lse(query, *args, **features)
     refuse_others(f, args[0], APPLIES, "attention through XLA")
     if runtime.on_tpu():
@@ -60,7 +60,7 @@ def paged_attention_with_lse(query: Tensor, *args: Any, **features: Any) -> tupl
 def explain(op: str, query: Tensor, kv_cache: Tensor, *batch: Any, **features: Any) -> Explanation:
     """As :func:`paged_ops.explain`."""
     f = Features(**features)
-    refuse_row_scales(f.kv_cache_dtype)
+    refuse(f)
     refuse_others(f, kv_cache, APPLIES, "attention through XLA")
     if not runtime.on_tpu():
         others = (("torch_xla's ragged kernel", ("the device is not a TPU",)),)

@@ -49,6 +49,7 @@ NO_ROW_SCALES = (
     f"kv_cache_dtype: {FP8_DS_MLA!r} is not served through XLA, as its rows hold numbers of three types in bytes: keep"
     " latents in bfloat16 or float8_e4m3fn"
 )
+NO_INVARIANCE = "batch_invariant: XLA orders the sums of each shape as it likes, so bits follow the shape of the batch"
 NO_LSE = (
     "the ragged kernel returns no lse, which this op needs; attend to the whole sequence in one paged_attention instead"
 )
@@ -148,10 +149,19 @@ def refuse_row_scales(kv_cache_dtype: str = "auto") -> None:
         raise ValueError(NO_ROW_SCALES)
 
 
+def refuse(f: Features) -> None:
+    """Raise ValueError for what no XLA device serves."""
+    refuse_row_scales(f.kv_cache_dtype)
+    if f.batch_invariant:
+        raise ValueError(NO_INVARIANCE)
+
+
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an op would not run on ``device`` (``"xla"``): a TPU, unless torch_xla is loaded with another device."""
     if has_row_scales(features.get("kv_cache_dtype", "auto")):
         return [NO_ROW_SCALES]
+    if features.get("batch_invariant"):
+        return [NO_INVARIANCE]
     if "torch_xla" in sys.modules and not runtime.on_tpu():
         return []
     if op in ("paged_attention_with_lse", "cascade_attention"):

@@ -42,6 +42,7 @@ def no_grad():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_equal_and_fewer_products(bias, compiled):

@@ -127,6 +127,7 @@ def generate(
     return outputs, first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_generate(name: str) -> None:
     model, prompt, types, ranges, images = made(name)

@@ -71,6 +71,8 @@ def paged_attention_with_lse(
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an attention op would not run on ``device`` ("cuda" or "rocm") with these features and properties."""
     reasons = []
+    if features.get("batch_invariant"):
+        reasons.append("batch_invariant: no GPU kernel serves it yet")
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
