@@ -14,6 +14,7 @@ from torch import Tensor
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
+from paged_ops.generation.sampling import try_draws
 from paged_ops.graphs import DecodeGraphs, GraphMode, capture_sizes
 from paged_ops.metadata import AttentionMetadata, Batch
 
@@ -73,6 +74,7 @@ class ModelRunner:
         max_model_len: int,
     ) -> None:
         self._eager_step, self._kv_cache, self._max_model_len = step, kv_cache, max_model_len
+        self._max_num_seqs = max_num_seqs
         self._weights_version: Callable[[], Hashable] = getattr(step, "weights_version", lambda: None)
         self._version: Hashable = None  # of the weights that compute the unfinished requests
         self._captured_place: Hashable = None  # the place of the weights that the captured graphs read
@@ -90,7 +92,8 @@ class ModelRunner:
 
     @torch.no_grad()
     def warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
-        """Compiles the step and captures its graphs. ``on_capture`` is called with (sizes captured, sizes in all)."""
+        """Compiles the step and all kernels, loads them, and captures graphs. ``on_capture`` is called with (sizes
+        captured, sizes in all)."""
         self.graphs.compile_ahead(wait=False)
         # Eagerly first, so that the model's errors are not wrapped in the compiler's. In the loop's sizes, as compiled
         # layers would be compiled again for another width of the block tables.
@@ -101,7 +104,9 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             mode=GraphMode.NONE,
         )
-        first.run_padding()
+        logits = first.run_padding()
+        if logits.is_cuda:
+            try_draws(logits, self._max_num_seqs)
         place = _place(self._weights_version())
         self.graphs.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
         self._captured_place = place

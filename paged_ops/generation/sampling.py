@@ -18,6 +18,8 @@ from paged_ops.generation.distribution import draw, on_device, penalize
 from paged_ops.generation.params import TokenLogprobs
 from paged_ops.generation.request import Request
 
+_MOST_SCORES = 2**24  # that are drawn from at a time, which bounds the memory of their probabilities
+
 
 class Choices(NamedTuple):
     """What was chosen for R requests, on the host."""
@@ -110,6 +112,21 @@ def choose(
     return Choices(found, stops, _logprobs(logits, rows, found, requests))
 
 
+def try_draws(logits: Tensor, num_rows: int) -> None:
+    """Chooses tokens in every way from rows like ``logits [S, V]``: a GPU loads the kernels of torch at their first
+    use, some of which depend on the number of rows."""
+    V, device = logits.shape[-1], logits.device
+    for R in {1, max(1, min(num_rows, _MOST_SCORES // V))}:
+        rows = logits.new_zeros(R, V)
+        scores, keys = rows.float(), on_device([0] * R, torch.int64, device)
+        temperature, top_p = (on_device([0.5] * R, dtype, device) for dtype in (torch.float32, torch.float64))
+        draw(scores, temperature, keys)
+        draw(scores, temperature, keys, keys + 2, top_p, temperature, min(2, V))
+        penalize(scores, [keys[:1]] * R, [0] * R, [2.0] * R, [1.0] * R, [1.0] * R)
+        logprobs_of(rows, [0] * R, [1] * R)
+        Chosen(*rows.max(-1), []).read()
+
+
 def _choose_special(scores: Tensor, requests: Sequence[Request], before: Chosen | None = None) -> tuple[Tensor, Tensor]:
     """The largest score and the token of each row of scores ``[R, V]``, after its request's penalties and processors,
     which write their result into it."""
@@ -123,7 +140,7 @@ def _choose_special(scores: Tensor, requests: Sequence[Request], before: Chosen 
             row.copy_(processed)
     best, tokens = scores.max(-1)
     draws = [k for k, request in enumerate(requests) if request.settings.temperature]
-    most = max(1, 2**24 // scores.shape[-1])  # bounds the memory of the probabilities
+    most = max(1, _MOST_SCORES // scores.shape[-1])
     for start in range(0, len(draws), most):
         part = draws[start : start + most]
         index = on_device(part, torch.int64, scores.device)
@@ -218,7 +235,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) ->
     """
     V = logits.shape[-1]
     result: list[TokenLogprobs] = []
-    most = max(1, 2**24 // V)  # bounds the memory of the log-probabilities
+    most = max(1, _MOST_SCORES // V)
     for start in range(0, len(tokens), most):
         part = slice(start, start + most)
         logprobs = torch.log_softmax(logits[part].float(), -1)

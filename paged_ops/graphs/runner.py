@@ -206,11 +206,13 @@ class DecodeGraphs:
         graphs = sum(len(each) if isinstance(each, Pieces) else 1 for each in self.captured.values())
         return CaptureReport(tuple(keys), graphs, time.perf_counter() - started, session.num_bytes)
 
-    def run_padding(self) -> None:
-        """Run the step on padding, without attention and cache writes: only the step is compiled, for open sizes."""
-        for is_decode in (True, False)[: 1 + self._is_sharded]:
-            with without_kernels():
-                self._run_step(inputs_of_open_sizes(self.builder, is_decode))
+    def run_padding(self) -> Tensor:
+        """Run the step on padding, without attention and cache writes: only the step is compiled, for open sizes.
+        Returns logits ``[S, V]`` of some S."""
+        with without_kernels():
+            if self._is_sharded:
+                self._run_step(inputs_of_open_sizes(self.builder, is_decode=False))
+            return self._run_step(inputs_of_open_sizes(self.builder))
 
     def compile_ahead(self, wait: bool = True) -> WarmUp:
         """Compile the kernels of this package that steps need, of the sizes that :meth:`capture` captures and of all
@@ -232,7 +234,7 @@ class DecodeGraphs:
             return [*copies, *(functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in kinds)]
         most, longest = self._max_num_tokens, self.builder.max_blocks_per_seq * self.builder.block_size
         trials = [functools.partial(self._try, inputs_of_open_sizes)]
-        trials += [functools.partial(self._try, inputs_of_padding, LEAST, T) for T in {min(64, most), most}]
+        trials += [functools.partial(self._try, inputs_of_padding, LEAST, T) for T in sorted({min(64, most), most})]
         chunks = {(T := min(most, longest), 0), (T, longest - T)}
         return [*trials, *(functools.partial(self._try, inputs_of_prompt, *chunk) for chunk in sorted(chunks)), *copies]
 
@@ -240,7 +242,10 @@ class DecodeGraphs:
         """A step whose result is dropped. Its errors are ignored, as the next step raises them again; not among ranks,
         where the others would wait for this one."""
         among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        with contextlib.nullcontext() if among_ranks else contextlib.suppress(Exception):
+        with (
+            contextlib.nullcontext() if among_ranks else contextlib.suppress(Exception),
+            torch.compiler.set_stance("force_eager"),
+        ):
             self.step(*make(self.builder, *sizes), self.kv_cache.layers)
 
     @torch.no_grad()

@@ -71,12 +71,17 @@ def warm_up(
     Raises:
         ValueError: a number is not positive, or an op refuses its arguments.
     """
-    ahead = Ahead(calls, sizes=sizes, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
+    ahead = Ahead(map(_eagerly, calls), sizes=sizes, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
     return ahead.finish() if wait else ahead.report()
 
 
+def _eagerly(call: Callable[[], Any]) -> Callable[[], Any]:
+    return torch.compiler.set_stance("force_eager")(call)
+
+
 class Ahead:
-    """Kernels that are being compiled. Arguments as of :func:`warm_up`; :meth:`finish` waits and loads them."""
+    """Kernels that are being compiled; :meth:`finish` waits and loads them. Arguments as of :func:`warm_up`, but calls
+    run as they are, also inside of compiled code."""
 
     @torch.no_grad()
     def __init__(
@@ -112,7 +117,7 @@ class Ahead:
             batches = covering_batches(*largest, equal_lengths=False)
             wanted += [(T, S) for T, S in batches if T >= S]
         for call in calls:
-            with precompile.noting(wanted) as notes, torch.compiler.set_stance("force_eager"):
+            with precompile.noting(wanted) as notes:
                 call()
             for job, load in notes.items():
                 self._loads.setdefault(job, load)

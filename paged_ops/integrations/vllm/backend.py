@@ -15,6 +15,7 @@ B tokens per block.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from vllm.v1.attention.backend import (
 
 from paged_ops.integrations.vllm import plugin as vllm_plugin
 from paged_ops.integrations.vllm.metadata import PagedOpsMetadata, PagedOpsMetadataBuilder
+from paged_ops.lowerings.warm_up import Ahead, prepare
 from paged_ops.ops import reshape_and_cache
 from paged_ops.parallel.context import attend_with_gathered_heads
 from paged_ops.support import supports
@@ -187,6 +189,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         self._cache: Tensor | None = None
         self._warm: Tensor | None = None  # the cache that warm_up was called with
         self._largest_batch = vllm_plugin.largest_batch()
+        if self._largest_batch is not None and current_platform.is_cuda():
+            prepare()  # its start, which takes seconds, overlaps with the loading of the model
         self._sinks: Tensor | None = None
         self._slopes: Tensor | None = None
 
@@ -319,23 +323,22 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
     ) -> None:
-        """Compile the kernels of the engine's steps, by running batches of padding.
+        """Compile and load the kernels of the engine's steps: see :func:`paged_ops.warm_up`.
 
         The engine runs the model with its cache before it takes requests, in every mode. :meth:`forward` calls this
         then, so no request waits for a compiler; Triton caches the kernels for later starts. Kernels for requests of
         equal lengths are skipped: only drafts need them, in graphs that are captured before requests arrive.
         """
-        from paged_ops.lowerings.gpu.attention.tuning import covering_batches
-
         assert self._largest_batch is not None
         most_tokens, most_sequences = self._largest_batch
-        rows = query.new_empty_strided((most_tokens, *query.shape[1:]), query.stride())
-        out = output.new_empty_strided((most_tokens, *output.shape[1:]), output.stride())
-        nothing = torch.zeros(most_sequences + 1, dtype=torch.int32, device=query.device)
+        T, S = min(7, most_tokens), min(3, most_sequences)
+        rows = query.new_empty_strided((T, *query.shape[1:]), query.stride())
+        out = output.new_empty_strided((T, *output.shape[1:]), output.stride())
+        nothing = torch.zeros(S + 1, dtype=torch.int32, device=query.device)
         no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
-        for T, S in covering_batches(most_tokens, most_sequences, equal_lengths=False):
-            step = PagedOpsMetadata(T, nothing[: S + 1], nothing[:S], nothing[:S, None], no_slots)
-            self._attend(layer, rows[:T], rows[:0], rows[:0], kv_cache, step, out[:T], output_scale)
+        step = PagedOpsMetadata(T, nothing, nothing[:S], nothing[:S, None], no_slots)
+        attend = functools.partial(self._attend, layer, rows, rows[:0], rows[:0], kv_cache, step, out, output_scale)
+        Ahead([attend], max_num_tokens=most_tokens, max_num_seqs=most_sequences).finish()
         self._warm = kv_cache
 
     def do_kv_cache_update(

@@ -667,11 +667,8 @@ def test_the_package_imports_no_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_steps_of_padding_compile_what_later_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batches are those of covering_batches, which test_gpu_target.py shows to cover all; the cache stays."""
-    pytest.importorskip("triton")
-    from paged_ops.lowerings.gpu.attention.tuning import covering_batches
-
+def test_kernels_of_all_steps_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches are those of covering_batches, which test_target.py shows to cover all; the cache stays."""
     monkeypatch.setattr(vllm_plugin, "largest_batch", lambda: (64, 8))
     step, (impl, layer) = Step(), make(sinks=FEATURES["sinks"]["sinks"])
     step.write(impl, layer)
@@ -687,9 +684,19 @@ def test_steps_of_padding_compile_what_later_steps_need(monkeypatch: pytest.Monk
         assert features["sinks"] is not None
         return attend_to(query, cache, tables, lens, *args, **features)
 
+    class Recorded:
+        def __init__(self, calls: Any, **limits: int) -> None:
+            assert limits == {"max_num_tokens": 64, "max_num_seqs": 8}
+            for call in calls:
+                call()
+
+        def finish(self) -> None:
+            seen.append("finished")
+
     monkeypatch.setattr(vllm, "_attend", record)
+    monkeypatch.setattr(vllm, "Ahead", Recorded)
     impl.warm_up(layer, query, step.kv_cache, torch.empty(5, H, D))
-    assert seen == covering_batches(64, 8, equal_lengths=False)
+    assert seen == [(7, 3), "finished"]
     torch.testing.assert_close(step.kv_cache, before, atol=0, rtol=0, equal_nan=True)
 
 
