@@ -8,7 +8,7 @@ Letters: N blocks, B tokens per block.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -107,8 +107,8 @@ class BlockAllocator:
         prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
         blocks = self.pool.take(plan)
         num_cached = (len(prefixes) - 1) * self.block_size
-        num_freed = self._num_freed(num_cached)
-        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, num_freed)
+        freed = self._num_freed(num_cached)
+        self._sequences[seq_id] = _Sequence(tokens, blocks, num_cached, num_reserved, prefixes, freed)
         self._counts["admitted_tokens"] += len(tokens)
         self._counts["hit_tokens"] += num_cached
         return num_cached
@@ -171,10 +171,12 @@ class BlockAllocator:
         """Whether ``append`` of that many tokens would find the blocks it needs now."""
         return self.pool.fits([None] * self._growth(self._live(seq_id), num_tokens)[1])
 
-    def commit(self, seq_id: Hashable, num_written: int) -> None:
-        """Records that the step which writes the next ``num_written`` reserved tokens was issued. Its full blocks can
-        be shared from now on; blocks that no later token sees are freed."""
+    def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
+        """Records that the step which writes the next ``num_written`` reserved tokens was issued (``token_ids``, if
+        they were unknown before). Full blocks can be shared from now on; blocks that no later token sees are freed."""
         seq = self.check_commit(seq_id, num_written)
+        if token_ids is not None:
+            seq.tokens[seq.num_computed : seq.num_computed + num_written] = token_ids[:num_written]
         seq.num_computed += num_written
         num_full, num_known = seq.num_computed // self.block_size, len(seq.prefixes) - 1
         if num_full > num_known:

@@ -65,7 +65,8 @@ class HybridCache:
         self.block_size = self.pools[0].block_size
         self.device = self.pools[0].device
         self.lock = CacheLock()
-        self._committing: tuple[Hashable, int, int | None] | None = None  # a commit in progress, for recover
+        # a commit in progress, for recover
+        self._committing: tuple[Hashable, int, int | None, Sequence[int] | None] | None = None
         self.layers: list[Tensor] = []
         remaining = [list(pool.layers) for pool in self.pools]
         for index in self.pool_of_layer:
@@ -285,14 +286,14 @@ class HybridCache:
         """Whether ``append`` of that many tokens would find the blocks it needs now."""
         return all(pool.can_append(seq_id, num_tokens) for pool in self.pools)
 
-    def commit(self, seq_id: Hashable, num_written: int) -> None:
+    def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
         """As ``KVCache.commit``; the state that the step wrote is the sequence's from now on."""
         for pool in self.pools:
             pool.check_commit(seq_id, num_written)
         row = None
         if self.states is not None and num_written:
             row = self.states.row(seq_id) ^ 1
-        self._committing = seq_id, self.num_computed_tokens(seq_id) + num_written, row
+        self._committing = seq_id, self.num_computed_tokens(seq_id) + num_written, row, token_ids
         self._finish_commit()
 
     def rollback(self, seq_id: Hashable) -> None:
@@ -400,9 +401,9 @@ class HybridCache:
     def _finish_commit(self) -> None:
         if self._committing is None:
             return
-        seq_id, num_computed, row = self._committing
+        seq_id, num_computed, row, token_ids = self._committing
         for pool in self.pools:
-            pool.commit(seq_id, num_computed - pool.num_computed_tokens(seq_id))
+            pool.commit(seq_id, num_computed - pool.num_computed_tokens(seq_id), token_ids)
         if self.states is not None and row is not None and self.states.row(seq_id) != row:
             self.states.commit(seq_id)
         self._committing = None
@@ -438,6 +439,9 @@ class _NoKeys(BlockAllocator):
     def swap_out(self, seq_id: Hashable) -> list[tuple[int, int]]:
         self.flush_copies()
         return super().swap_out(seq_id)
+
+    def try_copies(self) -> None:
+        """There are no blocks to copy."""
 
     def synchronize(self) -> None:
         """There are no swaps to wait for."""

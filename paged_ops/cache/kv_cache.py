@@ -226,6 +226,16 @@ class KVCache(BlockAllocator):
         self.flush_copies()
         return super().swap_out(seq_id)
 
+    def try_copies(self) -> None:
+        """Calls the ops that copy and swap blocks, as :func:`paged_ops.warm_up` does, which then launches nothing."""
+        layers, host_layers = self.by_block(self.layers), self.by_block(self.host_layers)
+        if self.num_blocks > 1:
+            copy_blocks(layers, torch.tensor([[0, 1]], dtype=torch.int64, device="cpu"))
+        if self.num_blocks and host_layers:
+            block = torch.tensor([[0, 0]], dtype=torch.int64, device="cpu")
+            swap_blocks(layers, host_layers, block)
+            swap_blocks(host_layers, layers, block)
+
     def synchronize(self) -> None:
         """Waits until all swaps are done. Only needed before reading ``host_layers``: work on the device is in
         order."""

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
 
@@ -21,12 +23,16 @@ class CacheLock:
 
     Whether this thread holds the lock is read from the stack: an interrupt cannot corrupt the stack, as it could a
     flag. A lock that an interrupted call did not release is released by the next call of its thread.
+
+    Attributes:
+        issued: an event after the device's work of the last step of any loop, which may still run.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._first_waiting = threading.RLock()  # held by the thread that gets the lock next, which makes it fair
         self._deferred: deque[Callable[[], object]] = deque()
+        self.issued: torch.cuda.Event | None = None
 
     @property
     def is_held(self) -> bool:

@@ -8,6 +8,10 @@ A step happens whole or not at all. All that can fail comes first: slots are res
 chosen. The resulting changes are recorded (``StepChanges``), then made. An exception before that frees the reserved
 slots. An exception after it, which can only be an interrupt, leaves the rest of the changes to the next call.
 
+On a GPU steps overlap: the next step is launched before the tokens of the present one are read. From then on the
+present one has happened, as its slots are committed and its tokens will come. The next one is committed with the tokens
+that it was launched without.
+
 Cache and scheduler change only under the cache's lock. Requests and aborts of other threads, signal handlers and
 finalizers wait in the ``Inbox``.
 
@@ -30,7 +34,7 @@ import torch
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.checks import expect
-from paged_ops.generation.changes import StepChanges, apply_changes, prompt_rows, rows_of
+from paged_ops.generation.changes import Launched, StepChanges, apply_changes
 from paged_ops.generation.inbox import Inbox
 from paged_ops.generation.model_step import ModelRunner, ModelStep, check_sizes
 from paged_ops.generation.params import LogitsProcessor, SamplingParams, StoppingCriterion, functions
@@ -46,13 +50,12 @@ from paged_ops.generation.request import (
     read_prompts,
     refuse_padding,
 )
-from paged_ops.generation.sampling import Choices, choose, logprobs_of
 from paged_ops.generation.scheduler import Scheduler, free_all
 from paged_ops.generation.settings import Defaults
+from paged_ops.generation.steps import Steps
 from paged_ops.graphs import GraphMode, GraphStats
 
 WARM_UP_LIMIT = 1800.0  # seconds for which ranks wait for each other's compilation
-NO_CHOICES = Choices([], set(), {})
 
 
 class GenerationLoop:
@@ -84,6 +87,8 @@ class GenerationLoop:
         group: the ``torch.distributed`` group of ranks that run the step together, each with a loop of its own; by
             default the step's ``process_group``. docs/parallel.md has the rules for their calls.
         rank_time_limit: seconds after which a missing rank is named in an error on all others.
+        overlap: launch the next step before the tokens of the present one are read, where docs/generation.md says; by
+            default on GPUs. Not among ranks.
 
     Raises:
         ValueError: a size is not positive, the budget is smaller than max_num_seqs, max_model_len is larger than the
@@ -108,6 +113,7 @@ class GenerationLoop:
         seed: int | None = None,
         group: Any = None,
         rank_time_limit: float = 60.0,
+        overlap: bool | None = None,
     ) -> None:
         max_model_len = check_sizes(step, kv_cache, max_num_seqs, max_num_tokens, max_model_len)
         self.kv_cache = kv_cache
@@ -134,9 +140,13 @@ class GenerationLoop:
         self._inbox = Inbox(maker, self._scheduler, self._model.note_weights)
         self._lock = kv_cache.lock
         self._changes: StepChanges | None = None  # that are decided, and not yet all made
+        self._launched: Launched | None = None  # the step that the device runs, whose slots are committed
         self._ranks = join_ranks(
             step, group, rank_time_limit, self._inbox, kv_cache, self.stats, (*sizes, str(self.graph_mode))
         )
+        overlaps = kv_cache.device.type == "cuda" if overlap is None else overlap
+        overlaps &= not self._inbox.is_shared
+        self._steps = Steps(self._model, self._scheduler, kv_cache, self._ranks, self.stats, overlaps)
         clean_up = functools.partial(free_all, kv_cache, self._scheduler.unfinished)
         weakref.finalize(self, kv_cache.lock.run_or_defer, clean_up, waits=False).atexit = False
 
@@ -193,12 +203,14 @@ class GenerationLoop:
     def step(self) -> list[NewToken]:
         """Schedules and runs one step. Returns the tokens that it produced: none for prompts that are not yet computed.
 
-        Tokens that an earlier call left, and the ends of aborted requests, are returned first, without a step.
+        Tokens that an earlier call left, and the ends of aborted requests, are returned first, without a step. If steps
+        overlap, the next one runs when this returns.
 
         Raises:
             OutOfBlocks: no request can run, because other sequences hold the cache's blocks. Free some, or abort a
                 request.
-            Exception: whatever the model, a processor or a criterion raises. The step has not happened then.
+            Exception: whatever the model, a processor or a criterion raises. The step has not happened then. If steps
+                overlap, this is the next step, and the tokens of the present one come with the next call.
         """
         new: list[NewToken] = []
         try:
@@ -413,11 +425,7 @@ class GenerationLoop:
         started, grad_mode = time.perf_counter(), torch.is_grad_enabled()
         try:
             with torch.no_grad():
-                self._changes = changes = self._compute()  # from here on the step has happened
-                self._apply(changes)
-                if changes.step.has_admitted or changes.forks:  # only then can there be more shared blocks than before
-                    shared = self.kv_cache.stats().shared_blocks
-                    self.stats.peak_shared_blocks = max(self.stats.peak_shared_blocks, shared)
+                self._step()
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # an interrupt may have skipped the end of the block above
             self._settle()
@@ -426,43 +434,33 @@ class GenerationLoop:
             self._settle()
         self.stats.seconds += time.perf_counter() - started
 
-    def _compute(self) -> StepChanges:
-        """Schedules the step, runs the model, chooses tokens, and returns the changes to make. No request has changed
-        by then."""
-        changes, stats = StepChanges(), self.stats
-        choices = self._ranks.run(functools.partial(self._run_model, changes))
-        if changes.step.requests:
-            changes.add_choices(choices)
-            changes.stats = {
-                "steps": stats.steps + 1,
-                "prompt_tokens": stats.prompt_tokens + changes.step.prompt_tokens,
-                "cached_tokens": stats.cached_tokens + changes.step.cached_tokens,
-                "generated_tokens": stats.generated_tokens + len(changes.tokens),
-                "peak_used_blocks": max(stats.peak_used_blocks, self.kv_cache.num_used_blocks),
-            }
-        return changes
+    def _step(self) -> None:
+        """Finishes the step that runs, or else a new one; before that, launches the one after it if it can."""
+        launched, error = self._launched, None
+        if launched is None or not launched.is_live:
+            launched, self._launched = self._steps.launch(), None
+            if self._steps.can_overlap(launched):
+                self._make(StepChanges(launched=launched))
+        else:
+            self._model.check_weights()
+        following = None
+        if launched is self._launched:
+            try:
+                following = self._steps.launch_after(launched)
+            except Exception as raised:  # that step has not happened, but this one has
+                error = raised
+                self._scheduler.cancel()
+        changes = self._steps.finish(launched, following, is_committed=launched is self._launched)
+        self._make(changes)
+        if launched.step.has_admitted or changes.forks:  # only then can there be more shared blocks than before
+            shared = self.kv_cache.stats().shared_blocks
+            self.stats.peak_shared_blocks = max(self.stats.peak_shared_blocks, shared)
+        if error is not None:
+            raise error
 
-    def _run_model(self, changes: StepChanges) -> Choices:
-        """The choices of a step. Adds what is scheduled to ``changes``; ranks other than 0 return no choices."""
-        self._model.check_weights()
-        changes.step = self._scheduler.schedule()
-        scheduled = changes.step.requests
-        if not scheduled:
-            return NO_CHOICES
-        rows, changes.sampled = rows_of(scheduled)
-        if any(request.others for request in changes.sampled):
-            changes.add_samples(rows, len(self._scheduler.free_rows))
-        batch, input_ids = self._scheduler.batch(scheduled)
-        self.kv_cache.flush_copies()
-        of_prompts, next_tokens, counts = prompt_rows(scheduled)
-        logits = self._model.run(batch, input_ids, of_prompts)
-        self._ranks.has_run(batch, input_ids)
-        if not self._ranks.leads:
-            return NO_CHOICES
-        choices = choose(logits[: batch.num_reqs], rows, changes.sampled)
-        if of_prompts:
-            choices = choices._replace(of_prompts=logprobs_of(logits[batch.num_reqs :], next_tokens, counts))
-        return choices
+    def _make(self, changes: StepChanges) -> None:
+        self._changes = changes  # from here on it has happened
+        self._apply(changes)
 
     def _apply(self, changes: StepChanges, again: bool = False) -> None:
         """Makes the changes; ``again`` after an interrupt, when a part of them may already be made."""
@@ -471,6 +469,8 @@ class GenerationLoop:
             self._inbox.finish(request)
         vars(self.stats).update(changes.stats)
         self._scheduler.finish()
+        if changes.finished is not None or changes.launched is not None:
+            self._launched = changes.launched
         self._changes = None
 
     def _settle(self) -> None:
@@ -489,8 +489,7 @@ class GenerationLoop:
             return
         aborting, changes = inbox.aborting.copy(), StepChanges()
         changes.abort(aborting)
-        self._changes = changes
-        self._apply(changes)
+        self._make(changes)
         inbox.aborting -= aborting
 
 

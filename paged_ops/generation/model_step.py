@@ -101,12 +101,12 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             mode=GraphMode.NONE,
         )
-        first.capture()
+        first.run_padding()
         place = _place(self._weights_version())
         self.graphs.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
         self._captured_place = place
 
-    def run(self, batch: Batch, input_ids: list[int], more_rows: Sequence[int]) -> Tensor:
+    def run(self, batch: Batch, input_ids: list[int] | Tensor, more_rows: Sequence[int]) -> Tensor:
         """Logits of the last row of each sequence, then of ``more_rows``. Steps with more rows run eagerly."""
         if more_rows:
             return self.graphs.run_with_rows(self._eager_step, batch, input_ids, more_rows)

@@ -78,6 +78,7 @@ class GenerationStats:
     """Counts since the loop was made."""
 
     steps: int = 0
+    overlapped_steps: int = 0  # of these, launched before the tokens of the step before were read
     prompt_tokens: int = 0  # computed, including those computed again after a preemption
     cached_tokens: int = 0  # of prompts, found in the cache
     generated_tokens: int = 0
@@ -120,6 +121,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one list for all samples of a prompt
     num_cached_tokens: int = -1  # before it first runs
+    num_unread: int = 0  # tokens that are chosen on the device, and that the host does not know yet: 0 or 1
     finish_reason: str | None = None
     error: str | None = None
     _ids: Tensor | None = None  # the tokens on the device, for processors and criteria
@@ -128,23 +130,41 @@ class Request:
     def __post_init__(self) -> None:
         # needs more than the likeliest token
         self.is_special = bool(self.settings.chooses or self.processors or self.criteria)
+        # its tokens are needed on the host as soon as they are chosen
+        self.is_read_at_once = bool(self.processors or self.criteria or self.settings.asks_logprobs)
 
     def __repr__(self) -> str:
         return f"request {self.request_id}"
 
+    @property
+    def length(self) -> int:
+        """The number of its tokens, an unread one included."""
+        return len(self.tokens) + self.num_unread
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether it has as many tokens as it may have, an unread one included."""
+        return self.length - self.num_prompt >= self.settings.max_new_tokens
+
     def random_key(self) -> int:
         """The key of the random numbers that choose the next token."""
-        return random_key(self.seed, self.sample, len(self.tokens))
+        return random_key(self.seed, self.sample, self.length)
 
-    def input_ids(self, device: torch.device, newest: int | None = None) -> Tensor:
-        """The tokens as int64 ``[1, n]``, and a newest one that is not yet the request's."""
+    def input_ids(self, device: torch.device, newest: int | Tensor | None = None) -> Tensor:
+        """The tokens as int64 ``[1, n]``, and a newest one that is not yet among them: an integer, or an unread token
+        as int64 ``[1]`` on the device."""
         count, size = len(self.tokens), self.num_prompt + self.settings.max_new_tokens
         if self._ids is None:
             self._ids, self._num_ids = torch.zeros(1, size, dtype=torch.int64, device=device), 0
-        fresh = self.tokens[self._num_ids :] if newest is None else [*self.tokens[self._num_ids :], newest]
+        fresh = self.tokens[self._num_ids :]
+        if isinstance(newest, int):
+            fresh = [*fresh, newest]
         if fresh:
             self._ids[0, self._num_ids : self._num_ids + len(fresh)] = on_device(fresh, torch.int64, device)
         self._num_ids = count
+        if isinstance(newest, Tensor):
+            self._ids[0, count : count + 1] = newest
+            self._num_ids += 1
         return self._ids[:, : count + (newest is not None)]
 
     def finish_reason_with(self, token: int, stops: bool) -> str | None:

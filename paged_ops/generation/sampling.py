@@ -5,6 +5,7 @@ Letters: S rows of logits, R rows to choose for, V vocabulary, n tokens of a seq
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from paged_ops.generation.request import Request
 
 
 class Choices(NamedTuple):
-    """What :func:`choose` found for R requests."""
+    """What was chosen for R requests, on the host."""
 
     tokens: list[int]  # -1 where the logits hold NaN, or no finite value
     stops: set[int]  # indices of the requests that a stopping criterion ends
@@ -27,54 +28,92 @@ class Choices(NamedTuple):
     of_prompts: Sequence[TokenLogprobs] = ()  # of the tokens of prompts, where asked for
 
 
-def choose(logits: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> Choices:
+class Chosen:
+    """The tokens of R requests, chosen on the device and on their way to the host.
+
+    Attributes:
+        tokens: int64 ``[R]`` on the device; any where there is none to choose.
+        requests: that they belong to.
+        event: after the copy to the host; None on the CPU.
+    """
+
+    def __init__(self, best: Tensor, tokens: Tensor, requests: Sequence[Request]) -> None:
+        self.tokens, self.requests = tokens, requests
+        self.event: torch.cuda.Event | None = None
+        self._numbers = best, tokens
+        if tokens.is_cuda:
+            numbers = torch.stack((best.double(), tokens.double()))  # one copy, and float64 holds all ids
+            on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            on_host.copy_(numbers, non_blocking=True)
+            self._numbers = on_host[0], on_host[1]
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(numbers.device))
+
+    def read(self) -> Choices:
+        """Waits for the tokens. One is -1 where the best logit is not finite; in a row with NaN the best is NaN."""
+        if self.event is not None:
+            self.event.synchronize()
+        best, tokens = self._numbers
+        values, found = best.tolist(), list(map(int, tokens.tolist()))
+        if not math.isfinite(sum(values)):
+            found = [token if math.isfinite(value) else -1 for value, token in zip(values, found, strict=True)]
+        return Choices(found, set(), {})
+
+    @functools.cached_property
+    def index(self) -> dict[Request, int]:
+        """Where the token of each request is."""
+        return {request: i for i, request in enumerate(self.requests)}
+
+    def newest(self, request: Request) -> Tensor | None:
+        """The token of a request that has not read it yet, int64 ``[1]``."""
+        at = self.index.get(request) if request.num_unread else None
+        return None if at is None else self.tokens[at : at + 1]
+
+
+def choose(
+    logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None = None
+) -> Chosen | Choices:
     """The next token of each request, from its row of ``logits [S, V]``; a row may serve several requests.
 
-    If all requests are greedy and ask for nothing more, one copy transfers all tokens to the host.
+    On the device, without waiting for it, unless a request is read at once.
+
+    Args:
+        before: what the step before has chosen, if the host does not know it yet.
     """
-    if not rows:
-        return Choices([], set(), {})
+    if list(rows) == list(range(len(logits))):
+        best, tokens = logits.max(-1)
+    else:
+        best, tokens = logits[on_device(rows, torch.int64, logits.device)].max(-1)
     special = [i for i, request in enumerate(requests) if request.is_special]
-    best, likeliest = logits.max(-1)
     if not special:
-        of_row = _finite(best, likeliest)
-        return Choices([of_row[row] for row in rows], set(), {})
+        return Chosen(best, tokens, requests)
+    some = [requests[i] for i in special]
     scores = logits[on_device([rows[i] for i in special], torch.int64, logits.device)].float()
-    best_special, chosen = _choose_special(scores, [requests[i] for i in special])
-    of_row = _finite(torch.cat((best, best_special)), torch.cat((likeliest, chosen)))
-    tokens = [of_row[row] for row in rows]
-    for k, i in enumerate(special):
-        # a row with NaN has no token, even if a processor has hidden the NaN, unless that is what was asked for
-        if tokens[i] >= 0 or requests[i].settings.replaces_nan:
-            tokens[i] = of_row[len(logits) + k]
+    best_special, chosen = _choose_special(scores, some, before)
+    at = on_device(special, torch.int64, logits.device)
+    tokens[at] = chosen
+    # A row with NaN has no token, even if a processor has hidden the NaN, unless that is what was asked for.
+    best = best.double()
+    replaced = [i for i in special if requests[i].settings.replaces_nan]
+    if replaced:
+        best[on_device(replaced, torch.int64, logits.device)] = 0
+    best[at] += best_special
+    result = Chosen(best, tokens, requests)
+    if not any(request.is_read_at_once for request in some):
+        return result
+    found = result.read().tokens
     stops = {
         i
         for k, i in enumerate(special)
-        if requests[i].criteria and tokens[i] >= 0 and _stops(requests[i], tokens[i], scores[k : k + 1])
+        if requests[i].criteria and found[i] >= 0 and _stops(requests[i], found[i], scores[k : k + 1])
     }
-    return Choices(tokens, stops, _logprobs(logits, rows, tokens, requests))
+    return Choices(found, stops, _logprobs(logits, rows, found, requests))
 
 
-def _finite(best: Tensor, tokens: Tensor) -> list[int]:
-    """Tokens ``[R]`` on the host; -1 where the best logit is not finite. In a row with NaN the best is NaN."""
-    if tokens.device.type == "cpu":
-        values, found = best.tolist(), tokens.tolist()
-    else:
-        values, found = _by_one_transfer(best, tokens)
-    if not math.isfinite(sum(values)):
-        return [token if math.isfinite(value) else -1 for value, token in zip(values, found, strict=True)]
-    return found
-
-
-def _by_one_transfer(best: Tensor, tokens: Tensor) -> tuple[list[float], list[int]]:
-    numbers = torch.cat((best.double(), tokens)).tolist()
-    return numbers[: len(tokens)], list(map(int, numbers[len(tokens) :]))
-
-
-def _choose_special(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+def _choose_special(scores: Tensor, requests: Sequence[Request], before: Chosen | None = None) -> tuple[Tensor, Tensor]:
     """The largest score and the token of each row of scores ``[R, V]``, after its request's penalties and processors,
     which write their result into it."""
-    _penalize(scores, requests)
+    _penalize(scores, requests, before)
     for k, request in enumerate(requests):
         for processor in request.processors:
             row = scores[k : k + 1]
@@ -92,7 +131,7 @@ def _choose_special(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor
     return best, tokens
 
 
-def _penalize(scores: Tensor, requests: Sequence[Request]) -> None:
+def _penalize(scores: Tensor, requests: Sequence[Request], before: Chosen | None) -> None:
     """Applies the penalties, then hides the ends of sequences that are too short, in place."""
     lowered = [k for k, request in enumerate(requests) if request.settings.has_penalties]
     if lowered:
@@ -100,7 +139,10 @@ def _penalize(scores: Tensor, requests: Sequence[Request]) -> None:
         some, part = [requests[k] for k in lowered], scores[index]
         penalize(
             part,
-            [request.input_ids(scores.device)[0] for request in some],
+            [
+                request.input_ids(scores.device, None if before is None else before.newest(request))[0]
+                for request in some
+            ],
             [request.num_prompt for request in some],
             [request.settings.repetition_penalty for request in some],
             [request.settings.presence_penalty for request in some],
@@ -111,7 +153,7 @@ def _penalize(scores: Tensor, requests: Sequence[Request]) -> None:
     hidden = [
         k * vocabulary + token
         for k, request in enumerate(requests)
-        if len(request.tokens) - request.num_prompt < request.settings.min_new_tokens
+        if request.length - request.num_prompt < request.settings.min_new_tokens
         for token in request.settings.stop
         if token < vocabulary
     ]

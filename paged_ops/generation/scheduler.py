@@ -21,6 +21,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.generation.request import GenerationStats, Request
 from paged_ops.metadata import Batch
 
+UNREAD = [0]  # stands for a token that the host does not know yet
 Scheduled = tuple[Request, int, int]  # a request, the number of its computed tokens, and of those the step computes
 
 
@@ -112,17 +113,22 @@ class Scheduler:
         elif request in self.swapped:
             self.swapped.remove(request)
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, may_preempt: bool = True) -> ScheduledStep:
         """Reserves the slots of the next step; :meth:`finish` or :meth:`cancel` must follow. The step is empty if no
         request's tokens had room, but a request was preempted: the step after it then has room for others.
 
+        Args:
+            may_preempt: False while a step runs whose tokens are not known yet. Requests that end with these tokens are
+                left out, and the step is empty if none is left.
+
         Raises:
-            OutOfBlocks: no request can run, because other sequences hold the cache's blocks.
+            OutOfBlocks: no request can run, because other sequences hold the cache's blocks; or one would have to be
+                preempted.
         """
         self.is_open, self._admitted = True, []
         decodes: list[Scheduled] = []
         prefills: list[Scheduled] = []
-        preempted = self._continue(decodes, prefills)
+        preempted = self._continue(decodes, prefills, may_preempt)
         budget = self._max_num_tokens - len(decodes) - sum(num_tokens for _, _, num_tokens in prefills)
         cached_tokens = 0
         if not preempted:
@@ -130,7 +136,7 @@ class Scheduler:
                 budget = self._resume(budget, decodes, prefills)
             if self.waiting and not self.swapped:
                 cached_tokens = self._admit(budget, prefills)
-            if not (decodes or prefills):
+            if may_preempt and not (decodes or prefills):
                 raise self._out_of_blocks((self.swapped or self.waiting)[0])
         prompt_tokens = sum(num_tokens for _, _, num_tokens in prefills)
         return ScheduledStep(decodes + prefills, prompt_tokens, cached_tokens, bool(self._admitted))
@@ -145,7 +151,7 @@ class Scheduler:
         for request, start, num_tokens in requests:
             stop = start + num_tokens
             longest = max(longest, stop)
-            input_ids += request.tokens[start:stop]
+            input_ids += request.tokens[start:stop] or UNREAD
             if stop > request.num_blocks * size or (
                 gives_back and cache.num_given_back(request) != request.num_given_back
             ):
@@ -211,7 +217,7 @@ class Scheduler:
             counts.append(len(blocks))
         request.num_blocks, request.num_given_back = min(counts), self._kv_cache.num_given_back(request)
 
-    def _continue(self, decodes: list[Scheduled], prefills: list[Scheduled]) -> bool:
+    def _continue(self, decodes: list[Scheduled], prefills: list[Scheduled], may_preempt: bool) -> bool:
         """Plans the next tokens of the running requests, decodes first. The youngest are preempted if blocks run out;
         returns whether any was."""
         cache = self._kv_cache
@@ -224,12 +230,16 @@ class Scheduler:
             if start < num_tokens:
                 prefilling.append((request, start, num_tokens - start))
                 continue
+            if request.num_unread and request.has_all_tokens:
+                continue
             while request.row >= 0:  # until it has its slot, or is preempted itself
                 try:
-                    cache.append(request, request.tokens[start : start + 1])
+                    cache.append(request, request.tokens[start : start + 1] or UNREAD)
                     decodes.append((request, start, 1))
                     break
                 except OutOfBlocks:
+                    if not may_preempt:
+                        raise
                     self._preempt(self.running[-1])
                     preempted = True
         budget = self._max_num_tokens - len(decodes)
@@ -241,6 +251,8 @@ class Scheduler:
                     prefills.append((request, start, num_tokens))
                     budget -= num_tokens
                     break
+                if not may_preempt:
+                    raise self._out_of_blocks(request)
                 self._preempt(self.running[-1])
                 preempted = True
         decodes[:] = [each for each in decodes if each[0].row >= 0]  # an older prompt may have preempted it

@@ -124,6 +124,11 @@ class Settings:
         """Whether the token may be another than the likeliest, or more is asked for."""
         return bool(self.temperature or self.has_penalties or self.min_new_tokens or self.logprobs is not None)
 
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
     def without_sampling(self) -> Settings:
         """What decides about blocks and ends, but not about tokens."""
         kept = ("max_new_tokens", "n", "stop", "logprobs", "prompt_logprobs")

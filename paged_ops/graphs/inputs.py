@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
+from paged_ops.cache.states import PADDING_ROW
 from paged_ops.checks import expect
 from paged_ops.graphs.modes import GraphKey
 from paged_ops.metadata import AttentionMetadata, AttentionMetadataBuilder, Batch, GraphSupport
@@ -45,7 +46,7 @@ def step_builder(
     return AttentionMetadataBuilder(
         kv_cache.block_size,
         max(max_num_seqs, LEAST_SEQS),
-        max(max_num_tokens, LEAST_TOKENS),
+        max(max_num_tokens + 1, LEAST_TOKENS),  # see sizes_of
         -(-max_model_len // kv_cache.block_size),
         kv_cache.device,
         num_blocks=[pool.num_blocks for pool in kv_cache.pools],
@@ -79,6 +80,16 @@ def build_inputs(
     ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
     metadata = builder.build(common_prefix_len, batch, num_reqs=S, num_tokens=T, lookahead=lookahead, input_ids=ids)
     return inputs_of(builder, S, T, metadata)
+
+
+def sizes_of(batch: Batch, query_len: int) -> tuple[int, int]:
+    """S and T of a step without a graph.
+
+    If S divides T, kernels are chosen for equal lengths. They are slow for other batches, and only those for
+    ``query_len`` tokens per sequence are compiled ahead. So other batches get one token of padding.
+    """
+    S, T = max(batch.num_reqs, LEAST), max(batch.num_tokens, LEAST)
+    return S, T + int(T > S and T % S == 0 and not batch.is_uniform(query_len))
 
 
 def inputs_for_capture(builder: AttentionMetadataBuilder, key: GraphKey, query_len: int) -> StepInputs:
@@ -122,6 +133,27 @@ def inputs_of_open_sizes(builder: AttentionMetadataBuilder, is_decode: bool = Tr
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 0)
     return inputs
+
+
+def inputs_of_padding(builder: AttentionMetadataBuilder, S: int, T: int) -> StepInputs:
+    """A step of these sizes without sequences."""
+    _clear(builder)
+    return inputs_of(builder, S, T, builder.build(0, _empty_batch(builder), num_reqs=S, num_tokens=T))
+
+
+def inputs_of_prompt(builder: AttentionMetadataBuilder, T: int, computed: int) -> StepInputs:
+    """A step with T tokens of one prompt after ``computed`` tokens, which writes no slot of the cache. It reads the
+    first block and the states of padding."""
+    _clear(builder)
+    blocks = [[0] * -(-(computed + T) // builder.block_size)]
+    slots = [2] if builder.num_state_rows else None
+    batch = Batch([T], [computed], blocks, other_block_ids=[blocks] * (len(builder.num_blocks) - 1), state_slots=slots)
+    metadata = builder.build(0, batch, num_reqs=LEAST)
+    for pool in (metadata.pool(0), *(metadata.other_pools or ())):
+        pool.slot_mapping.fill_(-1)
+    if metadata.state_slots is not None:
+        metadata.state_slots.fill_(PADDING_ROW)
+    return inputs_of(builder, LEAST, T, metadata)
 
 
 def inputs_of(builder: AttentionMetadataBuilder, S: int, T: int, metadata: AttentionMetadata) -> StepInputs:

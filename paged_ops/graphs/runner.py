@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed
@@ -27,11 +28,14 @@ from paged_ops.graphs.inputs import (
     build_inputs,
     inputs_for_capture,
     inputs_of_open_sizes,
+    inputs_of_padding,
+    inputs_of_prompt,
+    sizes_of,
     step_builder,
 )
 from paged_ops.graphs.modes import GraphKey, GraphMode, capture_sizes, choose_mode
 from paged_ops.graphs.pieces import Pieces, check_pieces_exist
-from paged_ops.lowerings.warm_up import WarmUp, prepare, warm_up, without_kernels
+from paged_ops.lowerings.warm_up import Ahead, WarmUp, prepare, runs_kernels, without_kernels
 from paged_ops.metadata import AttentionMetadata, Batch, GraphSupport, advance_decodes
 
 Step = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
@@ -149,6 +153,7 @@ class DecodeGraphs:
         self.captured: dict[GraphKey, Graph | Pieces] = {}
         self._addresses = self._cache_addresses()
         self._last: tuple[GraphKey | None, StepInputs, int] | None = None
+        self._ahead: Ahead | None = None  # what is being compiled for the next capture
         self._left = 0  # by how many steps the last batch may still be advanced
 
     def plan(self) -> list[GraphKey]:
@@ -182,11 +187,13 @@ class DecodeGraphs:
         self.captured.clear()
         self._last = None
         self._addresses = self._cache_addresses()
-        self.compile_ahead(wait=False)
+        if self._ahead is None:
+            self.compile_ahead(wait=False)
         if dynamic:
-            for is_decode in (True, False)[: 1 + self._is_sharded]:
-                with without_kernels():  # only the step is compiled: the kernels of these sizes may not be needed
-                    self._run_step(inputs_of_open_sizes(self.builder, is_decode))
+            self.run_padding()
+        assert self._ahead is not None
+        self._ahead.finish()
+        self._ahead = None
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
         with CaptureSession(self.kv_cache.device) as session:
@@ -199,24 +206,42 @@ class DecodeGraphs:
         graphs = sum(len(each) if isinstance(each, Pieces) else 1 for each in self.captured.values())
         return CaptureReport(tuple(keys), graphs, time.perf_counter() - started, session.num_bytes)
 
+    def run_padding(self) -> None:
+        """Run the step on padding, without attention and cache writes: only the step is compiled, for open sizes."""
+        for is_decode in (True, False)[: 1 + self._is_sharded]:
+            with without_kernels():
+                self._run_step(inputs_of_open_sizes(self.builder, is_decode))
+
     def compile_ahead(self, wait: bool = True) -> WarmUp:
         """Compile the kernels of this package that steps need, of the sizes that :meth:`capture` captures and of all
-        others that this runner takes: see :func:`paged_ops.warm_up`. The step is run once, eagerly."""
-        if self.kv_cache.device.type != "cuda":
-            return warm_up(())
+        others that this runner takes: see :func:`paged_ops.warm_up`. The step is run on each kind of batch, eagerly.
+        With ``wait`` False the next :meth:`capture` waits for the kernels."""
         captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
-        kinds = (True, False) if self._is_sharded else (True,)
-        steps = [functools.partial(self._run_on_trial, is_decode) for is_decode in kinds]
-        limits = {"max_num_tokens": self._max_num_tokens, "max_num_seqs": self._max_num_seqs}
-        return warm_up(steps, sizes=captured, wait=wait, **limits)
+        limits = {"max_num_tokens": self._max_num_tokens + 1, "max_num_seqs": self._max_num_seqs}
+        trials = self._trials() if runs_kernels(self.kv_cache.device) else []
+        ahead = Ahead(trials, sizes=captured, **limits)
+        self._ahead = None if wait else ahead
+        return ahead.finish() if wait else ahead.report()
 
-    def _run_on_trial(self, is_decode: bool) -> None:
+    def _trials(self) -> Sequence[Callable[[], None]]:
+        """Runs of the step that together call each op as later steps do: decodes, few and many rows, the first and the
+        last chunk of a prompt."""
+        copies = [pool.try_copies for pool in self.kv_cache.pools]
+        if self._is_sharded:
+            kinds = (True, False)
+            return [*copies, *(functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in kinds)]
+        most, longest = self._max_num_tokens, self.builder.max_blocks_per_seq * self.builder.block_size
+        trials = [functools.partial(self._try, inputs_of_open_sizes)]
+        trials += [functools.partial(self._try, inputs_of_padding, LEAST, T) for T in {min(64, most), most}]
+        chunks = {(T := min(most, longest), 0), (T, longest - T)}
+        return [*trials, *(functools.partial(self._try, inputs_of_prompt, *chunk) for chunk in sorted(chunks)), *copies]
+
+    def _try(self, make: Callable[..., StepInputs], *sizes: Any) -> None:
         """A step whose result is dropped. Its errors are ignored, as the next step raises them again; not among ranks,
         where the others would wait for this one."""
-        inputs = inputs_of_open_sizes(self.builder, is_decode)
         among_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         with contextlib.nullcontext() if among_ranks else contextlib.suppress(Exception):
-            self.step(*inputs, self.kv_cache.layers)
+            self.step(*make(self.builder, *sizes), self.kv_cache.layers)
 
     @torch.no_grad()
     def replay(
@@ -241,7 +266,7 @@ class DecodeGraphs:
         common_prefix_len *= self.cascade
         is_advanced = lookahead > 0 and self._sample is not None and batch.is_uniform(1)
         key = self.find(batch, cascade=common_prefix_len > 0, is_advanced=is_advanced)
-        S, T = (max(n, LEAST), max(t, LEAST)) if key is None else key[:2]
+        S, T = sizes_of(batch, self.query_len) if key is None else key[:2]
         inputs = build_inputs(self.builder, batch, input_ids, S, T, common_prefix_len, lookahead)
         self._left = lookahead if is_advanced else 0
         self._last = key, inputs, n
@@ -258,8 +283,8 @@ class DecodeGraphs:
         Returns:
             Logits ``[num_reqs + len(rows), V]``: the last rows' first.
         """
-        n, t = batch.num_reqs, batch.num_tokens
-        inputs = build_inputs(self.builder, batch, input_ids, max(n, LEAST), max(t, LEAST))
+        n = batch.num_reqs
+        inputs = build_inputs(self.builder, batch, input_ids, *sizes_of(batch, self.query_len))
         self._last, self._left = None, 0
         self.stats.plain += 1
         more = torch.tensor(rows, dtype=torch.int64, device="cpu").to(inputs.last_rows.device)

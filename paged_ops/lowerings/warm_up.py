@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of kernels, several at once in separate processes."""
+"""Ahead-of-time compilation of kernels, several at once in separate processes, and their loading into this one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class WarmUp:
         return f"{self.kernels} kernels, {self.compiled} of them compiled, in {self.seconds:.1f} s{failed}"
 
 
-@torch.no_grad()
 def warm_up(
     calls: Iterable[Callable[[], Any]],
     *,
@@ -37,12 +36,13 @@ def warm_up(
     max_num_seqs: int | None = None,
     wait: bool = True,
 ) -> WarmUp:
-    """Compile the attention and cache-write kernels that some calls would launch, in parallel.
+    """Compile and load the attention and cache-write kernels that some calls would launch.
 
     A kernel takes seconds to compile, under the GIL. Without warm-up, the first call of a model compiles its kernels
     one after the other, and each new kind of batch compiles more. This function starts one process that forks for each
-    kernel, never touches a GPU, and fills Triton's cache on disk, so that the first launch only loads its kernel. A
-    launch before its kernel is ready waits for it, or compiles it if its compilation has not begun.
+    kernel, never touches a GPU, and fills Triton's cache on disk; then it loads the kernels into this process. Later
+    calls of these sizes compile and load nothing. Where kernels cannot be compiled ahead (ROCm, a single CPU core),
+    this process compiles them.
 
     ::
 
@@ -62,50 +62,104 @@ def warm_up(
         sizes: pairs (tokens, sequences): also compile the attention kernels for batches of these sizes.
         max_num_tokens, max_num_seqs: also compile the attention kernels for all batches up to these sizes. Set both or
             neither.
-        wait: return when all kernels are compiled. Otherwise compilation continues in the background.
+        wait: return when all kernels are compiled and loaded. Otherwise compilation continues in the background, and
+            first launches load their kernels.
 
     Returns:
-        The numbers of kernels. Without a GPU, on ROCm, and with a single CPU core, nothing is run or compiled, and they
-        are 0.
+        The numbers of kernels. Without a GPU nothing is run or compiled, and they are 0.
 
     Raises:
         ValueError: a number is not positive, or an op refuses its arguments.
     """
-    expect(
-        (max_num_tokens is None) == (max_num_seqs is None),
-        "max_num_seqs",
-        "max_num_tokens and max_num_seqs together",
-        max_num_seqs,
-    )
-    wanted = [(int(T), int(S)) for T, S in sizes]
-    most = [] if max_num_tokens is None or max_num_seqs is None else [(max_num_tokens, max_num_seqs)]
-    for T, S in (*wanted, *most):
-        expect(T >= 1 and S >= 1, "sizes", "positive numbers of tokens and sequences", (T, S))
-    if not prepare():
-        return WarmUp(0, 0, 0.0, ())
-    from paged_ops.lowerings.gpu import precompile
-    from paged_ops.lowerings.gpu.attention.tuning import covering_batches
+    ahead = Ahead(calls, sizes=sizes, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
+    return ahead.finish() if wait else ahead.report()
 
-    started = time.perf_counter()
-    compiler = precompile.compiler()
-    for largest in most:
-        batches = covering_batches(*largest, equal_lengths=False)
-        wanted += [(T, S) for T, S in batches if T >= S]
-    found: dict[precompile.Job, None] = {}
-    before = len(compiler.states)
-    for call in calls:
-        with precompile.noting(wanted) as notes, torch.compiler.set_stance("force_eager"):
-            call()
-        found.update(dict.fromkeys(notes))
-        compiler.submit(list(found))
-    states = compiler.submit(list(found))
-    errors = precompile.wait_for(states, precompile.MOST_SECONDS) if wait else []
-    return WarmUp(len(found), len(compiler.states) - before, time.perf_counter() - started, tuple(errors))
+
+class Ahead:
+    """Kernels that are being compiled. Arguments as of :func:`warm_up`; :meth:`finish` waits and loads them."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        calls: Iterable[Callable[[], Any]],
+        *,
+        sizes: Iterable[tuple[int, int]] = (),
+        max_num_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+    ) -> None:
+        expect(
+            (max_num_tokens is None) == (max_num_seqs is None),
+            "max_num_seqs",
+            "max_num_tokens and max_num_seqs together",
+            max_num_seqs,
+        )
+        wanted = [(int(T), int(S)) for T, S in sizes]
+        most = [] if max_num_tokens is None or max_num_seqs is None else [(max_num_tokens, max_num_seqs)]
+        for T, S in (*wanted, *most):
+            expect(T >= 1 and S >= 1, "sizes", "positive numbers of tokens and sequences", (T, S))
+        self._loads: dict[Any, Callable[[], None]] = {}  # by job of precompile.py
+        self._states: list[Any] = []
+        self._compiled = 0
+        self._started = time.perf_counter()
+        if not has_gpu():
+            return
+        from paged_ops.lowerings.gpu import precompile
+        from paged_ops.lowerings.gpu.attention.tuning import covering_batches
+
+        compiler = precompile.compiler() if precompile.can_precompile() else None
+        before = 0 if compiler is None else len(compiler.states)
+        for largest in most:
+            batches = covering_batches(*largest, equal_lengths=False)
+            wanted += [(T, S) for T, S in batches if T >= S]
+        for call in calls:
+            with precompile.noting(wanted) as notes, torch.compiler.set_stance("force_eager"):
+                call()
+            for job, load in notes.items():
+                self._loads.setdefault(job, load)
+            if compiler is not None:
+                self._states = compiler.submit(self._loads)
+                self._compiled = len(compiler.states) - before
+
+    def finish(self) -> WarmUp:
+        """Wait until the kernels are compiled, and load them."""
+        errors = {}
+        if self._states:
+            from paged_ops.lowerings.gpu import precompile
+
+            precompile.wait_for(self._states, precompile.MOST_SECONDS)
+            errors = {job: state.error for job, state in zip(self._loads, self._states, strict=True) if state.error}
+        else:
+            self._compiled = len(self._loads)
+        for job, load in self._loads.items():
+            if job not in errors:
+                try:
+                    load()
+                except Exception as error:
+                    errors[job] = f"{job.name}: {type(error).__name__}: {error}"
+        return self.report(errors.values())
+
+    def report(self, errors: Iterable[str] = ()) -> WarmUp:
+        seconds = time.perf_counter() - self._started
+        return WarmUp(len(self._loads), self._compiled, seconds, tuple(errors))
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU whose kernels Triton compiles."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return not triton.knobs.runtime.interpret
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether ops on this device launch kernels that :func:`warm_up` compiles."""
+    return device.type == "cuda" and has_gpu()
 
 
 def prepare() -> bool:
     """Start the compiler process, which takes a few seconds. Returns whether kernels can be compiled ahead of time."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if not has_gpu():
         return False
     from paged_ops.lowerings.gpu import precompile
 

@@ -122,6 +122,7 @@ class Session:
         case, rng = self.case, self.rng
         seqs = rng.choice((1, 2, 4, 8, 12))
         limits: dict[str, Any] = {"max_num_seqs": seqs, "max_num_tokens": seqs + rng.choice((0, 3, 20, 100))}
+        limits["overlap"] = rng.random() < 0.7
         if rng.random() < 0.3:
             limits["max_model_len"] = min(self.cache.pools[0].num_blocks * self.B, rng.randint(10, 100))
         if case.device.type == "cuda" and rng.random() < 0.5:
@@ -136,6 +137,7 @@ class Session:
         self.fails = rng.choice((0.0, 0.0, 0.03, 0.2))
         self.interrupts = rng.choice((0.0, 0.0, 0.05, 0.2))
         self.handlers = rng.choice((0.0, 0.0, 0.05, 0.2))
+        self.in_turn = rng.choice((0.0, 0.1, 1.0))  # how often requests have what steps cannot overlap with
         self.streams: list[Any] = []
 
     def run(self) -> None:
@@ -149,7 +151,7 @@ class Session:
 
     def count(self) -> None:
         stats = self.loop.stats
-        for name in ("steps", "cached_tokens", "swapped_out", "recomputed"):
+        for name in ("steps", "overlapped_steps", "cached_tokens", "swapped_out", "recomputed"):
             self.case.counts[name] += getattr(stats, name)
 
     # What happens ----------------------------------------------------------------------------------------------------
@@ -188,9 +190,9 @@ class Session:
             named["top_k"] = rng.choice((0, 0, 5))
         if rng.random() < 0.3:
             named["stop_token_ids"] = tuple(rng.randrange(self.V) for _ in range(rng.randint(0, 3)))
-        if rng.random() < 0.2:
+        if rng.random() < 0.2 * self.in_turn:
             named["n"] = rng.randint(2, 4)
-        if rng.random() < 0.15:
+        if rng.random() < 0.15 * self.in_turn:
             named["logprobs"] = rng.randint(0, 3)
         return SamplingParams(**named)
 

@@ -19,6 +19,7 @@ from paged_ops.generation import (
     ranks,
     request,
     sampling,
+    steps,
 )
 from paged_ops.generation import loop as generation
 from paged_ops.generation import scheduler as scheduling
@@ -28,7 +29,7 @@ FILES = {
     module.__file__
     for module in (
         *(allocator, block_pool, cache, changes, generation, inbox, lock),
-        *(model_step, prefixes, ranks, request, sampling, scheduling),
+        *(model_step, prefixes, ranks, request, sampling, scheduling, steps),
     )
 }
 

@@ -20,6 +20,8 @@ from tests.fuzz.allocator import Contents
 from tests.generation.alarm import Alarm, make_loop
 from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, tokens_by_request, toy_step
 
+pytestmark = pytest.mark.usefixtures("order")
+
 
 def drain(loop: GenerationLoop, alarm: Alarm) -> tuple[list[list[NewToken]], list[str]]:
     steps, interrupted = [], []

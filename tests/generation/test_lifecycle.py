@@ -38,6 +38,8 @@ from tests.generation.toy import (
     toy_step,
 )
 
+pytestmark = pytest.mark.usefixtures("order")
+
 
 class Bell:
     """Calls a function before the n-th bytecode that the code of the loop runs, as a signal handler or finalizer is."""

@@ -30,6 +30,8 @@ from tests.generation.toy import (
 )
 from tests.helpers.gpu import GPU
 
+pytestmark = pytest.mark.usefixtures("order")
+
 
 @pytest.mark.parametrize(("max_num_seqs", "max_num_tokens"), [(16, 256), (3, 64), (4, 4), (1, 1), (10, 17)])
 def test_greedy_equals_dense_whatever_the_batches(max_num_seqs: int, max_num_tokens: int) -> None:
@@ -240,7 +242,7 @@ def test_a_step_that_raises_has_not_happened(hook: str, monkeypatch: pytest.Monk
         for after in (False, True):
             loop, calls = strained_loop(), 0
             where = {"cache": loop.kv_cache, "runner": loop._model.graphs}.get(hook.partition(".")[0])
-            where = where or (paged_ops.generation.loop if name == "choose" else paged_ops.generation.sampling)
+            where = where or (paged_ops.generation.steps if name == "choose" else paged_ops.generation.sampling)
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, hooked(getattr(where, name), at, after))
                 steps: list[list[NewToken]] = []
@@ -789,14 +791,13 @@ def test_other_default_device_and_dtype() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_tokens_by_one_transfer() -> None:
-    from paged_ops.generation.sampling import _by_one_transfer
+def test_tokens_on_their_way_to_the_host() -> None:
+    from paged_ops.generation.sampling import Chosen
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         best, tokens = torch.tensor([1.5, torch.nan, -torch.inf], dtype=dtype), torch.tensor([2**24 + 1, 3, 0])
-        values, found = _by_one_transfer(best, tokens)
-        assert found == tokens.tolist()
-        assert values[0] == 1.5 and values[1] != values[1] and values[2] == float("-inf")
+        device = GPU if torch.cuda.is_available() else "cpu"
+        assert Chosen(best.to(device), tokens.to(device), []).read().tokens == [2**24 + 1, -1, -1]
 
 
 def test_outputs_of_finished_requests_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -871,7 +872,7 @@ def test_a_prompt_longer_than_its_pool_comes_back_after_a_preemption() -> None:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 6])
-def test_a_prompt_preempts_a_younger_request_that_decodes(num_host_blocks: int) -> None:
+def test_a_prompt_preempts_a_younger_request_that_decodes(num_host_blocks: int, order: bool) -> None:
     """The second prompt waits a step for the prefix of the first, so the third decodes already when it begins; then it
     needs the blocks for its next part, and takes those of a request whose next token had its slot."""
     window, (prompt,), (young,) = 12, prompts_of(13), prompts_of(9)
@@ -882,7 +883,8 @@ def test_a_prompt_preempts_a_younger_request_that_decodes(num_host_blocks: int) 
     tight: Any = paged_ops.HybridCache.for_layers(1, 6, B, K, D, **sizes)
     loop = GenerationLoop(step_on(tight, window), tight, max_num_seqs=3, max_num_tokens=13)
     assert loop.generate(prompts, params) == expected
-    assert (loop.stats.swapped_out, loop.stats.recomputed) == ((1, 0) if num_host_blocks else (0, 1))
+    if not order:  # else the younger one has ended by then
+        assert (loop.stats.swapped_out, loop.stats.recomputed) == ((1, 0) if num_host_blocks else (0, 1))
     assert_empty(loop)
 
 
@@ -909,11 +911,9 @@ def test_sampling_on_a_gpu() -> None:
         for prompt in PROMPTS[:4]:
             loop.submit(prompt, params)
         loop.step()
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("error")  # the host waits for an event only
         try:
-            with pytest.warns(UserWarning, match="synchronizing CUDA operation") as caught:
-                loop.step()
+            for _ in range(3):
+                assert len(loop.step()) == 4
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        syncs = [str(each.message) for each in caught if "synchronizing" in str(each.message)]
-        assert len(syncs) == 1, syncs

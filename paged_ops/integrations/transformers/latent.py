@@ -208,8 +208,10 @@ def attend(
         return _absorbed(module, rows, kv_cache, *batch, scale, features)[None]
     outs = []
     for run in runs:
-        tables, lens, starts = batch[0][run.first : run.end], batch[1][run.first : run.end], batch[2]
-        starts = starts[run.first : run.end + 1] - run.rows[0]
+        tables, lens = (each[run.first : run.end] for each in batch[:2])
+        if run.first:  # kernels are compiled for vectors at multiples of 16 bytes
+            tables, lens = tables.clone(), lens.clone()
+        starts = batch[2][run.first : run.end + 1] - run.rows[0]
         of_run = rows[run.rows[0] : run.rows[1]], kv_cache, tables, lens, starts
         if run.windows:
             outs.append(_expanded(module, *of_run, run.windows, scale, features))

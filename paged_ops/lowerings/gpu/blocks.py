@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.checks import expect
+from paged_ops.lowerings.gpu import precompile
 from paged_ops.lowerings.gpu.launch import Launcher
 from paged_ops.lowerings.gpu.target import capturing, on_device, target_of
 
@@ -67,7 +68,9 @@ def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], bloc
     uncaptured = "a call outside of a CUDA graph, whose replay would not read it"
     expect(not (capturing(source) or capturing(target)), "block_mapping", uncaptured, block_mapping)
     with on_device(device):
-        if source == target:
+        if precompile.notes() is not None:
+            _note_launches(sources, targets, block_mapping, device)
+        elif source == target:
             numbers = target_of(device).numbers["copy_blocks"]
             _launch(_table(sources, targets, device), _upload(block_mapping, device), numbers)
         elif source.type == target.type:
@@ -76,6 +79,22 @@ def swap_blocks(src_caches: Sequence[Tensor], dst_caches: Sequence[Tensor], bloc
             _swap_pageable(sources, targets, block_mapping)
         else:
             _swap_pinned(sources, targets, block_mapping, device)
+
+
+def _note_launches(sources: list[Tensor], targets: list[Tensor], mapping: Tensor, device: torch.device) -> None:
+    """The kernels of every route, for :mod:`paged_ops.lowerings.gpu.precompile`; nothing is copied."""
+    source, target = sources[0].device, targets[0].device
+    to_host = target.type == "cpu"
+    if source.type != target.type and not all(cache.is_pinned() for cache in (targets if to_host else sources)):
+        return
+    table, pairs = _table(sources, targets, device), _upload(mapping, device)
+    copying, swapping = (target_of(device).numbers[op] for op in ("copy_blocks", "swap_blocks"))
+    _launch(table, pairs, swapping if source.type != target.type else copying)
+    if source.type != target.type:
+        staging = torch.empty(16, dtype=torch.uint8, device=device)
+        for first in range(min(len(table.rows), 2)):  # a row has 40 bytes: every second one is aligned
+            part = table._replace(runs=table.runs[first : first + 1])
+            _launch(part, pairs, copying, staging, gather=to_host, scatter=not to_host)
 
 
 # Runs and tables -----------------------------------------------------------------------------------------------------
@@ -377,7 +396,7 @@ def _launch(
 @functools.cache
 def _launcher(gather: bool, scatter: bool, word: int, chunk: int, num_warps: int, device: torch.device) -> Launcher:
     constants = {"GATHER": gather, "SCATTER": scatter, "WORD": word, "CHUNK": chunk, "num_warps": num_warps}
-    return Launcher(copy_kernel, {**constants, **target_of(device).overlap()}, device)
+    return Launcher(copy_kernel, {**constants, **target_of(device).overlap()}, device, can_wait=True)
 
 
 @triton.jit(do_not_specialize=["P", "chunks", "length"])

@@ -49,6 +49,7 @@ def reshape_and_cache(
 ) -> None:
     """Calls of one kind are checked and planned once, as each decode step calls this once per layer. A kind is shapes,
     strides, dtypes and devices; the numbers of tokens must only agree."""
+    key, value = (rows.contiguous() if is_head_major(rows) else rows for rows in (key, value))
     kind = (
         *_kind_of_rows(key, value, slot_mapping),
         *(kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.get_device()),
@@ -145,6 +146,12 @@ def _run(
 def forget() -> None:
     """Drop all plans, when tuning has changed the numbers that they depend on."""
     _writes.clear()
+
+
+def is_head_major(rows: Tensor) -> bool:
+    """Whether ``rows [T, heads, D]`` are stored head by head. Their stride then depends on T, so each number of tokens
+    would be another kernel: such rows are copied first."""
+    return rows.dim() == 3 and min(rows.shape[:2]) > 1 and rows.stride(1) > rows.stride(0) > 0
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -96,11 +96,16 @@ def gather_kv(
             FORMAT=FORMAT,
             K_SCALES=0 if k_scale is None else k_scale.shape[0],
             V_SCALES=0 if v_scale is None else v_scale.shape[0],
-            STEPS=S.bit_length(),
+            STEPS=_steps(S),
             **plan,
             **FUSED,
         )
     return key, value
+
+
+def _steps(S: int) -> int:
+    """Steps of a binary search among S sequences, rounded up, so that few kernels are compiled."""
+    return -(-S.bit_length() // 8) * 8
 
 
 def _gather_rows(
@@ -121,7 +126,7 @@ def _gather_rows(
             num_tokens,
             B=kv_cache.shape[1],
             CACHE=kv_cache.stride()[:2],
-            STEPS=S.bit_length(),
+            STEPS=_steps(S),
             BLOCK_T=TOKENS,
             num_warps=TOKENS,
             **target.overlap(),
@@ -129,7 +134,7 @@ def _gather_rows(
         )
 
 
-@triton.jit(do_not_specialize=["S", "num_tokens"])
+@triton.jit(do_not_specialize=["S", "num_tokens"], do_not_specialize_on_alignment=["block_tables"])
 def gather_kernel(
     key,
     value,
@@ -175,7 +180,7 @@ def gather_kernel(
         gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
 
 
-@triton.jit(do_not_specialize=["S", "num_tokens"])
+@triton.jit(do_not_specialize=["S", "num_tokens"], do_not_specialize_on_alignment=["block_tables"])
 def gather_rows_kernel(
     key,  # [num_tokens, 1, 576]
     cache,

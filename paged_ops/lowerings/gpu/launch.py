@@ -14,6 +14,8 @@ from torch import Tensor
 from paged_ops.lowerings.gpu import precompile
 from paged_ops.lowerings.gpu.target import FUSED, NEWEST_KNOWN, TRITON, on_device, settled
 
+NO_PROGRAMS = 0, 1, 1  # the grid of a launch that only loads a kernel: Triton then launches nothing
+
 
 class Launcher:
     """A kernel with its constants bound, for launches that differ in addresses, numbers and grid only.
@@ -65,8 +67,9 @@ class Launcher:
         notes = precompile.notes() if self.can_wait else None
         if notes is not None:
             if _alignment(addresses) not in self._compiled:
+                load = functools.partial(self, NO_PROGRAMS, tensors, numbers, *more, addresses=addresses)
                 with on_device(self._device):
-                    notes.append(precompile.job_of(*job))
+                    notes.setdefault(precompile.job_of(*job), load)
             return
         with on_device(self._device), precompile.in_cache(job):
             compiled = self._kernel[grid](tensors, *numbers, *more, **self._constants, **FUSED)

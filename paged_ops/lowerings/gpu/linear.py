@@ -62,7 +62,7 @@ def serves_weight(weight: Tensor) -> bool:
     return is_half and weight.is_contiguous() and O % STEPS[0] == C % STEPS[1] == 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def product_kernel(
     x,
     weight,

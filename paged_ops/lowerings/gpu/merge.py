@@ -55,7 +55,7 @@ def _launcher(
         "num_warps": numbers["num_warps"],
         **target.overlap(),
     }
-    return Launcher(merge_kernel, constants, device), ROWS
+    return Launcher(merge_kernel, constants, device, can_wait=True), ROWS
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,8 +94,11 @@ def _described(descriptor: Any) -> bytes:
 # Noting
 
 
+Jobs = dict[Job, Callable[[], None]]  # with a function that loads the kernel into this process
+
+
 class _Notes(NamedTuple):
-    jobs: list[Job]
+    jobs: Jobs
     sizes: tuple[tuple[int, int], ...]
     done: dict[int, Any]  # what has noted its sizes
 
@@ -104,18 +107,18 @@ _notes: dict[int, _Notes] = {}  # by thread
 
 
 @contextlib.contextmanager
-def noting(sizes: Sequence[tuple[int, int]] = ()) -> Iterator[list[Job]]:
+def noting(sizes: Sequence[tuple[int, int]] = ()) -> Iterator[Jobs]:
     """Inside it launches of this thread are noted, not made. ``sizes``: attention also notes the
     launches of calls with these numbers of tokens and sequences."""
     thread = threading.get_ident()
-    noted = _notes[thread] = _Notes([], tuple(sizes), {})
+    noted = _notes[thread] = _Notes({}, tuple(sizes), {})
     try:
         yield noted.jobs
     finally:
         del _notes[thread]
 
 
-def notes() -> list[Job] | None:
+def notes() -> Jobs | None:
     """What this thread has noted; None if it launches."""
     noted = _notes.get(threading.get_ident()) if _notes else None
     return None if noted is None else noted.jobs
@@ -177,7 +180,7 @@ class Compiler:
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
 
-    def submit(self, jobs: Sequence[Job]) -> list[_State]:
+    def submit(self, jobs: Collection[Job]) -> list[_State]:
         """Compile what is not known yet, in this order."""
         with self._lock:
             for job in jobs:

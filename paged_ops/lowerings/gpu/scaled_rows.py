@@ -38,7 +38,7 @@ def write_launcher(B: int, strides: tuple[Any, ...], dtypes: tuple[torch.dtype, 
     rotated and slot_mapping."""
     named = dict(zip(("CACHE", "DENSE", "DENSE_ROTATED", "SLOTS"), strides, strict=True))
     tile = {"BLOCK_T": TOKENS, "NATIVE": target.has_fp8_cvt, "num_warps": TOKENS}
-    return Launcher(write_kernel, {"B": B, **named, **tile, **target.overlap()}, target.device)
+    return Launcher(write_kernel, {"B": B, **named, **tile, **target.overlap()}, target.device, can_wait=True)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -37,7 +37,7 @@ from paged_ops.layouts import Layout, element_dtype, is_latent, paged_kv
 from paged_ops.lowerings.gpu import precompile
 from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.triton import latent
-from paged_ops.lowerings.gpu.cache import FORMATS
+from paged_ops.lowerings.gpu.cache import FORMATS, is_head_major
 from paged_ops.lowerings.gpu.counters import counters_of
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Choice, Grid, Launch, Launches, relaunch
 from paged_ops.lowerings.gpu.spec import MASK_ARGUMENTS, OPTIONAL, Pointers, Shapes, numbers_of, readable, spec_of
@@ -241,6 +241,8 @@ def _attend(
     query_start_loc: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
+    if is_head_major(query):
+        query = query.contiguous()
     key = (
         with_lse,
         scale,

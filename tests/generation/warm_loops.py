@@ -1,0 +1,157 @@
+"""Loops under random load on an imitated GPU: which kernels they compile before and after ``warm_up``.
+
+A program of its own, as the imitation changes the process: ``python -m tests.generation.warm_loops 300 dense latent``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.gpu.imitated import imitate
+
+V = 64
+MOST_SEQS, MOST_TOKENS, LONGEST = 24, 256, 700
+
+
+class RandomLogits:
+    """A wrapped model whose logits are random, because nothing computes its attention."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.generator = model, torch.Generator().manual_seed(1)
+        self.sizes: set[tuple[int, int]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, input_ids: Any, metadata: Any, last_rows: Any, kv_caches: Any) -> Any:
+        self.model(input_ids, metadata, last_rows, kv_caches)
+        self.sizes.add((len(input_ids), len(metadata.seq_lens)))
+        return torch.rand(len(last_rows), V, generator=self.generator)
+
+
+def llama(**more: Any) -> Any:
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=128)
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
+    return transformers.LlamaConfig(**sizes, **heads, **more)
+
+
+def windowed() -> Any:
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=256)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, sliding_window=64)
+    return transformers.Gemma2Config(**sizes, **heads)
+
+
+def latent() -> Any:
+    import transformers
+
+    from paged_ops.integrations.transformers import latent as attention
+
+    attention.WINDOW = 16 * 64
+    attention.expands = lambda new, tokens, sizes: new >= attention.FEWEST_TOKENS
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V)
+    heads = dict(num_attention_heads=16, num_key_value_heads=16, q_lora_rank=64, kv_lora_rank=512)
+    parts = dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=4096)
+    return transformers.DeepseekV3Config(**sizes, **heads, **parts, first_k_dense_replace=2)
+
+
+def states() -> Any:
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=128)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, num_experts=0)
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
+    kinds = ["linear_attention", "full_attention"]
+    return transformers.Qwen3NextConfig(**sizes, **heads, **linear, layer_types=kinds, mlp_only_layers=[0, 1])
+
+
+MODELS: dict[str, Callable[[], Any]] = {"dense": llama, "windowed": windowed, "latent": latent, "states": states}
+
+
+def make_loop(name: str, **options: Any) -> Any:
+    import transformers
+
+    from paged_ops.generation import GenerationLoop
+    from paged_ops.integrations.transformers import PagedCausalLM, probe
+    from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
+
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).eval()
+    probe.expect_alike = lambda *args: None  # nothing computes the trial's logits
+    step = RandomLogits(PagedCausalLM(model))
+    fuse_projections(model)
+    use_overlapping_products(model)
+    cache = step.allocate_kv_cache(90, num_host_blocks=60, num_state_slots=2 * MOST_SEQS)
+    sizes = dict(max_num_seqs=MOST_SEQS, max_num_tokens=MOST_TOKENS, max_model_len=LONGEST)
+    return GenerationLoop(step, cache, **sizes, **options), step
+
+
+def load(loop: Any, num_steps: int, seed: int) -> None:
+    """Random requests: prompts of all lengths, several samples, aborts, prompts whose prefix is cached."""
+    from paged_ops.generation import SamplingParams
+
+    rng, shared = random.Random(seed), list(range(50))
+    running: list[int] = []
+    for _ in range(num_steps):
+        while rng.random() < 0.4 or not loop.has_work:
+            n = rng.choice([1, 2, 15, 16, 17, 100, 300, 600, 600])
+            prompt = (shared if rng.random() < 0.3 else []) + [rng.randrange(V) for _ in range(rng.randint(1, n))]
+            n, temperature = rng.choice([1, 1, 1, 3]), rng.choice([0.0, 1.0])
+            most = rng.choice([1, 10, 40, 80])
+            params = SamplingParams(max_new_tokens=most, stop_token_ids=(), n=n, temperature=temperature)
+            running.append(loop.submit(prompt[: LONGEST - 80], params))
+            if len(running) > 60:
+                break
+        if running and rng.random() < 0.05:
+            loop.abort(running.pop(rng.randrange(len(running))))
+        loop.step()
+        running = running[-200:]
+
+
+def compiled_by(name: str, num_steps: int, seed: int, left_out: str = "") -> dict[str, Any]:
+    """What the loop of one model compiles, in warm_up and later. ``left_out``: a kind of batch that is not warmed up:
+    "prompts", or "sizes" above a few tokens."""
+    from paged_ops.graphs import DecodeGraphs
+    from paged_ops.lowerings.gpu.attention import tuning
+
+    trials, covering = DecodeGraphs._trials, tuning.covering_batches
+    if left_out == "prompts":
+        DecodeGraphs._trials = lambda graphs: [each for each in trials(graphs) if "prompt" not in str(each)]
+    if left_out == "sizes":
+        tuning.covering_batches = lambda T, S, **options: [each for each in covering(T, S, **options) if each[0] < 4]
+    loop, step = make_loop(name)
+    KERNELS.compiled.clear()
+    loop.warm_up()
+    warm = list(KERNELS.compiled)
+    step.sizes.clear()
+    load(loop, num_steps, seed)
+    stats = {each: value for each, value in vars(loop.stats).items() if isinstance(value, int)}
+    return {"warm": warm, "later": KERNELS.compiled[len(warm) :], "sizes": len(step.sizes), "stats": stats}
+
+
+def main(num_steps: int, *cases: str) -> None:
+    """Prints a line of JSON for each case, ``model`` or ``model without kind``. Each has a process of its own."""
+    for case in cases:
+        name, _, left_out = case.partition(" without ")
+        process = os.fork()
+        if not process:
+            print(json.dumps({"case": case, **compiled_by(name, num_steps, 0, left_out)}), flush=True)
+            os._exit(0)
+        if os.waitpid(process, 0)[1]:
+            sys.exit(f"{case} failed")
+
+
+if __name__ == "__main__":
+    KERNELS = imitate()
+    import transformers  # noqa: F401
+
+    main(int(sys.argv[1]), *sys.argv[2:])
