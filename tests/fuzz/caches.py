@@ -6,6 +6,7 @@ Letters as in ``truth.py``, and N blocks, B tokens a block.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from typing import Any
 
@@ -117,8 +118,20 @@ class Store:
         views = [typed.as_strided(shape, strides, start) for shape, strides, start in tensors]
         self.kv_cache: Tensor = views[0]
         self.value_cache: Tensor | None = views[1] if len(views) > 1 else None
-        self.key_at, self.value_at = self._addresses(tensors, device)
         self.expected = self.bits.clone()
+        self._lies = tensors, device
+
+    @functools.cached_property
+    def _at(self) -> tuple[Tensor, Tensor]:
+        return self._addresses(*self._lies)
+
+    @property
+    def key_at(self) -> Tensor:
+        return self._at[0]
+
+    @property
+    def value_at(self) -> Tensor:
+        return self._at[1]
 
     def _addresses(self, tensors: list[Any], device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each element of a key ``[N, B, K, D]`` (of rows each byte) and of a value ``[N, B, K, Dv]`` lies in

@@ -4,6 +4,7 @@ Takes about a minute of one core.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import paged_ops
-from tests.fuzz import allocator, ambient, graphs, lifecycle, loop, metadata, ops, programs, runner, threads
+from tests.fuzz import allocator, ambient, graphs, invariant, lifecycle, loop, metadata, ops, programs, runner, threads
 
 pytestmark = pytest.mark.fuzz
 
@@ -28,6 +29,7 @@ CAMPAIGNS = {
     "ambient": (ambient, range(0, 1500, 150)),
     "programs": (programs, range(2)),
     "threads": (threads, range(8)),
+    "invariant": (invariant, range(12)),
 }
 
 
@@ -130,3 +132,17 @@ def test_an_interrupted_append_keeps_the_copy_of_a_shared_block():
         cache.recover()
         cache.flush_copies()
         assert [cache.device[block] for block in cache.block_ids(1)][:2] == held, lines
+
+
+@pytest.mark.parametrize("path", ["fused", "torch"])
+def test_finds_a_moved_cut(path, monkeypatch):
+    monkeypatch.setattr(invariant, "PLANTED", 1)
+    drawn = invariant.Setting.draw
+    monkeypatch.setattr(
+        invariant.Setting, "draw", lambda *args: dataclasses.replace(drawn(*args), path=path, features={})
+    )
+    results = runner.run_cases("invariant", invariant.run, [3], runner.Options(seed=1))
+    assert results.counts["planted"] == 1 and not results.findings, results.findings
+    monkeypatch.setattr(invariant, "moved_cut", lambda *_: contextlib.nullcontext())
+    results = runner.run_cases("invariant", invariant.run, [3], runner.Options(seed=1))
+    assert "a cut was moved and no bit changed" in results.findings[0]["what"]

@@ -161,7 +161,7 @@ struct Worker : Attention {
                 for (int64_t r = 0; r < R; r += ROWS) {
                     const int64_t row = (head - piece.head) * R + r;
                     if (widened) prefetch(next, r * TILE / R, std::min(r + ROWS, R) * TILE / R);
-                    compute(path, span, head, r, std::min<int64_t>(ROWS, R - r), key(span, from), n, queries.data + row * D, tile,
+                    compute(path, format, span, head, r, std::min<int64_t>(ROWS, R - r), key(span, from), n, queries.data + row * D, tile,
                          next, {state.largest + row, state.total + row, state.values + row * Dv});
                 }
             }
@@ -176,8 +176,8 @@ struct Worker : Attention {
                     __builtin_prefetch(tile[plane][j] + byte);
     }
 
-    // Computes rows [row, row + count) of a head with the n keys from position `from`.
-    void compute(Path path, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n,
+    // Computes rows [row, row + count) of a head with the n keys from position `from`. `cells`: the format of tile.
+    void compute(Path path, const Format& cells, const Span& span, int64_t head, int64_t row, int64_t count, int64_t from, int64_t n,
               const float* q, const Rows* tile, const Rows* next, State state) {
         int64_t low[ROWS], high[ROWS], seen = 0;  // each row sees keys [low, high); `seen` is the largest high
         for (int64_t r = 0, token = row / G, next = (token + 1) * G - row; r < count; token++, next += G) {
@@ -197,7 +197,7 @@ struct Worker : Attention {
         else if (widened) multiply_wide(q, count, seen);
         else
             for (int64_t r = 0; r < count; r += 1 << size(r))
-                format.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, seen, D);
+                cells.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, seen, D);
         softmax(count, seen, low, high, head, row, from - span.position, state, rescale);
         if (path == Path::MATRIX) return matrix->add(logits.data, count, seen, rescale, state.values);
         // Hidden values may be NaN, and 0 * NaN is NaN: several rows share a value only if all of them see it.
@@ -215,7 +215,7 @@ struct Worker : Attention {
                 } else {
                     const Rows values = {tile[1].at + begin, tile[1].offset};
                     const Rows ahead = {next[1].at + begin, next[1].offset};
-                    format.accumulate[log2](weights, factor + r, values, ahead, acc, end - begin, Dv);
+                    cells.accumulate[log2](weights, factor + r, values, ahead, acc, end - begin, Dv);
                 }
                 std::fill_n(factor + r, 1 << log2, 1.0f);
             };
@@ -257,7 +257,7 @@ struct Worker : Attention {
             float factors[WIDTH], bases[WIDTH];
             std::fill_n(each, WIDTH, Floats{} - INF);
             for (int64_t l = 0; l < some; l++) {
-                const bool plain = low[r + l] <= 0 && high[r + l] >= round_up(n, WIDTH) && c.soft_cap == 0 && !c.alibi_slopes;
+                const bool plain = !c.batch_invariant && low[r + l] <= 0 && high[r + l] >= round_up(n, WIDTH) && c.soft_cap == 0 && !c.alibi_slopes;
                 factors[l] = plain ? scale : 1.0f;
                 float* x = logits.data + (r + l) * TILE;
                 if (!plain) to_logits(x, n, low[r + l], high[r + l], scale, head, row + r + l, distance);
@@ -356,7 +356,10 @@ struct Worker : Attention {
     }
 };
 
+#include "invariant.h"
+
 void attend(const Call& c) {
+    if (c.batch_invariant) return attend_steadily(c);
     const Attention a(c);
     std::vector<Span> spans;
     int64_t pairs = 0, tasks = 0, most = 0;  // tasks: heads of wide spans; most: rows of a state

@@ -31,7 +31,7 @@ APPLIES = frozenset(
     {
         *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
         *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "num_first_tokens"),
-        *("soft_cap", "alibi_slopes", "sinks"),
+        *("soft_cap", "alibi_slopes", "sinks", "batch_invariant"),
     }
 )
 NAMES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")  # supported values of kv_cache_dtype
@@ -55,6 +55,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_sequences", "T", "N", "M", "H", "K", "D", "Dv", "B", "x")),
         *((name, ctypes.c_int64) for name in ("cell", "query_cell", "out_cell")),
         *((name, ctypes.c_int64) for name in ("causal", "window", "chunk", "first_tokens", "R", "threads")),
+        ("batch_invariant", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     )
 
@@ -130,6 +131,7 @@ def described(
         first_tokens=f.num_first_tokens if f.sliding_window else 0,
         R=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
         threads=torch.get_num_threads(),
+        batch_invariant=f.batch_invariant,
         scale=scale,
         soft_cap=f.soft_cap,
     )

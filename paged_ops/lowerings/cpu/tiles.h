@@ -93,7 +93,10 @@ void multiply(const float* q, Rows keys, Rows next, float* logits, int64_t n, in
                 __builtin_prefetch(ahead[c] + d * 4 / P);
                 for (int p = 0; p < P; p++) {
                     const Floats key = Cell::part(words, p);
-                    for (int r = 0; r < R; r++) partial[r * KEYS + c] += load<Floats>(q + r * D + d + p * WIDTH) * key;
+                    for (int r = 0; r < R; r++) {
+                        Floats& sum = partial[r * KEYS + c];
+                        sum = multiply_add(load<Floats>(q + r * D + d + p * WIDTH), key, sum);
+                    }
                 }
             }
         const Floats all = reduce_lanes(partial, add);
@@ -117,7 +120,10 @@ inline void add(const float* weights, const float* rescale, Rows values, Rows ne
             __builtin_prefetch(next[j] + byte);
             for (int p = 0; p < P; p++) {
                 const Floats value = Cell::part(words, p);
-                for (int r = 0; r < R; r++) s[r][w * P + p] += weights[r * TILE + j] * value;
+                for (int r = 0; r < R; r++) {
+                    Floats& sum = s[r][w * P + p];
+                    sum = multiply_add(weights[r * TILE + j], value, sum);
+                }
             }
         }
     for (int r = 0; r < R; r++)

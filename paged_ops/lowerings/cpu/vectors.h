@@ -6,6 +6,12 @@
 #include <new>
 #include <utility>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #elif defined(__AVX__)
@@ -45,6 +51,20 @@ inline void store_some(float* to, Floats v, int64_t lanes) {
     if (lanes == WIDTH) std::memcpy(to, &v, sizeof v);
     else std::memcpy(to, &v, lanes * sizeof *to);
 }
+
+// a * b + c, rounded once if the processor can: then each kernel that adds in the same order gets the same bits.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__FMA__)
+    return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__aarch64__)
+    return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+    return a * b + c;
+#endif
+}
+inline Floats multiply_add(float a, Floats b, Floats c) { return multiply_add(a - Floats{}, b, c); }
 
 struct Buffer {
     float* const data;

@@ -29,7 +29,7 @@ struct Call {
     int64_t key_strides[5], value_strides[4], table_strides[2];
     int64_t num_sequences, T, N, M, H, K, D, Dv, B, x;
     int64_t cell, query_cell, out_cell;  // formats; query and out have one of the first three
-    int64_t causal, window, chunk, first_tokens, R, threads;
+    int64_t causal, window, chunk, first_tokens, R, threads, batch_invariant;
     float scale, soft_cap;
 };
 
