@@ -53,11 +53,11 @@ MASKED_ROWS = 128
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
-    done = prepared.run(query, args, features, out, None)
+    done = prepared.run(query, args, features, out)
     if done is not None:
         return done[0]
     output = fake.paged_attention(query, *args, out=out, **features)
-    done = prepared.first(query, args, features, out, None)
+    done = prepared.first(query, args, features, out)
     if done is not None:
         return done[0]
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -69,10 +69,12 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     done = prepared.run(query, args, features, *(out or (None, None)))
     if done is not None:
-        return done
+        return done[0], done[1]
     output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
     done = prepared.first(query, args, features, *(out or (None, None)))
-    return done or _attend(Features(**features), output, lse, out is not None, query, *args)
+    if done is not None:
+        return done[0], done[1]
+    return _attend(Features(**features), output, lse, out is not None, query, *args)
 
 
 def merge_attention_states(
