@@ -68,13 +68,10 @@ def paged_attention_with_lse(
     query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **features: Any
 ) -> tuple[Tensor, Tensor]:
     done = prepared.run(query, args, features, *(out or (None, None)))
-    if done is not None:
-        return done[0], done[1]
-    output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
-    done = prepared.first(query, args, features, *(out or (None, None)))
-    if done is not None:
-        return done[0], done[1]
-    return _attend(Features(**features), output, lse, out is not None, query, *args)
+    if done is None:
+        output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
+        done = prepared.first(query, args, features, *(out or (None, None)))
+    return (done[0], done[1]) if done else _attend(Features(**features), output, lse, out is not None, query, *args)
 
 
 def merge_attention_states(

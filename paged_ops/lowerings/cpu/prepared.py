@@ -40,7 +40,7 @@ def signature(args: Iterable[Any], keywords: dict[str, Any]) -> Any:
 
 def run(
     query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, *lse: Tensor | None
-) -> list[Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """The results of a call whose signature was prepared; None if it was not, or if a value of the batch is invalid.
 
     ``out``, and ``lse`` if it is wanted: the given tensor, or None for a new one."""
@@ -57,12 +57,12 @@ def run(
         results.append(given)
     kv_cache, *batch, _scale = args
     caches = kv_cache, kv_cache if features.get("value_cache") is None else features["value_cache"]
-    return results if known.attend(query, caches, tuple(batch), features, *results) else None
+    return tuple(results) if known.attend(query, caches, tuple(batch), features, *results) else None
 
 
 def first(
     query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, *lse: Tensor | None
-) -> list[Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """Prepare and run a call that passed the static checks. None if the C++ function does not serve the whole call, or
     if a value of the batch is invalid."""
     kv_cache, block_tables, seq_lens, query_start_loc, scale = args
