@@ -335,7 +335,8 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
         ring.release(latents.ring, total + t)
     factor = roles.receive_last(messages, received, row_layout)
     r = gl.arange(0, M, row_layout)
-    roles.store_part((acc0, acc1), factor, None, part, r, tensors, FIRST, 1, SPEC, SHAPE)
+    acc = (acc0 * factor[:, None], acc1 * factor[:, None])
+    roles.store_part(acc, None, None, part, r, tensors, FIRST, 1, SPEC, SHAPE)
     return Counts(counts.units, total + part.seen, received + 1)
 
 

@@ -208,15 +208,17 @@ def store_part(
 
 @gluon.jit
 def store_columns(to, row, live, acc, factor, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr):
-    """Store a tuple of accumulators, multiplied by a factor: STEP of them have every STEP-th column of a range of
-    columns. The first column is FIRST."""
+    """Store a tuple of accumulators, multiplied by a factor unless it is None: STEP of them have every STEP-th column of
+    a range of columns. The first column is FIRST."""
     AXIS: gl.constexpr = live.type.layout.dim  # of the columns
     for n in gl.static_range(len(acc)):
         d = gl.arange(0, acc[0].shape[AXIS], gl.SliceLayout(1 - AXIS, acc[0].type.layout))
-        value = (acc[n] * gl.expand_dims(factor, AXIS)).to(to.dtype.element_ty)
+        value = acc[n]
+        if factor is not None:
+            value *= gl.expand_dims(factor, AXIS)
         column = gl.expand_dims(FIRST + n // STEP * STEP * acc[0].shape[AXIS] + n % STEP + STEP * d, 1 - AXIS)
         at = to + gl.expand_dims(row, AXIS) * SPEC.v_side.size + column
-        gl.store(at, value, mask=gl.expand_dims(live, AXIS))
+        gl.store(at, value.to(to.dtype.element_ty), mask=gl.expand_dims(live, AXIS))
 
 
 class Messages(NamedTuple):
