@@ -64,22 +64,24 @@ def test_no_step_is_launched_for_requests_that_end_by_their_length() -> None:
     assert calls == [2, 2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "beside another"])
 @pytest.mark.parametrize("index", range(3, 9))
-def test_the_step_after_a_stop_token_leaves_nothing_in_the_cache(index: int) -> None:
-    """Where it would fill a block, too, which no request may find."""
-    found = []
-    prompt = PROMPTS[index]
+def test_the_step_after_a_stop_token_leaves_nothing_in_the_cache(index: int, beside: int) -> None:
+    """Where it would fill a block, too, which no request may find. Alone the request's step is given up whole; beside
+    a request that goes on, the step is kept for that one."""
+    prompt, others = PROMPTS[index], PROMPTS[9:] * beside
     for overlap in (False, True):
-        loop, lengths = loop_of(overlap), []
+        loop = loop_of(overlap)
         for count in range(1, 9):
             stop = EXPECTED[index][count - 1]
-            (output,) = loop.generate([prompt], SamplingParams(max_new_tokens=12, stop_token_ids=(stop,)))
+            params = [SamplingParams(max_new_tokens=12, stop_token_ids=(stop,)), *[GREEDY] * beside]
+            output, *rest = loop.generate([prompt, *others], params)
             assert output == EXPECTED[index][: EXPECTED[index].index(stop) + 1] and output.finish_reason == "stop"
+            assert rest == EXPECTED[9:] * beside
             assert_empty(loop)
-            lengths.append(loop.kv_cache.cached_lengths([*prompt, *output, 0])[-1])
+            cached = loop.kv_cache.cached_lengths([*prompt, *output, 0])[-1]
+            assert cached == (len(prompt) + len(output) - 1) // B * B, "the last token's own step is not needed"
             loop.reset()
-        found.append(lengths)
-    assert found[0] == found[1]
 
 
 def test_abort_while_a_step_runs() -> None:

@@ -208,8 +208,8 @@ def store_part(
 
 @gluon.jit
 def store_columns(to, row, live, acc, factor, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr):
-    """Store a tuple of accumulators, multiplied by a factor unless it is None: STEP of them have every STEP-th column of
-    a range of columns. The first column is FIRST."""
+    """Store a tuple of accumulators, multiplied by a factor unless it is None. STEP of them have every STEP-th column
+    of a range of columns, whose first is FIRST."""
     AXIS: gl.constexpr = live.type.layout.dim  # of the columns
     for n in gl.static_range(len(acc)):
         d = gl.arange(0, acc[0].shape[AXIS], gl.SliceLayout(1 - AXIS, acc[0].type.layout))
