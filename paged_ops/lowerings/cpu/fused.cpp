@@ -54,8 +54,8 @@ struct Worker : Attention {
     }
 
     const char* query_of(const Span& s, int64_t head, int64_t row) const {
-        const int64_t index = (s.start + row / G) * c.H + head * G + row % G;
-        return c.query + index * c.D * 4 / FORMATS[c.query_cell].parts;
+        const int64_t token = s.start + row / G, h = head * G + row % G;
+        return c.query + (token * c.query_strides[0] + h * c.query_strides[1]) * 4 / FORMATS[c.query_cell].parts;
     }
 
     // Converts the queries of a piece's heads to float32, columns in the order of parts.
@@ -352,7 +352,7 @@ struct Worker : Attention {
             share = 1;
         }
         write(values, total == 0 ? 0.0f : share * (c.v_scale ? c.v_scale[k] : 1.0f) / total, to);
-        c.lse[to] = base + std::log(total);
+        if (c.lse) c.lse[to] = base + std::log(total);
     }
 };
 
@@ -427,7 +427,7 @@ extern "C" int64_t paged_attention(const Call* call) {
     const int64_t rows = batch.starts.back() * call->H, padding = (call->T - batch.starts.back()) * call->H;
     const int64_t row_bytes = call->Dv * (call->out_cell == FLOAT32 ? 4 : 2);
     std::memset(call->out + rows * row_bytes, 0, padding * row_bytes);
-    std::fill_n(call->lse + rows, padding, -INF);
+    if (call->lse) std::fill_n(call->lse + rows, padding, -INF);
     attend(batch.of(*call));
     return 0;
 }

@@ -49,6 +49,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "block_tables", "seq_lens", "query_start_loc")),
         *((name, ctypes.c_void_p) for name in ("sequences", "alibi_slopes", "sinks", "k_scale", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("ranges", "out", "lse")),
+        ("query_strides", ctypes.c_int64 * 2),
         ("key_strides", ctypes.c_int64 * 5),
         ("value_strides", ctypes.c_int64 * 4),
         ("table_strides", ctypes.c_int64 * 2),
@@ -80,7 +81,6 @@ def attend(
     """
     function = compiled()
     assert function is not None, "the C++ function was not compiled"
-    query = query.contiguous()
     call = described(query, paged, stored, block_tables, len(seq_lens), scale, f, out.dtype)
     assert lse.dtype == torch.float32, "lse must be float32"
     # Names keep them alive until the call returns.
@@ -108,7 +108,9 @@ def described(
 ) -> Call:
     """A call without its addresses."""
     assert {query.dtype, out} <= {*PLAIN}, "query and out must be float32, float16 or bfloat16"
+    assert query.stride(2) == 1, "the last dimension of query must be contiguous"
     return Call(
+        query_strides=query.stride()[:2],
         key_strides=paged.key.stride(),
         value_strides=paged.value.stride(),
         table_strides=block_tables.stride(),

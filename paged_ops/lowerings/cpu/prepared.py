@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.features import MASKS, Features, in_use, with_value_scale
+from paged_ops import masks
+from paged_ops.features import Features, in_use, with_value_scale
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused, processor
 
 # The arguments that PyTorch's flash kernel supports, or that are applied outside of it.
-FLASH = (MASKS - {"block_sparse"}) | {
+FLASH = (masks.NAMES - {"block_sparse"}) | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype", "sinks"),
 }
 # If only the flash kernel uses the matrix unit (AMX) for bfloat16, it serves sequences of more than MATRIX_ROWS rows.
@@ -39,25 +40,30 @@ def signature(args: Iterable[Any], keywords: dict[str, Any]) -> Any:
 
 
 def run(
-    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """The results of a call whose signature was prepared; None if it was not, or if a value of the batch is invalid."""
+    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, *lse: Tensor | None
+) -> tuple[Tensor, ...] | None:
+    """The results of a call whose signature was prepared; None if it was not, or if a value of the batch is invalid.
+
+    ``out``, and ``lse`` if it is wanted: the given tensor, or None for a new one."""
     known = _prepared.get(signature((query, *args), features))
     if known is None:
         return None
-    for given, shape, dtype in ((out, known.out_shape, query.dtype), (lse, known.out_shape[:2], torch.float32)):
-        if given is not None and not (given.shape == shape and given.dtype == dtype and given.is_contiguous()):
+    results: list[Tensor] = []
+    kinds = ((known.out_shape, query.dtype), (known.out_shape[:2], torch.float32))
+    for given, (shape, dtype) in zip((out, *lse), kinds, strict=False):
+        if given is None:
+            given = query.new_empty(shape, dtype=dtype)
+        elif not (given.shape == shape and given.dtype == dtype and given.is_contiguous()):
             return None
-    out = query.new_empty(known.out_shape) if out is None else out
-    lse = query.new_empty(known.out_shape[:2], dtype=torch.float32) if lse is None else lse
+        results.append(given)
     kv_cache, *batch, _scale = args
     caches = kv_cache, kv_cache if features.get("value_cache") is None else features["value_cache"]
-    return (out, lse) if known.attend(query, caches, tuple(batch), features, out, lse) else None
+    return tuple(results) if known.attend(query, caches, tuple(batch), features, *results) else None
 
 
 def first(
-    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
+    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, *lse: Tensor | None
+) -> tuple[Tensor, ...] | None:
     """Prepare and run a call that passed the static checks. None if the C++ function does not serve the whole call, or
     if a value of the batch is invalid."""
     kv_cache, block_tables, seq_lens, query_start_loc, scale = args
@@ -66,7 +72,7 @@ def first(
         paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype),
         element_dtype(kv_cache, f.kv_cache_dtype),
     )
-    plain = all(each.is_contiguous() for each in (query, seq_lens, query_start_loc))
+    plain = query.stride(2) == 1 and seq_lens.is_contiguous() and query_start_loc.is_contiguous()
     if not (plain and f.output_scale is None and query.numel() and paged.key.numel() and fused.serves(stored, f)):
         return None
     flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
@@ -78,7 +84,7 @@ def first(
         _prepared.clear()
     call = Prepared(query, paged, stored, block_tables, len(seq_lens), scale, f, where)
     _prepared[signature((query, *args), features)] = call
-    return run(query, args, features, out, lse)
+    return run(query, args, features, out, *lse)
 
 
 def flash_serves_long(flash: bool, dtype: torch.dtype) -> bool:
@@ -118,11 +124,11 @@ class Prepared:
         batch: tuple[Tensor, Tensor, Tensor],
         features: dict[str, Any],
         out: Tensor,
-        lse: Tensor,
+        lse: Tensor | None = None,
     ) -> bool:
-        """Fill out and lse. False if a value of the batch is invalid; then nothing was written."""
+        """Fill out, and lse if it is given. False if a value of the batch is invalid; then nothing was written."""
         call = fused.Call.from_buffer_copy(self._call)
-        call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse.data_ptr()
+        call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         key, value = caches
         call.key, call.value = key.data_ptr() + self._where[0], value.data_ptr() + self._where[1]
         call.block_tables, call.seq_lens, call.query_start_loc = (each.data_ptr() for each in batch)

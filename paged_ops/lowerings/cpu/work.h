@@ -12,7 +12,7 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 // The arguments, as in fused.py. Strides are in elements.
 struct Call {
-    const char* query;   // [T, H, D], contiguous
+    const char* query;   // [T, H, D], contiguous in the last dimension
     const char* key;     // [N, B, K, D/x, x]
     const char* value;   // [N, B, K, Dv]
     const int32_t* block_tables;
@@ -25,8 +25,8 @@ struct Call {
     const float* v_scale;       // [K]
     const int32_t* ranges;      // [S, R, 2]
     char* out;                  // [T, H, Dv], contiguous
-    float* lse;                 // [T, H]
-    int64_t key_strides[5], value_strides[4], table_strides[2];
+    float* lse;                 // [T, H], or null
+    int64_t query_strides[2], key_strides[5], value_strides[4], table_strides[2];
     int64_t num_sequences, T, N, M, H, K, D, Dv, B, x;
     int64_t cell, query_cell, out_cell;  // formats; query and out have one of the first three
     int64_t causal, window, chunk, first_tokens, R, threads, batch_invariant;
