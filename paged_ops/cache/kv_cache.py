@@ -112,7 +112,7 @@ class KVCache(BlockAllocator):
         if shard.size > 1 and (sliding_window or attention_chunk):
             raise ValueError("shard: expected one rank for layers with a window or chunk, which each rank keeps whole")
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
-            raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
+            raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype!r}")
         self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
         self.device = with_index(device)
         named: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
