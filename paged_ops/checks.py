@@ -99,6 +99,15 @@ def at_least(least: int, **arguments: int) -> None:
             expect(False, name, f"at least {least}", value)
 
 
+def as_token_ids(given: Iterable[Any]) -> list[int]:
+    """Token ids as Python's integers."""
+    try:
+        return list(map(operator.index, given))
+    except TypeError:
+        got = describe(given) if isinstance(given, Tensor) else repr(given)[:80]
+        raise ValueError(f"token_ids: expected integers, a list or a tensor [n], got {got}") from None
+
+
 def present(argument: str, value: Any) -> None:
     """Check that a tensor was given: torch lets None pass where a schema has a tensor."""
     expect(isinstance(value, Tensor), argument, "a tensor", value)

@@ -13,7 +13,7 @@ Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,7 +273,7 @@ def _layer_sizes(
     at_least(1, num_layers=num_layers)
 
     def of_layers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
-        values = (given,) * num_layers if isinstance(given, int) else tuple(given)
+        values = tuple(given) if isinstance(given, Iterable) else (given,) * num_layers
         if len(values) != num_layers:
             raise ValueError(f"{name}: expected a number, or one for each of {num_layers} layers, got {len(values)}")
         for value in values:

@@ -18,6 +18,7 @@ from paged_ops.generation import SamplingParams
 from paged_ops.graphs import DecodeGraphs
 from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, make_loop, toy_step
 
+a_layer = paged_ops.allocate_kv_cache
 SPECS = [StateSpec((3, 4), torch.float32)]
 
 
@@ -25,8 +26,8 @@ def a_cache(num_blocks: Any = 8, **options: Any) -> KVCache:
     return KVCache(1, num_blocks, B, K, D, **options)
 
 
-def a_builder(*sizes: Any) -> paged_ops.AttentionMetadataBuilder:
-    return paged_ops.AttentionMetadataBuilder(*sizes, num_blocks=8)
+def a_builder(*sizes: Any, **options: Any) -> paged_ops.AttentionMetadataBuilder:
+    return paged_ops.AttentionMetadataBuilder(*sizes, num_blocks=8, **options)
 
 
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
@@ -35,6 +36,16 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: a_cache(8.0), "num_blocks: expected an integer of at least 0, got 8.0"),
     (lambda: a_cache(True), "num_blocks: expected an integer of at least 0, got True"),
     (lambda: a_cache(dtype="bfloat16"), "dtype: expected float32, float16, .*, got 'bfloat16'"),
+    (lambda: KVCache(1, 8, B, 2.0, D), "num_kv_heads: expected an integer of at least 1, got 2.0"),
+    (lambda: a_cache().admit("a", "hello"), "token_ids: expected integers, a list or a tensor .*, got 'hello'"),
+    (lambda: a_cache().admit("a", [1.5]), r"token_ids: expected integers, a list or a tensor .*, got \[1.5\]"),
+    (lambda: a_cache().admit("a", torch.ones(1, 3, dtype=torch.long)), "token_ids: .* got a int64 tensor of shape"),
+    (lambda: a_layer("NHD", 8.0, B, K, D, torch.float32), "num_blocks: expected an integer of at least 0, got 8.0"),
+    (lambda: a_layer("NHD", 8, B, K, -D, torch.float32), "head_size: expected at least 1, got -8"),
+    (lambda: a_layer("NHD", 8, B, K, D, torch.int32), "dtype: expected float32, .*, got torch.int32"),
+    (lambda: a_layer("NHD", 8, B, K, D, "float32"), "dtype: expected float32, .*, got 'float32'"),
+    (lambda: paged_ops.supports("paged_attention", "cpu", layout="nhd"), "layout: expected one of NHD, .*, got 'nhd'"),
+    (lambda: a_builder(4, 2, 16, 4, graph_support="ALWAYS"), "graph_support: expected a GraphSupport, got 'ALWAYS'"),
     (lambda: StateCache(SPECS, "2"), "num_slots: expected an integer of at least 0, got '2'"),
     (lambda: a_builder(4, 2.0, 16, 4), "max_num_seqs: expected an integer of at least 1, got 2.0"),
     (lambda: a_builder(4, 2, 16, "4"), "max_blocks_per_seq: expected an integer of at least 1, got '4'"),
