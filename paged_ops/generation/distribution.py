@@ -98,7 +98,7 @@ def draw(
     weights.copy_(likely.mul(unit_of(V)))
     limit = None if top_p is None else torch.where(top_p < 1, top_p * chunks.sum((1, 2)).double(), torch.inf)
     if min_p is not None:
-        weights.masked_fill_(likely < min_p[:, None], 0)
+        weights.masked_fill_(likely < min_p.float()[:, None], 0)
     tokens = _pick(chunks, keys)
     if limit is None:
         return tokens
