@@ -173,8 +173,9 @@ def _commit(scheduled: Scheduled, cache: KVCache | HybridCache, again: bool, has
     request, start, num_tokens = scheduled
     if again and request not in cache:
         return
-    left = start + num_tokens - cache.num_computed_tokens(request) if again else num_tokens
-    cache.commit(request, left, request.tokens[start : start + num_tokens] if has_new_tokens else None)
+    end = start + num_tokens
+    left = end - cache.num_computed_tokens(request) if again else num_tokens
+    cache.commit(request, left, request.tokens[end - left : end] if has_new_tokens else None)
     if request.num_cached_tokens < 0:
         request.num_cached_tokens = min(start, request.num_prompt)
 
