@@ -145,7 +145,7 @@ def apply_changes(changes: StepChanges, cache: KVCache | HybridCache, scheduler:
     for request, others in [*changes.starts, *((child, ()) for _, child in changes.forks)]:
         request.others = others
         if again:
-            scheduler.unfinished[request] = None
+            scheduler.add(request)
         else:
             scheduler.join(request)
     if changes.launched is not None:
@@ -159,7 +159,7 @@ def apply_changes(changes: StepChanges, cache: KVCache | HybridCache, scheduler:
         request.end(reason, error)
         if request in cache:
             cache.free(request)
-        scheduler.unfinished.pop(request, None)
+        scheduler.discard(request)
         if not again:
             scheduler.leave(request)
     if again:
