@@ -17,7 +17,6 @@ from torch import Tensor
 
 from paged_ops import checks, fake, masks
 from paged_ops.features import (
-    MASKS,
     SMALLEST,
     Features,
     in_use,
@@ -35,7 +34,7 @@ from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of, take
 # The supported arguments of attention, by name, and the supported formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
-    *MASKS,
+    *masks.NAMES,
     *("soft_cap", "alibi_slopes", "sinks", "batch_invariant"),
 }
 # The masks that _oldest_key and _opened bound. With any other mask, every tile applies the predicate.

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_ops.features import MASKS, Features, in_use, with_value_scale
+from paged_ops import masks
+from paged_ops.features import Features, in_use, with_value_scale
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused, processor
 
 # The arguments that PyTorch's flash kernel supports, or that are applied outside of it.
-FLASH = (MASKS - {"block_sparse"}) | {
+FLASH = (masks.NAMES - {"block_sparse"}) | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype", "sinks"),
 }
 # If only the flash kernel uses the matrix unit (AMX) for bfloat16, it serves sequences of more than MATRIX_ROWS rows.
