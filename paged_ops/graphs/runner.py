@@ -170,8 +170,8 @@ class DecodeGraphs:
     ) -> CaptureReport:
         """Capture a graph of each size, the largest first, so that the smaller ones fit into its memory.
 
-        The cache is neither read nor written, as the batches are only padding. Call it again if the cache or the
-        weights have moved.
+        The cache is not written: batches are padding, and a made-up prompt without slots. Call it again if the cache or
+        the weights have moved.
 
         Args:
             on_progress: called with (sizes done, sizes in all, the size that comes next or None).
@@ -187,13 +187,10 @@ class DecodeGraphs:
         self.captured.clear()
         self._last = None
         self._addresses = self._cache_addresses()
-        if self._ahead is None:
-            self.compile_ahead(wait=False)
+        ahead, self._ahead = self._ahead or self._compile_ahead(), None
         if dynamic:
             self.run_padding()
-        assert self._ahead is not None
-        self._ahead.finish()
-        self._ahead = None
+        ahead.finish()
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
         with CaptureSession(self.kv_cache.device) as session:
@@ -218,25 +215,31 @@ class DecodeGraphs:
         """Compile the kernels of this package that steps need, of the sizes that :meth:`capture` captures and of all
         others that this runner takes: see :func:`paged_ops.warm_up`. The step is run on each kind of batch, eagerly.
         With ``wait`` False the next :meth:`capture` waits for the kernels."""
+        ahead = self._compile_ahead()
+        if wait:
+            return ahead.finish()
+        self._ahead = ahead
+        return ahead.report()
+
+    def _compile_ahead(self) -> Ahead:
         captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
         limits = {"max_num_tokens": self._max_num_tokens + 1, "max_num_seqs": self._max_num_seqs}
         trials = self._trials() if runs_kernels(self.kv_cache.device) else []
-        ahead = Ahead(trials, sizes=captured, **limits)
-        self._ahead = None if wait else ahead
-        return ahead.finish() if wait else ahead.report()
+        return Ahead(trials, sizes=captured, **limits)
 
     def _trials(self) -> Sequence[Callable[[], None]]:
         """Runs of the step that together call each op as later steps do: decodes, few and many rows, the first and the
         last chunk of a prompt."""
         copies = [pool.try_copies for pool in self.kv_cache.pools]
         if self._is_sharded:
-            kinds = (True, False)
-            return [*copies, *(functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in kinds)]
+            steps = [functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in (True, False)]
+            return [*copies, *steps]
         most, longest = self._max_num_tokens, self.builder.max_blocks_per_seq * self.builder.block_size
-        trials = [functools.partial(self._try, inputs_of_open_sizes)]
-        trials += [functools.partial(self._try, inputs_of_padding, LEAST, T) for T in sorted({min(64, most), most})]
-        chunks = {(T := min(most, longest), 0), (T, longest - T)}
-        return [*trials, *(functools.partial(self._try, inputs_of_prompt, *chunk) for chunk in sorted(chunks)), *copies]
+        chunk = min(most, longest)
+        kinds: list[tuple[Any, ...]] = [(inputs_of_open_sizes,)]
+        kinds += [(inputs_of_padding, LEAST, T) for T in sorted({min(64, most), most})]
+        kinds += [(inputs_of_prompt, chunk, computed) for computed in sorted({0, longest - chunk})]
+        return [*(functools.partial(self._try, *kind) for kind in kinds), *copies]
 
     def _try(self, make: Callable[..., StepInputs], *sizes: Any) -> None:
         """A step whose result is dropped. Its errors are ignored, as the next step raises them again; not among ranks,

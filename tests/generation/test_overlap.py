@@ -10,7 +10,7 @@ import torch
 
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
-from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, assert_empty, make_loop, toy_step
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, make_loop, toy_step
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -187,6 +187,20 @@ def test_what_is_needed_on_the_host_is_computed_in_turn(params: dict[str, Any]) 
     assert (loop.output(special), loop.output(other)) == (EXPECTED[3][:4], EXPECTED[4])
 
 
+def test_waiting_requests_cost_a_step_nothing() -> None:
+    """Those that need no turns are not looked at, and those that did are forgotten."""
+    loop = loop_of(True, max_num_seqs=2)
+    special = loop.submit(PROMPTS[1], SamplingParams(max_new_tokens=2, logprobs=0))
+    for _ in range(100):
+        loop.submit(PROMPTS[0], SamplingParams(max_new_tokens=4))
+    loop.step()
+    assert [request.request_id for request in loop._scheduler._in_turn] == [special]
+    while loop.output(special).finish_reason is None:
+        loop.step()
+    assert len(loop._scheduler.unfinished) > 90 and not loop._scheduler._in_turn
+    loop.close()
+
+
 def test_samples_of_a_prompt_overlap_once_they_run() -> None:
     loop = loop_of(True)
     assert loop.generate([PROMPTS[5]], SamplingParams(max_new_tokens=12, n=3)) == [EXPECTED[5]] * 3
@@ -249,3 +263,36 @@ def test_calls_between_two_steps(change: str) -> None:
         assert output == expected[: len(output)]
         assert output.finish_reason == ("length" if len(output) == 12 else "abort")
     assert_empty(loop)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("between", ["allocations", "warm_up"])
+def test_steps_on_two_streams_in_turn(between: str) -> None:
+    """A step may run long after the next call begins on the other stream."""
+    table = torch.rand(V, V, device="cuda")  # a token follows from the one before
+
+    def step(input_ids: torch.Tensor, metadata: Any, last_rows: torch.Tensor, kv_caches: Any) -> torch.Tensor:
+        return table[input_ids[last_rows]]
+
+    outputs = []
+    for overlap in (False, True):
+        loop = GenerationLoop(step, KVCache(1, 64, B, K, D, device="cuda"), overlap=overlap, max_num_seqs=4)
+        loop.warm_up()
+        ids = [loop.submit(prompt, GREEDY) for prompt in PROMPTS[:4]]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        while loop.has_work:
+            here, there = streams
+            with torch.cuda.stream(here):
+                torch.cuda._sleep(20_000_000)
+                loop.step()
+            with torch.cuda.stream(there):
+                if between == "warm_up":
+                    loop.warm_up()
+                else:
+                    kept = [torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(100)]  # noqa: F841
+            streams.reverse()
+        outputs.append([loop.output(i) for i in ids])
+        assert bool(loop.stats.overlapped_steps) == overlap
+    assert outputs[0] == outputs[1]
