@@ -289,7 +289,7 @@ class HybridCache:
     def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
         """As ``KVCache.commit``; the state that the step wrote is the sequence's from now on."""
         for pool in self.pools:
-            pool.check_commit(seq_id, num_written)
+            pool.check_commit(seq_id, num_written, token_ids)
         row = None
         if self.states is not None and num_written:
             row = self.states.row(seq_id) ^ 1
@@ -403,7 +403,8 @@ class HybridCache:
             return
         seq_id, num_computed, row, token_ids = self._committing
         for pool in self.pools:
-            pool.commit(seq_id, num_computed - pool.num_computed_tokens(seq_id), token_ids)
+            left = num_computed - pool.num_computed_tokens(seq_id)
+            pool.commit(seq_id, left, token_ids if left else None)
         if self.states is not None and row is not None and self.states.row(seq_id) != row:
             self.states.commit(seq_id)
         self._committing = None

@@ -238,13 +238,14 @@ class DecodeGraphs(NotCopied):
         last chunk of a prompt."""
         copies = [pool.try_copies for pool in self.kv_cache.pools]
         if self._is_sharded:
-            kinds = (True, False)
-            return [*copies, *(functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in kinds)]
+            steps = [functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in (True, False)]
+            return [*copies, *steps]
         most, longest = self._max_num_tokens, self.builder.max_blocks_per_seq * self.builder.block_size
-        trials = [functools.partial(self._try, inputs_of_open_sizes)]
-        trials += [functools.partial(self._try, inputs_of_padding, LEAST, T) for T in sorted({min(64, most), most})]
-        chunks = {(T := min(most, longest), 0), (T, longest - T)}
-        return [*trials, *(functools.partial(self._try, inputs_of_prompt, *chunk) for chunk in sorted(chunks)), *copies]
+        chunk = min(most, longest)
+        kinds: list[tuple[Any, ...]] = [(inputs_of_open_sizes,)]
+        kinds += [(inputs_of_padding, LEAST, T) for T in sorted({min(64, most), most})]
+        kinds += [(inputs_of_prompt, chunk, computed) for computed in sorted({0, longest - chunk})]
+        return [*(functools.partial(self._try, *kind) for kind in kinds), *copies]
 
     def _try(self, make: Callable[..., StepInputs], *sizes: Any) -> None:
         """A step whose result is dropped. Its errors are ignored, as the next step raises them again; not among ranks,

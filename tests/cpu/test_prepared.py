@@ -18,7 +18,9 @@ def served(monkeypatch):
     """The queries' strides of the calls that were prepared."""
     strides, attend = [], prepared.Prepared.attend
     monkeypatch.setattr(prepared, "_prepared", {})
-    monkeypatch.setattr(prepared.Prepared, "attend", lambda *args: (strides.append(args[1].stride()), attend(*args))[1])
+    monkeypatch.setattr(
+        prepared.Prepared, "attend", lambda *args: (strides.append(args[1][0].stride()), attend(*args))[1]
+    )
     return strides
 
 

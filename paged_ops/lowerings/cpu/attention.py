@@ -52,13 +52,9 @@ MASKED_ROWS = 128
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
-    done = prepared.run(query, args, features, out)
-    if done is not None:
-        return done[0]
     output = fake.paged_attention(query, *args, out=out, **features)
-    done = prepared.first(query, args, features, out)
-    if done is not None:
-        return done[0]
+    if prepared.first(query, args, features, output) is not None:
+        return output
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     return _attend(Features(**features), output, lse, out is not None, query, *args)[0]
 
@@ -66,11 +62,14 @@ def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **feat
 def paged_attention_with_lse(
     query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **features: Any
 ) -> tuple[Tensor, Tensor]:
-    done = prepared.run(query, args, features, *(out or (None, None)))
-    if done is None:
-        output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
-        done = prepared.first(query, args, features, *(out or (None, None)))
-    return (done[0], done[1]) if done else _attend(Features(**features), output, lse, out is not None, query, *args)
+    output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
+    if prepared.first(query, args, features, output, lse) is not None:
+        return output, lse
+    return _attend(Features(**features), output, lse, out is not None, query, *args)
+
+
+paged_attention.repeat = prepared.repeat  # type: ignore[attr-defined]
+paged_attention_with_lse.repeat = prepared.repeat_with_lse  # type: ignore[attr-defined]
 
 
 def merge_attention_states(

@@ -417,17 +417,20 @@ void attend(const Call& c) {
     }
 }
 
-// Returns 0, or 1 if a value of the batch is invalid; then nothing was written. Without a call: whether bfloat16 uses the
-// matrix unit.
-extern "C" int64_t paged_attention(const Call* call) {
+// Attends with the given tensors; without them, call has all addresses, and the sequences to serve, whose values are not
+// checked. Returns 0, or 1 if Python must check: a value of the batch is invalid, or out may share memory with another
+// tensor; then nothing was written. Without a call: whether bfloat16 uses the matrix unit.
+extern "C" int64_t paged_attention(const Call* call, const Tensors* tensors) {
     if (!call) return matrix_unit();
-    if (call->sequences) return attend(*call), 0;
-    const Batch batch(*call);
+    if (!tensors) return attend(*call), 0;
+    if (tensors->overlap(*call)) return 1;
+    const Call c = tensors->of(*call);
+    const Batch batch(c);
     if (!batch.valid) return 1;
-    const int64_t rows = batch.starts.back() * call->H, padding = (call->T - batch.starts.back()) * call->H;
-    const int64_t row_bytes = call->Dv * (call->out_cell == FLOAT32 ? 4 : 2);
-    std::memset(call->out + rows * row_bytes, 0, padding * row_bytes);
-    if (call->lse) std::fill_n(call->lse + rows, padding, -INF);
-    attend(batch.of(*call));
+    const int64_t rows = batch.starts.back() * c.H, padding = (c.T - batch.starts.back()) * c.H;
+    const int64_t row_bytes = c.Dv * (c.out_cell == FLOAT32 ? 4 : 2);
+    std::memset(c.out + rows * row_bytes, 0, padding * row_bytes);
+    if (c.lse) std::fill_n(c.lse + rows, padding, -INF);
+    attend(batch.of(c));
     return 0;
 }

@@ -11,9 +11,9 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from paged_ops.layouts import PagedKV
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
 PLAIN = CELLS[:3]  # dtypes of query and out
+TENSORS = struct.Struct("=17q")  # Tensors of work.h
 # Supported arguments of attention. Other calls go to the torch ops.
 APPLIES = frozenset(
     {
@@ -93,7 +94,7 @@ def attend(
     vectors = vectors_of(f, paged.num_kv_heads)
     for name, vector in vectors.items():
         setattr(call, name, vector.data_ptr())
-    function(ctypes.byref(call))
+    function(ctypes.byref(call), None)
 
 
 def described(
@@ -169,12 +170,12 @@ def reasons_against(stored: torch.dtype, f: Features) -> list[str]:
 
 
 @functools.cache
-def compiled() -> Callable[[Any], int] | None:
+def compiled() -> Callable[..., int] | None:
     """The C++ function, or None if no compiler can build it."""
     return cpp.built(ATTENTION, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
 
 
-def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], int]:
+def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[..., int]:
     """The function from a library in folder: see :func:`paged_ops.cpp.load`."""
     return cpp.load(ATTENTION, compiler, processor, folder)
 
@@ -182,9 +183,16 @@ def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Cal
 def has_matrix_unit() -> bool:
     """Whether the C++ function uses the processor's matrix unit (AMX) for bfloat16."""
     function = compiled()
-    return function is not None and bool(function(None))
+    return function is not None and bool(function(None, None))
 
 
 ATTENTION = cpp.Source(
-    SOURCE, "paged_attention", Call, ctypes.c_int64, "attention", "attention on the CPU", ("-fopenmp",)
+    SOURCE,
+    "paged_attention",
+    Call,
+    ctypes.c_int64,
+    "attention",
+    "attention on the CPU",
+    ("-fopenmp",),
+    more=(ctypes.c_char_p,),
 )
