@@ -9,7 +9,7 @@ All of this runs on the host, once per step, on whole tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -304,7 +304,10 @@ def use_cascade_attention(
 
 def integers(argument: str, values: Ints, rank: int) -> Tensor:
     """Numbers of the host as an int32 or int64 CPU tensor; if they are one, it is not copied."""
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError):  # strings, None, rows of different lengths
+        raise ValueError(f"{argument}: expected integers, got {repr(values)[:80]}") from None
     if tensor.numel() == 0 and not isinstance(values, Tensor):
         tensor = tensor.to(torch.int64)
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != rank:
@@ -318,6 +321,8 @@ def _block_ids(rows: Sequence[Sequence[int]] | Tensor) -> Tensor:
     """Lists of blocks as a tensor ``[num_reqs, W]``, padded with -1, which is no block."""
     if not isinstance(rows, (list, tuple)):
         return integers("block_ids", cast(Tensor, rows), rank=2)
+    of_requests = all(isinstance(row, Iterable) for row in rows)
+    expect(of_requests, "block_ids", "a list of blocks for each request", repr(rows)[:80])
     flat = integers("block_ids", list(itertools.chain.from_iterable(rows)), rank=1)
     lens = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
     table = torch.full((len(rows), largest(lens)), -1, dtype=flat.dtype, device="cpu")
