@@ -16,6 +16,9 @@ from paged_ops.fake.models import (
     all_reduce,
     all_reduce_add_norm,
     few_row_linear,
+    invariant_expert_linear,
+    invariant_linear,
+    invariant_rms_norm,
     merge_over_ranks,
 )
 

@@ -36,6 +36,7 @@ from paged_ops.checks import expect
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.generation_config import GenerationFields
+from paged_ops.integrations.transformers.invariant import capped, expect_known, replace_layers
 from paged_ops.integrations.transformers.latent import as_they_are, latent_modules
 from paged_ops.integrations.transformers.own_attention import (
     carry_step,
@@ -86,6 +87,9 @@ class PagedCausalLM:
             :class:`paged_ops.parallel.context.Context`. All ranks wrap the model together.
         latent: for layers of latent attention (MLA), cache latents; False: keys and values of all heads, which take
             many times the memory. Latents cannot be sharded: with a context it is False.
+        batch_invariant: make the logits of a token the same, bit for bit, in every batch: docs/numerics.md. Replaces
+            linear layers, norms, experts, activations and rotary embeddings; fuse projections before. Models with other
+            layers are refused, and sharded ones.
 
     Attributes:
         layers: heads, head sizes, window and chunk of each cache.
@@ -111,7 +115,13 @@ class PagedCausalLM:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None, latent: bool = True
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int | None = None,
+        context: Any = None,
+        latent: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         refuse(model, has_own_attention)
         self._carries_step = has_own_attention(model)
@@ -120,6 +130,9 @@ class PagedCausalLM:
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
         if previous is not None:  # before reading anything that it replaced, such as position embeddings
             previous.undo()
+        self.batch_invariant, self._soft_cap = batch_invariant, 0.0
+        if batch_invariant:
+            expect_known(model)
         limit = _position_limit(model)
         freezes = list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
@@ -132,6 +145,8 @@ class PagedCausalLM:
         self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in forward.values())
         self.process_group = process_group_of(model)
         of_context, everyone = groups_of_context(context, self.process_group)
+        whole = not batch_invariant or everyone is None is self.process_group
+        expect(whole, "batch_invariant", "False with a sharded model or a context", batch_invariant)
         self.collective_groups = tuple(each for each in (self.process_group, of_context) if each is not None)
         self._wrapping = Wrapping(model)
         self.states: StateLayers | None = None
@@ -205,11 +220,13 @@ class PagedCausalLM:
         refuse_layers(model, self.states, has_indexers(model, self.max_model_len))
         if self.states is not None:
             self._wrapping.keep_states(self.states)
+        if self.batch_invariant:
+            self._soft_cap = replace_layers(self._wrapping, model)
         self._wrapping.set_implementation(PROBE)
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
         replace_attention(self._wrapping, model)
-        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states)
+        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states, self.batch_invariant)
         try:
             probe = run()
         except NoArgumentsError as error:
@@ -458,7 +475,7 @@ class PagedCausalLM:
         elif self._takes_more:
             arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
         logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
-        return logits if self._takes_rows else logits[last_rows]
+        return capped(logits if self._takes_rows else logits[last_rows], self._soft_cap)
 
 
 def sharded(num_ranks: int) -> dict[str, Any]:
