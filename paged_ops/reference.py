@@ -241,7 +241,9 @@ def invariant_rms_norm(
     quotient = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     if rounds_first:
         quotient = quotient.to(x.dtype)
-    return quotient.to(x.dtype) if weight is None else (quotient.double() * (weight_offset + weight.double())).to(x.dtype)
+    return (
+        quotient.to(x.dtype) if weight is None else (quotient.double() * (weight_offset + weight.double())).to(x.dtype)
+    )
 
 
 def _of_all_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -91,7 +91,7 @@ def draw(
         likeliest = scaled.topk(min(largest_k, scores.shape[-1]), -1).values
         last = likeliest.gather(-1, (top_k - 1).clamp(0, likeliest.shape[-1] - 1)[:, None])
         scaled.masked_fill_(scaled < last.masked_fill_((top_k == 0)[:, None], -torch.inf), -torch.inf)
-    probabilities = torch.softmax(scaled, -1)
+    probabilities = torch.softmax(_aligned(scaled), -1)[:, : scores.shape[-1]]
     R, V = scores.shape
     chunks = scaled.new_empty(R, -(-V // _CHUNK), _CHUNK, dtype=torch.float64)
     chunks[:, -1].zero_()
@@ -113,6 +113,18 @@ def draw(
     target -= reached.gather(1, chunk) - of_chunk.sum(-1, keepdim=True)
     token = torch.searchsorted(of_chunk.cumsum(-1), target, right=True)
     return (chunk * _CHUNK + token)[:, 0].clamp_(max=V - 1)
+
+
+def log_softmax(scores: Tensor) -> Tensor:
+    """Of float32 ``[R, V]``. The bits of a row do not depend on the other rows."""
+    return torch.log_softmax(_aligned(scores), -1)[:, : scores.shape[-1]]
+
+
+def _aligned(scores: Tensor) -> Tensor:
+    """The scores, on a GPU with columns of -inf up to whole 16 bytes: torch's softmax adds in an order that depends on
+    where a row begins."""
+    rest = 0 if scores.device.type == "cpu" else -scores.shape[-1] % 4
+    return torch.nn.functional.pad(scores, (0, rest), value=-torch.inf) if rest else scores
 
 
 def random_key(seed: int, sample: int, position: int) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import activations
 
+from paged_ops.checks import expect
 from paged_ops.integrations.transformers.projections import FusedLinear, FusedPart, OverlappingLinear
 from paged_ops.integrations.transformers.wrapping import Wrapping
 from paged_ops.layouts import MODEL_DTYPES
@@ -54,10 +55,8 @@ def expect_known(model: nn.Module) -> None:
             f" {type(model).__name__} with {', '.join(unknown)}, whose results may depend on the batch"
         )
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) > 1 or not dtypes <= {*MODEL_DTYPES}:
-        raise ValueError(
-            f"batch_invariant: expected a model with weights of one dtype of {MODEL_DTYPES}, got {sorted(map(str, dtypes))}"
-        )
+    fits = len(dtypes) == 1 and dtypes <= {*MODEL_DTYPES}
+    expect(fits, "batch_invariant", f"a model with weights of one dtype of {MODEL_DTYPES}", dtypes)
 
 
 def replace_layers(wrapping: Wrapping, model: Any) -> float:
@@ -67,7 +66,8 @@ def replace_layers(wrapping: Wrapping, model: Any) -> float:
         if isinstance(module, FusedLinear):
             wrapping.set_attribute(module, "matmul", invariant_linear)
         elif (forward := _forward_of(type(module))) is not None:
-            wrapping.retype(module, _invariant(type(module), forward))
+            kind: Any = type(module)
+            wrapping.retype(module, _invariant(kind, forward))
     soft_cap = getattr(model.config, _SOFT_CAP, None)
     if soft_cap:
         wrapping.set_attribute(model.config, _SOFT_CAP, None)
@@ -177,9 +177,7 @@ def _experts(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     T, k = indices.shape
     chosen = indices.reshape(-1)
     of_pairs = rows[:, None].expand(T, k, -1).reshape(T * k, -1)
-    gate_up = invariant_expert_linear(
-        of_pairs, experts.gate_up_proj.transpose(1, 2), chosen, experts.gate_up_proj_bias
-    )
+    gate_up = invariant_expert_linear(of_pairs, experts.gate_up_proj.transpose(1, 2), chosen, experts.gate_up_proj_bias)
     gate, up = gate_up[:, ::2].clamp(max=experts.limit), gate_up[:, 1::2].clamp(-experts.limit, experts.limit)
     gated = (up + 1) * (gate * _sigmoid((gate * experts.alpha).float()).to(gate.dtype))
     out = invariant_expert_linear(gated, experts.down_proj.transpose(1, 2), chosen, experts.down_proj_bias)

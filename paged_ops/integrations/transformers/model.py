@@ -57,6 +57,7 @@ from paged_ops.integrations.transformers.refusals import (
     refuse_layers,
 )
 from paged_ops.integrations.transformers.rotary import FrozenRotary, length_dependent, stretch
+from paged_ops.integrations.transformers.scoring import token_logprobs
 from paged_ops.integrations.transformers.trial import DenseRun, DifferentLogitsError, run_dense, why_different
 from paged_ops.integrations.transformers.weights import Weights
 from paged_ops.integrations.transformers.wrapping import NAME, CompiledLayer, StepCache, Wrapping, copy_of, run_layer
@@ -226,7 +227,8 @@ class PagedCausalLM:
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
         replace_attention(self._wrapping, model)
-        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states, self.batch_invariant)
+        how = self.states, self.batch_invariant
+        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, *how)
         try:
             probe = run()
         except NoArgumentsError as error:
@@ -457,6 +459,15 @@ class PagedCausalLM:
                 )
         return self._step(input_ids, metadata, last_rows, kv_caches, **inputs)
 
+    def token_logprobs(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        """The log-probability of each token but the first, given those before it: float32 ``[n - 1]``.
+
+        One forward pass over the whole sequence, without gradients. With ``batch_invariant`` they have the bits of the
+        ``logprobs`` of a :class:`paged_ops.generation.GenerationLoop` over this object: docs/numerics.md.
+        Models with states, a context, or prompts that see ahead are refused.
+        """
+        return token_logprobs(self, token_ids)
+
     def _step(
         self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any, **inputs: Any
     ) -> Tensor:
@@ -476,19 +487,6 @@ class PagedCausalLM:
             arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
         logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
         return capped(logits if self._takes_rows else logits[last_rows], self._soft_cap)
-
-
-def sharded(num_ranks: int) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that shard a model over the ranks started by torchrun (tensor parallelism).
-
-    transformers needs accelerate for it, and creates the process group if there is none.
-    """
-    try:
-        from transformers.distributed import DistributedConfig
-
-        return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=num_ranks)}
-    except (ImportError, TypeError):  # before transformers 5.17
-        return {"tp_plan": "auto"}
 
 
 def _position_limit(model: Any) -> int | None:

@@ -295,7 +295,7 @@ def run_probe(
     names = {module: of for of, module in model.named_modules()}
     length = max(max_model_len or 0, 2**20)
     layout = get_default_layout(model.device)
-    options = {"masks_by_type": masks_by_type(model), "batch_invariant": batch_invariant}
+    options: dict[str, Any] = {"masks_by_type": masks_by_type(model), "batch_invariant": batch_invariant}
     probe = Probe(names, length, len(LENGTHS), _BLOCK_SIZE, layout, **options)
     cache = None if states is None else StateCache(states.specs, len(LENGTHS), device=model.device)
     if cache is not None:

@@ -1,9 +1,9 @@
 """Linear layers and norms whose results do not depend on the number of rows.
 
 One program computes each tile of outputs and adds BK products at a time in float32, from the first feature to the last.
-The matrix units of a device then add in one order for every tile shape (measured on an H200 for all of :func:`tile_of`),
-so the tile may follow the number of rows. With few rows the weight is the left operand: wgmma needs 64 rows there.
-Split-K, which cuBLAS chooses by the number of rows, would change the order.
+The matrix units of a device then add in one order for every tile shape (on an H200 measured for each of
+:func:`tile_of`), so the tile may follow the number of rows. With few rows the weight is the left operand: wgmma needs
+64 rows there. Split-K, which cuBLAS chooses by the number of rows, would change the order.
 
 Letters: T rows, C input features, O output features, E experts.
 """
