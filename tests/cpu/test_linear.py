@@ -131,6 +131,7 @@ def test_errors_name_the_argument(change):
             ops.invariant_linear(x, weight[0], bias[0])
 
 
+@pytest.mark.slow
 def test_compiles():
     x, weight = random(5, 16), random(8, 16)
 
