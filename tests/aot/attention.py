@@ -162,6 +162,7 @@ VARIANTS = [
         "attention-invariant",
         call("prefill", lse=True, batch_invariant=True),
         {"cuda:90": (*PREFILL["cuda:90"], *SPLIT["cuda"][1:]), "hip:gfx9": SPLIT["hip:gfx9"]},
-        may_spill=RDNA,
+        spills={(3, 6): 64},
+        targets=("cuda:90", "hip:gfx942"),
     ),
 ]
