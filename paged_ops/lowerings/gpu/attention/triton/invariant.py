@@ -76,7 +76,7 @@ def tiles_of(spec: Spec, target: Target) -> tuple[tuning.Tile, tuning.Tile]:
     group = tuning.power_of_2(spec.G)
     width = tuning.padded(max(spec.k_side.size, spec.v_side.size), spec.storage.dtype.itemsize)
     if target.device.type == "cpu":
-        tile = tuning.Tile(max(16, group), 32, 4, 1)
+        tile = tuning.Tile(max(64, group), 32, 4, 1)
     elif spec.dtype.itemsize == 4:
         tile = tuning.Tile(max(16, group), 32 if width <= 128 else 16, 4, 1)
     elif not target.is_hopper:
