@@ -15,7 +15,7 @@ and additions, which the compiler would choose differently in each of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -110,7 +110,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     constants = {"SPEC": spec, "WALK": walk, "DIVISION": division, "CUTS": cuts, "UNIT": unit}
     is_cuda = target.backend != "hip"
 
-    def launch(kernel, tile, grid, *without):
+    def launch(kernel: Any, tile: tuning.Tile, grid: Any, *without: str) -> Launch:
         own = {"TILE": tuning.shape(tile, spec), **tile.options(is_cuda), **target.overlap(), **NOT_FUSED}
         return Launch(launcher_of(kernel, {**constants, **own}, target.device, without), grid, without)
 
