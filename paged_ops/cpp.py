@@ -39,9 +39,10 @@ class Source(NamedTuple):
     what: str  # for the warning that it cannot be compiled
     flags: tuple[str, ...] = ()
     keeps_lock: bool = False  # whether it holds the GIL, as short functions should
+    more: tuple[Any, ...] = ()  # types of further arguments
 
 
-def built(source: Source, processor: Sequence[str] = ()) -> Callable[[Any], Any] | None:
+def built(source: Source, processor: Sequence[str] = ()) -> Callable[..., Any] | None:
     """The C++ function, or None if no compiler can make it. If there is a compiler, a warning says why it failed."""
     if sys.platform == "win32":
         return None  # MSVC does not have the vector types of the source
@@ -117,7 +118,7 @@ def _is_private(group: int) -> bool:
     return found.gr_name == name and set(found.gr_mem) <= {name}
 
 
-def load(source: Source, compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], Any]:
+def load(source: Source, compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[..., Any]:
     """The function, from a library in ``folder``. It is compiled unless a complete, unchanged library is there.
 
     Raises OSError, subprocess.SubprocessError or AttributeError (the compiled library has no such function).
@@ -153,8 +154,8 @@ def _named_by_content(library: Path, stem: str) -> Path:
     return library.with_name(f"{stem}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so")
 
 
-def _function(source: Source, library: Path) -> Callable[[Any], Any]:
+def _function(source: Source, library: Path) -> Callable[..., Any]:
     loaded = (ctypes.PyDLL if source.keeps_lock else ctypes.CDLL)(str(library))
     function = getattr(loaded, source.function)
-    function.argtypes, function.restype = [ctypes.POINTER(source.argument)], source.result
+    function.argtypes, function.restype = [ctypes.POINTER(source.argument), *source.more], source.result
     return function

@@ -52,9 +52,8 @@ def check_features(f: Features, query: Tensor, S: int, block_size: int, scale: f
     H = query.shape[1]
     if type(scale) is float:
         expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
-    expect(f.sliding_window >= 0, "sliding_window", "0 (off) or a number of tokens", f.sliding_window)
-    expect(f.attention_chunk >= 0, "attention_chunk", "0 (off) or a number of tokens", f.attention_chunk)
-    expect(f.num_first_tokens >= 0, "num_first_tokens", "0 (off) or a number of tokens", f.num_first_tokens)
+    for name in masks.NUMBERS:
+        expect(getattr(f, name) >= 0, name, "0 (off) or a number of tokens", getattr(f, name))
     expect(f.soft_cap >= 0, "soft_cap", "0 (off) or a positive bound", f.soft_cap)
     if type(f.soft_cap) is float and f.soft_cap != 0:  # kernels hold it as float32
         expect(SMALLEST <= f.soft_cap <= LARGEST, "soft_cap", "0 (off) or a bound in the range of float32", f.soft_cap)
@@ -206,14 +205,6 @@ def _on(features: Mapping[str, Any], feature: str) -> bool:
     return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
 
 
-# The masks of kept_keys.
-MASKS = frozenset(
-    {
-        *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
-    }
-)
-
-
 def kept_keys(
     f: Features, s: int | Tensor, i: Tensor, j: Tensor, num_heads: int, num_kv_heads: int, block_size: int
 ) -> Tensor:
@@ -236,11 +227,9 @@ def kept_keys(
         num_heads,
         num_kv_heads,
         is_causal=f.causal,
-        window=f.sliding_window,
-        chunk=f.attention_chunk,
         sparse=sparse,
         ranges=ranges,
-        num_first_tokens=f.num_first_tokens,
+        **{name: getattr(f, name) for name in masks.NUMBERS},
     )
 
 

@@ -2,10 +2,12 @@
 
 ``i`` is the position of a query, ``j`` of a key, both counted from the start of their sequence; they are integer
 tensors that broadcast, and a predicate returns a bool tensor. A tile of keys is skipped when no pair in it is kept.
+A mask of numbers is a predicate in :data:`NUMBERED`; its other parameters have the names of arguments of attention.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +22,23 @@ def causal(i: Tensor, j: Tensor) -> Tensor:
     return j <= i
 
 
-def sliding_window(i: Tensor, j: Tensor, window: int, num_first_tokens: int = 0) -> Tensor:
-    """A query sees the last ``window`` positions, including its own, and the first tokens of its sequence."""
-    return (i - j < window) | (j < num_first_tokens)
+def window(i: Tensor, j: Tensor, sliding_window: int, num_first_tokens: int) -> Tensor:
+    """A query sees the last positions, including its own, and the first tokens of its sequence."""
+    return (i - j < sliding_window) | (j < num_first_tokens)
 
 
-def attention_chunk(i: Tensor, j: Tensor, chunk: int) -> Tensor:
+def chunk(i: Tensor, j: Tensor, attention_chunk: int) -> Tensor:
     """A query sees the keys of its own chunk (chunked-local attention, Llama-4)."""
-    return i.div(chunk, rounding_mode="floor") == j.div(chunk, rounding_mode="floor")
+    return i.div(attention_chunk, rounding_mode="floor") == j.div(attention_chunk, rounding_mode="floor")
+
+
+# The masks of numbers, which hide keys; each is off if its first number is 0.
+NUMBERED = (window, chunk)
+# The arguments of each, and of all.
+ARGUMENTS = {mask: tuple(inspect.signature(mask).parameters)[2:] for mask in NUMBERED}
+NUMBERS = tuple(name for names in ARGUMENTS.values() for name in names)
+# All arguments of attention that :func:`keep` applies.
+NAMES = frozenset({"causal", *NUMBERS, "block_sparse", "bidirectional_ranges"})
 
 
 def oldest_key(i: int, window: int, chunk: int) -> int:
@@ -121,22 +132,21 @@ def keep(
     num_kv_heads: int,
     *,
     is_causal: bool,
-    window: int = 0,
-    chunk: int = 0,
     sparse: SparsePattern | None = None,
     ranges: Sequence[Sequence[Any]] = (),
-    num_first_tokens: int = 0,
+    **numbers: int,
 ) -> Tensor:
     """The mask of a call for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``.
 
-    ``ranges`` are pairs (start, end) of integers, or of tensors ``[q, 1]`` if each row has its own.
+    ``ranges``: pairs (start, end) of integers, or of tensors ``[q, 1]`` if each row has its own. ``numbers``: of
+    :data:`NUMBERS`; 0 if not given.
     """
     i, j = i[None, :, None], j[None, None, :]
     kept = causal(i, j) if is_causal else torch.ones_like(i - j, dtype=torch.bool)
-    if window:
-        kept = kept & sliding_window(i, j, window, num_first_tokens)
-    if chunk:
-        kept = kept & attention_chunk(i, j, chunk)
+    for mask, names in ARGUMENTS.items():
+        first, *others = (numbers.get(name, 0) for name in names)
+        if first:
+            kept = kept & mask(i, j, first, *others)
     if sparse is not None:
         offset = torch.tensor(block_sparse_offsets(sparse, num_heads, num_kv_heads), device=i.device)[:, None, None]
         kept = kept & block_sparse(i, j, offset, sparse)

@@ -130,6 +130,8 @@ def _define(
         kernel = _late(functools.partial(lowering, base, key), schema, out)
         if (written or out) and key != "XLA":  # XLA's tensors have no addresses
             kernel = _disjoint(kernel, run, in_place)
+        if key == "CPU":
+            kernel = _repeated(kernel, functools.partial(lowering, base, key), schema, out)
         library.impl(name, kernel, key)
     for key in (*LOWERINGS, "PrivateUse1"):  # the dispatcher calls these only under autocast: else they cost nothing
         library.impl(name, without_autocast(run), f"Autocast{key}")
@@ -183,6 +185,36 @@ def _late(find: Callable[[], Callable[..., Any]], schema: str, out: Sequence[str
         return [kernel(*args, **kwargs)]
 
     return kernel_out if out else kernel_list if schema.endswith("[]") else kernel
+
+
+def _repeated(
+    kernel: Callable[..., Any], find: Callable[[], Callable[..., Any]], schema: str, out: Sequence[str]
+) -> Callable[..., Any]:
+    """The kernel, after an attempt by the attribute ``repeat`` of the op's lowering, if it has one.
+
+    ``repeat(args, kwargs, results)`` serves a call whose checks depend on nothing that differs from an earlier call:
+    it returns what the op returns, or None if the kernel must check the call. ``results``: those of an ``.out``
+    overload, which are not in kwargs.
+    """
+    repeat: Callable[..., Any] | None = None
+    found = False
+
+    def kernel_repeated(*args: Any, **kwargs: Any) -> Any:
+        nonlocal repeat, found
+        if not found:
+            repeat, found = getattr(find(), "repeat", None), True
+        if repeat is None:
+            return kernel(*args, **kwargs)
+        results = tuple([kwargs.pop(name) for name in out])
+        done = repeat(args, kwargs, results)
+        if done is None:
+            kwargs.update(zip(out, results, strict=True))
+            return kernel(*args, **kwargs)
+        if out or schema.endswith("()"):
+            return None
+        return [done] if schema.endswith("[]") else done
+
+    return kernel_repeated
 
 
 def _disjoint(kernel: Callable[..., Any], run: Any, in_place: bool, traced: bool = False) -> Callable[..., Any]:

@@ -119,7 +119,8 @@ def test_layouts_and_checks(default):
             assert layouts.paged_kv(*form).num_blocks == 4
         i = torch.arange(8, device="cpu")
         sparse = masks.check_block_sparse(paged_ops.BlockSparse(16, 1, 2), 16)
-        assert masks.keep(i, i, 4, 2, is_causal=True, window=2, chunk=4, sparse=sparse).device.type == "cpu"
+        numbers = {"sliding_window": 2, "attention_chunk": 4}
+        assert masks.keep(i, i, 4, 2, is_causal=True, sparse=sparse, **numbers).device.type == "cpu"
         tables = torch.tensor([[5]], dtype=torch.int32, device="cpu")
         lens, starts = (torch.tensor(each, dtype=torch.int32, device="cpu") for each in ([3], [0, 1]))
         with pytest.raises(ValueError, match="block_tables: expected ids of the 4 blocks of the cache"):

@@ -122,6 +122,13 @@ def test_a_described_call_on_the_cpu():
     assert described("--dtype", "float32").startswith("paged_attention on cpu: ")
 
 
+def test_values_of_features():
+    latent = "--layout LATENT --heads 16/1 --head-size 576 --value-head-size 512 --cache-dtype uint8 --device H200"
+    assert "latent" in described(*latent.split(), "--feature", "kv_cache_dtype=fp8_ds_mla").partition("\n")[0]
+    assert "not the C++ function: block_sparse" in described("--feature", "block_sparse=[16,1,1,0,0,0,1]")
+    assert "flash kernel, per sequence: soft_cap" in described("--feature", "causal=false", "--feature", "soft_cap=30")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -130,8 +137,17 @@ def test_a_described_call_on_the_cpu():
         (["--query-lens", "3x"], "--query-lens: expected numbers"),
         (["--dtype", "real"], "--dtype: expected the name of a dtype"),
         (["--layout", "nhd"], "--layout: expected one of"),
+        (["--layout", "LATENT"], "num_kv_heads: expected 1 for the LATENT layout"),
+        (["--device", "cuda:99"], "--device: expected one of the "),
+        (["--head-size", "0"], "--head-size: expected a number above 0, got 0"),
+        (["--query-lens", "9", "--seq-len", "8"], "--seq-len: expected at least the 9 of --query-lens, got 8"),
+        (["--feature", "sinsk"], "--feature: expected one of causal, sliding_window, "),
+        (["--feature", "causal=no"], "--feature: expected causal= and true or false, got causal=no"),
+        (["--feature", "sliding_window"], "--feature: expected sliding_window= and an integer, got sliding_window"),
+        (["--feature", "sinks=3"], "--feature: expected sinks without a value, as it is a tensor, got sinks=3"),
+        (["--feature", "block_sparse"], "--feature: expected block_sparse= and a list, got block_sparse"),
     ],
 )
 def test_wrong_descriptions(options, message):
     result = CliRunner().invoke(app, ["explain", *options])
-    assert result.exit_code == 1 and message in str(result.exception)
+    assert isinstance(result.exception, ValueError) and message in str(result.exception)

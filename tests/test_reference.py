@@ -392,7 +392,8 @@ def test_gather_kv():
 
 def test_the_oldest_key_is_the_first_that_the_masks_keep():
     for i, window, chunk in itertools.product((0, 1, 7, 8, 20), (0, 1, 5, 30), (0, 1, 4, 30)):
-        kept = masks.keep(ints(i), torch.arange(32), 1, 1, is_causal=True, window=window, chunk=chunk)[0, 0]
+        numbers = {"sliding_window": window, "attention_chunk": chunk}
+        kept = masks.keep(ints(i), torch.arange(32), 1, 1, is_causal=True, **numbers)[0, 0]
         assert masks.oldest_key(i, window, chunk) == int(kept.nonzero()[0]), (i, window, chunk)
 
 

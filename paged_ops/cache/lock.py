@@ -25,7 +25,8 @@ class CacheLock:
     flag. A lock that an interrupted call did not release is released by the next call of its thread.
 
     Attributes:
-        issued: an event after the device's work of the last step of any loop, which may still run.
+        issued: an event after the device's work of the last step of any loop, which may still run. Only
+            :meth:`wait_for_issued` orders later work after it, as that may be on another stream.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,11 @@ class CacheLock:
         self._first_waiting = threading.RLock()  # held by the thread that gets the lock next, which makes it fair
         self._deferred: deque[Callable[[], object]] = deque()
         self.issued: torch.cuda.Event | None = None
+
+    def wait_for_issued(self, device: torch.device) -> None:
+        """The current stream of the device waits for the work of the last step."""
+        if self.issued is not None:
+            torch.cuda.current_stream(device).wait_event(self.issued)
 
     @property
     def is_held(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json as json_module
 import re
 from typing import Annotated, Any
@@ -12,7 +13,8 @@ import typer
 
 from paged_ops import layouts
 from paged_ops.checks import expect
-from paged_ops.device import with_index
+from paged_ops.cli.device import choose_device
+from paged_ops.registry import OPS
 
 # GPUs that need not be present: compute capability, multiprocessors, KiB of shared memory per program.
 GPUS = {
@@ -33,7 +35,9 @@ def explain(
     cache_dtype: Annotated[str, typer.Option(help="By default the queries' dtype; e4m3 and e5m2 are fp8.")] = "",
     heads: Annotated[str, typer.Option(help="Query heads / key/value heads.")] = "32/8",
     head_size: Annotated[int, typer.Option(help="Of keys; in a LATENT cache latent and rotated columns.")] = 128,
-    value_head_size: Annotated[int, typer.Option(help="By default the keys' size; 512 for most LATENT caches.")] = 0,
+    value_head_size: Annotated[
+        int | None, typer.Option(help="By default the keys' size; 512 for most LATENT caches.")
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     layout: Annotated[str, typer.Option(help=f"Of the cache: {', '.join(layouts.Layout)}.")] = "NHD",
     query_lens: Annotated[str, typer.Option(help="Tokens per sequence: 63x1,512 is 63 decodes and a prompt.")] = "64x1",
@@ -48,10 +52,19 @@ def explain(
     op = "paged_attention_with_lse" if lse else "paged_attention"
     queries = _lengths(query_lens)
     H, K = _numbers("--heads", heads, "/")
+    value_head_size = head_size if value_head_size is None else value_head_size
+    for option, number in (
+        ("--head-size", head_size),
+        ("--value-head-size", value_head_size),
+        ("--block-size", block_size),
+    ):
+        expect(number > 0, option, "a number above 0", number)
+    expect(seq_len >= max(queries), "--seq-len", f"at least the {max(queries)} of --query-lens", seq_len)
     queried = _dtype("--dtype", dtype)
     stored = _dtype("--cache-dtype", cache_dtype) if cache_dtype else queried
-    shape = {"T": sum(queries), "S": len(queries), "H": H, "K": K, "D": head_size, "Dv": value_head_size or head_size}
-    arguments, features = _call(shape, queried, stored, block_size, layout, seq_len, feature or [])
+    shape = {"T": sum(queries), "S": len(queries), "H": H, "K": K, "D": head_size, "Dv": value_head_size}
+    features = _features(op, H, len(queries), feature or [])
+    arguments = _call(shape, queried, stored, block_size, layout, seq_len, features)
     answer = _answer(device, op, arguments, features)
     print(json_module.dumps(dataclasses.asdict(answer)) if json else answer)
 
@@ -71,7 +84,7 @@ def _answer(device: str, op: str, arguments: tuple[Any, ...], features: dict[str
     from paged_ops.lowerings.gpu.target import Target, target_of
 
     if kind == "cuda":
-        return gpu.explain(op, *arguments, target=target_of(with_index(device)), **features)
+        return gpu.explain(op, *arguments, target=target_of(choose_device(device)), **features)
     name = next((each for each in GPUS if device.lower() in (each.lower(), *re.split("[ -]", each.lower()))), None)
     expect(name is not None, "--device", f"cpu, xla, cuda, cuda:<index> or a name among {', '.join(GPUS)}", device)
     arch, processors, space = GPUS[str(name)]
@@ -80,39 +93,74 @@ def _answer(device: str, op: str, arguments: tuple[Any, ...], features: dict[str
 
 
 def _call(
-    shape: dict[str, int], dtype: torch.dtype, stored: torch.dtype, B: int, layout: str, seq_len: int, asked: list[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call: tensors without memory."""
+    shape: dict[str, int],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    B: int,
+    layout: str,
+    seq_len: int,
+    features: dict[str, Any],
+) -> tuple[Any, ...]:
+    """The positional arguments of a call: tensors without memory. ``features`` gets those that the shapes need."""
     T, S, H, K, D, Dv = shape.values()
     expect(layout in list(layouts.Layout), "--layout", f"one of {', '.join(layouts.Layout)}", layout)
     columns = -(-seq_len // B)
-    features: dict[str, Any] = {}
-
-    def meta(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
     if layout == layouts.Layout.LATENT:
-        kv_cache = meta(S * columns, B, D, dtype=stored)
+        form = dict(value_head_size=Dv, kv_cache_dtype=features.get("kv_cache_dtype", "auto"))
+        kv_cache = _meta(*layouts.kv_cache_shape(layout, S * columns, B, K, D, **form), dtype=stored)
         features["value_head_size"] = Dv
     elif Dv != D:
-        kv_cache, features["value_cache"] = (meta(S * columns, B, K, each, dtype=stored) for each in (D, Dv))
+        kv_cache, features["value_cache"] = (_meta(S * columns, B, K, each, dtype=stored) for each in (D, Dv))
     else:
         kv_cache = layouts.kv_cache_view(
-            layout, meta(*layouts.kv_cache_shape(layout, S * columns, B, K, D), dtype=stored)
+            layout, _meta(*layouts.kv_cache_shape(layout, S * columns, B, K, D), dtype=stored)
         )
         if layout == layouts.Layout.X_PACKED:
             kv_cache, features["value_cache"] = layouts.split_kv_cache(kv_cache, K, D)
+    batch = (_meta(*sizes, dtype=torch.int32) for sizes in ((S, columns), (S,), (S + 1,)))
+    return _meta(T, H, D, dtype=dtype), kv_cache, *batch, D**-0.5
+
+
+def _features(op: str, H: int, S: int, asked: list[str]) -> dict[str, Any]:
+    """The arguments that ``--feature`` names."""
     tensors = {
-        "alibi_slopes": meta(H),
-        "sinks": meta(H),
-        **{name: meta(1) for name in ("k_scale", "v_scale", "output_scale")},
-        "bidirectional_ranges": meta(S, 1, 2, dtype=torch.int32),
+        "alibi_slopes": _meta(H),
+        "sinks": _meta(H),
+        **{name: _meta(1) for name in ("k_scale", "v_scale", "output_scale")},
+        "bidirectional_ranges": _meta(S, 1, 2, dtype=torch.int32),
     }
+    described = ("value_cache", "value_head_size")  # by other options
+    keywords = [each for each in inspect.signature(OPS[op]).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    known = {each.name: each.default for each in keywords if each.name not in described}
+    features: dict[str, Any] = {}
     for each in asked:
-        name, _, value = each.partition("=")
-        features[name] = json_module.loads(value) if value else tensors.get(name, True)
-    batch = (meta(*sizes, dtype=torch.int32) for sizes in ((S, columns), (S,), (S + 1,)))
-    return (meta(T, H, D, dtype=dtype), kv_cache, *batch, D**-0.5), features
+        name, equals, value = each.partition("=")
+        expect(name in known, "--feature", f"one of {', '.join(known)}", name)
+        if name in tensors:
+            expect(not equals, "--feature", f"{name} without a value, as it is a tensor", each)
+            features[name] = tensors[name]
+        elif isinstance(known[name], str):
+            features[name] = value
+        else:
+            features[name] = _value(each, value if equals or known[name] is not False else "true", known[name])
+    return features
+
+
+def _value(feature: str, text: str, default: Any) -> Any:
+    """The value of an option's text, of the type that the argument has."""
+    kinds = {bool: "true or false", int: "an integer", float: "a number"}
+    try:
+        value = json_module.loads(text)
+    except json_module.JSONDecodeError:
+        value = None
+    kind = type(default) if type(default) in kinds else list
+    right = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    expect(right, "--feature", f"{feature.partition('=')[0]}= and {kinds.get(kind, 'a list')}", feature)
+    return value
+
+
+def _meta(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def _lengths(text: str) -> list[int]:

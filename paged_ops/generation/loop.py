@@ -362,14 +362,16 @@ class GenerationLoop:
         return self._model.graphs.stats
 
     def warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
-        """Compiles the step on a batch that is only padding, and captures graphs as ``graph_mode`` asks.
+        """Compiles and loads all that a later step can need, and captures graphs as ``graph_mode`` asks.
 
-        The cache is neither read nor written. ``on_capture`` is called with (sizes captured, sizes in all).
+        The step runs on padding and on a made-up prompt; the cache is not written. ``on_capture`` is called with (sizes
+        captured, sizes in all).
         """
         warm_up = functools.partial(self._warm_up, on_capture)
         self._lock.run(functools.partial(self._on_all_ranks, "warm_up", warm_up))
 
     def _warm_up(self, on_capture: Callable[[int, int], None] | None = None) -> None:
+        self._lock.wait_for_issued(self.kv_cache.device)  # the step that runs reads buffers that padding overwrites
         self._ranks.run(functools.partial(self._model.warm_up, on_capture), WARM_UP_LIMIT)
         self._model.is_warm = True
 

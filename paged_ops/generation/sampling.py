@@ -61,6 +61,11 @@ class Chosen:
             found = [token if math.isfinite(value) else -1 for value, token in zip(values, found, strict=True)]
         return Choices(found, set(), {})
 
+    def keep_for_current_stream(self) -> None:
+        """Keeps the memory of the tokens until the current stream, which may be another one now, has read them."""
+        if self.tokens.is_cuda:
+            self.tokens.record_stream(torch.cuda.current_stream(self.tokens.device))
+
     @functools.cached_property
     def index(self) -> dict[Request, int]:
         """Where the token of each request is."""

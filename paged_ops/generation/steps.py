@@ -56,9 +56,9 @@ class Steps:
             OutOfBlocks: no request can run; or, with a step before, one would have to be preempted.
             Exception: of the model, or of a function of the user.
         """
-        issued = self._kv_cache.lock.issued
-        if issued is not None:  # the current stream may be another one now
-            torch.cuda.current_stream(self._kv_cache.device).wait_event(issued)
+        self._kv_cache.lock.wait_for_issued(self._kv_cache.device)
+        if before is not None and before.unread is not None:
+            before.unread.keep_for_current_stream()
         launched = Launched(is_overlapped=before is not None)
         launched.choices = self._ranks.run(functools.partial(self._issue, launched, before))
         return launched

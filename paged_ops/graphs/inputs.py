@@ -143,12 +143,13 @@ def inputs_of_padding(builder: AttentionMetadataBuilder, S: int, T: int) -> Step
 
 def inputs_of_prompt(builder: AttentionMetadataBuilder, T: int, computed: int) -> StepInputs:
     """A step with T tokens of one prompt after ``computed`` tokens, which writes no slot of the cache. It reads the
-    first block and the states of padding."""
+    first block and the states of padding. Positions are 0, as the last block may end behind the model's last one."""
     _clear(builder)
     blocks = [[0] * -(-(computed + T) // builder.block_size)]
     slots = [2] if builder.num_state_rows else None
     batch = Batch([T], [computed], blocks, other_block_ids=[blocks] * (len(builder.num_blocks) - 1), state_slots=slots)
     metadata = builder.build(0, batch, num_reqs=LEAST)
+    metadata.positions.zero_()
     for pool in (metadata.pool(0), *(metadata.other_pools or ())):
         pool.slot_mapping.fill_(-1)
     if metadata.state_slots is not None:

@@ -170,8 +170,8 @@ class DecodeGraphs:
     ) -> CaptureReport:
         """Capture a graph of each size, the largest first, so that the smaller ones fit into its memory.
 
-        The cache is neither read nor written, as the batches are only padding. Call it again if the cache or the
-        weights have moved.
+        The cache is not written: batches are padding, and a made-up prompt without slots. Call it again if the cache or
+        the weights have moved.
 
         Args:
             on_progress: called with (sizes done, sizes in all, the size that comes next or None).
@@ -187,13 +187,10 @@ class DecodeGraphs:
         self.captured.clear()
         self._last = None
         self._addresses = self._cache_addresses()
-        if self._ahead is None:
-            self.compile_ahead(wait=False)
+        ahead, self._ahead = self._ahead or self._compile_ahead(), None
         if dynamic:
             self.run_padding()
-        assert self._ahead is not None
-        self._ahead.finish()
-        self._ahead = None
+        ahead.finish()
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
         with CaptureSession(self.kv_cache.device) as session:
@@ -218,12 +215,17 @@ class DecodeGraphs:
         """Compile the kernels of this package that steps need, of the sizes that :meth:`capture` captures and of all
         others that this runner takes: see :func:`paged_ops.warm_up`. The step is run on each kind of batch, eagerly.
         With ``wait`` False the next :meth:`capture` waits for the kernels."""
+        ahead = self._compile_ahead()
+        if wait:
+            return ahead.finish()
+        self._ahead = ahead
+        return ahead.report()
+
+    def _compile_ahead(self) -> Ahead:
         captured = [(key.num_tokens, key.num_reqs) for key in self.plan()]
         limits = {"max_num_tokens": self._max_num_tokens + 1, "max_num_seqs": self._max_num_seqs}
         trials = self._trials() if runs_kernels(self.kv_cache.device) else []
-        ahead = Ahead(trials, sizes=captured, **limits)
-        self._ahead = None if wait else ahead
-        return ahead.finish() if wait else ahead.report()
+        return Ahead(trials, sizes=captured, **limits)
 
     def _trials(self) -> Sequence[Callable[[], None]]:
         """Runs of the step that together call each op as later steps do: decodes, few and many rows, the first and the

@@ -36,7 +36,7 @@ def warm_up(
     max_num_seqs: int | None = None,
     wait: bool = True,
 ) -> WarmUp:
-    """Compile and load the attention and cache-write kernels that some calls would launch.
+    """Compile and load the kernels of this package that some calls would launch.
 
     A kernel takes seconds to compile, under the GIL. Without warm-up, the first call of a model compiles its kernels
     one after the other, and each new kind of batch compiles more. This function starts one process that forks for each
@@ -55,10 +55,10 @@ def warm_up(
 
     Args:
         calls: functions that call ops of this package on GPU tensors: ``functools.partial`` of an op, or a step of a
-            model. Each runs once, eagerly, even if it is compiled. Meanwhile attention and cache writes check their
-            arguments but launch nothing: results are 0, and caches do not change. Other ops run as usual. Tensors must
-            have the shapes, strides, dtypes and alignment of later calls, except for the numbers of tokens and
-            sequences.
+            model. Each runs once, eagerly, even if it is compiled. Meanwhile attention, merges, cache writes, copies
+            and swaps check their arguments but launch nothing: results are 0, and caches do not change. Other ops run
+            as usual. Tensors must have the shapes, strides, dtypes and alignment of later calls, except for the numbers
+            of tokens and sequences.
         sizes: pairs (tokens, sequences): also compile the attention kernels for batches of these sizes.
         max_num_tokens, max_num_seqs: also compile the attention kernels for all batches up to these sizes. Set both or
             neither.
@@ -102,7 +102,7 @@ class Ahead:
         most = [] if max_num_tokens is None or max_num_seqs is None else [(max_num_tokens, max_num_seqs)]
         for T, S in (*wanted, *most):
             expect(T >= 1 and S >= 1, "sizes", "positive numbers of tokens and sequences", (T, S))
-        self._loads: dict[Any, Callable[[], None]] = {}  # by job of precompile.py
+        self._loads: dict[Any, dict[torch.device, Callable[[], None]]] = {}  # by job of precompile.py
         self._states: list[Any] = []
         self._compiled = 0
         self._started = time.perf_counter()
@@ -119,8 +119,8 @@ class Ahead:
         for call in calls:
             with precompile.noting(wanted) as notes:
                 call()
-            for job, load in notes.items():
-                self._loads.setdefault(job, load)
+            for job, loads in notes.items():
+                self._loads.setdefault(job, {}).update(loads)
             if compiler is not None:
                 self._states = compiler.submit(self._loads)
                 self._compiled = len(compiler.states) - before
@@ -135,10 +135,11 @@ class Ahead:
             errors = {job: state.error for job, state in zip(self._loads, self._states, strict=True) if state.error}
         else:
             self._compiled = len(self._loads)
-        for job, load in self._loads.items():
+        for job, loads in self._loads.items():
             if job not in errors:
                 try:
-                    load()
+                    for load in loads.values():
+                        load()
                 except Exception as error:
                     errors[job] = f"{job.name}: {type(error).__name__}: {error}"
         return self.report(errors.values())

@@ -10,7 +10,7 @@ import torch
 
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
-from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, assert_empty, make_loop, toy_step
+from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, make_loop, toy_step
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -64,22 +64,24 @@ def test_no_step_is_launched_for_requests_that_end_by_their_length() -> None:
     assert calls == [2, 2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "beside another"])
 @pytest.mark.parametrize("index", range(3, 9))
-def test_the_step_after_a_stop_token_leaves_nothing_in_the_cache(index: int) -> None:
-    """Where it would fill a block, too, which no request may find."""
-    found = []
-    prompt = PROMPTS[index]
+def test_the_step_after_a_stop_token_leaves_nothing_in_the_cache(index: int, beside: int) -> None:
+    """Where it would fill a block, too, which no request may find. Alone the request's step is given up whole; beside
+    a request that goes on, the step is kept for that one."""
+    prompt, others = PROMPTS[index], PROMPTS[9:] * beside
     for overlap in (False, True):
-        loop, lengths = loop_of(overlap), []
+        loop = loop_of(overlap)
         for count in range(1, 9):
             stop = EXPECTED[index][count - 1]
-            (output,) = loop.generate([prompt], SamplingParams(max_new_tokens=12, stop_token_ids=(stop,)))
+            params = [SamplingParams(max_new_tokens=12, stop_token_ids=(stop,)), *[GREEDY] * beside]
+            output, *rest = loop.generate([prompt, *others], params)
             assert output == EXPECTED[index][: EXPECTED[index].index(stop) + 1] and output.finish_reason == "stop"
+            assert rest == EXPECTED[9:] * beside
             assert_empty(loop)
-            lengths.append(loop.kv_cache.cached_lengths([*prompt, *output, 0])[-1])
+            cached = loop.kv_cache.cached_lengths([*prompt, *output, 0])[-1]
+            assert cached == (len(prompt) + len(output) - 1) // B * B, "the last token's own step is not needed"
             loop.reset()
-        found.append(lengths)
-    assert found[0] == found[1]
 
 
 def test_abort_while_a_step_runs() -> None:
@@ -247,3 +249,36 @@ def test_calls_between_two_steps(change: str) -> None:
         assert output == expected[: len(output)]
         assert output.finish_reason == ("length" if len(output) == 12 else "abort")
     assert_empty(loop)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("between", ["allocations", "warm_up"])
+def test_steps_on_two_streams_in_turn(between: str) -> None:
+    """A step may run long after the next call begins on the other stream."""
+    table = torch.rand(V, V, device="cuda")  # a token follows from the one before
+
+    def step(input_ids: torch.Tensor, metadata: Any, last_rows: torch.Tensor, kv_caches: Any) -> torch.Tensor:
+        return table[input_ids[last_rows]]
+
+    outputs = []
+    for overlap in (False, True):
+        loop = GenerationLoop(step, KVCache(1, 64, B, K, D, device="cuda"), overlap=overlap, max_num_seqs=4)
+        loop.warm_up()
+        ids = [loop.submit(prompt, GREEDY) for prompt in PROMPTS[:4]]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        while loop.has_work:
+            here, there = streams
+            with torch.cuda.stream(here):
+                torch.cuda._sleep(20_000_000)
+                loop.step()
+            with torch.cuda.stream(there):
+                if between == "warm_up":
+                    loop.warm_up()
+                else:
+                    kept = [torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(100)]  # noqa: F841
+            streams.reverse()
+        outputs.append([loop.output(i) for i in ids])
+        assert bool(loop.stats.overlapped_steps) == overlap
+    assert outputs[0] == outputs[1]

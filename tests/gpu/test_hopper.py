@@ -368,7 +368,14 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
         tokens = torch.arange(first_token, min(first_token + TOKENS, q_len))
         i = (n - q_len + tokens).int()
         want = masks.keep(
-            i, torch.arange(n), 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges[s].tolist()
+            i,
+            torch.arange(n),
+            1,
+            1,
+            is_causal=True,
+            ranges=ranges[s].tolist(),
+            sliding_window=window,
+            attention_chunk=chunk,
         )[0]
         if (window or chunk) and want.any():
             assert oldest == want.any(0).nonzero()[0]

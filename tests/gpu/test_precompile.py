@@ -18,10 +18,11 @@ pytest.importorskip("triton")
 import paged_ops
 from paged_ops.lowerings import gpu, warm_up
 from paged_ops.lowerings.gpu import launch, precompile
+from paged_ops.lowerings.gpu import merge as merge_states
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.triton import decode, merge
 from paged_ops.lowerings.gpu.target import settled
-from tests.gpu.step import step
+from tests.gpu.step import H200, step
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +118,18 @@ def test_noting_launches_nothing_and_gives_zeros(on_cuda):
     assert {name for name, *_ in on_cuda} == {job.name for job in kinds} >= {"write_kernel", "dense_kernel"}
 
 
+def test_merges_are_noted_like_attention(on_cuda, monkeypatch):
+    monkeypatch.setattr(merge_states, "target_of", lambda device: H200)
+    out, lse = torch.ones(3, 4, 8), torch.ones(3, 4)
+    results = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    with precompile.noting() as jobs:
+        gpu.merge_attention_states(out, lse, out, lse, out=results)
+    merge_states._launcher.cache_clear()
+    assert [job.name for job in jobs] == ["merge_kernel"]
+    assert not on_cuda
+    assert not any(each.any() for each in results)
+
+
 def test_the_kernels_of_a_call_are_compiled_at_the_same_time(on_cuda, monkeypatch):
     submitted = []
     idle = SimpleNamespace(lives=True, submit=submitted.extend, states={})
@@ -170,6 +183,25 @@ def test_alignment_and_absence_are_part_of_a_job(on_cuda):
     assert first._replace(places=second.places) == second
 
 
+def test_a_kernel_is_loaded_on_each_device_and_if_another_process_has_left_it(on_cuda, monkeypatch):
+    compiler = precompile.Compiler(0)  # begins nothing
+    monkeypatch.setattr(warm_up, "has_gpu", lambda: True)
+    monkeypatch.setattr(precompile, "can_precompile", lambda: True)
+    monkeypatch.setattr(precompile, "compiler", lambda: compiler)
+    launchers = [launch.Launcher(merge.merge_kernel, {}, torch.device("cpu", i), can_wait=True) for i in range(2)]
+    try:
+        ahead = warm_up.Ahead([lambda i=i: launchers[i]((1, 1, 1), (torch.zeros(1),)) for i in range(2)])
+        assert not on_cuda
+        for state in ahead._states:
+            assert compiler.wait(next(iter(ahead._loads))) is None, "as at a launch"
+            assert state.done.is_set()
+        report = ahead.finish()
+        assert (report.kernels, report.errors) == (1, ())
+        assert [grid for _, grid, *_ in on_cuda] == [launch.NO_PROGRAMS] * 2
+    finally:
+        compiler.end()
+
+
 @pytest.mark.parametrize("order", ["merge split prefill", "prefill merge split"])
 def test_keys_do_not_depend_on_the_order_of_calls(order):
     """Else a process would not find what another one compiled."""
@@ -208,8 +240,9 @@ def test_when_the_other_process_ends_nothing_waits():
     states = compiler.submit([job("first"), job("second")])
     os.killpg(compiler._server.pid, signal.SIGKILL)
     started = time.monotonic()
-    assert len(precompile.wait_for(states, 60)) == 2
-    assert compiler.wait(job("second")) is None
+    assert precompile.wait_for(states, 60) == []
+    assert all(state.done.is_set() for state in states)
+    assert [compiler.wait(job(name)) for name in ("first", "second")] == [None, None]
     assert time.monotonic() - started < 30
     compiler._server.wait()
     assert not compiler.lives
@@ -220,7 +253,9 @@ def test_what_has_not_begun_is_compiled_by_its_launch():
     try:
         compiler.submit([job("first")])
         assert compiler.wait(job("first")) is None
-        assert precompile.wait_for(compiler.submit([job("first")]), 1) == ["compiled at its first launch"]
+        (state,) = compiler.submit([job("first")])
+        assert state.done.is_set() and state.error is None
+        assert compiler.wait(job("first")) is None
     finally:
         compiler.end()
 

@@ -140,6 +140,21 @@ def test_capture_reports_and_leaves_the_cache_alone(imitated):
         assert torch.equal(layer.view(torch.int32), old.view(torch.int32))
 
 
+def test_trials_have_no_position_that_a_model_may_lack():
+    """Of a model whose longest sequence does not end with a block: learned positions would be read out of bounds."""
+    lengths = []
+
+    def step(input_ids, metadata, last_rows, kv_caches):
+        logits = torch.zeros(LONGEST - 1, V)[metadata.positions][last_rows]
+        lengths.append(int(metadata.seq_lens.max()))  # not after an error, which a trial ignores
+        return logits
+
+    graphs = runner(step, max_model_len=LONGEST - 1)
+    for trial in graphs._trials()[:-1]:  # the last one copies blocks
+        trial()
+    assert lengths == [0, 0, TOKENS, LONGEST]
+
+
 def test_find(imitated):
     run = runner(mode="FULL")
     assert run.find(decodes(3)) is None  # nothing is captured yet

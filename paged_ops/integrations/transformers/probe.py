@@ -224,7 +224,9 @@ def ranges_of(
     around = torch.tensor(edges, device=device)[:, None] + torch.arange(-2, 3, device=device)
     chosen = around.flatten().clamp(0, length - 1).unique()
     window, chunk = reach
-    kept = masks.keep(chosen, chosen, 1, 1, is_causal=True, window=window, chunk=chunk, ranges=ranges)[0]
+    kept = masks.keep(
+        chosen, chosen, 1, 1, is_causal=True, ranges=ranges, sliding_window=window, attention_chunk=chunk
+    )[0]  # fmt: skip
     return ranges if torch.equal(_seen(mask_function, chosen[:, None], chosen[None]), kept) else None
 
 

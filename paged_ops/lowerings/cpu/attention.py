@@ -17,7 +17,6 @@ from torch import Tensor
 
 from paged_ops import checks, fake, masks
 from paged_ops.features import (
-    MASKS,
     SMALLEST,
     Features,
     in_use,
@@ -35,7 +34,7 @@ from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of, take
 # The supported arguments of attention, by name, and the supported formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
-    *MASKS,
+    *masks.NAMES,
     *("soft_cap", "alibi_slopes", "sinks", "batch_invariant"),
 }
 # The masks that _oldest_key and _opened bound. With any other mask, every tile applies the predicate.
@@ -53,13 +52,9 @@ MASKED_ROWS = 128
 
 
 def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **features: Any) -> Tensor:
-    done = prepared.run(query, args, features, out, None)
-    if done is not None:
-        return done[0]
     output = fake.paged_attention(query, *args, out=out, **features)
-    done = prepared.first(query, args, features, out, None)
-    if done is not None:
-        return done[0]
+    if prepared.first(query, args, features, output) is not None:
+        return output
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     return _attend(Features(**features), output, lse, out is not None, query, *args)[0]
 
@@ -67,12 +62,14 @@ def paged_attention(query: Tensor, *args: Any, out: Tensor | None = None, **feat
 def paged_attention_with_lse(
     query: Tensor, *args: Any, out: tuple[Tensor, Tensor] | None = None, **features: Any
 ) -> tuple[Tensor, Tensor]:
-    done = prepared.run(query, args, features, *(out or (None, None)))
-    if done is not None:
-        return done
     output, lse = fake.paged_attention_with_lse(query, *args, out=out, **features)
-    done = prepared.first(query, args, features, *(out or (None, None)))
-    return done or _attend(Features(**features), output, lse, out is not None, query, *args)
+    if prepared.first(query, args, features, output, lse) is not None:
+        return output, lse
+    return _attend(Features(**features), output, lse, out is not None, query, *args)
+
+
+paged_attention.repeat = prepared.repeat  # type: ignore[attr-defined]
+paged_attention_with_lse.repeat = prepared.repeat_with_lse  # type: ignore[attr-defined]
 
 
 def merge_attention_states(

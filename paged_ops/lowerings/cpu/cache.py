@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -30,26 +31,19 @@ COPY_BYTES = 1 << 24
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
-    rows, caches = (key, value), (kv_cache, kv_cache if options.get("value_cache") is None else options["value_cache"])
-    if write.run("reshape_and_cache", rows, caches, slot_mapping, options):
-        return
     fake.reshape_and_cache(key, value, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
     refuse_others(given, kv_cache, APPLIES, "the CPU")
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     paged = bytes_of_fp8(paged_kv(kv_cache, given.value_cache))
     if kv_cache.numel():
-        prepared = write.prepare("reshape_and_cache", rows, caches, paged, slot_mapping, options)
-        if prepared and write.run("reshape_and_cache", rows, caches, slot_mapping, options):
+        if write.first("reshape_and_cache", (key, value, kv_cache, slot_mapping), options, paged):
             return
         planes = ((paged.key, key, given.k_scale), (paged.value, value, given.v_scale))
         _write([(plane, _in_fp8(real, scale, stored)) for plane, real, scale in planes], slot_mapping)
 
 
 def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
-    rows, caches = (latent, rotated), (kv_cache, kv_cache)
-    if write.run("latent_cache_write", rows, caches, slot_mapping, options):
-        return
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
     refuse_others(given, kv_cache, APPLIES, "the CPU")
@@ -62,10 +56,13 @@ def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_m
     cells, R = _storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
     parts = ((cells[..., :R], latent), (cells[..., R:], rotated))
     views = PagedKV(*(each for each, _ in parts))
-    prepared = write.prepare("latent_cache_write", rows, caches, views, slot_mapping, options)
-    if prepared and write.run("latent_cache_write", rows, caches, slot_mapping, options):
+    if write.first("latent_cache_write", (latent, rotated, kv_cache, slot_mapping), options, views):
         return
     _write([(plane, _in_fp8(real[:, None], given.k_scale, stored)) for plane, real in parts], slot_mapping)
+
+
+reshape_and_cache.repeat = functools.partial(write.repeat, "reshape_and_cache")  # type: ignore[attr-defined]
+latent_cache_write.repeat = functools.partial(write.repeat, "latent_cache_write")  # type: ignore[attr-defined]
 
 
 def _in_fp8(real: Tensor, scale: Tensor | None, stored: torch.dtype) -> Callable[[Tensor], Tensor]:

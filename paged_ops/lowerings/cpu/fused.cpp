@@ -54,8 +54,8 @@ struct Worker : Attention {
     }
 
     const char* query_of(const Span& s, int64_t head, int64_t row) const {
-        const int64_t index = (s.start + row / G) * c.H + head * G + row % G;
-        return c.query + index * c.D * 4 / FORMATS[c.query_cell].parts;
+        const int64_t token = s.start + row / G, h = head * G + row % G;
+        return c.query + (token * c.query_strides[0] + h * c.query_strides[1]) * 4 / FORMATS[c.query_cell].parts;
     }
 
     // Converts the queries of a piece's heads to float32, columns in the order of parts.
@@ -352,7 +352,7 @@ struct Worker : Attention {
             share = 1;
         }
         write(values, total == 0 ? 0.0f : share * (c.v_scale ? c.v_scale[k] : 1.0f) / total, to);
-        c.lse[to] = base + std::log(total);
+        if (c.lse) c.lse[to] = base + std::log(total);
     }
 };
 
@@ -417,17 +417,20 @@ void attend(const Call& c) {
     }
 }
 
-// Returns 0, or 1 if a value of the batch is invalid; then nothing was written. Without a call: whether bfloat16 uses the
-// matrix unit.
-extern "C" int64_t paged_attention(const Call* call) {
+// Attends with the given tensors; without them, call has all addresses, and the sequences to serve, whose values are not
+// checked. Returns 0, or 1 if Python must check: a value of the batch is invalid, or out may share memory with another
+// tensor; then nothing was written. Without a call: whether bfloat16 uses the matrix unit.
+extern "C" int64_t paged_attention(const Call* call, const Tensors* tensors) {
     if (!call) return matrix_unit();
-    if (call->sequences) return attend(*call), 0;
-    const Batch batch(*call);
+    if (!tensors) return attend(*call), 0;
+    if (tensors->overlap(*call)) return 1;
+    const Call c = tensors->of(*call);
+    const Batch batch(c);
     if (!batch.valid) return 1;
-    const int64_t rows = batch.starts.back() * call->H, padding = (call->T - batch.starts.back()) * call->H;
-    const int64_t row_bytes = call->Dv * (call->out_cell == FLOAT32 ? 4 : 2);
-    std::memset(call->out + rows * row_bytes, 0, padding * row_bytes);
-    std::fill_n(call->lse + rows, padding, -INF);
-    attend(batch.of(*call));
+    const int64_t rows = batch.starts.back() * c.H, padding = (c.T - batch.starts.back()) * c.H;
+    const int64_t row_bytes = c.Dv * (c.out_cell == FLOAT32 ? 4 : 2);
+    std::memset(c.out + rows * row_bytes, 0, padding * row_bytes);
+    if (c.lse) std::fill_n(c.lse + rows, padding, -INF);
+    attend(batch.of(c));
     return 0;
 }

@@ -11,9 +11,9 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from paged_ops.layouts import PagedKV
 SOURCE = Path(__file__).with_suffix(".cpp")
 CELLS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # FORMATS of the source
 PLAIN = CELLS[:3]  # dtypes of query and out
+TENSORS = struct.Struct("=17q")  # Tensors of work.h
 # Supported arguments of attention. Other calls go to the torch ops.
 APPLIES = frozenset(
     {
@@ -49,6 +50,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "block_tables", "seq_lens", "query_start_loc")),
         *((name, ctypes.c_void_p) for name in ("sequences", "alibi_slopes", "sinks", "k_scale", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("ranges", "out", "lse")),
+        ("query_strides", ctypes.c_int64 * 2),
         ("key_strides", ctypes.c_int64 * 5),
         ("value_strides", ctypes.c_int64 * 4),
         ("table_strides", ctypes.c_int64 * 2),
@@ -80,7 +82,6 @@ def attend(
     """
     function = compiled()
     assert function is not None, "the C++ function was not compiled"
-    query = query.contiguous()
     call = described(query, paged, stored, block_tables, len(seq_lens), scale, f, out.dtype)
     assert lse.dtype == torch.float32, "lse must be float32"
     # Names keep them alive until the call returns.
@@ -93,7 +94,7 @@ def attend(
     vectors = vectors_of(f, paged.num_kv_heads)
     for name, vector in vectors.items():
         setattr(call, name, vector.data_ptr())
-    function(ctypes.byref(call))
+    function(ctypes.byref(call), None)
 
 
 def described(
@@ -108,7 +109,9 @@ def described(
 ) -> Call:
     """A call without its addresses."""
     assert {query.dtype, out} <= {*PLAIN}, "query and out must be float32, float16 or bfloat16"
+    assert query.stride(2) == 1, "the last dimension of query must be contiguous"
     return Call(
+        query_strides=query.stride()[:2],
         key_strides=paged.key.stride(),
         value_strides=paged.value.stride(),
         table_strides=block_tables.stride(),
@@ -167,12 +170,12 @@ def reasons_against(stored: torch.dtype, f: Features) -> list[str]:
 
 
 @functools.cache
-def compiled() -> Callable[[Any], int] | None:
+def compiled() -> Callable[..., int] | None:
     """The C++ function, or None if no compiler can build it."""
     return cpp.built(ATTENTION, FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()))
 
 
-def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[[Any], int]:
+def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Callable[..., int]:
     """The function from a library in folder: see :func:`paged_ops.cpp.load`."""
     return cpp.load(ATTENTION, compiler, processor, folder)
 
@@ -180,9 +183,16 @@ def load(compiler: Sequence[str], processor: Sequence[str], folder: Path) -> Cal
 def has_matrix_unit() -> bool:
     """Whether the C++ function uses the processor's matrix unit (AMX) for bfloat16."""
     function = compiled()
-    return function is not None and bool(function(None))
+    return function is not None and bool(function(None, None))
 
 
 ATTENTION = cpp.Source(
-    SOURCE, "paged_attention", Call, ctypes.c_int64, "attention", "attention on the CPU", ("-fopenmp",)
+    SOURCE,
+    "paged_attention",
+    Call,
+    ctypes.c_int64,
+    "attention",
+    "attention on the CPU",
+    ("-fopenmp",),
+    more=(ctypes.c_char_p,),
 )

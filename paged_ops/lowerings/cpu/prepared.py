@@ -6,79 +6,81 @@ The checks in Python take 0.1 ms, longer than the C++ function needs for a short
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paged_ops.features import MASKS, Features, in_use, with_value_scale
+from paged_ops import masks
+from paged_ops.features import Features, in_use, with_value_scale
 from paged_ops.layouts import PagedKV, element_dtype, paged_kv
 from paged_ops.lowerings.cpu import fused, processor
 
 # The arguments that PyTorch's flash kernel supports, or that are applied outside of it.
-FLASH = (MASKS - {"block_sparse"}) | {
+FLASH = (masks.NAMES - {"block_sparse"}) | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype", "sinks"),
 }
 # If only the flash kernel uses the matrix unit (AMX) for bfloat16, it serves sequences of more than MATRIX_ROWS rows.
 MATRIX_ROWS = 32
 _prepared: dict[Any, Prepared] = {}  # by signature
 MOST_PREPARED = 1024
+# Features that are tensors of numbers, one per head, or of ranges.
+VECTORS = ("k_scale", "v_scale", "alibi_slopes", "sinks", "bidirectional_ranges")
 
 
-def signature(args: Iterable[Any], keywords: dict[str, Any]) -> Any:
+def signature(args: Iterable[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
     """Everything that the static checks of a call depend on: shapes, strides, dtypes, devices and numbers."""
-
-    def of(value: Any) -> Any:
+    parts: list[Any] = []
+    for value in args:
         if isinstance(value, Tensor):
-            return value.dtype, value.shape, value.stride(), value.device
-        return tuple(value) if isinstance(value, list) else value
+            parts += (value.dtype, value.shape, value.stride(), value.device)
+        else:
+            parts.append(tuple(value) if isinstance(value, list) else value)
+    if keywords:
+        parts += keywords
+        parts += signature(keywords.values(), {})
+    return tuple(parts)
 
-    return *map(of, args), *((name, of(value)) for name, value in keywords.items())
+
+def repeat(args: tuple[Any, ...], features: dict[str, Any], results: tuple[Tensor, ...]) -> Tensor | None:
+    """The result of a call whose signature was prepared; None if it was not, if a value of the batch is invalid, or if
+    the given result may share memory with another tensor. See :func:`paged_ops.registry._repeated`."""
+    known = _prepared.get(signature(args, features))
+    done = None if known is None else known.attend(args, features, results or (None,))
+    return None if done is None else done[0]
 
 
-def run(
-    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """The results of a call whose signature was prepared; None if it was not, or if a value of the batch is invalid."""
-    known = _prepared.get(signature((query, *args), features))
-    if known is None:
-        return None
-    for given, shape, dtype in ((out, known.out_shape, query.dtype), (lse, known.out_shape[:2], torch.float32)):
-        if given is not None and not (given.shape == shape and given.dtype == dtype and given.is_contiguous()):
-            return None
-    out = query.new_empty(known.out_shape) if out is None else out
-    lse = query.new_empty(known.out_shape[:2], dtype=torch.float32) if lse is None else lse
-    kv_cache, *batch, _scale = args
-    caches = kv_cache, kv_cache if features.get("value_cache") is None else features["value_cache"]
-    return (out, lse) if known.attend(query, caches, tuple(batch), features, out, lse) else None
+def repeat_with_lse(
+    args: tuple[Any, ...], features: dict[str, Any], results: tuple[Tensor, ...]
+) -> tuple[Tensor, ...] | None:
+    """:func:`repeat` with lse."""
+    known = _prepared.get(signature(args, features))
+    return None if known is None else known.attend(args, features, results or (None, None))
 
 
 def first(
-    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], out: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
+    query: Tensor, args: tuple[Any, ...], features: dict[str, Any], *results: Tensor
+) -> tuple[Tensor, ...] | None:
     """Prepare and run a call that passed the static checks. None if the C++ function does not serve the whole call, or
     if a value of the batch is invalid."""
-    kv_cache, block_tables, seq_lens, query_start_loc, scale = args
+    kv_cache, _, seq_lens, query_start_loc, _ = args
     f = with_value_scale(Features(**features), kv_cache)
     paged, stored = (
         paged_kv(kv_cache, f.value_cache, f.value_head_size, f.kv_cache_dtype),
         element_dtype(kv_cache, f.kv_cache_dtype),
     )
-    plain = all(each.is_contiguous() for each in (query, seq_lens, query_start_loc))
+    plain = query.stride(2) == 1 and seq_lens.is_contiguous() and query_start_loc.is_contiguous()
     if not (plain and f.output_scale is None and query.numel() and paged.key.numel() and fused.serves(stored, f)):
         return None
     flash = in_use(f) <= FLASH and paged.head_size == paged.value_head_size
     if flash_serves_long(flash, query.dtype) and len(query) > MATRIX_ROWS:
         return None
-    values = kv_cache if f.value_cache is None else f.value_cache
-    where = paged.key.data_ptr() - kv_cache.data_ptr(), paged.value.data_ptr() - values.data_ptr()
     if len(_prepared) >= MOST_PREPARED:
         _prepared.clear()
-    call = Prepared(query, paged, stored, block_tables, len(seq_lens), scale, f, where)
-    _prepared[signature((query, *args), features)] = call
-    return run(query, args, features, out, lse)
+    known = Prepared(query, paged, stored, args, f)
+    _prepared[signature((query, *args), features)] = known
+    return known.attend((query, *args), features, results)
 
 
 def flash_serves_long(flash: bool, dtype: torch.dtype) -> bool:
@@ -88,49 +90,74 @@ def flash_serves_long(flash: bool, dtype: torch.dtype) -> bool:
 
 
 class Prepared:
-    """A checked call without its addresses and values. The C++ function checks the values of each batch.
+    """A checked call without its addresses and values. The C++ function checks the values of each batch."""
 
-    ``where``: the bytes from the start of the key tensor to the first key, and of the value tensor to the first value.
-    """
+    __slots__ = ("_K", "_call", "_constants", "_vectors", "out_shape")
 
-    __slots__ = ("_K", "_call", "_has_vectors", "_where", "out_shape")
-
-    def __init__(
-        self,
-        query: Tensor,
-        paged: PagedKV,
-        stored: torch.dtype,
-        block_tables: Tensor,
-        S: int,
-        scale: float,
-        f: Features,
-        where: tuple[int, int],
-    ) -> None:
-        self._call = fused.described(query, paged, stored, block_tables, S, scale, f, query.dtype)
-        self._K, self._where = paged.num_kv_heads, where
-        self._has_vectors = bool(fused.vectors_of(f, self._K))
-        self.out_shape = (*query.shape[:2], paged.value_head_size)
+    def __init__(self, query: Tensor, paged: PagedKV, stored: torch.dtype, args: tuple[Any, ...], f: Features) -> None:
+        kv_cache, block_tables, seq_lens, query_start_loc, scale = args
+        values = kv_cache if f.value_cache is None else f.value_cache
+        self._call = fused.described(query, paged, stored, block_tables, len(seq_lens), scale, f, query.dtype)
+        self._K, self.out_shape = paged.num_kv_heads, (*query.shape[:2], paged.value_head_size)
+        self._vectors = [name for name in VECTORS if getattr(f, name) is not None]
+        inputs = query, kv_cache, values, block_tables, seq_lens, query_start_loc
+        where = paged.key.data_ptr() - kv_cache.data_ptr(), paged.value.data_ptr() - values.data_ptr()
+        self._constants = *map(extent, inputs), *where
 
     def attend(
-        self,
-        query: Tensor,
-        caches: tuple[Tensor, Tensor],
-        batch: tuple[Tensor, Tensor, Tensor],
-        features: dict[str, Any],
-        out: Tensor,
-        lse: Tensor,
-    ) -> bool:
-        """Fill out and lse. False if a value of the batch is invalid; then nothing was written."""
-        call = fused.Call.from_buffer_copy(self._call)
-        call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse.data_ptr()
-        key, value = caches
-        call.key, call.value = key.data_ptr() + self._where[0], value.data_ptr() + self._where[1]
-        call.block_tables, call.seq_lens, call.query_start_loc = (each.data_ptr() for each in batch)
-        call.threads = torch.get_num_threads()
-        if self._has_vectors:
-            f = with_value_scale(Features(**features), key)
-            vectors = fused.vectors_of(f, self._K)  # kept alive until the call returns
-            for name, vector in vectors.items():
+        self, args: tuple[Any, ...], features: dict[str, Any], results: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """Fill the results. None if a value of the batch is invalid, or if a given result may share memory with another
+        tensor; then nothing was written."""
+        query, kv_cache, block_tables, seq_lens, query_start_loc, _ = args
+        value_cache = features.get("value_cache")
+        out, lse = (*results, None)[:2]
+        if out is None:
+            out = query.new_empty(self.out_shape)
+        elif not (out.shape == self.out_shape and out.dtype == query.dtype and out.is_contiguous()):
+            return None
+        if len(results) == 2:
+            shape = self.out_shape[:2]
+            if lse is None:
+                lse = query.new_empty(shape, dtype=torch.float32)
+            elif not (lse.shape == shape and lse.dtype == torch.float32 and lse.is_contiguous()):
+                return None
+        call = self._call
+        if self._vectors:
+            if any(each is not None and self._overlap(each, features) for each in results):
+                return None
+            call = fused.Call.from_buffer_copy(call)
+            vectors = fused.vectors_of(with_value_scale(Features(**features), kv_cache), self._K)
+            for name, vector in vectors.items():  # kept alive until the call returns
                 setattr(call, name, vector.data_ptr())
+        tensors = fused.TENSORS.pack(
+            query.data_ptr(),
+            kv_cache.data_ptr(),
+            (kv_cache if value_cache is None else value_cache).data_ptr(),
+            block_tables.data_ptr(),
+            seq_lens.data_ptr(),
+            query_start_loc.data_ptr(),
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            torch.get_num_threads(),
+            *self._constants,
+        )
         function = fused.compiled()
-        return function is not None and function(ctypes.byref(call)) == 0
+        if function is None or function(call, tensors):
+            return None
+        return (out,) if lse is None else (out, lse)
+
+    def _overlap(self, result: Tensor, features: dict[str, Any]) -> bool:
+        """Whether the elements of a result may share memory with a vector."""
+        start = result.data_ptr()
+        end = start + extent(result)
+        vectors = [features[name] for name in self._vectors if features.get(name) is not None]
+        return any(start < each.data_ptr() + extent(each) and each.data_ptr() < end for each in vectors)
+
+
+def extent(tensor: Tensor) -> int:
+    """The bytes from a tensor's first element to the end of its last one."""
+    if not tensor.numel():
+        return 0
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()

@@ -12,7 +12,7 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 // The arguments, as in fused.py. Strides are in elements.
 struct Call {
-    const char* query;   // [T, H, D], contiguous
+    const char* query;   // [T, H, D], contiguous in the last dimension
     const char* key;     // [N, B, K, D/x, x]
     const char* value;   // [N, B, K, Dv]
     const int32_t* block_tables;
@@ -25,12 +25,43 @@ struct Call {
     const float* v_scale;       // [K]
     const int32_t* ranges;      // [S, R, 2]
     char* out;                  // [T, H, Dv], contiguous
-    float* lse;                 // [T, H]
-    int64_t key_strides[5], value_strides[4], table_strides[2];
+    float* lse;                 // [T, H], or null
+    int64_t query_strides[2], key_strides[5], value_strides[4], table_strides[2];
     int64_t num_sequences, T, N, M, H, K, D, Dv, B, x;
     int64_t cell, query_cell, out_cell;  // formats; query and out have one of the first three
     int64_t causal, window, chunk, first_tokens, R, threads, batch_invariant;
     float scale, soft_cap;
+};
+
+// The tensors of a call that was checked with others: see prepared.py.
+struct Tensors {
+    const char* inputs[6];  // query, kv_cache, value_cache, block_tables, seq_lens, query_start_loc
+    char* out;
+    float* lse;
+    int64_t threads;
+    int64_t bytes[6];  // from an input's first element to the end of its last one
+    int64_t where[2];  // bytes from the caches to the first key and value
+
+    // Whether out or lse may share memory with another tensor.
+    bool overlap(const Call& c) const {
+        const int64_t out_bytes = c.T * c.H * c.Dv * (c.out_cell == 0 ? 4 : 2), lse_bytes = lse ? c.T * c.H * 4 : 0;
+        const char* of_lse = reinterpret_cast<const char*>(lse);
+        bool found = lse && out < of_lse + lse_bytes && of_lse < out + out_bytes;
+        for (int n = 0; n < 6; n++) {
+            found |= out < inputs[n] + bytes[n] && inputs[n] < out + out_bytes;
+            found |= lse && of_lse < inputs[n] + bytes[n] && inputs[n] < of_lse + lse_bytes;
+        }
+        return found;
+    }
+
+    Call of(Call c) const {
+        c.query = inputs[0], c.key = inputs[1] + where[0], c.value = inputs[2] + where[1];
+        c.block_tables = reinterpret_cast<const int32_t*>(inputs[3]);
+        c.seq_lens = reinterpret_cast<const int32_t*>(inputs[4]);
+        c.query_start_loc = reinterpret_cast<const int32_t*>(inputs[5]);
+        c.out = out, c.lse = lse, c.threads = threads;
+        return c;
+    }
 };
 
 // A checked copy of a batch's values: no other thread can change it between check and use.

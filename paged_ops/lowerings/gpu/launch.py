@@ -69,7 +69,7 @@ class Launcher:
             if _alignment(addresses) not in self._compiled:
                 load = functools.partial(self, NO_PROGRAMS, tensors, numbers, *more, addresses=addresses)
                 with on_device(self._device):
-                    notes.setdefault(precompile.job_of(*job), load)
+                    notes.setdefault(precompile.job_of(*job), {})[self._device] = load
             return
         with on_device(self._device), precompile.in_cache(job):
             compiled = self._kernel[grid](tensors, *numbers, *more, **{**FUSED, **self._constants})

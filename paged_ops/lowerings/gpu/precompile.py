@@ -94,7 +94,7 @@ def _described(descriptor: Any) -> bytes:
 # Noting
 
 
-Jobs = dict[Job, Callable[[], None]]  # with a function that loads the kernel into this process
+Jobs = dict[Job, dict[torch.device, Callable[[], None]]]  # with functions that load the kernel, for each device
 
 
 class _Notes(NamedTuple):
@@ -137,7 +137,8 @@ def sizes_for(owner: object) -> tuple[tuple[int, int], ...]:
 
 
 class _State:
-    """Of a job: when it is done, and why it failed."""
+    """Of a job: when it is done, why the kernel does not compile, and in which folder of Triton's cache it is. Done
+    without either: it is left to this process."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -199,7 +200,7 @@ class Compiler:
                 return None
             if not state.sent:  # this process compiles it
                 self._waiting.remove(job)
-                state.sent, state.error = True, "compiled at its first launch"
+                state.sent = True
                 state.done.set()
                 return None
         if not state.done.wait(MOST_SECONDS) or state.error:
@@ -238,7 +239,7 @@ class Compiler:
         with self._lock:  # it has ended
             for job in (*self._running.values(), *self._waiting):
                 state = self.states[job]
-                state.sent, state.error = True, "the process that compiles has ended"
+                state.sent, state.folder = True, None
                 state.done.set()
             self._running.clear()
             self._waiting.clear()

@@ -32,12 +32,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -49,7 +44,7 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -182,7 +177,7 @@ def load_columns(desc, column: gl.constexpr, to, at, first, begin, seq_len, WIDT
     for page in gl.static_range(PAGES):
         row = roles.of_lane(first, page) // 8
         if begin + page * PAGE < seq_len:
-            mbarrier.expect(ring.full_of(to.ring, at), PAGE * WIDTH * 2)
+            ring.expect(to.ring, at, PAGE * WIDTH * 2)
             place = to.pages.index(ring.stage_of(to.ring, at) * PAGES + page)
             load_box(desc, [row, column // 64, 0, 0], ring.full_of(to.ring, at), place)
         else:
@@ -208,7 +203,7 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         if t == 0:  # after the tile: the last unit's query rows may still be read
             ring.wait_empty(shared.q_ring, n)
             full = ring.full_of(shared.q_ring, n)
-            mbarrier.expect(full, SHAPE.M * (R + P) * 2)
+            ring.expect(shared.q_ring, n, SHAPE.M * (R + P) * 2)
             row = roles.query_row(part, SPEC)
             load_box(q_latent_desc, [row, 0], full, shared.q_left)
             load_box(q_latent_desc, [row, R // 2], full, shared.q_right)
@@ -302,10 +297,10 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
             ring.release(shared.q_ring, n)
         m, l = send_weights(qk, m, l, rows, part.tile + t, total + t, sent, shared, SPEC, SHAPE)
         sent += 1
-    head = part.kh * SPEC.G + r % SPEC.G
-    m, l_, decay = roles.add_sink(m, gl.convert_layout(gl.sum(l, 1), row_layout), head, part, batch.tensors, SPEC)
+    l_ = gl.convert_layout(gl.sum(l, 1), row_layout)
+    m, l_, decay = roles.add_sink(m, l_, part, r, batch.tensors, SPEC)
     roles.send_last(shared.messages, sent, roles.normalizer(l_, decay))
-    roles.store_lse(roles.lse2_of(m, l_), part, r, batch.tensors, SPEC, SHAPE)
+    roles.store_part((), None, roles.lse2_of(m, l_), part, r, batch.tensors, 0, 1, SPEC, SHAPE)
     return Counts(n + 1, total + part.seen, sent + 1)
 
 
@@ -339,40 +334,10 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         ring.release(latents.ring, total + t)
     factor = roles.receive_last(messages, received, row_layout)
-    acc0 = acc0 * factor[:, None]
-    acc1 = acc1 * factor[:, None]
     r = gl.arange(0, M, row_layout)
-    live = roles.live_rows(part, r, SPEC, SHAPE)
-    if is_whole(part):
-        store_columns(tensors.out, roles.output_row(part, r, SPEC), live, acc0, acc1, FIRST, R)
-    else:
-        store_columns(tensors.parts, roles.part_row(part, r, SHAPE), live, acc0, acc1, FIRST, R)
+    acc = (acc0 * factor[:, None], acc1 * factor[:, None])
+    roles.store_part(acc, None, None, part, r, tensors, FIRST, 1, SPEC, SHAPE)
     return Counts(counts.units, total + part.seen, received + 1)
-
-
-@gluon.jit
-def store_columns(to, row, live, acc0, acc1, FIRST: gl.constexpr, R: gl.constexpr):
-    """Store adjacent columns of rows of R columns."""
-    WIDTH: gl.constexpr = acc0.shape[1]
-    d = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, acc0.type.layout))
-    at = to + row[:, None] * R + d[None, :]
-    gl.store(at, acc0.to(to.dtype.element_ty), mask=live[:, None])
-    gl.store(at + WIDTH, acc1.to(to.dtype.element_ty), mask=live[:, None])
-
-
-@gluon.jit
-def scores(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(score_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
-
-
-@gluon.jit
-def values(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
-
-
-@gluon.jit
-def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -420,12 +385,15 @@ def latent_hopper_kernel(
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descs = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
+    SCORE: gl.constexpr = score_part
+    SUM: gl.constexpr = sum_part
+    LOAD: gl.constexpr = load_part
     gl.warp_specialize(
         [
-            (scores, (factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (values, ((0, shared.left), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (values, ((HALF, shared.right), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SCORE, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SUM, (0, shared.left), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SUM, (HALF, shared.right), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

@@ -21,12 +21,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -34,10 +29,10 @@ from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, apply_soft_cap, factor_of
+from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import LatentShape
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.launch import Choice, Launches
@@ -113,7 +108,7 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         for page in gl.static_range(PAGES):
             row = roles.of_lane(first, page)
             if tile * SHAPE.N + page * PAGE < part.seq_len:
-                mbarrier.expect(full, PAGE * CHUNKS * 128)
+                ring.expect(shared.latents.ring, at, PAGE * CHUNKS * 128)
                 for chunk in gl.static_range(CHUNKS):
                     place = (ring.stage_of(shared.latents.ring, at) * CHUNKS + chunk) * PAGES + page
                     column = (chunk + CHUNKS - 1) % CHUNKS * 64
@@ -218,33 +213,10 @@ def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl
         acc = multiply_values(acc, decay, place, shared, CHUNKS)
         ring.release(shared.latents.ring, at)
         at += 1
-    head = part.kh * SPEC.G + r % SPEC.G
-    m, l_, decay = roles.add_sink(m, gl.sum(l, 0), head, part, tensors, SPEC)
+    m, l_, decay = roles.add_sink(m, gl.sum(l, 0), part, r, tensors, SPEC)
     scale = roles.normalizer(l_, decay)
-    lse2 = roles.lse2_of(m, l_)
-    live = roles.live_rows(part, r, SPEC, SHAPE)
-    if is_whole(part):
-        row = roles.output_row(part, r, SPEC)
-        if SPEC.lse:
-            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
-        for chunk in gl.static_range(CHUNKS - 1):
-            store_columns(tensors.out, row, live, acc[chunk], chunk, scale, R)
-    else:
-        row = roles.part_row(part, r, SHAPE)
-        gl.store(tensors.part_lse + row, lse2, mask=live)
-        for chunk in gl.static_range(CHUNKS - 1):
-            store_columns(tensors.parts, row, live, acc[chunk], chunk, scale, R)
+    roles.store_part(acc, scale, roles.lse2_of(m, l_), part, r, tensors, 0, 1, SPEC, SHAPE)
     return Counts(n + 1, at, counts.messages)
-
-
-@gluon.jit
-def consumer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(attend_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
-
-
-@gluon.jit
-def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -280,10 +252,12 @@ def latent_columns_kernel(
         gdc_launch_dependents()
     batch = Batch(tensors, numbers, None)
     share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
+    ATTEND: gl.constexpr = attend_part
+    LOAD: gl.constexpr = load_part
     gl.warp_specialize(
         [
-            (consumer, (factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (producer, ((q_desc, cache_desc), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (ATTEND, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (q_desc, cache_desc), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [1],
         SHAPE.registers,

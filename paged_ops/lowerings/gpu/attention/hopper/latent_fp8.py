@@ -24,19 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention.hopper import latent, latent_few, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, apply_soft_cap
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.masks import oldest_key
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -117,7 +112,7 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         for page in gl.static_range(PAGES):
             row = roles.of_lane(first, page)
             if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
-                mbarrier.expect(full, SHAPE.page * (656 if SCALED else 576))
+                ring.expect(shared.ring, at, SHAPE.page * (656 if SCALED else 576))
                 if SCALED:
                     load_box(scale_desc, [row, 256], full, shared.scale_pages.index(stage * PAGES + page))
                 rotated = shared.rotated_pages.index(stage * PAGES + page)
@@ -316,16 +311,16 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         l = l * gl.convert_layout(decay, l_layout)[None, :][None, :, :] + totals
         sent += 1
         at += 1
-    head = part.kh * SPEC.G + r % SPEC.G
     l_ = gl.convert_layout(gl.sum(gl.sum(l, 0), 0), row_layout)
-    m, l_, decay = roles.add_sink(m, l_, head, part, batch.tensors, SPEC)
+    m, l_, decay = roles.add_sink(m, l_, part, r, batch.tensors, SPEC)
     roles.send_last(messages, sent, roles.normalizer(l_, decay) * k_scale)
-    roles.store_lse(roles.lse2_of(m, l_), part, r, batch.tensors, SPEC, SHAPE)
+    roles.store_part((), None, roles.lse2_of(m, l_), part, r, batch.tensors, 0, 1, SPEC, SHAPE)
     return Counts(n + 1, at, sent + 1)
 
 
 @gluon.jit
-def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
+def factors_of(batch, SPEC: gl.constexpr):
+    """The factor of scores, the soft cap, and the scale of the latents."""
     k_scale = 1.0
     if batch.tensors.k_scale is not None:
         k_scale = gl.load(batch.tensors.k_scale)
@@ -335,7 +330,7 @@ def scores(batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHA
         cap = (batch.numbers.soft_cap * LOG2E, 2.0 * LOG2E / batch.numbers.soft_cap)
     else:
         scale *= LOG2E
-    walk(score_part, (scale, cap, k_scale), batch, share, shared, SPEC, DIVISION, SHAPE)
+    return scale, cap, k_scale
 
 
 @gluon.jit
@@ -359,15 +354,6 @@ def multiply_values(even_acc, odd_acc, even, odd, weights, key: gl.constexpr):
     weights = weights.slice(key, KEYS, dim=0)
     even_acc = warpgroup_mma(even, weights, even_acc, is_async=True)
     return even_acc, warpgroup_mma(odd, weights, odd_acc, is_async=True)
-
-
-@gluon.jit
-def store_columns(to, row, live, acc, factor, G0: gl.constexpr):
-    """Store the accumulators ``[64, M]`` of the even and the odd columns of two groups, from group G0 on."""
-    for n in gl.static_range(4):
-        d = (G0 + n // 2) * 128 + n % 2 + 2 * gl.arange(0, 64, gl.SliceLayout(1, acc[n].type.layout))
-        value = (acc[n] * factor[None, :]).to(to.dtype.element_ty)
-        gl.store(to + row[None, :] * (128 * GROUPS) + d[:, None], value, mask=live[None, :])
 
 
 @gluon.jit
@@ -418,23 +404,9 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
         at += 1
     factor = roles.receive_last(messages, received, row_layout)
     r = gl.arange(0, M, row_layout)
-    live = roles.live_rows(part, r, SPEC, SHAPE)
     acc = (acc0, acc1, acc2, acc3)
-    if is_whole(part):
-        store_columns(batch.tensors.out, roles.output_row(part, r, SPEC), live, acc, factor, G0)
-    else:
-        store_columns(batch.tensors.parts, roles.part_row(part, r, SHAPE), live, acc, factor, G0)
+    roles.store_part(acc, factor, None, part, r, batch.tensors, 128 * G0, 2, SPEC, SHAPE)
     return Counts(counts.units, at, received + 1)
-
-
-@gluon.jit
-def values(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(sum_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
-
-
-@gluon.jit
-def producer(args, batch, share, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(load_part, args, batch, share, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -488,12 +460,15 @@ def latent_fp8_kernel(
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descs = (q_desc, latent_desc, rotated_desc, scale_desc)
+    SCORE: gl.constexpr = score_part
+    SUM: gl.constexpr = sum_part
+    LOAD: gl.constexpr = load_part
     gl.warp_specialize(
         [
-            (scores, (batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (values, ((0,), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (values, ((2,), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SCORE, factors_of(batch, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SUM, (0,), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SUM, (2,), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

@@ -139,11 +139,12 @@ def finite(m):
 
 
 @gluon.jit
-def add_sink(m, l, head, part, tensors, SPEC: gl.constexpr):
+def add_sink(m, l, part, r, tensors, SPEC: gl.constexpr):
     """Maxima and totals with the sinks of the heads, which the first part of a unit includes, and the decay."""
     decay = gl.full([m.shape[0]], 1.0, gl.float32, m.type.layout)
     if SPEC.logits.sinks:
         if part.tile == part.first_tile:
+            head = part.kh * SPEC.G + r % SPEC.G
             sink = gl.load(tensors.sinks + head, mask=head < SPEC.heads, other=0.0) * LOG2E
             m_new = gl.maximum(m, sink)
             shift = finite(m_new)
@@ -187,14 +188,37 @@ def part_row(part, r, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def store_lse(lse2, part, r, tensors, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Store the lse of a part's rows."""
+def store_part(
+    acc, factor, lse2, part, r, tensors, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Store value columns of a part's rows by :func:`store_columns`, and their lse to base 2 unless it is None."""
     live = live_rows(part, r, SPEC, SHAPE)
     if is_whole(part):
-        if SPEC.lse:
-            gl.store(tensors.lse + output_row(part, r, SPEC), lse2 * LN2, mask=live)
+        row = output_row(part, r, SPEC)
+        if SPEC.lse and lse2 is not None:
+            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
+        store_columns(tensors.out, row, live, acc, factor, FIRST, STEP, SPEC)
     else:
-        gl.store(tensors.part_lse + part_row(part, r, SHAPE), lse2, mask=live)
+        row = part_row(part, r, SHAPE)
+        if lse2 is not None:
+            gl.store(tensors.part_lse + row, lse2, mask=live)
+        store_columns(tensors.parts, row, live, acc, factor, FIRST, STEP, SPEC)
+
+
+@gluon.jit
+def store_columns(to, row, live, acc, factor, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr):
+    """Store a tuple of accumulators, multiplied by a factor unless it is None. STEP of them have every STEP-th column
+    of a range of columns, whose first is FIRST."""
+    AXIS: gl.constexpr = live.type.layout.dim  # of the columns
+    for n in gl.static_range(len(acc)):
+        d = gl.arange(0, acc[0].shape[AXIS], gl.SliceLayout(1 - AXIS, acc[0].type.layout))
+        value = acc[n]
+        if factor is not None:
+            value *= gl.expand_dims(factor, AXIS)
+        column = gl.expand_dims(FIRST + n // STEP * STEP * acc[0].shape[AXIS] + n % STEP + STEP * d, 1 - AXIS)
+        at = to + gl.expand_dims(row, AXIS) * SPEC.v_side.size + column
+        gl.store(at, value.to(to.dtype.element_ty), mask=gl.expand_dims(live, AXIS))
 
 
 class Messages(NamedTuple):

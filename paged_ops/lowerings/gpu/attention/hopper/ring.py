@@ -73,6 +73,12 @@ def wait_empty(ring, n):
 
 
 @gluon.jit
+def expect(ring, n, bytes):
+    """Arrive once for the n-th filling, which is full when copies have also brought this many bytes."""
+    mbarrier.expect(full_of(ring, n), bytes)
+
+
+@gluon.jit
 def fill(ring, n):
     """Arrive once for the n-th filling."""
     mbarrier.arrive(ring.full.index(n % ring.full.shape[0]), count=1)
