@@ -52,12 +52,12 @@ def test_matches_reference(name):
     testing.check("paged_attention_with_lse", case, "cpu", gpu.paged_attention_with_lse)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 15])  # the last one moves a cut
+@pytest.mark.parametrize("number", [0, 1])
 def test_campaign(number):
     """In any company, order, block size and layout, padded, in chunks, token by token."""
     results = runner.run_cases("invariant", campaign.run, [number], runner.Options(seed=1, device=runner.INTERPRETER))
     assert not results.findings, results.findings[0]["what"]
-    assert results.counts["rows"] or results.counts["planted"]
+    assert results.counts["rows"]
 
 
 @pytest.fixture
@@ -80,19 +80,20 @@ def one_sequence():
         yield attend, n
 
 
-@pytest.mark.parametrize("features", [{}, {"sliding_window": 150, "num_first_tokens": 20}, {"sliding_window": 200}])
-@pytest.mark.parametrize("slots", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("features", "slots"),
+    [({}, 1), ({}, 4), ({}, 64), ({"sliding_window": 150, "num_first_tokens": 20}, 64), ({"sliding_window": 200}, 64)],
+)
 def test_any_number_of_programs(one_sequence, slots, features, monkeypatch):
     """Units in one part, in several, and whole because a program could not store their segments: the same bits."""
     attend, n = one_sequence
     wanted = attend(n - 40, n, **features)  # prefill_kernel
     monkeypatch.setattr(invariant, "FEWEST_SLOTS", slots)
     monkeypatch.setattr(invariant, "MOST_SLOTS", slots)
-    for programs in (1, 3, 20):
+    for programs, rows in ((1, 1), (3, 3), (20, 1)):
         monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
-        for first in (n - 1, n - 3):
-            got = attend(first, n, **features)
-            assert all(torch.equal(a, b[first - n :]) for a, b in zip(got, wanted, strict=True)), (programs, first)
+        got = attend(n - rows, n, **features)
+        assert all(torch.equal(a, b[-rows:]) for a, b in zip(got, wanted, strict=True)), programs
 
 
 def test_other_cuts_give_other_bits(one_sequence, monkeypatch):
