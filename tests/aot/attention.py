@@ -158,11 +158,4 @@ VARIANTS = [
         may_spill=RDNA,
         spills={(3, 7): 64, (3, 9): 40},  # in the merge, after the loop; with two heads also at the end of a unit
     ),
-    Variant(
-        "attention-invariant",
-        call("prefill", lse=True, batch_invariant=True),
-        {"cuda:90": (*PREFILL["cuda:90"], *SPLIT["cuda"][1:]), "hip:gfx9": SPLIT["hip:gfx9"]},
-        spills={(3, 6): 64},
-        targets=("cuda:90", "hip:gfx942"),
-    ),
 ]

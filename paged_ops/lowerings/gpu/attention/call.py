@@ -71,8 +71,8 @@ def paged_attention_with_lse(
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an attention op would not run on ``device`` ("cuda" or "rocm") with these features and properties."""
     reasons = []
-    if features.get("batch_invariant") and features.get("layout") == Layout.LATENT:
-        reasons.append("batch_invariant: no GPU kernel serves it with latent caches yet")
+    if features.get("batch_invariant"):
+        reasons.append("batch_invariant: its kernels have run in Triton's interpreter only, not on a GPU yet")
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
@@ -319,8 +319,8 @@ def describe(
     stored, of_latents = element_dtype(kv_cache, f.kv_cache_dtype), is_latent(kv_cache)
     layout = Layout.LATENT if of_latents else None
     properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv, "layout": layout}
-    properties["batch_invariant"] = f.batch_invariant
     target = target or target_of(query.device)
+    properties["batch_invariant"] = f.batch_invariant and target.backend != "interpreter"
     for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", properties):
         raise ValueError(reason)
 
