@@ -16,7 +16,7 @@ from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept, 
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.prefixes import Prefix, PrefixIndex, servable_lengths
-from paged_ops.checks import at_least
+from paged_ops.checks import as_token_ids, at_least
 from paged_ops.masks import oldest_key
 
 
@@ -103,7 +103,7 @@ class BlockAllocator:
             max_cached: the most tokens to take from the cache.
         """
         self._check_new(seq_id)
-        tokens = list(map(int, token_ids))
+        tokens = as_token_ids(token_ids)
         prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
         blocks = self.pool.take(plan)
         num_cached = (len(prefixes) - 1) * self.block_size
@@ -124,12 +124,12 @@ class BlockAllocator:
     ) -> bool:
         """Whether ``admit`` would find the blocks it needs now, and leave ``spare_blocks`` of them free."""
         at_least(0, spare_blocks=spare_blocks)
-        _, plan, _ = self._plan(list(map(int, token_ids)), extra_key, first_chunk, max_cached)
+        _, plan, _ = self._plan(as_token_ids(token_ids), extra_key, first_chunk, max_cached)
         return self.pool.fits(plan + [None] * spare_blocks)
 
     def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
         """The numbers of leading tokens that ``admit`` could find in the cache now, from 0 up."""
-        blocks = self._chain(list(map(int, token_ids)), extra_key)[1]
+        blocks = self._chain(as_token_ids(token_ids), extra_key)[1]
         return [length * self.block_size for length in self._servable(blocks)]
 
     def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
@@ -153,7 +153,7 @@ class BlockAllocator:
         """Reserves slots for tokens that a coming step writes. If the last block has room but also other owners,
         the sequence gets a fresh block, and a copy is queued that must be done before that step."""
         seq = self._live(seq_id)
-        tokens = list(map(int, token_ids))
+        tokens = as_token_ids(token_ids)
         copies_tail, num_new = self._growth(seq, len(tokens))
         fresh = self.pool.take([None] * num_new) if num_new else []
         if copies_tail:
