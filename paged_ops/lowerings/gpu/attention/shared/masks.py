@@ -192,6 +192,28 @@ def reach_of_rows(batch, s, i, MASKS: tl.constexpr):
 
 
 @triton.jit
+def seen_whole(sees, first_i, last_i, seq_len, first_tile, numbers, MASKS: tl.constexpr, N: tl.constexpr):
+    """For a walk from ``first_tile`` on of rows ``first_i`` to ``last_i``, which see the keys ``sees`` if there are
+    ranges: the range of tiles that every row sees whole, empty for a mask with holes, and the end of the walk."""
+    newest = seq_len
+    full_end = seq_len // N
+    if MASKS.ranges:
+        newest = tl.minimum(seq_len, tl.max(sees[1], 0))
+        full_end = tl.minimum(tl.maximum(tl.min(sees[1], 0), 0) // N, full_end)
+    elif MASKS.causal:
+        newest = tl.minimum(seq_len, last_i + 1)
+        full_end = tl.maximum(first_i + 1, 0) // N
+    end_tile = tl.maximum(tl.cdiv(newest, N), first_tile)
+    if MASKS.ranges:
+        full_first = tl.cdiv(tl.max(sees[0], 0), N)
+    else:
+        full_first = tl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    full_first = tl.minimum(tl.maximum(full_first, first_tile), end_tile)
+    full_end = tl.minimum(tl.maximum(full_end, full_first), end_tile)
+    return full_first, full_end, end_tile
+
+
+@triton.jit
 def widen_by_ranges(ranges, s, first_i, last_i, low, end, RANGES: tl.constexpr):
     """As :func:`reach_of_ranges`, for queries ``first_i`` to ``last_i`` of one sequence, or one by one."""
     for n in range(RANGES):

@@ -17,6 +17,7 @@ from paged_ops.lowerings.gpu.attention.shared.masks import (
     oldest_key,
     ranges_at,
     reach_of_rows,
+    seen_whole,
     stripe_offset,
 )
 from paged_ops.lowerings.gpu.attention.shared.tile import (
@@ -143,25 +144,10 @@ def prefill_kernel(
     sees = None
     if MASKS.ranges:
         batch = Batch(tensors, numbers, ranges_at(tensors.bidirectional_ranges, MASKS.ranges))
-        low, high = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
-        sees = (low, high)
-        oldest = tl.min(low, 0)
+        sees = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+        oldest = tl.min(sees[0], 0)
     first_tile = first_key_tile(oldest, first_i, numbers, MASKS, N)
-    newest = seq_len
-    full_end = seq_len // N
-    if MASKS.ranges:
-        newest = tl.minimum(seq_len, tl.max(high, 0))
-        full_end = tl.minimum(tl.maximum(tl.min(high, 0), 0) // N, full_end)
-    elif MASKS.causal:
-        newest = tl.minimum(seq_len, last_i + 1)
-        full_end = tl.maximum(first_i + 1, 0) // N
-    end_tile = tl.maximum(tl.cdiv(newest, N), first_tile)
-    if MASKS.ranges:
-        full_first = tl.cdiv(tl.max(low, 0), N)
-    else:
-        full_first = tl.cdiv(oldest_key(last_i, numbers, MASKS), N)
-    full_first = tl.minimum(tl.maximum(full_first, first_tile), end_tile)
-    full_end = tl.minimum(tl.maximum(full_end, full_first), end_tile)
+    full_first, full_end, end_tile = seen_whole(sees, first_i, last_i, seq_len, first_tile, numbers, MASKS, N)
 
     block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
     keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
