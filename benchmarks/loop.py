@@ -153,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", type=int, default=[1, 64, 256])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--ways", nargs="*", default=["turn", "overlap"], choices=["turn", "overlap"])
     parser.add_argument("--requests", type=int, default=400, help="of the ragged load; 0 for none")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step of the ragged load")
     parser.add_argument("--layers", type=int, default=32)
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=Path(os.devnull))
     args = parser.parse_args()
-    until = time.monotonic() + args.seconds
+    until, ways = time.monotonic() + args.seconds, [way == "overlap" for way in args.ways]
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": args.commit}
     torch.manual_seed(0)
 
@@ -177,7 +178,7 @@ def main() -> None:
     model_step.capture_sizes = lambda _: sorted({max(size, 2) for size in args.sizes})
     options: dict[str, Any] = {"max_num_seqs": most, "max_num_tokens": 16384, "graph_mode": "FULL_DECODE_ONLY"}
     options["max_model_len"] = 2048
-    loops = {way: GenerationLoop(WithoutPrompts(model), kv_cache, overlap=way, **options) for way in (False, True)}
+    loops = {way: GenerationLoop(WithoutPrompts(model), kv_cache, overlap=way, **options) for way in ways}
     for loop in loops.values() if args.sizes else ():
         began = time.perf_counter()
         loop.warm_up()
@@ -195,7 +196,7 @@ def main() -> None:
         loop = GenerationLoop(model, kv_cache, overlap=False, **options)
         loop.warm_up()
         steps = loop._steps
-        for way in (False, True, False, True):
+        for way in (*ways, *ways):
             if time.monotonic() < until:
                 kv_cache.reset()
                 steps._overlaps, loop.stats.seconds, before = way, 0.0, vars(loop.stats).copy()

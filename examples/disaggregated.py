@@ -78,6 +78,8 @@ def run(rank: int, device: torch.device) -> bool | None:
 
 
 def main() -> None:
+    if os.environ.get("WORLD_SIZE") != "2":
+        raise SystemExit("run it as two processes: torchrun --nproc-per-node 2 examples/disaggregated.py")
     rank = int(os.environ["RANK"])
     on_gpus = torch.cuda.device_count() >= 2
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")

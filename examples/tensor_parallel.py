@@ -81,6 +81,8 @@ def generate(model: Model, device: torch.device) -> list[list[int]]:
 
 
 def main() -> None:
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("run it by torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,6 +29,14 @@ def debug_checks() -> bool:
     return _debug
 
 
+class NotCopied:
+    """The base of an object whose copy, or unpickled twin, would share buffers or requests with it."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name}: cannot be copied or pickled; make another one, in the process that uses it")
+
+
 def expect(condition: Any, argument: str, expected: str, got: Any) -> None:
     """Raise a ValueError that says what ``argument`` should be and what came, unless ``condition`` holds.
 
@@ -49,7 +57,14 @@ def describe(value: Any) -> str:
     """A tensor as its dtype, shape and device; anything else as it prints."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)} on {value.device}"
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        return f"{len(value)} tensors, the first {describe(value[0])}"
     return str(value)
+
+
+def describe_setting(value: Any) -> str:
+    """A value that a user set: a string in quotes, which "3" needs where 3 is expected."""
+    return repr(value) if isinstance(value, str) else describe(value)
 
 
 def tensor(
@@ -76,10 +91,21 @@ def tensor(
 
 
 def at_least(least: int, **arguments: int) -> None:
-    """Check that numbers, given by their names, are ``least`` or more."""
+    """Check that integers, given by their names, are ``least`` or more."""
     for name, value in arguments.items():
+        if type(value) is bool or not hasattr(type(value), "__index__"):
+            expect(False, name, f"an integer of at least {least}", describe_setting(value))
         if value < least:
             expect(False, name, f"at least {least}", value)
+
+
+def as_token_ids(given: Iterable[Any]) -> list[int]:
+    """Token ids as Python's integers."""
+    try:
+        return list(map(operator.index, given))
+    except TypeError:
+        got = describe(given) if isinstance(given, Tensor) else repr(given)[:80]
+        raise ValueError(f"token_ids: expected integers, a list or a tensor [n], got {got}") from None
 
 
 def present(argument: str, value: Any) -> None:

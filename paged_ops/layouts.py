@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paged_ops.checks import expect, present
+from paged_ops.checks import at_least, describe_setting, expect, present
 
 
 class Layout(str, enum.Enum):
@@ -260,9 +260,13 @@ def allocate_kv_cache(
 
     ``kv_cache_dtype`` is what uint8 storage will hold; only ``"fp8_ds_mla"`` changes the shape.
     """
+    at_least(0, num_blocks=num_blocks)
+    at_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
     sizes = (num_blocks, block_size, num_kv_heads, head_size)
     shape = kv_cache_shape(layout, *sizes, value_head_size=value_head_size, kv_cache_dtype=kv_cache_dtype)
     check_storage(dtype, kv_cache_dtype)
+    stored = (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8)
+    expect(dtype in stored, "dtype", "float32, float16, bfloat16, a float8 or uint8", describe_setting(dtype))
     with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
         return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
 

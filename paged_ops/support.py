@@ -42,6 +42,9 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     if device not in DISPATCH_KEYS:
         raise ValueError(f"device: expected one of {sorted(DISPATCH_KEYS)}, got {device!r}")
     _check_names(op, features)
+    layout = features.get("layout")
+    if layout is not None and layout not in list(Layout):
+        raise ValueError(f"layout: expected one of {', '.join(Layout)}, got {layout!r}")
     if has_row_scales(features.get("kv_cache_dtype", "auto")):
         features.setdefault("layout", Layout.LATENT)
     key = DISPATCH_KEYS[device]

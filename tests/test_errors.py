@@ -460,6 +460,7 @@ HOST = {
     "a sequence that is not swapped out": (lambda: admitted(num_host_blocks=4).swap_in("a"), "a"),
     "forked onto itself": (lambda: admitted().fork("a", "a"), "a"),
     "committed more than admitted": (lambda: admitted().commit("a", 6), "6"),
+    "committed with the ids of fewer tokens": (lambda: admitted().commit("a", 2, [5]), "token_ids: expected num_written"),
     "an unknown layout": (lambda: paged_ops.kv_cache_shape("NDH", 1, 1, 1, 1), "layout: expected one of .*, got 'NDH'"),
     "a head size that x does not divide": (
         lambda: paged_ops.layouts.split_kv_cache(torch.zeros(2, 4, 160, dtype=f16), 1, 10),

@@ -36,3 +36,10 @@ def test_log_probabilities_are_exact():
 @pytest.mark.slow
 def test_captured_decode():
     assert "the same tokens as without graphs: True" in run("cuda_graphs.py")
+
+
+@pytest.mark.parametrize("name", ["disaggregated.py", "tensor_parallel.py"])
+def test_examples_of_several_processes_say_how_to_run_them(name):
+    done = subprocess.run([sys.executable, name], cwd=EXAMPLES, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"run it .*: torchrun --nproc-per-node 2 examples/{name}\n", done.stderr), done.stderr

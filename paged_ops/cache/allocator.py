@@ -16,7 +16,7 @@ from paged_ops.cache.block_pool import BlockPool, CacheStats, most_blocks_kept, 
 from paged_ops.cache.block_pool import OutOfBlocks as OutOfBlocks
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.prefixes import Prefix, PrefixIndex, servable_lengths
-from paged_ops.checks import at_least
+from paged_ops.checks import as_token_ids, at_least
 from paged_ops.masks import oldest_key
 
 
@@ -103,7 +103,7 @@ class BlockAllocator:
             max_cached: the most tokens to take from the cache.
         """
         self._check_new(seq_id)
-        tokens = list(map(int, token_ids))
+        tokens = as_token_ids(token_ids)
         prefixes, plan, num_reserved = self._plan(tokens, extra_key, first_chunk, max_cached)
         blocks = self.pool.take(plan)
         num_cached = (len(prefixes) - 1) * self.block_size
@@ -124,12 +124,12 @@ class BlockAllocator:
     ) -> bool:
         """Whether ``admit`` would find the blocks it needs now, and leave ``spare_blocks`` of them free."""
         at_least(0, spare_blocks=spare_blocks)
-        _, plan, _ = self._plan(list(map(int, token_ids)), extra_key, first_chunk, max_cached)
+        _, plan, _ = self._plan(as_token_ids(token_ids), extra_key, first_chunk, max_cached)
         return self.pool.fits(plan + [None] * spare_blocks)
 
     def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
         """The numbers of leading tokens that ``admit`` could find in the cache now, from 0 up."""
-        blocks = self._chain(list(map(int, token_ids)), extra_key)[1]
+        blocks = self._chain(as_token_ids(token_ids), extra_key)[1]
         return [length * self.block_size for length in self._servable(blocks)]
 
     def reserve(self, seq_id: Hashable, num_tokens: int) -> None:
@@ -153,7 +153,7 @@ class BlockAllocator:
         """Reserves slots for tokens that a coming step writes. If the last block has room but also other owners,
         the sequence gets a fresh block, and a copy is queued that must be done before that step."""
         seq = self._live(seq_id)
-        tokens = list(map(int, token_ids))
+        tokens = as_token_ids(token_ids)
         copies_tail, num_new = self._growth(seq, len(tokens))
         fresh = self.pool.take([None] * num_new) if num_new else []
         if copies_tail:
@@ -174,9 +174,9 @@ class BlockAllocator:
     def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
         """Records that the step which writes the next ``num_written`` reserved tokens was issued (``token_ids``, if
         they were unknown before). Full blocks can be shared from now on; blocks that no later token sees are freed."""
-        seq = self.check_commit(seq_id, num_written)
+        seq = self.check_commit(seq_id, num_written, token_ids)
         if token_ids is not None:
-            seq.tokens[seq.num_computed : seq.num_computed + num_written] = token_ids[:num_written]
+            seq.tokens[seq.num_computed : seq.num_computed + num_written] = map(int, token_ids)
         seq.num_computed += num_written
         num_full, num_known = seq.num_computed // self.block_size, len(seq.prefixes) - 1
         if num_full > num_known:
@@ -186,12 +186,14 @@ class BlockAllocator:
         if self._forgets:
             self._give_back(seq_id, seq)
 
-    def check_commit(self, seq_id: Hashable, num_written: int) -> _Sequence:
+    def check_commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None) -> _Sequence:
         """Raises what ``commit`` would."""
         seq = self._live(seq_id)
         reserved = seq.num_reserved - seq.num_computed
         if not 0 <= num_written <= reserved:
             raise ValueError(f"num_written: expected 0..{reserved} (reserved tokens of {seq_id!r}), got {num_written}")
+        if token_ids is not None and len(token_ids) != num_written:
+            raise ValueError(f"token_ids: expected num_written = {num_written} of them, got {len(token_ids)}")
         if num_written and seq.blocks[seq.num_computed // self.block_size - seq.num_freed] in self._copies:
             raise ValueError(f"seq_id: the last block of {seq_id!r} waits for a copy; flush copies before each step")
         return seq
@@ -273,15 +275,11 @@ class BlockAllocator:
         seq = self._live(seq_id)
         if self._copies:
             raise ValueError(f"seq_id: {seq_id!r} cannot be swapped out while copies are pending; flush copies first")
-        pairs = self._move(seq_id, seq)
-        self._counts["swapped_out_blocks"] += len(pairs)
-        return pairs
+        return self._move(seq_id, seq)
 
     def swap_in(self, seq_id: Hashable) -> list[tuple[int, int]]:
         """Moves a sequence back to the device; pairs (host block, device block) as in ``swap_out``."""
-        pairs = self._move(seq_id, self._swapped(seq_id))
-        self._counts["swapped_in_blocks"] += len(pairs)
-        return pairs
+        return self._move(seq_id, self._swapped(seq_id))
 
     def can_swap_out(self, seq_id: Hashable) -> bool:
         """Whether ``swap_out`` would find the host blocks it needs now."""
@@ -490,6 +488,7 @@ class BlockAllocator:
         for block in reversed(seq.blocks):
             source.release(block)
         self._sequences[seq_id] = replace(seq, blocks=blocks, swapped=not seq.swapped)  # both in one assignment
+        self._counts["swapped_in_blocks" if seq.swapped else "swapped_out_blocks"] += len(pairs)
         return pairs
 
     def _copy_between(self, pairs: list[tuple[int, int]], to_host: bool) -> None:

@@ -25,7 +25,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.lock import CacheLock
 from paged_ops.cache.shard import UNSHARDED, TokenShard
 from paged_ops.cache.states import StateCache
-from paged_ops.checks import at_least, expect
+from paged_ops.checks import as_token_ids, at_least, expect
 from paged_ops.layouts import Layout
 
 _LONGEST = 2**24  # tokens of a sequence whose layers all keep state: it is one block of that size
@@ -221,7 +221,7 @@ class HybridCache:
         max_cached: int | None = None,
     ) -> int:
         """As ``KVCache.admit``: returns how many leading tokens every pool has in the cache already."""
-        tokens = [int(token) for token in token_ids]
+        tokens = as_token_ids(token_ids)
         cached = self._common_length(tokens, extra_key, max_cached)
         options: dict[str, Any] = {"first_chunk": first_chunk, "max_cached": cached}
         for pool in self.pools:
@@ -247,7 +247,7 @@ class HybridCache:
         spare_blocks: int = 0,
     ) -> bool:
         """Whether ``admit`` would find its blocks and slot now, and leave ``spare_blocks`` free in each pool."""
-        tokens = [int(token) for token in token_ids]
+        tokens = as_token_ids(token_ids)
         cached = self._common_length(tokens, extra_key, max_cached)
         options: dict[str, Any] = {"first_chunk": first_chunk, "max_cached": cached, "spare_blocks": spare_blocks}
         has_slot = self.states is None or self.states.num_free_slots > 0
@@ -255,7 +255,7 @@ class HybridCache:
 
     def cached_lengths(self, token_ids: Iterable[int], extra_key: Hashable = None) -> list[int]:
         """The numbers of leading tokens that ``admit`` could find in every pool now, from 0 up."""
-        tokens = [int(token) for token in token_ids]
+        tokens = as_token_ids(token_ids)
         if self.states is not None:
             return [0]
         lengths = [pool.cached_lengths(tokens, extra_key) for pool in self.pools]
@@ -275,7 +275,7 @@ class HybridCache:
 
     def append(self, seq_id: Hashable, token_ids: Iterable[int]) -> None:
         """As ``KVCache.append``."""
-        tokens = [int(token) for token in token_ids]
+        tokens = as_token_ids(token_ids)
         for pool in self.pools:
             if not pool.can_append(seq_id, len(tokens)):
                 pool.append(seq_id, tokens)  # says why not
@@ -289,7 +289,7 @@ class HybridCache:
     def commit(self, seq_id: Hashable, num_written: int, token_ids: Sequence[int] | None = None) -> None:
         """As ``KVCache.commit``; the state that the step wrote is the sequence's from now on."""
         for pool in self.pools:
-            pool.check_commit(seq_id, num_written)
+            pool.check_commit(seq_id, num_written, token_ids)
         row = None
         if self.states is not None and num_written:
             row = self.states.row(seq_id) ^ 1
@@ -403,7 +403,8 @@ class HybridCache:
             return
         seq_id, num_computed, row, token_ids = self._committing
         for pool in self.pools:
-            pool.commit(seq_id, num_computed - pool.num_computed_tokens(seq_id), token_ids)
+            left = num_computed - pool.num_computed_tokens(seq_id)
+            pool.commit(seq_id, left, token_ids if left else None)
         if self.states is not None and row is not None and self.states.row(seq_id) != row:
             self.states.commit(seq_id)
         self._committing = None
@@ -487,5 +488,6 @@ def blocks_within_reach(
     """
     expect(sliding_window > 0 or attention_chunk > 0, "sliding_window", "one, or an attention_chunk", sliding_window)
     at_least(0, num_first_tokens=num_first_tokens)
+    at_least(1, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, block_size=block_size)
     kept = most_blocks_kept(block_size, sliding_window, attention_chunk, num_first_tokens)
     return max_num_seqs * (kept + 1) + max_num_tokens // block_size

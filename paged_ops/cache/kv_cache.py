@@ -13,7 +13,7 @@ Letters: N blocks, B tokens per block, K key/value heads, D head size, Dv value 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,7 +112,7 @@ class KVCache(BlockAllocator):
         if shard.size > 1 and (sliding_window or attention_chunk):
             raise ValueError("shard: expected one rank for layers with a window or chunk, which each rank keeps whole")
         if dtype not in (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8):
-            raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype}")
+            raise ValueError(f"dtype: expected float32, float16, bfloat16, a float8 or uint8, got {dtype!r}")
         self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
         self.device = with_index(device)
         named: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
@@ -273,7 +273,7 @@ def _layer_sizes(
     at_least(1, num_layers=num_layers)
 
     def of_layers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
-        values = (given,) * num_layers if isinstance(given, int) else tuple(given)
+        values = tuple(given) if isinstance(given, Iterable) else (given,) * num_layers
         if len(values) != num_layers:
             raise ValueError(f"{name}: expected a number, or one for each of {num_layers} layers, got {len(values)}")
         for value in values:

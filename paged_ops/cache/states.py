@@ -17,12 +17,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from paged_ops.cache.block_pool import OutOfBlocks
-from paged_ops.checks import expect
+from paged_ops.checks import at_least, expect
 from paged_ops.device import with_index
 
 PADDING_ROW = 0  # padding sequences read it, and write its partner, row 1
@@ -75,8 +76,7 @@ class StateCache:
         num_host_slots: int = 0,
     ) -> None:
         expect(len(specs) >= 1, "specs", "one or more", len(specs))
-        expect(num_slots >= 0, "num_slots", "0 or more", num_slots)
-        expect(num_host_slots >= 0, "num_host_slots", "0 or more", num_host_slots)
+        at_least(0, num_slots=num_slots, num_host_slots=num_host_slots)
         self.specs = tuple(specs)
         self.num_slots, self.num_host_slots = num_slots, num_host_slots
         self.device = with_index(device)
@@ -136,6 +136,9 @@ class StateCache:
 
     def __contains__(self, seq_id: Hashable) -> bool:
         return seq_id in self._slots
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("StateCache: a shallow copy would own the same slots a second time; use copy.deepcopy")
 
     def admit(self, seq_id: Hashable) -> None:
         """Adds a sequence with a state of zeros, as before the first token."""

@@ -145,7 +145,7 @@ def apply_changes(changes: StepChanges, cache: KVCache | HybridCache, scheduler:
     for request, others in [*changes.starts, *((child, ()) for _, child in changes.forks)]:
         request.others = others
         if again:
-            scheduler.unfinished[request] = None
+            scheduler.add(request)
         else:
             scheduler.join(request)
     if changes.launched is not None:
@@ -159,7 +159,7 @@ def apply_changes(changes: StepChanges, cache: KVCache | HybridCache, scheduler:
         request.end(reason, error)
         if request in cache:
             cache.free(request)
-        scheduler.unfinished.pop(request, None)
+        scheduler.discard(request)
         if not again:
             scheduler.leave(request)
     if again:
@@ -173,8 +173,9 @@ def _commit(scheduled: Scheduled, cache: KVCache | HybridCache, again: bool, has
     request, start, num_tokens = scheduled
     if again and request not in cache:
         return
-    left = start + num_tokens - cache.num_computed_tokens(request) if again else num_tokens
-    cache.commit(request, left, request.tokens[start : start + num_tokens] if has_new_tokens else None)
+    end = start + num_tokens
+    left = end - cache.num_computed_tokens(request) if again else num_tokens
+    cache.commit(request, left, request.tokens[end - left : end] if has_new_tokens else None)
     if request.num_cached_tokens < 0:
         request.num_cached_tokens = min(start, request.num_prompt)
 

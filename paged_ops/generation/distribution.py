@@ -1,12 +1,17 @@
 """Penalties, and draws from a distribution: rows of scores to tokens, for all rows at once.
 
 Random numbers are a hash of (seed, sample, position): a draw does not depend on the rest of the batch, has no state
-that a failed step would have to restore, and is the same on every device. Probabilities are rounded to integers before
-they are added up, so the total does not depend on the order of additions.
+that a failed step would have to restore, and is the same on every device. Weights are rounded to integers before they
+are added up, so a total does not depend on the order of additions.
 
-Sources of the ideas: nucleus sampling of Holtzman et al. (2019, arXiv:1904.09751), min-p of Nguyen et al. (2024,
-arXiv:2407.01082), the repetition penalty of Keskar et al. (2019, arXiv:1909.05858); counter-based random numbers of
-Salmon et al. (SC 2011), here with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+Top-p needs no sorting: a token is drawn, and the weights before it, of likelier tokens, are added up. If they reach
+the limit, it is not among the tokens that stay, and the next draw is from those before it. A token that is accepted
+has the probability that it would have among the tokens that stay.
+
+Sources of the ideas: nucleus sampling of Holtzman et al. (2019, arXiv:1904.09751), drawn by rejection as in FlashInfer
+(Ye et al. 2025, arXiv:2501.01005); min-p of Nguyen et al. (2024, arXiv:2407.01082), the repetition penalty of Keskar et
+al. (2019, arXiv:1909.05858); counter-based random numbers of Salmon et al. (SC 2011), here with SplitMix64 (Steele, Lea
+and Flood, OOPSLA 2014).
 
 Letters: R rows, V vocabulary.
 """
@@ -18,11 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_UNIT = 2.0**51  # the weight of probability 1; totals of weights stay below 2^53, where float64 holds all integers
-_LEAST_BUCKET = 127 - 51 << 7  # the upper 16 bits of 1 / _UNIT: smaller probabilities have weight 0
-_NUM_BUCKETS = (127 << 7) + 2  # up to that of probability 1, and one for NaN
-_CHUNK = 256  # tokens whose weights are added up at once
-_FEW = 1024  # tokens of a row that are sorted without buckets
+CHUNK = 256  # tokens whose weights are added up at once
 _COLDEST, _HOTTEST = 1e-30, 3e38  # float32 holds both, and the quotients of scores by them
 
 
@@ -86,33 +87,44 @@ def draw(
         largest_k: the largest of ``top_k``.
     """
     # The largest is 0 before the division, so even the smallest temperature gives 0 and -inf, not inf.
-    scaled = (scores - scores.amax(-1, keepdim=True)).div_(temperature.clamp(_COLDEST, _HOTTEST)[:, None])
-    if top_k is not None and largest_k:
-        likeliest = scaled.topk(min(largest_k, scores.shape[-1]), -1).values
-        last = likeliest.gather(-1, (top_k - 1).clamp(0, likeliest.shape[-1] - 1)[:, None])
-        scaled.masked_fill_(scaled < last.masked_fill_((top_k == 0)[:, None], -torch.inf), -torch.inf)
-    probabilities = torch.softmax(_aligned(scaled), -1)[:, : scores.shape[-1]]
+    likely = (scores - scores.amax(-1, keepdim=True)).mul_(inverse_of(temperature)[:, None]).exp_().nan_to_num_(0.0)
     R, V = scores.shape
-    chunks = scaled.new_empty(R, -(-V // _CHUNK), _CHUNK, dtype=torch.float64)
-    chunks[:, -1].zero_()
+    if top_k is not None and largest_k:
+        likeliest = scores.topk(min(largest_k, V), -1).values
+        last = likeliest.gather(-1, (top_k - 1).clamp(0, likeliest.shape[-1] - 1)[:, None])
+        likely.masked_fill_(scores < last.masked_fill_((top_k == 0)[:, None], -torch.inf), 0.0)
+    chunks = torch.zeros(R, -(-V // CHUNK), CHUNK, dtype=torch.int64, device=scores.device)
     weights = chunks.view(R, -1)[:, :V]
-    torch.mul(probabilities, _UNIT, out=weights).floor_()
-    if top_p is not None:
-        sorts = scores.device.type != "cpu" or scores.shape[-1] <= _NUM_BUCKETS
-        cut = _outside_by_sorting if sorts else _outside_by_buckets
-        weights.masked_fill_(cut(probabilities, weights, top_p), 0)
+    weights.copy_(likely.mul(unit_of(V)))
+    limit = None if top_p is None else torch.where(top_p < 1, top_p * chunks.sum((1, 2)).double(), torch.inf)
     if min_p is not None:
-        weights.masked_fill_(probabilities < min_p[:, None] * probabilities.amax(-1, keepdim=True), 0)
-    # First the chunk, then the token: sums are faster than running sums, and exact in any order.
-    reached = chunks.sum(-1).cumsum(-1)
-    total = reached[:, -1:]
-    # A token is drawn if the target lies within its weight, so one of weight 0 never is.
-    target = torch.minimum((uniforms(keys)[:, None] * total).floor_(), total - 1)
-    chunk = torch.searchsorted(reached, target, right=True).clamp_(max=chunks.shape[1] - 1)
-    of_chunk = chunks.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0]
-    target -= reached.gather(1, chunk) - of_chunk.sum(-1, keepdim=True)
-    token = torch.searchsorted(of_chunk.cumsum(-1), target, right=True)
-    return (chunk * _CHUNK + token)[:, 0].clamp_(max=V - 1)
+        weights.masked_fill_(likely < min_p.float()[:, None], 0)
+    tokens = _pick(chunks, keys)
+    if limit is None:
+        return tokens
+    rows, drawn, ids = torch.arange(R, device=scores.device), tokens, torch.arange(V, device=scores.device)
+    while True:
+        score = scores.gather(1, drawn[:, None])
+        is_before = (scores > score) | ((scores == score) & (ids < drawn[:, None]))
+        chunks.view(len(rows), -1)[:, :V].masked_fill_(~is_before, 0)
+        before = chunks.sum((1, 2))
+        again = ((before > 0) & (before >= limit)).nonzero()[:, 0]
+        if not len(again):
+            return tokens
+        rows, scores, chunks, limit, keys = (each[again] for each in (rows, scores, chunks, limit, keys))
+        keys = keys + _signed(_STRIDE)
+        drawn = _pick(chunks, keys)
+        tokens[rows] = drawn
+
+
+def unit_of(vocabulary: int) -> float:
+    """The weight of a row's likeliest token. The sum of all weights is at most 2^62."""
+    return 2.0 ** (62 - (vocabulary - 1).bit_length())
+
+
+def inverse_of(temperature: Tensor) -> Tensor:
+    """What scores are multiplied by, float32 ``[R]``."""
+    return temperature.clamp(_COLDEST, _HOTTEST).float().reciprocal()
 
 
 def log_softmax(scores: Tensor) -> Tensor:
@@ -151,45 +163,18 @@ def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu).to(device, non_blocking=True)
 
 
-def _outside_by_sorting(probabilities: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens top-p leaves out, bool ``[R, V]``. Of tokens that are equally likely, the first stay."""
-    order = probabilities.sort(dim=-1, descending=True, stable=True).indices
-    ordered = weights.gather(-1, order)
-    before = ordered.cumsum(-1) - ordered
-    outside = (before >= _limit(top_p)[:, None]) & (before > 0)
-    return torch.zeros_like(outside).scatter_(-1, order, outside)
-
-
-def _outside_by_buckets(probabilities: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """The same for the CPU, where sorting is slow: by their upper 16 bits, probabilities fall into buckets. Only the
-    bucket where the limit is reached is sorted; or all that top-k has left, if these are few."""
-    R = len(probabilities)
-    limit = _limit(top_p)
-    if int(torch.count_nonzero(probabilities)) <= _FEW * R:
-        outside = torch.zeros_like(probabilities, dtype=torch.bool)
-        row, token = probabilities.nonzero(as_tuple=True)
-        above_last = torch.zeros_like(limit)
-    else:
-        bucket = (probabilities.view(torch.int32) >> 16).clamp_(0, _NUM_BUCKETS - 1)
-        first = torch.arange(0, R * _NUM_BUCKETS, _NUM_BUCKETS, dtype=torch.int32, device="cpu")[:, None]
-        sums = torch.bincount((bucket + first).view(-1), weights.reshape(-1), R * _NUM_BUCKETS).view(R, -1)
-        above = sums.flip(-1).cumsum(-1).flip(-1) - sums  # the weight of the buckets above each
-        beyond = (above >= limit[:, None]) & (above > 0)
-        last = beyond.sum(-1, keepdim=True, dtype=torch.int32).clamp_(min=_LEAST_BUCKET)  # where the limit is reached
-        outside = bucket < last
-        row, token = (bucket == last).nonzero(as_tuple=True)
-        above_last = above.gather(-1, last.long())[:, 0]
-    if not len(row):
-        return outside
-    order = probabilities[row, token].sort(descending=True, stable=True).indices
-    order = order[row[order].sort(stable=True).indices]
-    row, token = row[order], token[order]
-    ordered = weights[row, token]
-    before = ordered.cumsum(0) - ordered
-    starts = torch.searchsorted(row, torch.arange(R, device="cpu")).clamp_(max=len(row) - 1)
-    before += (above_last - before[starts])[row]
-    outside[row, token] = (before >= limit[row]) & (before > 0)
-    return outside
+def _pick(chunks: Tensor, keys: Tensor) -> Tensor:
+    """Draws a token by its weight, int64 ``[R]``, from weights ``[R, chunks, CHUNK]``."""
+    # First the chunk, then the token: sums are faster than running sums.
+    reached = chunks.sum(-1).cumsum(-1)
+    total = reached[:, -1:]
+    # A token is drawn if the target lies within its weight, so one of weight 0 never is.
+    target = torch.minimum((uniforms(keys)[:, None] * total.double()).long(), total - 1)
+    chunk = torch.searchsorted(reached, target, right=True).clamp_(max=chunks.shape[1] - 1)
+    of_chunk = chunks.gather(1, chunk[:, :, None].expand(-1, -1, CHUNK))[:, 0]
+    target -= reached.gather(1, chunk) - of_chunk.sum(-1, keepdim=True)
+    token = torch.searchsorted(of_chunk.cumsum(-1), target, right=True)
+    return (chunk * CHUNK + token)[:, 0]
 
 
 def _places(scores: Tensor, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -199,11 +184,6 @@ def _places(scores: Tensor, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     own = torch.arange(len(sizes), device=scores.device).repeat_interleave(counts, output_size=sum(sizes))
     ids, width = torch.cat(list(tokens)), scores.shape[-1]
     return own, torch.where(ids < width, ids + own * width, scores.numel())
-
-
-def _limit(top_p: Tensor) -> Tensor:
-    """The weight that the tokens before one must not reach; rows of top_p = 1 keep all tokens."""
-    return torch.where(top_p < 1, top_p * _UNIT, torch.inf)
 
 
 _ALL = 2**64 - 1

@@ -33,7 +33,7 @@ import torch
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import expect
+from paged_ops.checks import NotCopied, expect
 from paged_ops.generation.changes import Launched, StepChanges, apply_changes
 from paged_ops.generation.inbox import Inbox
 from paged_ops.generation.model_step import ModelRunner, ModelStep, check_sizes
@@ -58,7 +58,7 @@ from paged_ops.graphs import GraphMode, GraphStats
 WARM_UP_LIMIT = 1800.0  # seconds for which ranks wait for each other's compilation
 
 
-class GenerationLoop:
+class GenerationLoop(NotCopied):
     """Continuous batching: ``submit`` requests, then ``step`` (or ``run``) until none is left; or ``generate``.
 
     A step happens whole or not at all, whatever is raised in it, Ctrl-C included: the next step then gives the same

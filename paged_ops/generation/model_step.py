@@ -13,9 +13,10 @@ from torch import Tensor
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import expect
+from paged_ops.checks import at_least, expect
 from paged_ops.generation.sampling import try_draws
 from paged_ops.graphs import DecodeGraphs, GraphMode, capture_sizes
+from paged_ops.graphs.runner import mode_on
 from paged_ops.metadata import AttentionMetadata, Batch
 
 
@@ -75,6 +76,7 @@ class ModelRunner:
         max_num_tokens: int,
         max_model_len: int,
     ) -> None:
+        mode_on(kv_cache.device, "graph_mode", graph_mode)
         self._eager_step, self._kv_cache, self._max_model_len = step, kv_cache, max_model_len
         self._max_num_seqs = max_num_seqs
         self._weights_version: Callable[[], Hashable] = getattr(step, "weights_version", lambda: None)
@@ -173,8 +175,7 @@ def check_sizes(
     limit: int | None = getattr(step, "max_model_len", None)
     if max_model_len is None:
         max_model_len = min(kv_cache.max_seq_len, limit or kv_cache.num_blocks * kv_cache.block_size)
-    expect(max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs)
-    expect(max_model_len >= 1, "max_model_len", "at least 1", max_model_len)
+    at_least(1, max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_tokens=max_num_tokens)
     expect(limit is None or max_model_len <= limit, "max_model_len", f"at most the model's {limit}", max_model_len)
     expect(max_num_tokens >= max_num_seqs, "max_num_tokens", f"at least max_num_seqs = {max_num_seqs}", max_num_tokens)
     return max_model_len

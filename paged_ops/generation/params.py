@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paged_ops.checks import expect
+from paged_ops.checks import describe_setting, expect
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # (input_ids [1, n], scores [1, V]) -> scores [1, V]
 StoppingCriterion = Callable[[Tensor, Tensor], Any]  # (input_ids [1, n], scores [1, V]) -> bool, or a tensor of one
@@ -91,7 +91,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (is_valid, expected) in _FIELDS.items():
             value = getattr(self, name)
-            expect(value is None or is_valid(value), name, expected, value)
+            expect(value is None or is_valid(value), name, expected, describe_setting(value))
         expect(self.top_p != 0, "top_p", "a number in (0, 1]", self.top_p)
         # Iterators are read once, so the fields are tuples from here on.
         if self.stop_token_ids is not None:
@@ -108,7 +108,7 @@ class SamplingParams:
 def check_field(name: str, value: Any, argument: str) -> None:
     """Refuses a value of a field of :class:`SamplingParams` that is out of range; a config's ``top_p`` may be 0."""
     is_valid, expected = _FIELDS[name]
-    expect(is_valid(value), argument, expected, value)
+    expect(is_valid(value), argument, expected, describe_setting(value))
 
 
 class TokenLogprobs(NamedTuple):
@@ -146,6 +146,8 @@ def strings(argument: str, given: Any) -> tuple[str, ...]:
 
 
 def _is_int(value: Any, least: int | None = None) -> bool:
+    if isinstance(value, bool):
+        return False
     try:
         number = operator.index(value)
     except (TypeError, ValueError):  # a tensor of several elements raises ValueError

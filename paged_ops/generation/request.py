@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_ops.checks import describe, expect
+from paged_ops.checks import NotCopied, describe, expect
 from paged_ops.generation.distribution import on_device, random_key
 from paged_ops.generation.params import MOST_ID, SamplingParams, TokenLogprobs
 from paged_ops.generation.settings import Defaults, Settings
@@ -291,7 +291,7 @@ class RequestMaker:
         return first
 
 
-class TokenStream(Iterator[NewToken]):
+class TokenStream(NotCopied, Iterator[NewToken]):
     """The tokens of one prompt as they are generated; made by :meth:`GenerationLoop.stream`.
 
     Asking for the next token runs steps, of all other requests too. ``close``, leaving its ``with`` block,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import expect
-from paged_ops.generation.distribution import draw, log_softmax, on_device, penalize
+from paged_ops.generation.distribution import draw, inverse_of, log_softmax, on_device, penalize
 from paged_ops.generation.params import TokenLogprobs
 from paged_ops.generation.request import Request
+from paged_ops.lowerings.warm_up import warm_up
 
 _MOST_SCORES = 2**24  # that are drawn from at a time, which bounds the memory of their probabilities
 
@@ -87,52 +88,76 @@ def choose(
     Args:
         before: what the step before has chosen, if the host does not know it yet.
     """
-    if list(rows) == list(range(len(logits))):
-        best, tokens = logits.max(-1)
+    device = logits.device
+    if list(rows) != list(range(len(logits))):
+        logits_of = logits[on_device(rows, torch.int64, device)]
     else:
-        best, tokens = logits[on_device(rows, torch.int64, logits.device)].max(-1)
+        logits_of = logits
+    best, tokens = logits_of.max(-1)
     special = [i for i, request in enumerate(requests) if request.is_special]
     if not special:
         return Chosen(best, tokens, requests)
-    some = [requests[i] for i in special]
-    scores = logits[on_device([rows[i] for i in special], torch.int64, logits.device)].float()
-    best_special, chosen = _choose_special(scores, some, before)
-    at = on_device(special, torch.int64, logits.device)
-    tokens[at] = chosen
-    # A row with NaN has no token, even if a processor has hidden the NaN, unless that is what was asked for.
-    best = best.double()
-    replaced = [i for i in special if requests[i].settings.replaces_nan]
-    if replaced:
-        best[on_device(replaced, torch.int64, logits.device)] = 0
-    best[at] += best_special
+    changed = [i for i in special if _changes_scores(requests[i])]
+    is_changed = set(changed)
+    drawn = [i for i in special if requests[i].settings.temperature and i not in is_changed]
+    some = [requests[i] for i in changed]
+    if len(drawn) == len(requests):
+        tokens = _draw(logits_of, best, drawn, requests)
+    elif drawn:
+        tokens[on_device(drawn, torch.int64, device)] = _draw(logits_of, best, drawn, requests)
+    scores = logits_of[:0]
+    if changed:
+        at = on_device(changed, torch.int64, device)
+        scores = logits_of[at].float()
+        best_changed, tokens[at] = _choose_changed(scores, some, before)
+        # A row with NaN has no token, even if a processor has hidden the NaN, unless that is what was asked for.
+        best = best.double()
+        replaced = [i for i in changed if requests[i].settings.replaces_nan]
+        if replaced:
+            best[on_device(replaced, torch.int64, device)] = 0
+        best[at] += best_changed
     result = Chosen(best, tokens, requests)
-    if not any(request.is_read_at_once for request in some):
+    if not any(requests[i].is_read_at_once for i in special):
         return result
     found = result.read().tokens
     stops = {
         i
-        for k, i in enumerate(special)
+        for k, i in enumerate(changed)
         if requests[i].criteria and found[i] >= 0 and _stops(requests[i], found[i], scores[k : k + 1])
     }
     return Choices(found, stops, _logprobs(logits, rows, found, requests))
 
 
 def try_draws(logits: Tensor, num_rows: int) -> None:
-    """Chooses tokens in every way from rows like ``logits [S, V]``: a GPU loads the kernels of torch at their first
-    use, some of which depend on the number of rows."""
+    """Chooses tokens in every way from rows like ``logits [S, V]``: a GPU compiles the kernels that draw, and loads
+    those of torch at their first use; some of these depend on the number of rows."""
+    from paged_ops.lowerings.gpu.draw import draw_rows
+
     V, device = logits.shape[-1], logits.device
+    keys = on_device([0], torch.int64, device)
+
+    def try_draw(rows: Tensor) -> None:
+        R, zeros = len(rows), torch.zeros(len(rows), device="cpu")
+        draw_rows(rows, rows[:, 0].contiguous(), range(R), [0] * R, [1] * R, zeros, zeros, zeros)
+
+    warm_up([functools.partial(try_draw, each) for each in (logits[:1], logits[:1].float())])
     for R in {1, max(1, min(num_rows, _MOST_SCORES // V))}:
         rows = logits.new_zeros(R, V)
-        scores, keys = rows.float(), on_device([0] * R, torch.int64, device)
-        temperature, top_p = (on_device([0.5] * R, dtype, device) for dtype in (torch.float32, torch.float64))
-        draw(scores, temperature, keys)
-        draw(scores, temperature, keys, keys + 2, top_p, temperature, min(2, V))
-        penalize(scores, [keys[:1]] * R, [0] * R, [2.0] * R, [1.0] * R, [1.0] * R)
+        scores = rows.float()
+        try_draw(rows)
+        try_draw(scores)
+        penalize(scores, [keys] * R, [0] * R, [2.0] * R, [1.0] * R, [1.0] * R)
         logprobs_of(rows, [0] * R, [1] * R)
         Chosen(*rows.max(-1), []).read()
 
 
-def _choose_special(scores: Tensor, requests: Sequence[Request], before: Chosen | None = None) -> tuple[Tensor, Tensor]:
+def _changes_scores(request: Request) -> bool:
+    """Whether something else than the logits decides about its next token, or is asked what follows from it."""
+    is_short = request.length - request.num_prompt < request.settings.min_new_tokens
+    return bool(is_short or request.settings.has_penalties or request.processors or request.criteria)
+
+
+def _choose_changed(scores: Tensor, requests: Sequence[Request], before: Chosen | None = None) -> tuple[Tensor, Tensor]:
     """The largest score and the token of each row of scores ``[R, V]``, after its request's penalties and processors,
     which write their result into it."""
     _penalize(scores, requests, before)
@@ -145,11 +170,8 @@ def _choose_special(scores: Tensor, requests: Sequence[Request], before: Chosen 
             row.copy_(processed)
     best, tokens = scores.max(-1)
     draws = [k for k, request in enumerate(requests) if request.settings.temperature]
-    most = max(1, _MOST_SCORES // scores.shape[-1])
-    for start in range(0, len(draws), most):
-        part = draws[start : start + most]
-        index = on_device(part, torch.int64, scores.device)
-        tokens[index] = _draw(scores[index], [requests[k] for k in part])
+    if draws:
+        tokens[on_device(draws, torch.int64, scores.device)] = _draw(scores, best, draws, requests)
     return best, tokens
 
 
@@ -183,19 +205,36 @@ def _penalize(scores: Tensor, requests: Sequence[Request], before: Chosen | None
         scores.view(-1).index_fill_(0, on_device(hidden, torch.int64, scores.device), -torch.inf)
 
 
-def _draw(scores: Tensor, requests: Sequence[Request]) -> Tensor:
-    device, all_settings = scores.device, [request.settings for request in requests]
-    temperature = on_device([each.temperature for each in all_settings], torch.float32, device)
-    keys = on_device([request.random_key() for request in requests], torch.int64, device)
-    top_k = top_p = min_p = None
-    largest = max(min(each.top_k, scores.shape[-1]) for each in all_settings)
-    if largest:
-        top_k = on_device([min(each.top_k, scores.shape[-1]) for each in all_settings], torch.int64, device)
-    if any(each.top_p < 1 for each in all_settings):
-        top_p = on_device([each.top_p for each in all_settings], torch.float64, device)
-    if any(each.min_p for each in all_settings):
-        min_p = on_device([each.min_p for each in all_settings], torch.float32, device)
-    return draw(scores, temperature, keys, top_k, top_p, min_p, largest)
+def _draw(logits: Tensor, best: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> Tensor:
+    """A token for each of these rows of logits ``[R, V]``, drawn as its request asks. ``best [R]``: their largest."""
+    V, some = logits.shape[-1], [requests[row].settings for row in rows]
+    keys, top_k = [requests[row].random_key() for row in rows], [min(each.top_k, V) for each in some]
+    temperature, top_p, min_p = torch.tensor(
+        [[each.temperature for each in some], [each.top_p for each in some], [each.min_p for each in some]],
+        dtype=torch.float64,
+        device="cpu",
+    )
+    if logits.is_cuda:
+        from paged_ops.lowerings.gpu.draw import draw_rows
+
+        return draw_rows(logits, best, rows, keys, top_k, inverse_of(temperature), top_p, min_p)
+    tokens, most = [], max(1, _MOST_SCORES // V)
+    for start in range(0, len(rows), most):
+        part = slice(start, start + most)
+        scores = logits[on_device(rows[part], torch.int64, logits.device)].float()
+        largest_k = max(top_k[part])
+        tokens.append(
+            draw(
+                scores,
+                temperature[part].to(logits.device),
+                on_device(keys[part], torch.int64, logits.device),
+                on_device(top_k[part], torch.int64, logits.device) if largest_k else None,
+                top_p[part].to(logits.device) if bool((top_p[part] < 1).any()) else None,
+                min_p[part].to(logits.device) if bool(min_p[part].any()) else None,
+                largest_k,
+            )
+        )
+    return torch.cat(tokens)
 
 
 def _stops(request: Request, token: int, scores: Tensor) -> bool:

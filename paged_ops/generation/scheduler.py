@@ -67,6 +67,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._in_turn: dict[Request, None] = {}  # of the unfinished, those that needed it when they were added
         self._kv_cache = kv_cache
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
@@ -82,14 +83,32 @@ class Scheduler:
         """Adds new requests, without the ones that are known or have ended."""
         was_open, self.is_open = self.is_open, True
         new = [each for each in requests if each not in self.unfinished and each.finish_reason is None]
-        self.unfinished.update(dict.fromkeys(new))
+        for request in new:
+            self.add(request)
         self.waiting += new
         self.waiting.sort(key=_id_of)  # several threads may have queued them in another order
         self.is_open = was_open
 
+    def add(self, request: Request) -> None:
+        """Adds a request to the unfinished ones only."""
+        if request.is_read_at_once or request.others:
+            self._in_turn[request] = None
+        self.unfinished[request] = None
+
+    def discard(self, request: Request) -> None:
+        """Removes a request from the unfinished ones only."""
+        self.unfinished.pop(request, None)
+        self._in_turn.pop(request, None)
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether no step may be launched before the tokens of the one before are read: a request needs its token at
+        once, or a sample waits for the prompt of the first one."""
+        return any(request.is_read_at_once or request.others for request in self._in_turn)
+
     def join(self, request: Request) -> None:
         """Adds a further sample: it runs if it has blocks, else it waits."""
-        self.unfinished[request] = None
+        self.add(request)
         if request in self._kv_cache:
             self._start(request)
         else:

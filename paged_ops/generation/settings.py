@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paged_ops.checks import expect
+from paged_ops.checks import describe_setting, expect
 from paged_ops.generation.distribution import penalize
 from paged_ops.generation.params import SamplingParams, check_field, functions, strings
 
@@ -161,6 +161,8 @@ class Defaults:
         criteria: tuple[Callable[..., Any], ...],
         limit: int,
     ) -> None:
+        known = tokenizer is None or callable(getattr(tokenizer, "decode", None))
+        expect(known, "tokenizer", "a tokenizer, as AutoTokenizer.from_pretrained returns", describe_setting(tokenizer))
         self.limit = limit
         self._library, self._tokenizer = library, tokenizer
         self._processors, self._criteria = processors, criteria

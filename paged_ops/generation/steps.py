@@ -81,9 +81,7 @@ class Steps:
         """Whether the next step can be launched while ``before`` runs: no token is needed on the host at once, no
         sample waits for the first one's prompt, and no sequence has to be preempted or resumed."""
         scheduler = self._scheduler
-        if not self._overlaps or scheduler.swapped or not before.step.requests:
-            return False
-        if any(request.is_read_at_once or request.others for request in scheduler.unfinished):
+        if not self._overlaps or scheduler.is_in_turn or scheduler.swapped or not before.step.requests:
             return False
         cache, running = self._kv_cache, scheduler.running
         for pool in cache.pools:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
-from paged_ops.checks import expect
+from paged_ops.checks import NotCopied, at_least, describe_setting, expect
 from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
 from paged_ops.graphs.inputs import (
     LEAST,
@@ -60,7 +60,16 @@ class GraphStats:
         return self.padded_tokens / max(self.tokens + self.padded_tokens, 1)
 
 
-class DecodeGraphs:
+def mode_on(device: torch.device, argument: str, mode: GraphMode | str) -> GraphMode:
+    """The mode that an argument names, if the device can capture it."""
+    known = mode in list(GraphMode)
+    expect(known, argument, f"one of {', '.join(GraphMode)}", describe_setting(mode))
+    runs = mode == GraphMode.NONE or Graph.runs_on(device)
+    expect(runs, argument, f"NONE, as {device} has no graphs", str(mode))
+    return GraphMode(mode)
+
+
+class DecodeGraphs(NotCopied):
     """Runs steps of a model, from captured graphs where a batch fits one.
 
     Args:
@@ -108,8 +117,7 @@ class DecodeGraphs:
         cascade: bool = False,
         sample: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        expect(max_num_seqs >= 1, "max_num_seqs", "1 or more", max_num_seqs)
-        expect(query_len >= 1, "query_len", "1 or more", query_len)
+        at_least(1, max_num_seqs=max_num_seqs, query_len=query_len)
         most = max_num_seqs * query_len if max_num_tokens is None else max_num_tokens
         expect(most >= max_num_seqs * query_len, "max_num_tokens", "at least max_num_seqs * query_len", most)
         expect(sample is None or query_len == 1, "sample", "none for a query_len above 1", sample)
@@ -120,9 +128,7 @@ class DecodeGraphs:
             graph_support = min(graph_support, GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
         if mode is None:
             mode = choose_mode(graph_support, query_len) if Graph.runs_on(kv_cache.device) else GraphMode.NONE
-        self.mode = GraphMode(mode)
-        runs = self.mode is GraphMode.NONE or Graph.runs_on(kv_cache.device)
-        expect(runs, "mode", f"NONE, as {kv_cache.device} has no graphs", self.mode)
+        self.mode = mode_on(kv_cache.device, "mode", mode)
         allowed = graph_support >= self.mode.needs(query_len)
         expect(allowed, "mode", f"one that graph_support = {graph_support!r} allows", self.mode)
         whole = not (self._keeps_state and self.mode.in_pieces)
@@ -232,13 +238,14 @@ class DecodeGraphs:
         last chunk of a prompt."""
         copies = [pool.try_copies for pool in self.kv_cache.pools]
         if self._is_sharded:
-            kinds = (True, False)
-            return [*copies, *(functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in kinds)]
+            steps = [functools.partial(self._try, inputs_of_open_sizes, is_decode) for is_decode in (True, False)]
+            return [*copies, *steps]
         most, longest = self._max_num_tokens, self.builder.max_blocks_per_seq * self.builder.block_size
-        trials = [functools.partial(self._try, inputs_of_open_sizes)]
-        trials += [functools.partial(self._try, inputs_of_padding, LEAST, T) for T in sorted({min(64, most), most})]
-        chunks = {(T := min(most, longest), 0), (T, longest - T)}
-        return [*trials, *(functools.partial(self._try, inputs_of_prompt, *chunk) for chunk in sorted(chunks)), *copies]
+        chunk = min(most, longest)
+        kinds: list[tuple[Any, ...]] = [(inputs_of_open_sizes,)]
+        kinds += [(inputs_of_padding, LEAST, T) for T in sorted({min(64, most), most})]
+        kinds += [(inputs_of_prompt, chunk, computed) for computed in sorted({0, longest - chunk})]
+        return [*(functools.partial(self._try, *kind) for kind in kinds), *copies]
 
     def _try(self, make: Callable[..., StepInputs], *sizes: Any) -> None:
         """A step whose result is dropped. Its errors are ignored, as the next step raises them again; not among ranks,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paged_ops.cache.shard import UNSHARDED, TokenShard, widest
 from paged_ops.cache.states import PADDING_ROW
-from paged_ops.checks import expect
+from paged_ops.checks import NotCopied, at_least, describe_setting, expect
 from paged_ops.device import with_index
 from paged_ops.metadata.batch import Batch, largest, not_negative
 from paged_ops.metadata.bidirectional import ranges_of_step
@@ -37,7 +37,7 @@ _NO_ROWS = torch.zeros(0, dtype=torch.int32, device="cpu")
 _NO_RANGES = torch.zeros(0, 1, 2, dtype=torch.int32, device="cpu")
 
 
-class AttentionMetadataBuilder:
+class AttentionMetadataBuilder(NotCopied):
     """Turns a :class:`Batch` into :class:`AttentionMetadata` in device buffers that never move.
 
     The device tensors of all steps are views of one allocation, and equal padded sizes give the very same tensor
@@ -95,8 +95,10 @@ class AttentionMetadataBuilder:
         on_gpu = self.device.type == "cuda"
         served = on_gpu or self.device.type == "cpu"
         expect(served, "device", "cpu or cuda (elsewhere build on the CPU and move)", self.device)
-        expect(block_size >= 1, "block_size", "1 or more", block_size)
-        expect(max_num_seqs >= 1, "max_num_seqs", "1 or more", max_num_seqs)
+        known = isinstance(graph_support, GraphSupport)
+        expect(known, "graph_support", "a GraphSupport", describe_setting(graph_support))
+        at_least(1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens)
+        at_least(1, max_blocks_per_seq=max_blocks_per_seq)
         expect(1 <= max_num_tokens < 2**31, "max_num_tokens", "1 or more, and less than 2**31", max_num_tokens)
         most_blocks = (2**31 - 1) // block_size
         fits = f"1 to {most_blocks} (lengths are int32, block_size is {block_size})"

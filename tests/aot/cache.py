@@ -5,6 +5,7 @@ import torch
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
 from paged_ops.lowerings.gpu import blocks
+from paged_ops.lowerings.gpu import draw as draws
 from paged_ops.lowerings.gpu.target import target_of
 from tests.aot.compiler import Variant, gpu
 
@@ -89,6 +90,14 @@ def merge(dtype=torch.bfloat16, head_size=D):
     return call
 
 
+def draw(dtype=torch.bfloat16):
+    def call():
+        logits = gpu(S, 128256, dtype=dtype)
+        draws.launch(logits, gpu(S, dtype=dtype), gpu(6, S, dtype=torch.int64))
+
+    return call
+
+
 VARIANTS = [
     Variant("write and gather latent rows bf16", latent_rows(), {**WIDE, **FP8}),
     Variant("write NHD bf16", write(), WIDE),
@@ -104,6 +113,8 @@ VARIANTS = [
     Variant("copy blocks of 26 bytes", copy(dtype=torch.uint8, block=(26,))),
     Variant("swap, gather to staging", staged(True), WIDE),
     Variant("swap, scatter from staging", staged(False), WIDE),
+    Variant("draw from bf16", draw()),
+    Variant("draw from fp32", draw(torch.float32)),
     Variant("merge bf16", merge(), WIDE),
     Variant("merge fp32, D 80", merge(torch.float32, 80), WIDE),
 ]  # fmt: skip

@@ -196,6 +196,7 @@ BAD_CALLS = [
     ("append", ("a", list(range(16))), {}, OutOfBlocks, "device cache: expected 4 free blocks, got 3 of 6"),
     ("append", ("nobody", [1]), {}, ValueError, "seq_id: 'nobody' is unknown"),
     ("commit", ("b", 4), {}, ValueError, r"num_written: expected 0\.\.3"),
+    ("commit", ("b", 1, [7, 8]), {}, ValueError, "token_ids: expected num_written = 1"),
     ("reserve", ("b", 4), {}, ValueError, r"num_tokens: expected 0\.\.3"),
     ("fork", ("b", "c"), {}, ValueError, "parent_id: 'b' has 3 reserved tokens"),
     ("fork", ("a", "b"), {}, ValueError, "seq_id: 'b' is in use"),

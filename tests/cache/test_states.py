@@ -172,8 +172,8 @@ def test_bad_calls_change_nothing(call: Callable[[StateCache], object], error: t
     ("arguments", "message"),
     [
         ({"specs": []}, "specs: expected one or more"),
-        ({"num_slots": -1}, "num_slots: expected 0 or more, got -1"),
-        ({"num_host_slots": -1}, "num_host_slots: expected 0 or more, got -1"),
+        ({"num_slots": -1}, "num_slots: expected at least 0, got -1"),
+        ({"num_host_slots": -1}, "num_host_slots: expected at least 0, got -1"),
     ],
 )
 def test_bad_sizes(arguments: dict[str, Any], message: str) -> None:

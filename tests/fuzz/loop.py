@@ -403,7 +403,6 @@ class Session:
         token may be at the edge of top-k or top-p are not judged."""
         assert params.seed is not None and params.temperature
         keys = [distribution.random_key(params.seed, sample, first + at) for at in range(len(logits))]
-        target = distribution.uniforms(torch.tensor(keys, dtype=torch.int64))[:, None]
         p = torch.softmax(logits / params.temperature, -1)
         top_p = 1.0 if params.top_p is None else params.top_p
         unclear = torch.zeros(len(p), 1, dtype=torch.bool)
@@ -411,15 +410,28 @@ class Session:
             ordered = logits.sort(dim=-1, descending=True).values[:, params.top_k - 1 : params.top_k + 1]
             unclear = ordered[:, :1] - ordered[:, 1:] < CLOSE
             p = torch.softmax((logits / params.temperature).masked_fill(logits < ordered[:, :1], -torch.inf), -1)
-        if top_p < 1:
-            ordered, order = p.sort(dim=-1, descending=True, stable=True)
-            before = torch.zeros_like(ordered).scatter(1, order, ordered.cumsum(-1) - ordered)
-            edge = 0.02  # near it, the rounding of float32 decides
-            unclear = unclear | ((before - top_p).abs() < edge).any(-1, keepdim=True)
-            p = p.masked_fill(before >= top_p, 0)
-        upper = p.cumsum(-1) / p.sum(-1, keepdim=True)
-        lower = upper - p / p.sum(-1, keepdim=True)
-        return -torch.where(unclear, 0.0, torch.maximum(lower - target, target - upper).clamp(min=0))
+        limit, stride = top_p * p.sum(-1, keepdim=True), 0x9E3779B97F4A7C15 - 2**64
+        off, left, edge = torch.zeros_like(p), p, 0.02  # near the edge the rounding of float32 decides
+        keys_of = torch.tensor(keys, dtype=torch.int64)
+        searching = ~unclear
+        while bool(searching.any()):
+            target = distribution.uniforms(keys_of)[:, None]
+            upper = left.cumsum(-1) / left.sum(-1, keepdim=True)
+            lower = upper - left / left.sum(-1, keepdim=True)
+            distance = torch.maximum(lower - target, target - upper).clamp(min=0)
+            off = torch.where(searching, distance, off)
+            if top_p >= 1:
+                break
+            drawn, ids = distance.argmin(-1, keepdim=True), torch.arange(self.V)
+            score = logits.gather(1, drawn)
+            near = (distance < CLOSE * 2) | ((logits - score).abs() < CLOSE)
+            left = left.masked_fill((logits < score) | ((logits == score) & (ids >= drawn)), 0)
+            before = left.sum(-1, keepdim=True)
+            at_edge = ((before - limit).abs() < edge) & (before > 0)
+            unclear = unclear | (searching & (at_edge | (near.sum(-1, keepdim=True) > 1)))
+            searching = searching & ~unclear & (before > 0) & (before >= limit)
+            keys_of = keys_of + stride
+        return -torch.where(unclear, 0.0, off)
 
     def finish(self) -> None:
         """To the end, or closed before it; then nothing is left."""

@@ -187,6 +187,20 @@ def test_what_is_needed_on_the_host_is_computed_in_turn(params: dict[str, Any]) 
     assert (loop.output(special), loop.output(other)) == (EXPECTED[3][:4], EXPECTED[4])
 
 
+def test_waiting_requests_cost_a_step_nothing() -> None:
+    """Those that need no turns are not looked at, and those that did are forgotten."""
+    loop = loop_of(True, max_num_seqs=2)
+    special = loop.submit(PROMPTS[1], SamplingParams(max_new_tokens=2, logprobs=0))
+    for _ in range(100):
+        loop.submit(PROMPTS[0], SamplingParams(max_new_tokens=4))
+    loop.step()
+    assert [request.request_id for request in loop._scheduler._in_turn] == [special]
+    while loop.output(special).finish_reason is None:
+        loop.step()
+    assert len(loop._scheduler.unfinished) > 90 and not loop._scheduler._in_turn
+    loop.close()
+
+
 def test_samples_of_a_prompt_overlap_once_they_run() -> None:
     loop = loop_of(True)
     assert loop.generate([PROMPTS[5]], SamplingParams(max_new_tokens=12, n=3)) == [EXPECTED[5]] * 3

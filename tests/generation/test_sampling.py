@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import math
 import weakref
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_ops.cache import KVCache
-from paged_ops.generation import GenerationLoop, SamplingParams, distribution, sampling
-from paged_ops.generation.distribution import draw, penalize, random_key
+from paged_ops.generation import GenerationLoop, SamplingParams, sampling
+from paged_ops.generation.distribution import draw, penalize, random_key, uniforms
 from tests.generation.toy import EXPECTED, GREEDY, PROMPTS, B, D, K, V, assert_empty, make_loop, toy_step
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -23,36 +25,82 @@ def keys(count: int) -> Tensor:
     return torch.tensor([random_key(7, 0, position) for position in range(count)])
 
 
-def kept_by_definition(p: Tensor, top_p: float) -> Tensor:
-    """Of one row: the fewest likeliest tokens whose probabilities reach top_p; of equal ones the first."""
-    kept, reached = torch.zeros(len(p), dtype=torch.bool), 0.0
-    for token in sorted(range(len(p)), key=lambda token: (-p[token], token)):
-        if kept.any() and reached >= top_p:
-            break
-        kept[token] = True
-        reached += float(p[token])
-    return kept
+def drawn_by_definition(scores: Tensor, temperature: float, key: int, k: int, top_p: float, min_p: float) -> list[int]:
+    """The token of one row by the rule of distribution.py, in exact arithmetic over float64's likelihoods; none where
+    it is so close that rounding decides."""
+    order = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))
+    likely = [Fraction(math.exp((float(each) - float(scores[order[0]])) / temperature)) for each in scores]
+    if k:
+        order = [token for token in order if scores[token] >= scores[order[min(k, len(order)) - 1]]]
+    limit = Fraction(top_p) * sum(likely[token] for token in order)
+    left = [token for token in order if likely[token] >= min_p]
+    while True:
+        number = Fraction(float(uniforms(torch.tensor([key]))))
+        total, reached = sum(likely[token] for token in left), Fraction(0)
+        for token in sorted(left):
+            reached += likely[token]
+            if reached > number * total:
+                break
+        before = sum((likely[each] for each in left[: left.index(token)]), Fraction(0))
+        target, first = number * total, reached - likely[token]
+        if min(reached - target, target - first) < total / 10**6 or (before and abs(before - limit) < limit / 10**6):
+            return []
+        if top_p == 1 or not before or before < limit:
+            return [token]
+        left, key = left[: left.index(token)], key + 0x9E3779B97F4A7C15 & 2**64 - 1
+        key -= key >> 63 << 64
 
 
-@pytest.mark.parametrize(("width", "few"), [(50, 0), (50, 1024), (20_000, 0)])
-def test_top_p_keeps_the_fewest_likeliest_tokens(width: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By sorting and by buckets alike, with equal probabilities, masked tokens, and rows of NaN."""
-    monkeypatch.setattr(distribution, "_FEW", few)
-    limits = [1e-46, 1e-9, 0.2, 0.5, 0.9, 0.99999, 1.0, 0.7, 0.7]
-    scores = torch.randn(len(limits), width, generator=GENERATOR) * torch.linspace(0.1, 6, len(limits))[:, None]
-    scores = scores.bfloat16().float()  # so that many are equal
-    scores[:, ::3] = -torch.inf
-    scores[7] = 0.0
-    scores[8] = torch.nan
-    p, top_p = torch.softmax(scores, -1), torch.tensor(limits, dtype=torch.float64)
-    weights = (p.double() * 2.0**51).floor()
-    cuts = distribution._outside_by_sorting, distribution._outside_by_buckets
-    found = [weights.masked_fill(cut(p, weights, top_p), 0)[:8] for cut in cuts]
-    assert torch.equal(*found)
-    if width == 50:
-        for row, limit in enumerate(limits[:8]):
-            wanted = kept_by_definition(weights[row] / 2.0**51, limit) if limit < 1 else p[row] > 0
-            assert torch.equal(found[0][row] > 0, wanted & (weights[row] > 0)), limit
+DRAWS = [
+    {"temperature": 0.7},
+    {"top_k": 1},
+    {"top_k": 40, "temperature": 3.0},
+    {"top_p": 0.9},
+    {"top_p": 0.1, "temperature": 2.0},
+    {"top_p": 1e-9},
+    {"min_p": 0.2},
+    {"top_k": 300, "top_p": 0.7, "min_p": 0.05, "temperature": 1.5},
+]
+
+
+@pytest.mark.parametrize("limits", DRAWS, ids=str)
+def test_draws_by_definition(limits: dict[str, Any]) -> None:
+    """One by one, with many equal scores and with masked ones."""
+    count, limits = 20, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **limits}
+    scores = torch.randn(count, 300, generator=GENERATOR).mul(2).bfloat16().float()
+    scores[::3, ::2] = -torch.inf
+    columns = {name: torch.full((count,), value) for name, value in limits.items()}
+    columns["top_p"] = torch.full((count,), limits["top_p"], dtype=torch.float64)
+    found = draw(scores, keys=keys(count), largest_k=limits["top_k"], **columns).tolist()
+    wanted = [
+        drawn_by_definition(row, limits["temperature"], int(key), limits["top_k"], limits["top_p"], limits["min_p"])
+        for row, key in zip(scores, keys(count), strict=True)
+    ]
+    assert sum(map(len, wanted)) >= count - 2
+    assert [[each] for each, token in zip(found, wanted, strict=True) if token] == [each for each in wanted if each]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.6, 0.95])
+def test_top_p_leaves_the_distribution_of_the_fewest_likeliest_tokens(top_p: float) -> None:
+    """Against float64, with equal scores at the edge, of which the first stay."""
+    draws, scores = 20_000, torch.tensor([0.1, 1.0, 0.5, -3.0, 0.5, 0.5, 2.0, -torch.inf, 0.5, 0.1, -1.0, 2.0])
+    p = torch.softmax(scores.double(), -1)
+    order = p.sort(descending=True, stable=True).indices
+    before = torch.zeros_like(p).scatter(0, order, p[order].cumsum(0) - p[order])
+    expected = p.masked_fill((before >= top_p) & (before > 0), 0)
+    expected /= expected.sum()
+    limits = torch.full((draws,), top_p, dtype=torch.float64)
+    found = draw(scores.expand(draws, -1), torch.ones(draws), keys(draws), top_p=limits).bincount(minlength=12) / draws
+    assert bool((found[expected == 0] == 0).all())
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    assert bool(((found - expected).abs() <= 4 * deviation).all())
+
+
+def test_rows_without_a_likeliest_token_end() -> None:
+    scores = torch.randn(4, 600, generator=GENERATOR)
+    scores[0], scores[1, 5], scores[2, 7] = -torch.inf, torch.inf, torch.nan
+    tokens = draw(scores, torch.ones(4), keys(4), top_p=torch.full((4,), 0.5, dtype=torch.float64))
+    assert bool(((tokens >= 0) & (tokens < 600)).all())
 
 
 def test_draws_keep_to_what_is_left() -> None:

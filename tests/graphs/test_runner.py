@@ -94,10 +94,10 @@ def test_no_graphs_on_a_cpu():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(max_num_seqs=0), "max_num_seqs: expected 1 or more"),
+        (dict(max_num_seqs=0), "max_num_seqs: expected at least 1"),
         (dict(max_num_tokens=SEQS - 1), "max_num_tokens: expected at least"),
         (dict(query_len=2, sample=torch.argmax), "sample: expected none for a query_len above 1"),
-        (dict(query_len=0), "query_len: expected 1 or more"),
+        (dict(query_len=0), "query_len: expected at least 1"),
         (dict(seq_sizes=[SEQS + 1]), r"seq_sizes: expected sizes in 1\.\.12"),
         (dict(token_sizes=[0, 4]), r"token_sizes: expected sizes in 1\.\.40"),
     ],

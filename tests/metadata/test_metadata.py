@@ -423,7 +423,7 @@ BAD_BATCHES = {
     "history missing": (lambda: Batch([1, 1], [0], [[0], [0]]), r"num_computed_tokens: .* the 2 requests, got 1"),
     "blocks missing": (lambda: Batch([1, 1], [0, 0], [[0]]), r"block_ids: .* the 2 requests, got 1"),
     "device of the builder": (lambda: builder_of(device="meta"), r"device: expected cpu or cuda .* got meta"),
-    "block size": (lambda: builder_of(block_size=0), r"block_size: expected 1 or more, got 0"),
+    "block size": (lambda: builder_of(block_size=0), r"block_size: expected at least 1, got 0"),
     "no sequences": (lambda: builder_of(max_num_seqs=0), r"max_num_seqs: .* got 0"),
     "no tokens": (lambda: builder_of(max_num_tokens=0), r"max_num_tokens: .* got 0"),
     "no columns": (lambda: builder_of(max_blocks_per_seq=0), r"max_blocks_per_seq: .* got 0"),

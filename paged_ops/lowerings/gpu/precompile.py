@@ -283,9 +283,8 @@ def in_cache(job_arguments: tuple[Any, ...]) -> Iterator[None]:
         yield
 
 
-def wait_for(states: Sequence[_State], limit: float) -> list[str]:
-    """Wait for jobs; returns why some have failed."""
+def wait_for(states: Sequence[_State], limit: float) -> None:
+    """Wait for jobs, at most ``limit`` seconds."""
     end = time.monotonic() + limit
     for state in states:
         state.done.wait(max(end - time.monotonic(), 0.0))
-    return [state.error or "not done" for state in states if state.error or not state.done.is_set()]

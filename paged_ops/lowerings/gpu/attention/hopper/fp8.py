@@ -23,28 +23,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper import dense
+from paged_ops.lowerings.gpu.attention.hopper import dense, ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import Columns, HopperShape, Shared, shared_memory
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
-    WARPGROUP,
-    as_tiles,
-    places,
-    rows_at_once,
-    size_of,
-    tile_layout,
-)
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_tiles, places, rows_at_once, tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
-from paged_ops.lowerings.gpu.attention.hopper.ring import (
-    fill,
-    release,
-    ring_of,
-    signal_of,
-    stage_of,
-    wait_empty,
-    wait_full,
-)
 from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_words
@@ -56,12 +40,8 @@ from paged_ops.lowerings.gpu.target import Target
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = 64, 128  # head sizes
 # The features that it applies, by the names of spec.needs.
-APPLIES = frozenset(
-    {
-        *("causal", "window", "chunk", "ranges", "soft_cap", "sinks"),
-        *("float8_e4m3fn", "float8_e5m2", "k_scale", "v_scale"),
-    }
-)
+APPLIES = frozenset({"causal", "window", "chunk", "ranges", "soft_cap", "sinks", "k_scale", "v_scale"})
+APPLIES |= {"float8_e4m3fn", "float8_e5m2"}
 MOST_STAGES = 4  # tiles of bytes in shared memory
 AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector
 # Registers of a thread of the consumers, and of the scheduler and the producer; the converter has the rest.
@@ -159,18 +139,18 @@ def convert(at, bytes, to, E4M3: gl.constexpr):
     ROWS: gl.constexpr = 64  # at once
     N: gl.constexpr = to.tiles[0].shape[1]
     D: gl.constexpr = to.tiles[0].shape[2]
-    wait_full(bytes.ring, at)
-    from_ = as_words(bytes.pages[0], bytes.ring.full.shape[0], N, D // 2).index(stage_of(bytes.ring, at))
-    tile = as_words(to.tiles[0], to.ring.full.shape[0], N, D).index(stage_of(to.ring, at))
+    ring.wait_full(bytes.ring, at)
+    from_ = as_words(bytes.pages[0], bytes.ring.full.shape[0], N, D // 2).index(ring.stage_of(bytes.ring, at))
+    tile = as_words(to.tiles[0], to.ring.full.shape[0], N, D).index(ring.stage_of(to.ring, at))
     for piece in gl.static_range(N // ROWS):
         words = from_.slice(piece * ROWS, ROWS, dim=0).load(layout)
         if piece == 0:
-            wait_empty(to.ring, at)
+            ring.wait_empty(to.ring, at)
         first, last = widen_words(words, E4M3)
         tile.slice(piece * ROWS, ROWS, dim=0).store(gl.join(first, last).reshape([ROWS, D // 2]))
     fence_async_shared()
-    fill(to.ring, at)
-    release(bytes.ring, at)  # only now: a load may still be under way when a barrier is passed
+    ring.fill(to.ring, at)
+    ring.release(bytes.ring, at)  # only now: a load may still be under way when a barrier is passed
 
 
 @gluon.jit
@@ -183,7 +163,7 @@ def halve_rows(n, shared, SHAPE: gl.constexpr):
     K_PARTS: gl.constexpr = SHAPE.k.parts
     ROWS: gl.constexpr = 16  # at once
     EACH: gl.constexpr = WARPGROUP // ROWS
-    slot = stage_of(shared.item_ring, n)
+    slot = ring.stage_of(shared.item_ring, n)
     rows = as_tiles(shared.q_groups, dtype, SHAPE.slots * TILES, WARPGROUP, K_PARTS)[0]
     for piece in gl.static_range(SHAPE.M // ROWS):
         tile = slot * TILES + piece // EACH
@@ -194,7 +174,7 @@ def halve_rows(n, shared, SHAPE: gl.constexpr):
         shared.q_tiles[0].index(tile).slice(piece % EACH * ROWS, ROWS, dim=0).store(half)
         shared.row_factors.index(slot).slice(piece * ROWS, ROWS).store(power.to(gl.float32, bitcast=True))
     fence_async_shared()
-    fill(shared.rows_full, n)
+    ring.fill(shared.rows_full, n)
 
 
 @gluon.jit
@@ -207,7 +187,7 @@ def converter(keys, values, shared, E4M3: gl.constexpr, SHAPE: gl.constexpr):
     while count > 0:
         if shared.row_factors is not None:
             halve_rows(n, shared, SHAPE)
-        release(shared.item_ring, n)
+        ring.release(shared.item_ring, n)
         for t in range(count + 1):
             if t < count:
                 convert(total + t, keys, shared.k, E4M3)
@@ -223,7 +203,7 @@ def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
     """A ring of tiles of bytes, as pairs; the converter takes its pages."""
     half: gl.constexpr = gl.float16
     pages = places(half, BYTES.stages * (BYTES.N // BYTES.page), BYTES.page, PARTS)
-    return Tiles(pages, pages, ring_of(BYTES.stages, 1, 1))
+    return Tiles(pages, pages, ring.ring_of(BYTES.stages, 1, 1))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -244,13 +224,13 @@ def fp8_kernel(
     batch = Batch(tensors, numbers, None)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16
-    ROWS: gl.constexpr = rows_at_once(size_of(SHAPE.k.parts, 0))
+    ROWS: gl.constexpr = rows_at_once(SHAPE.k.size)
     of_all = shared_memory(half, SPEC, SHAPE, 2)
     if dtype == gl.bfloat16:
         # what shared.q_tiles are made of
         groups = as_tiles(of_all[2], dtype, SHAPE.slots * (SHAPE.M // ROWS), ROWS, K_PARTS)
         factors = gl.allocate_shared_memory(gl.float32, [SHAPE.slots, SHAPE.M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        rows = signal_of(SHAPE.slots)
+        rows = ring.signal_of(SHAPE.slots)
         shared = Shared(*of_all[:2], groups, *of_all[3:], None, rows, factors)  # type: ignore[call-arg]
     else:
         shared = Shared(*of_all, None, None, None)  # type: ignore[call-arg]

@@ -56,6 +56,7 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 ROWS = 64  # packed query rows of a unit
 KEYS = 64  # of a tile
 LATENT, ROTATED = 512, 64  # columns
+KEY_BYTES = 2 * (LATENT + ROTATED)
 STAGES = 2  # tiles in shared memory: what fits next to the query rows
 # Registers of the two warpgroups for values, and of the producer; the first warpgroup gets the rest. With fewer, ptxas
 # serialises the matmuls (C7512): the kernel took up to 1.35 times as long with 168. Triton 3.9 needs more.
@@ -113,9 +114,9 @@ def packed(spec: Spec, rows: int) -> Spec:
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
-    widths = LATENT // 2, ROTATED
+    widths = ROTATED, LATENT // 2
     rows = [functools.partial(describe_rows, ROWS, width) for width in widths]
-    shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, REGISTERS)
+    shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, KEY_BYTES, REGISTERS)
     groups = [functools.partial(describe_groups, spec, shape.page, width) for width in widths]
     return build_of(latent_hopper_kernel, shape, rows, groups, choice, spec, target)
 
@@ -156,40 +157,19 @@ def describe_groups(spec: Spec, page: int, width: int, cache: Tensor) -> TensorD
 
 
 class Shared(NamedTuple):
-    """The contents of shared memory."""
+    """The contents of shared memory. Tuples are of the rotated columns, and of the two halves of the latents."""
 
-    q_left: Any  # query rows: the columns for the first half of the latents,
-    q_right: Any  # for the second half,
-    q_rotated: Any  # and the rotated ones
+    queries: Any
     q_ring: Any
-    left: Any  # Tiles of the first half of the latents,
-    right: Any  # of the second half,
-    rotated: Any  # and of the rotated columns
+    tiles: Any  # Tiles
     messages: Any
-
-
-@gluon.jit
-def load_columns(desc, column: gl.constexpr, to, at, first, begin, seq_len, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
-    """Begin to load columns of the at-th tile; lane n of ``first`` has the first row of its n-th page."""
-    PAGE: gl.constexpr = SHAPE.page
-    PAGES: gl.constexpr = SHAPE.N // PAGE
-    ring.wait_empty(to.ring, at)
-    for page in gl.static_range(PAGES):
-        row = roles.of_lane(first, page) // 8
-        if begin + page * PAGE < seq_len:
-            ring.expect(to.ring, at, PAGE * WIDTH * 2)
-            place = to.pages.index(ring.stage_of(to.ring, at) * PAGES + page)
-            load_box(desc, [row, column // 64, 0, 0], ring.full_of(to.ring, at), place)
-        else:
-            ring.fill(to.ring, at)
 
 
 @gluon.jit
 def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Load the tiles of a part, and its unit's query rows."""
-    q_latent_desc, q_rotated_desc, latent_desc, rotated_desc = descs
-    R: gl.constexpr = SPEC.v_side.size
-    P: gl.constexpr = SPEC.rotated.size
+    HALF: gl.constexpr = SPEC.v_side.size // 2
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     n = counts.units
     ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
     for t in range(part.seen):
@@ -197,43 +177,49 @@ def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         begin = (part.tile + t) * SHAPE.N
         first = roles.first_rows(ids, part.tile + t, SPEC, SHAPE)
         ids = roles.load_ids(part, part.tile + t + 1, batch, SPEC, SHAPE)  # ahead of time
-        load_columns(rotated_desc, R, shared.rotated, at, first, begin, part.seq_len, P, SHAPE)
-        load_columns(latent_desc, 0, shared.left, at, first, begin, part.seq_len, R // 2, SHAPE)
-        load_columns(latent_desc, R // 2, shared.right, at, first, begin, part.seq_len, R // 2, SHAPE)
+        for c in gl.static_range(3):
+            to, desc = shared.tiles[c], descs[2 + (c + 1) // 2]
+            ring.wait_empty(to.ring, at)
+            for page in gl.static_range(PAGES):
+                row = roles.of_lane(first, page) // 8  # of groups of 8
+                if begin + page * SHAPE.page < part.seq_len:
+                    ring.expect(to.ring, at, SHAPE.page * shared.queries[c].shape[1] * 2)
+                    place = to.pages.index(ring.stage_of(to.ring, at) * PAGES + page)
+                    load_box(desc, [row, (c + 2) % 3 * HALF // 64, 0, 0], ring.full_of(to.ring, at), place)
+                else:
+                    ring.fill(to.ring, at)
         if t == 0:  # after the tile: the last unit's query rows may still be read
             ring.wait_empty(shared.q_ring, n)
-            full = ring.full_of(shared.q_ring, n)
-            ring.expect(shared.q_ring, n, SHAPE.M * (R + P) * 2)
-            row = roles.query_row(part, SPEC)
-            load_box(q_latent_desc, [row, 0], full, shared.q_left)
-            load_box(q_latent_desc, [row, R // 2], full, shared.q_right)
-            load_box(q_rotated_desc, [row, R], full, shared.q_rotated)
+            ring.expect(shared.q_ring, n, SHAPE.M * SHAPE.key_bytes)
+            for c in gl.static_range(3):
+                place = [roles.query_row(part, SPEC), (c + 2) % 3 * HALF]
+                load_box(descs[(c + 1) // 2], place, ring.full_of(shared.q_ring, n), shared.queries[c])
     return Counts(n + 1, counts.tiles + part.seen, counts.messages)
 
 
 @gluon.jit
 def multiply_keys(at, shared, zero):
     """The scores of the at-th tile."""
-    stage = ring.stage_of(shared.left.ring, at)
-    ring.wait_full(shared.rotated.ring, at)
-    rotated = shared.rotated.tiles.index(stage).permute((1, 0))
-    qk = warpgroup_mma(shared.q_rotated, rotated, zero, use_acc=False, is_async=True)
-    ring.wait_full(shared.left.ring, at)
-    qk = warpgroup_mma(shared.q_left, shared.left.tiles.index(stage).permute((1, 0)), qk, is_async=True)
-    ring.wait_full(shared.right.ring, at)
-    qk = warpgroup_mma(shared.q_right, shared.right.tiles.index(stage).permute((1, 0)), qk, is_async=True)
+    qk = zero
+    for c in gl.static_range(3):
+        tiles = shared.tiles[c]
+        ring.wait_full(tiles.ring, at)
+        keys = tiles.tiles.index(ring.stage_of(tiles.ring, at)).permute((1, 0))
+        qk = warpgroup_mma(shared.queries[c], keys, qk, use_acc=c > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[qk])
 
 
 @gluon.jit
-def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
+def softmax_tile(qk, m, rows, begin, MASKED: gl.constexpr, SPEC: gl.constexpr):
     """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's totals of
     weights, and the factor of the accumulators.
 
     A maximum that grows by at most SLACK stays in use, so that the accumulators need no scaling. Weights are then at
     most 2^SLACK, and as exact (the idea is FlashAttention-4's).
     """
-    if SOFT_CAP:
+    if MASKED:
+        kept = roles.keep(qk, rows, begin, 1, SPEC)
+    if SPEC.logits.soft_cap:
         qk = apply_soft_cap(qk, rows.cap)
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
@@ -252,22 +238,19 @@ def softmax_tile(qk, m, rows, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr
 @gluon.jit
 def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Send the weights of a tile. Returns the maxima and the totals."""
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     N: gl.constexpr = SHAPE.N
     begin = tile * N
     if roles.is_masked(rows, tile, SPEC):
-        kept = roles.keep(qk, rows, begin, 1, SPEC)
-        p, m_new, totals, decay = softmax_tile(qk, m, rows, kept, True, SOFT_CAP)
+        p, m_new, totals, decay = softmax_tile(qk, m, rows, begin, True, SPEC)
         if roles.has_unseen(rows, begin, N):
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-            stage = ring.stage_of(shared.left.ring, at)
-            for key in gl.static_range(0, N, 8):
-                roles.zero_unseen(shared.left.tiles.index(stage).slice(key, 8, dim=0), begin + key, rows, layout)
-            for key in gl.static_range(0, N, 8):
-                roles.zero_unseen(shared.right.tiles.index(stage).slice(key, 8, dim=0), begin + key, rows, layout)
+            for half in gl.static_range(1, 3):
+                latents = shared.tiles[half].tiles.index(ring.stage_of(shared.tiles[half].ring, at))
+                for key in gl.static_range(0, N, 8):
+                    roles.zero_unseen(latents.slice(key, 8, dim=0), begin + key, rows, layout)
             fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
     else:
-        p, m_new, totals, decay = softmax_tile(qk, m, rows, True, False, SOFT_CAP)
+        p, m_new, totals, decay = softmax_tile(qk, m, rows, begin, False, SPEC)
     ring.wait_empty(shared.messages.ring, sent)
     shared.messages.weights.store(p.to(shared.messages.weights.dtype))
     roles.send_factors(shared.messages, sent, decay, m_new, m)
@@ -292,7 +275,7 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
     ring.wait_full(shared.q_ring, n)
     for t in range(part.seen):
         qk = multiply_keys(total + t, shared, zero)
-        ring.release(shared.rotated.ring, total + t)
+        ring.release(shared.tiles[0].ring, total + t)
         if t == part.seen - 1:
             ring.release(shared.q_ring, n)
         m, l = send_weights(qk, m, l, rows, part.tile + t, total + t, sent, shared, SPEC, SHAPE)
@@ -310,10 +293,11 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     total, received = counts.tiles, counts.messages
     FIRST: gl.constexpr = args[0]
     latents = args[1]
-    messages, tensors = shared.messages, batch.tensors
+    messages = shared.messages
     M: gl.constexpr = SHAPE.M
-    R: gl.constexpr = SPEC.v_side.size
-    WIDTH: gl.constexpr = R // 4  # a matmul with twice the columns would need more registers than ptxas allows it
+    WIDTH: gl.constexpr = (
+        SPEC.v_side.size // 4
+    )  # a matmul with twice the columns would need more registers than ptxas allows it
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     acc0 = gl.full([M, WIDTH], 0.0, gl.float32, layout)
@@ -336,7 +320,7 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     factor = roles.receive_last(messages, received, row_layout)
     r = gl.arange(0, M, row_layout)
     acc = (acc0 * factor[:, None], acc1 * factor[:, None])
-    roles.store_part(acc, None, None, part, r, tensors, FIRST, 1, SPEC, SHAPE)
+    roles.store_part(acc, None, None, part, r, batch.tensors, FIRST, 1, SPEC, SHAPE)
     return Counts(counts.units, total + part.seen, received + 1)
 
 
@@ -356,7 +340,7 @@ def latent_hopper_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
     S, T,  # Numbers
-    q_latent_desc, q_rotated_desc, latent_desc, rotated_desc,
+    q_rotated_desc, q_latent_desc, rotated_desc, latent_desc,
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(
@@ -377,22 +361,22 @@ def latent_hopper_kernel(
     weights = gl.allocate_shared_memory(dtype, [M, SHAPE.N], row_layout)
     factors = gl.allocate_shared_memory(gl.float32, [1, M], vector)
     changed = gl.allocate_shared_memory(gl.int32, [1, 4], vector)
-    shared = Shared(
-        q_left, q_right, q_rotated, ring.ring_of(1, 1, 1), tiles_of(dtype, HALF, SHAPE), tiles_of(dtype, HALF, SHAPE),
-        tiles_of(dtype, SPEC.rotated.size, SHAPE), Messages(weights, factors, changed, ring.ring_of(1, 1, 2)),
-    )  # fmt: skip
+    left, right = tiles_of(dtype, HALF, SHAPE), tiles_of(dtype, HALF, SHAPE)
+    tiles = tiles_of(dtype, SPEC.rotated.size, SHAPE), left, right
+    messages = Messages(weights, factors, changed, ring.ring_of(1, 1, 2))
+    shared = Shared((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
     fence_async_shared()
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
-    descs = (q_latent_desc, q_rotated_desc, latent_desc, rotated_desc)
+    descs = (q_rotated_desc, q_latent_desc, rotated_desc, latent_desc)
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
     LOAD: gl.constexpr = load_part
     gl.warp_specialize(
         [
             (walk, (SCORE, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (SUM, (0, shared.left), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (SUM, (HALF, shared.right), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SUM, (0, left), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (SUM, (HALF, right), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (LOAD, descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],

@@ -30,8 +30,7 @@ from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import LatentShape
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS, LatentShape
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
@@ -62,7 +61,7 @@ def rows_of_unit(spec: Spec, shapes: Shapes) -> int:
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
-    shape = LatentShape(ROWS, latent.KEYS, latent.page_of(spec), latent.STAGES, UNITS, REGISTERS)
+    shape = LatentShape(ROWS, latent.KEYS, latent.page_of(spec), latent.STAGES, UNITS, latent.KEY_BYTES, REGISTERS)
     rows = functools.partial(latent.describe_rows, ROWS, 64)
     columns = functools.partial(describe_columns, spec, shape.page, 64)
     return latent.build_of(latent_columns_kernel, shape, [rows], [columns], choice, spec, target)
@@ -84,106 +83,103 @@ class Shared(NamedTuple):
 
     queries: Any  # of two units
     q_ring: Any
-    latents: Any  # Tiles
-    eights: Any  # the same memory as groups of eight keys
+    ring: Any  # of tiles
+    pages: Any  # as copies write them,
+    tiles: Any  # as they are multiplied,
+    eights: Any  # and in groups of eight keys
     weights: Any  # of a tile of keys
 
 
 @gluon.jit
-def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Load the tiles of a part, and its unit's query rows."""
-    q_desc, cache_desc = descs
-    PAGE: gl.constexpr = SHAPE.page
-    PAGES: gl.constexpr = SHAPE.N // PAGE
-    CHUNKS: gl.constexpr = (SPEC.v_side.size + SPEC.rotated.size) // 64
-    n, at, _ = counts
-    ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
-    roles.load_rows(q_desc, part, n, shared, CHUNKS, SPEC, SHAPE)
-    for t in range(part.seen):
-        tile = part.tile + t
-        first = roles.first_rows(ids, tile, SPEC, SHAPE)
-        ids = roles.load_ids(part, tile + 1, batch, SPEC, SHAPE)  # ahead of time
-        full = ring.full_of(shared.latents.ring, at)
-        ring.wait_empty(shared.latents.ring, at)
-        for page in gl.static_range(PAGES):
-            row = roles.of_lane(first, page)
-            if tile * SHAPE.N + page * PAGE < part.seq_len:
-                ring.expect(shared.latents.ring, at, PAGE * CHUNKS * 128)
-                for chunk in gl.static_range(CHUNKS):
-                    place = (ring.stage_of(shared.latents.ring, at) * CHUNKS + chunk) * PAGES + page
-                    column = (chunk + CHUNKS - 1) % CHUNKS * 64
-                    load_box(cache_desc, [row, column], full, shared.latents.pages.index(place))
-            else:
-                ring.fill(shared.latents.ring, at)
-        at += 1
-    return Counts(n + 1, at, counts.messages)
+def load_page(descs, row, at, page: gl.constexpr, shared, SHAPE: gl.constexpr):
+    """Begin to load a page of the at-th tile."""
+    for chunk in gl.static_range(CHUNKS):
+        place = (ring.stage_of(shared.ring, at) * CHUNKS + chunk) * (SHAPE.N // SHAPE.page) + page
+        column = (chunk + CHUNKS - 1) % CHUNKS * 64
+        load_box(descs[1], [row, column], ring.full_of(shared.ring, at), shared.pages.index(place))
 
 
 @gluon.jit
-def zero_unseen(place, begin, rows, eights, CHUNKS: gl.constexpr, SHAPE: gl.constexpr):
-    """Zero the values of the keys of a tile that no row sees."""
+def take_queries(part, counts, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Wait for the query rows of a part's unit."""
+    ring.wait_full(shared.q_ring, counts.units)
+
+
+@gluon.jit
+def zero_unseen(at, begin, rows, shared, SHAPE: gl.constexpr):
+    """Zero the values of the keys of the at-th tile that no row sees."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    place = ring.stage_of(shared.ring, at)
     for chunk in range(1, CHUNKS):
         for part in range(SHAPE.N // 8):
-            values = eights.index((place * CHUNKS + chunk) * (SHAPE.N // 8) + part)
+            values = shared.eights.index((place * CHUNKS + chunk) * (SHAPE.N // 8) + part)
             roles.zero_unseen(values, begin + part * 8, rows, layout)
 
 
 @gluon.jit
-def multiply_keys(place, n, zero, shared, CHUNKS: gl.constexpr):
-    """The scores ``[N, M]`` of a tile's keys and the query rows of the program's n-th unit."""
-    query = ring.stage_of(shared.q_ring, n) * CHUNKS
+def multiply_keys(part, counts, t, zero, shared, SHAPE: gl.constexpr):
+    """The scores ``[N, M]`` of the keys of a part's t-th tile and its unit's query rows."""
+    at, query = counts.tiles + t, ring.stage_of(shared.q_ring, counts.units) * CHUNKS
+    place = ring.stage_of(shared.ring, at)
+    ring.wait_full(shared.ring, at)
     qk = zero
     for chunk in gl.static_range(CHUNKS):
-        keys = shared.latents.tiles.index(place * CHUNKS + chunk)
+        keys = shared.tiles.index(place * CHUNKS + chunk)
         rows = shared.queries.index(query + (chunk + CHUNKS - 1) % CHUNKS).permute((1, 0))
         qk = warpgroup_mma(keys, rows, qk, use_acc=chunk > 0, is_async=True)
-    return warpgroup_mma_wait(0, deps=[qk])
+    qk = warpgroup_mma_wait(0, deps=[qk])
+    if t == part.seen - 1:
+        ring.release(shared.q_ring, counts.units)
+    return qk
 
 
 @gluon.jit
-def multiply_values(acc, decay, place, shared, CHUNKS: gl.constexpr):
-    """``acc``, a tuple of ``[64, M]``, with the values of a tile multiplied by the weights."""
+def multiply_values(acc, decay, at, shared, SHAPE: gl.constexpr):
+    """``acc``, a tuple of ``[64, M]``, with the values of the at-th tile multiplied by the weights."""
+    place = ring.stage_of(shared.ring, at)
     made: gl.tuple = ()
     for chunk in gl.static_range(1, CHUNKS):
-        columns = shared.latents.tiles.index(place * CHUNKS + chunk).permute((1, 0))
+        columns = shared.tiles.index(place * CHUNKS + chunk).permute((1, 0))
         sums = acc[chunk - 1] * decay[None, :]
         made += (warpgroup_mma(columns, shared.weights.permute((1, 0)), sums, is_async=True),)
-    return warpgroup_mma_wait(0, deps=made)
+    made = warpgroup_mma_wait(0, deps=made)
+    ring.release(shared.ring, at)
+    return made
 
 
 @gluon.jit
-def softmax_tile(qk, m, factor, cap, kept, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
+def softmax_tile(qk, m, rows, begin, MASKED: gl.constexpr, SPEC: gl.constexpr):
     """The weights of a tile ``[N, M]`` (unnormalised, to base 2), each row's maximum, and the factor of the
     accumulators. They are always scaled: a maximum with slack, as in latent.py, would save nothing."""
-    if SOFT_CAP:
-        qk = apply_soft_cap(qk, cap)
+    if MASKED:
+        kept = roles.keep(qk, rows, begin, 0, SPEC)
+    if SPEC.logits.soft_cap:
+        qk = apply_soft_cap(qk, rows.cap)
     if MASKED:
         qk = gl.where(kept, qk, float("-inf"))
-    m_new = gl.maximum(m, gl.max(qk, 0) * factor)
+    m_new = gl.maximum(m, gl.max(qk, 0) * rows.factor)
     shift = roles.finite(m_new)
-    return gl.exp2(qk * factor - shift[None, :]), m_new, gl.exp2(m - shift)
+    return gl.exp2(qk * rows.factor - shift[None, :]), m_new, gl.exp2(m - shift)
+
+
+class Steps(NamedTuple):
+    """The functions in which the kernels for few query rows differ."""
+
+    take_queries: Any
+    multiply_keys: Any
+    zero_unseen: Any
+    multiply_values: Any
 
 
 @gluon.jit
-def store_columns(to, row, live, acc, chunk: gl.constexpr, factor, R: gl.constexpr):
-    """Store ``acc [64, M]``, the chunk's value columns, to rows of R columns."""
-    d = chunk * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-    value = (acc * factor[None, :]).to(to.dtype.element_ty)
-    gl.store(to + row[None, :] * R + d[:, None], value, mask=live[None, :])
-
-
-@gluon.jit
-def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The result of a part, and its lse."""
+def attend(
+    part, counts, args, batch, shared, STEPS: gl.constexpr, SUMS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr
+):
+    """The result of a part, of SUMS chunks of value columns, and its lse: a tile of keys at a time, one matmul after
+    the other."""
     factor, cap = args
-    n, at, _ = counts
-    tensors = batch.tensors
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
-    R: gl.constexpr = SPEC.v_side.size
-    CHUNKS: gl.constexpr = (R + SPEC.rotated.size) // 64
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
     r = gl.arange(0, M, row_layout)
@@ -191,32 +187,33 @@ def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl
     zero = gl.full([N, M], 0.0, gl.float32, layout)
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
     l = zero  # each thread's totals of weights
-    acc = (zero, zero, zero, zero, zero, zero, zero, zero)
-    ring.wait_full(shared.q_ring, n)
+    acc: gl.tuple = ()
+    for _chunk in gl.static_range(SUMS):
+        acc += (zero,)
+    STEPS.take_queries(part, counts, batch, shared, SPEC, SHAPE)
     for t in range(part.seen):
-        place = ring.stage_of(shared.latents.ring, at)
-        ring.wait_full(shared.latents.ring, at)
-        qk = multiply_keys(place, n, zero, shared, CHUNKS)
-        if t == part.seen - 1:
-            ring.release(shared.q_ring, n)
-        tile = part.tile + t
-        if roles.is_masked(rows, tile, SPEC):
-            kept = roles.keep(qk, rows, tile * N, 0, SPEC)
-            p, m, decay = softmax_tile(qk, m, rows.factor, rows.cap, kept, True, SOFT_CAP)
-            if roles.has_unseen(rows, tile * N, N):
-                zero_unseen(place, tile * N, rows, shared.eights, CHUNKS, SHAPE)
+        at, begin = counts.tiles + t, (part.tile + t) * N
+        qk = STEPS.multiply_keys(part, counts, t, zero, shared, SHAPE)
+        if roles.is_masked(rows, part.tile + t, SPEC):
+            p, m, decay = softmax_tile(qk, m, rows, begin, True, SPEC)
+            if roles.has_unseen(rows, begin, N):
+                STEPS.zero_unseen(at, begin, rows, shared, SHAPE)
         else:
-            p, m, decay = softmax_tile(qk, m, rows.factor, rows.cap, True, False, SOFT_CAP)
+            p, m, decay = softmax_tile(qk, m, rows, begin, False, SPEC)
         l = l * decay[None, :] + p
         shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
         fence_async_shared()
-        acc = multiply_values(acc, decay, place, shared, CHUNKS)
-        ring.release(shared.latents.ring, at)
-        at += 1
-    m, l_, decay = roles.add_sink(m, gl.sum(l, 0), part, r, tensors, SPEC)
+        acc = STEPS.multiply_values(acc, decay, at, shared, SHAPE)
+    m, l_, decay = roles.add_sink(m, gl.sum(l, 0), part, r, batch.tensors, SPEC)
     scale = roles.normalizer(l_, decay)
-    roles.store_part(acc, scale, roles.lse2_of(m, l_), part, r, tensors, 0, 1, SPEC, SHAPE)
-    return Counts(n + 1, at, counts.messages)
+    roles.store_part(acc, scale, roles.lse2_of(m, l_), part, r, batch.tensors, 0, 1, SPEC, SHAPE)
+    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+
+
+@gluon.jit
+def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    STEPS: gl.constexpr = Steps(take_queries, multiply_keys, zero_unseen, multiply_values)
+    return attend(part, counts, args, batch, shared, STEPS, CHUNKS - 1, SPEC, SHAPE)
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -234,7 +231,6 @@ def latent_columns_kernel(
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
     PAGES: gl.constexpr = N // SHAPE.page
-    CHUNKS: gl.constexpr = (SPEC.v_side.size + SPEC.rotated.size) // 64
     PLACES: gl.constexpr = SHAPE.stages * CHUNKS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     queries = gl.allocate_shared_memory(dtype, [SHAPE.units * CHUNKS, M, 64], layout)
@@ -242,10 +238,8 @@ def latent_columns_kernel(
     chunks = reinterpret(pages, dtype, [PLACES, N, 64], layout)
     eights = reinterpret(pages, dtype, [PLACES * (N // 8), 8, 64], layout)
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
-    q_ring = ring.ring_of(SHAPE.units, 1, 1)
-    shared = Shared(
-        queries, q_ring, Tiles(pages, chunks, ring.ring_of(SHAPE.stages, PAGES, 1)), eights, weights
-    )  # fmt: skip
+    q_ring, tile_ring = ring.ring_of(SHAPE.units, 1, 1), ring.ring_of(SHAPE.stages, PAGES, 1)
+    shared = Shared(queries, q_ring, tile_ring, pages, chunks, eights, weights)
     fence_async_shared()
     if PDL:
         gdc_wait()
@@ -253,11 +247,12 @@ def latent_columns_kernel(
     batch = Batch(tensors, numbers, None)
     share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     ATTEND: gl.constexpr = attend_part
-    LOAD: gl.constexpr = load_part
+    PAGE: gl.constexpr = load_page
+    LOAD: gl.constexpr = roles.load_part
     gl.warp_specialize(
         [
             (walk, (ATTEND, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, (q_desc, cache_desc), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (PAGE, (q_desc, cache_desc)), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [1],
         SHAPE.registers,

@@ -27,10 +27,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention.hopper import latent, latent_few, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, apply_soft_cap
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS, SLACK, LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.masks import oldest_key
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -42,7 +43,6 @@ from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
 from paged_ops.lowerings.gpu.target import Target
 
 GROUPS = gl.constexpr(4)  # of 128 latent columns
-CHUNKS = gl.constexpr(9)  # of 64 columns of query rows
 KEYS = gl.constexpr(32)  # keys per matmul of values
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
 # By the packed query rows of a unit: tiles in shared memory, units whose query rows are there, registers of the
@@ -70,7 +70,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     stages, units, registers, outstanding = SIZES[M]
     stages -= scaled and M == 32  # four tiles of weights rather than one
     e4m3 = spec.storage.dtype == torch.float8_e4m3fn
-    shape = LatentShape(M, latent.KEYS, page, stages, units, registers, e4m3, outstanding)
+    key_bytes = ROW_BYTES if scaled else latent.LATENT + latent.ROTATED
+    shape = LatentShape(M, latent.KEYS, page, stages, units, key_bytes, registers, e4m3, outstanding)
     rows = functools.partial(latent.describe_rows, M, 64)
     # Pairs of 128 latent columns, of the rotated columns, and of the scales; without scales the last is not used.
     widths = (64, 64, 8) if scaled else (64, 32, 32)
@@ -95,35 +96,19 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Load the tiles of a part, and its unit's query rows."""
-    q_desc, latent_desc, rotated_desc, scale_desc = descs
+def load_page(descs, row, at, page: gl.constexpr, shared, SHAPE: gl.constexpr):
+    """Begin to load a page of the at-th tile."""
+    _, latent_desc, rotated_desc, scale_desc = descs
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    SCALED: gl.constexpr = SPEC.storage.row_scales
-    n, at, _ = counts
-    ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
-    roles.load_rows(q_desc, part, n, shared, CHUNKS, SPEC, SHAPE)
-    for t in range(part.seen):
-        tile = part.tile + t
-        first = roles.first_rows(ids, tile, SPEC, SHAPE)
-        ids = roles.load_ids(part, tile + 1, batch, SPEC, SHAPE)  # ahead of time
-        full, stage = ring.full_of(shared.ring, at), ring.stage_of(shared.ring, at)
-        ring.wait_empty(shared.ring, at)
-        for page in gl.static_range(PAGES):
-            row = roles.of_lane(first, page)
-            if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
-                ring.expect(shared.ring, at, SHAPE.page * (656 if SCALED else 576))
-                if SCALED:
-                    load_box(scale_desc, [row, 256], full, shared.scale_pages.index(stage * PAGES + page))
-                rotated = shared.rotated_pages.index(stage * PAGES + page)
-                load_box(rotated_desc, [row, 264 if SCALED else 256], full, rotated)
-                for g in gl.static_range(GROUPS):
-                    place = shared.latent_pages.index((stage * GROUPS + g) * PAGES + page)
-                    load_box(latent_desc, [row, g * 64], full, place)
-            else:
-                ring.fill(shared.ring, at)
-        at += 1
-    return Counts(n + 1, at, counts.messages)
+    SCALED: gl.constexpr = shared.scale_pages is not None
+    full, stage = ring.full_of(shared.ring, at), ring.stage_of(shared.ring, at)
+    if SCALED:
+        load_box(scale_desc, [row, 256], full, shared.scale_pages.index(stage * PAGES + page))
+    rotated = shared.rotated_pages.index(stage * PAGES + page)
+    load_box(rotated_desc, [row, 264 if SCALED else 256], full, rotated)
+    for g in gl.static_range(GROUPS):
+        place = shared.latent_pages.index((stage * GROUPS + g) * PAGES + page)
+        load_box(latent_desc, [row, g * 64], full, place)
 
 
 @gluon.jit
@@ -221,7 +206,7 @@ def load_scales(place, begin, rows, shared, key_layout: gl.constexpr, N: gl.cons
 
 
 @gluon.jit
-def softmax_tile(qk, m, factor, cap, exponent, kept, MASKED: gl.constexpr, SPEC: gl.constexpr):
+def softmax_tile(qk, m, rows, begin, exponent, MASKED: gl.constexpr, SPEC: gl.constexpr):
     """As in latent.py, for a tile ``[N, M]``, with a factor per row; totals are over the keys of a thread.
 
     With scales each key's weight is multiplied by ``2^(exponent - 126)``, and its values are divided by it: the logits
@@ -229,8 +214,11 @@ def softmax_tile(qk, m, factor, cap, exponent, kept, MASKED: gl.constexpr, SPEC:
     """
     SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
     SCALED: gl.constexpr = SPEC.storage.row_scales
+    factor = rows.factor
+    if MASKED:
+        kept = roles.keep(qk, rows, begin, 0, SPEC)
     if SOFT_CAP:
-        qk = apply_soft_cap(qk * factor[None, :], cap)
+        qk = apply_soft_cap(qk * factor[None, :], rows.cap)
     elif SCALED:
         qk = qk * factor[None, :]
     if SCALED:
@@ -278,11 +266,11 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
     r = gl.arange(0, M, row_layout)
     zero = gl.full([N, M], 0.0, gl.float32, layout)
-    rows = roles.rows_of(part, r, 1.0, cap, batch.numbers, SPEC, SHAPE)
     m = gl.full([M], float("-inf"), gl.float32, row_layout)
     l = gl.sum(zero.reshape([N // 16, 2, 8, M]), 1)
     ring.wait_full(shared.q_ring, n)
     factor = gl.convert_layout(prepare_rows(n, shared, SPEC, SHAPE), row_layout) * scale
+    rows = roles.rows_of(part, r, factor, cap, batch.numbers, SPEC, SHAPE)
     for t in range(part.seen):
         tile = part.tile + t
         place = ring.stage_of(shared.ring, at)
@@ -297,10 +285,9 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         if t == part.seen - 1:
             ring.release(shared.q_ring, n)
         if roles.is_masked(rows, tile, SPEC):
-            kept = roles.keep(qk, rows, tile * N, 0, SPEC)
-            p, m_new, totals, decay = softmax_tile(qk, m, factor, cap, exponent, kept, True, SPEC)
+            p, m_new, totals, decay = softmax_tile(qk, m, rows, tile * N, exponent, True, SPEC)
         else:
-            p, m_new, totals, decay = softmax_tile(qk, m, factor, cap, exponent, True, False, SPEC)
+            p, m_new, totals, decay = softmax_tile(qk, m, rows, tile * N, exponent, False, SPEC)
         ring.wait_empty(messages.ring, sent)
         store_weights(p, scales, exponent, ring.stage_of(messages.ring, sent), messages.weights, SCALED)
         roles.send_factors(messages, sent, decay, m_new, m)
@@ -462,13 +449,14 @@ def latent_fp8_kernel(
     descs = (q_desc, latent_desc, rotated_desc, scale_desc)
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
-    LOAD: gl.constexpr = load_part
+    PAGE: gl.constexpr = load_page
+    LOAD: gl.constexpr = roles.load_part
     gl.warp_specialize(
         [
             (walk, (SCORE, factors_of(batch, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (0,), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (2,), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (PAGE, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
-from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty, wait_full
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import is_whole
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.gluon_names import load_box
 
 # The maximum in use is replaced only by one that is larger by more than this, to base 2: see softmax_tile.
 SLACK = gl.constexpr(8.0)
+CHUNKS = gl.constexpr(9)  # of 64 columns: the latents, then the rotated ones
 
 
 class LatentShape(NamedTuple):
@@ -31,6 +31,7 @@ class LatentShape(NamedTuple):
     page: int  # keys per TMA load
     stages: int  # tiles in shared memory
     units: int  # units whose query rows are in shared memory
+    key_bytes: int  # of a key
     registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
     e4m3: bool = False  # the fp8 format; else e5m2
     outstanding: int = 0  # matmuls in flight, whose left operands occupy registers
@@ -61,14 +62,40 @@ def of_lane(vector, n: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(desc, part, n, shared, CHUNKS: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def load_rows(desc, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to load the query rows of the program's n-th unit, in chunks of 64 columns."""
-    wait_empty(shared.q_ring, n)
-    full = full_of(shared.q_ring, n)
-    mbarrier.expect(full, SHAPE.M * CHUNKS * 128)
+    ring.wait_empty(shared.q_ring, n)
+    full = ring.full_of(shared.q_ring, n)
+    ring.expect(shared.q_ring, n, SHAPE.M * CHUNKS * 128)
     for chunk in gl.static_range(CHUNKS):
-        place = shared.queries.index(stage_of(shared.q_ring, n) * CHUNKS + chunk)
+        place = shared.queries.index(ring.stage_of(shared.q_ring, n) * CHUNKS + chunk)
         load_box(desc, [query_row(part, SPEC), chunk * 64], full, place)
+
+
+@gluon.jit
+def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Load the tiles of a part, and its unit's query rows. ``args``: the function that loads a page, and the
+    descriptors."""
+    load_page: gl.constexpr = args[0]
+    descs = args[1]
+    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    n, at, _ = counts
+    ids = load_ids(part, part.tile, batch, SPEC, SHAPE)
+    load_rows(descs[0], part, n, shared, SPEC, SHAPE)
+    for t in range(part.seen):
+        tile = part.tile + t
+        first = first_rows(ids, tile, SPEC, SHAPE)
+        ids = load_ids(part, tile + 1, batch, SPEC, SHAPE)  # ahead of time
+        ring.wait_empty(shared.ring, at)
+        for page in gl.static_range(PAGES):
+            row = of_lane(first, page)
+            if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
+                ring.expect(shared.ring, at, SHAPE.page * SHAPE.key_bytes)
+                load_page(descs, row, at, page, shared, SHAPE)
+            else:
+                ring.fill(shared.ring, at)
+        at += 1
+    return Counts(n + 1, at, counts.messages)
 
 
 @gluon.jit
@@ -234,7 +261,7 @@ class Messages(NamedTuple):
 @gluon.jit
 def send_factors(messages, n, factors, m_new, m):
     """Store the factors of the accumulators in the n-th message."""
-    place = stage_of(messages.ring, n)
+    place = ring.stage_of(messages.ring, n)
     messages.factors.index(place).store(factors)
     changed = (m_new != m).to(gl.int32)
     messages.changed.index(place).store(gl.max(changed.reshape([4, changed.shape[0] // 4]), 1))
@@ -243,23 +270,23 @@ def send_factors(messages, n, factors, m_new, m):
 @gluon.jit
 def send_last(messages, n, factors):
     """Send the factors of a part's result as the n-th message."""
-    wait_empty(messages.ring, n)
-    messages.factors.index(stage_of(messages.ring, n)).store(factors)
-    fill(messages.ring, n)
+    ring.wait_empty(messages.ring, n)
+    messages.factors.index(ring.stage_of(messages.ring, n)).store(factors)
+    ring.fill(messages.ring, n)
 
 
 @gluon.jit
 def receive_last(messages, n, layout: gl.constexpr):
     """The factors of a part's result."""
-    wait_full(messages.ring, n)
-    factors = messages.factors.index(stage_of(messages.ring, n)).load(layout)
-    release(messages.ring, n)
+    ring.wait_full(messages.ring, n)
+    factors = messages.factors.index(ring.stage_of(messages.ring, n)).load(layout)
+    ring.release(messages.ring, n)
     return factors
 
 
 @gluon.jit
 def load_factors(messages, n, layout: gl.constexpr):
     """The factors of the accumulators, and whether one of them is not 1."""
-    place = stage_of(messages.ring, n)
+    place = ring.stage_of(messages.ring, n)
     factors = messages.factors.index(place).load(layout)
     return factors, gl.max(messages.changed.index(place).load(gl.BlockedLayout([4], [32], [4], [0])), 0)

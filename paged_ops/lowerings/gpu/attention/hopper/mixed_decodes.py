@@ -15,22 +15,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, factor_of, zero_rows
+from paged_ops.lowerings.gpu.attention.hopper import ring
+from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of, zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
-from paged_ops.lowerings.gpu.attention.hopper.latent_few import softmax_tile, store_columns
+from paged_ops.lowerings.gpu.attention.hopper.latent_few import Steps, attend
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, rows_of
-from paged_ops.lowerings.gpu.attention.hopper.ring import full_of, release, ring_of, stage_of, wait_empty, wait_full
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, walk
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, walk
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Side, Spec
 
@@ -70,7 +65,7 @@ def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
     pages = gl.allocate_shared_memory(dtype, [PLACES * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
     tiles = reinterpret(pages, dtype, [PLACES, SHAPE.N, WIDTH], layout)
     weights = gl.allocate_shared_memory(dtype, [SHAPE.M, SHAPE.N], layout)
-    return DecodeMemory(queries, Tiles(pages, tiles, ring_of(PLACES, 1, 1)), weights)
+    return DecodeMemory(queries, Tiles(pages, tiles, ring.ring_of(PLACES, 1, 1)), weights)
 
 
 @gluon.jit
@@ -82,11 +77,11 @@ def load_chunks(desc, ids, part, tile, at, chunks, COLUMNS: gl.constexpr, SPEC: 
     j = (tile * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
     rows = rows_of(ids, part.kh, j, lane, PAGES, MATRIX, 1)
     for chunk in gl.static_range(COLUMNS.size // WIDTH):
-        wait_empty(chunks.ring, at + chunk)
-        full = full_of(chunks.ring, at + chunk)
-        mbarrier.expect(full, SHAPE.N * WIDTH * 2)
+        ring.wait_empty(chunks.ring, at + chunk)
+        full = ring.full_of(chunks.ring, at + chunk)
+        ring.expect(chunks.ring, at + chunk, SHAPE.N * WIDTH * 2)
         for page in gl.static_range(PAGES):
-            to = chunks.pages.index(stage_of(chunks.ring, at + chunk) * PAGES + page)
+            to = chunks.pages.index(ring.stage_of(chunks.ring, at + chunk) * PAGES + page)
             load_box(desc, [rows[page], part.kh * MATRIX.columns_head + chunk * WIDTH], full, to)
 
 
@@ -107,7 +102,7 @@ def load_part(part, counts, descs, batch, memory, SPEC: gl.constexpr, SHAPE: gl.
 
 
 @gluon.jit
-def load_queries(part, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def take_queries(part, counts, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Copy a unit's query rows to where matmuls read them."""
     G: gl.constexpr = SPEC.G
     CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
@@ -123,31 +118,30 @@ def load_queries(part, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(at, zero, memory, SHAPE: gl.constexpr):
-    """The scores ``[N, M]`` of a tile's keys, chunks ``at`` and following, and the unit's query rows."""
+def multiply_keys(part, counts, t, zero, memory, SHAPE: gl.constexpr):
+    """The scores ``[N, M]`` of the keys of a part's t-th tile and its unit's query rows."""
     CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
-    chunks, qk = memory.chunks, zero
+    at, chunks, qk = (counts.tiles + t) * (CHUNKS + SHAPE.v.size // WIDTH), memory.chunks, zero
     for chunk in gl.static_range(CHUNKS):
-        wait_full(chunks.ring, at + chunk)
+        ring.wait_full(chunks.ring, at + chunk)
         rows = memory.queries.index(chunk).permute((1, 0))
-        keys = chunks.tiles.index(stage_of(chunks.ring, at + chunk))
+        keys = chunks.tiles.index(ring.stage_of(chunks.ring, at + chunk))
         qk = warpgroup_mma(keys, rows, qk, use_acc=chunk > 0, is_async=True)
     qk = warpgroup_mma_wait(0, deps=[qk])
     for chunk in gl.static_range(CHUNKS):
-        release(chunks.ring, at + chunk)
+        ring.release(chunks.ring, at + chunk)
     return qk
 
 
 @gluon.jit
-def multiply_values(acc, decay, at, memory, SHAPE: gl.constexpr):
-    """``acc``, a tuple of ``[64, M]``, with the values of a tile, chunks ``at`` and following, multiplied by the
-    weights."""
+def multiply_values(acc, decay, tile, memory, SHAPE: gl.constexpr):
+    """``acc``, a tuple of ``[64, M]``, with the values of a tile multiplied by the weights."""
     CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
-    chunks = memory.chunks
+    at, chunks = first_values(tile, SHAPE), memory.chunks
     made: gl.tuple = ()
     for chunk in gl.static_range(CHUNKS):
-        wait_full(chunks.ring, at + chunk)
-        columns = chunks.tiles.index(stage_of(chunks.ring, at + chunk)).permute((1, 0))
+        ring.wait_full(chunks.ring, at + chunk)
+        columns = chunks.tiles.index(ring.stage_of(chunks.ring, at + chunk)).permute((1, 0))
         sums = acc[chunk] * decay[None, :]
         made += (warpgroup_mma(columns, memory.weights.permute((1, 0)), sums, is_async=True),)
     if CHUNKS == 1:
@@ -155,77 +149,34 @@ def multiply_values(acc, decay, at, memory, SHAPE: gl.constexpr):
     else:
         done = warpgroup_mma_wait(0, deps=made)
     for chunk in gl.static_range(CHUNKS):
-        release(chunks.ring, at + chunk)
+        ring.release(chunks.ring, at + chunk)
     return done
 
 
 @gluon.jit
-def zero_unseen(at, begin, rows, chunks, SHAPE: gl.constexpr):
+def first_values(tile, SHAPE: gl.constexpr):
+    """The first chunk of values of a tile."""
+    return tile * ((SHAPE.k.size + SHAPE.v.size) // WIDTH) + SHAPE.k.size // WIDTH
+
+
+@gluon.jit
+def zero_unseen(tile, begin, rows, memory, SHAPE: gl.constexpr):
     """Zero the values of the keys of a tile that no row sees; the first is key ``begin``."""
-    CHUNKS: gl.constexpr = SHAPE.v.size // WIDTH
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    for chunk in range(CHUNKS):
-        wait_full(chunks.ring, at + chunk)
+    at, chunks = first_values(tile, SHAPE), memory.chunks
+    for chunk in range(SHAPE.v.size // WIDTH):
+        ring.wait_full(chunks.ring, at + chunk)
         for page in range(PAGES):
             first = begin + page * SHAPE.page
             if (first < rows.oldest) | (first + SHAPE.page > rows.seq_len):
-                values = chunks.pages.index(stage_of(chunks.ring, at + chunk) * PAGES + page)
+                values = chunks.pages.index(ring.stage_of(chunks.ring, at + chunk) * PAGES + page)
                 zero_rows(values, first, rows.oldest, rows.seq_len)
 
 
 @gluon.jit
 def attend_part(part, counts, args, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The result of a part, and its lse: a tile of keys at a time, one matmul after the other."""
-    factor, cap = args
-    tensors = batch.tensors
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    M: gl.constexpr = SHAPE.M
-    N: gl.constexpr = SHAPE.N
-    Dv: gl.constexpr = SHAPE.v.size
-    K_CHUNKS: gl.constexpr = SHAPE.k.size // WIDTH
-    V_CHUNKS: gl.constexpr = Dv // WIDTH
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    r = gl.arange(0, M, row_layout)
-    load_queries(part, batch, memory, SPEC, SHAPE)
-    rows = roles.rows_of(part, r, factor, cap, batch.numbers, SPEC, SHAPE)
-    zero = gl.full([N, M], 0.0, gl.float32, layout)
-    m = gl.full([M], float("-inf"), gl.float32, row_layout)
-    l = zero  # each thread's sums of weights
-    acc: gl.tuple = ()
-    for _chunk in gl.static_range(V_CHUNKS):
-        acc += (zero,)
-    for t in range(part.seen):
-        at, begin = (counts.tiles + t) * (K_CHUNKS + V_CHUNKS), (part.tile + t) * N
-        qk = multiply_keys(at, zero, memory, SHAPE)
-        if roles.is_masked(rows, part.tile + t, SPEC):
-            kept = roles.keep(qk, rows, begin, 0, SPEC)
-            p, m, decay = softmax_tile(qk, m, rows.factor, rows.cap, kept, True, SOFT_CAP)
-            if roles.has_unseen(rows, begin, N):
-                zero_unseen(at + K_CHUNKS, begin, rows, memory.chunks, SHAPE)
-        else:
-            p, m, decay = softmax_tile(qk, m, rows.factor, rows.cap, True, False, SOFT_CAP)
-        l = l * decay[None, :] + p
-        memory.weights.permute((1, 0)).store(p.to(memory.weights.dtype))
-        fence_async_shared()
-        acc = multiply_values(acc, decay, at + K_CHUNKS, memory, SHAPE)
-    head = part.kh * SPEC.G + r % SPEC.G
-    m, l_, decay = roles.add_sink(m, gl.sum(l, 0), head, part, tensors, SPEC)
-    scale = roles.normalizer(l_, decay)
-    lse2 = roles.lse2_of(m, l_)
-    live = roles.live_rows(part, r, SPEC, SHAPE)
-    if is_whole(part):
-        row = roles.output_row(part, r, SPEC)
-        if SPEC.lse:
-            gl.store(tensors.lse + row, lse2 * LN2, mask=live)
-        for chunk in gl.static_range(V_CHUNKS):
-            store_columns(tensors.out, row, live, acc[chunk], chunk, scale, Dv)
-    else:
-        row = roles.part_row(part, r, SHAPE)
-        gl.store(tensors.part_lse + row, lse2, mask=live)
-        for chunk in gl.static_range(V_CHUNKS):
-            store_columns(tensors.parts, row, live, acc[chunk], chunk, scale, Dv)
-    return Counts(counts.units + 1, counts.tiles + part.seen, counts.messages)
+    STEPS: gl.constexpr = Steps(take_queries, multiply_keys, zero_unseen, multiply_values)
+    return attend(part, counts, args, batch, memory, STEPS, SHAPE.v.size // WIDTH, SPEC, SHAPE)
 
 
 @gluon.jit

@@ -61,17 +61,11 @@ class Keys(NamedTuple):
 
 @triton.jit
 def load_tile(
-    base,  # of one key/value head
-    block,  # [N] block ids
-    offset,  # [N] tokens inside the blocks
-    live,  # [N] whether a token is seen
-    readable,  # [N] whether a token may be read; equal for the tokens of a run
-    SIDE: tl.constexpr,
-    PADDED: tl.constexpr,
-    FORMAT: tl.constexpr,
+    base, block, offset, live, readable, SIDE: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
-):
-    """``[N, PADDED]`` keys or values of one head; 0 past the head size and where a token is not live."""
+):  # fmt: skip
+    """``[N, PADDED]`` keys or values of one head, at ``base``: tokens ``offset [N]`` of blocks ``block [N]``, 0 past
+    the head size and for tokens that are not ``live``. ``readable``: those that may be read, equal for a run."""
     d = tl.arange(0, PADDED)
     if SIDE.x == SIDE.size:
         column = d * SIDE.d
@@ -111,12 +105,16 @@ def load_pairs(base, block, offset, live, SIDE: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def load_queries(query, row_token, row_head, row_live, SPEC: tl.constexpr, PADDED: tl.constexpr):
-    """``[M, PADDED]`` packed query rows."""
+def load_queries(
+    query, row_token, row_head, row_live, SPEC: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr = 0,
+    SIZE: tl.constexpr = None,
+):  # fmt: skip
+    """``[M, PADDED]`` packed query rows, or SIZE of their columns, from column FIRST on."""
+    COLUMNS: tl.constexpr = SPEC.k_side.size if SIZE is None else SIZE
     d = tl.arange(0, PADDED)
     row = row_token.to(tl.int64) * SPEC.query[0] + row_head.to(tl.int64) * SPEC.query[1]
-    mask = row_live[:, None] & (d < SPEC.k_side.size)[None, :]
-    return tl.load(query + row[:, None] + d[None, :] * SPEC.query[2], mask=mask, other=0.0)
+    mask = row_live[:, None] & (d < COLUMNS)[None, :]
+    return tl.load(query + row[:, None] + (d + FIRST)[None, :] * SPEC.query[2], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -243,20 +241,11 @@ def normalise(acc, m, l):
 
 @triton.jit
 def see_tile(
-    acc,
-    acc_odd,  # if TILE.paired: the odd columns; acc then has the even ones
-    m,
-    l,
-    rows,
-    keys,
-    tile,
-    seen,  # whether any row sees a key of the tile; if not, nothing is loaded
-    numbers,
-    SPEC: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,  # False if every row sees every key of the tile
-):
-    """Add one tile of keys to the rows: to ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``."""
+    acc, acc_odd, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Add one tile of keys to the rows: to ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``. If TILE.paired,
+    acc has the even columns, acc_odd the odd ones. ``seen``: whether any row sees a key of the tile; if not, nothing is
+    loaded. MASKED: False if every row sees every key of the tile."""
     q = rows.q
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None

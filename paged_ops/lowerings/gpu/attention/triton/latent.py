@@ -20,29 +20,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.shared.masks import (
-    hidden_keys,
-    next_seen_tile,
-    oldest_key,
-    only_seen,
-    place_of,
-    ranges_at,
-    reach_of_rows,
-    stripe_offset,
-)
-from paged_ops.lowerings.gpu.attention.shared.tile import (
-    APPLIES,
-    Batch,
-    Keys,
-    Rows,
-    count_sink,
-    dot_keys,
-    load_tile,
-    masked_softmax,
-    normalise,
-    nothing_seen,
-    store_rows,
-)
+from paged_ops.lowerings.gpu.attention.shared import masks
+from paged_ops.lowerings.gpu.attention.shared import tile as tiles
+from paged_ops.lowerings.gpu.attention.shared.tile import APPLIES, Batch, Keys, Rows
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches, launcher_of
@@ -77,16 +57,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     tile, programs, division = choice
     grouped = in_groups(spec, tile.block_m)
     shape = tile_shape(tile, spec)
-    constants = {
-        "SPEC": grouped,
-        "DIVISION": division,
-        "TILE": shape,
-        **target.overlap(),
-        **tile.options(target.backend != "hip"),
-    }
-    launch = Launch(
-        launcher_of(latent_kernel, constants, target.device), (programs, 1, 1), ("T", "taken", "arrived", "value_cache")
-    )
+    constants = {"SPEC": grouped, "DIVISION": division, "TILE": shape, **target.overlap()}
+    launcher = launcher_of(latent_kernel, constants | tile.options(target.backend != "hip"), target.device)
+    launch = Launch(launcher, (programs, 1, 1), ("T", "taken", "arrived", "value_cache"))
     return merge.with_merge((launch,), programs, shape, grouped, target, division)
 
 
@@ -124,16 +97,14 @@ def latent_kernel(
     M: tl.constexpr = TILE.M
     N: tl.constexpr = TILE.N
     R: tl.constexpr = SPEC.v_side.size
-    P: tl.constexpr = SPEC.rotated.size
     R_PAD: tl.constexpr = TILE.Dv
-    P_PAD: tl.constexpr = TILE.D
     MASKS: tl.constexpr = SPEC.masks
     TOKENS: tl.constexpr = M // G
     r = tl.arange(0, M)
     d = tl.arange(0, R_PAD)
     ranges = None
     if MASKS.ranges:
-        ranges = ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
+        ranges = masks.ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
     batch = Batch(tensors, numbers, ranges)
     factor = numbers.scale
     if tensors.k_scale is not None:
@@ -152,29 +123,30 @@ def latent_kernel(
         row_live = token < q_len
         if SPEC.heads < K * G:
             row_live = row_live & (head < SPEC.heads)
-        q_latent = load_columns(tensors.query, row_start + token, head, row_live, 0, R, SPEC, R_PAD)
-        q_rotated = load_columns(tensors.query, row_start + token, head, row_live, R, P, SPEC, P_PAD)
+        q_latent = tiles.load_queries(tensors.query, row_start + token, head, row_live, SPEC, R_PAD, 0, R)
+        q_rotated = tiles.load_queries(
+            tensors.query, row_start + token, head, row_live, SPEC, TILE.D, R, SPEC.rotated.size
+        )
         slopes = None
         if SPEC.logits.alibi:
             slopes = tl.load(tensors.alibi_slopes + head, mask=row_live, other=0.0)
         first_i = seq_len - q_len + first_token
         i = seq_len - q_len + token
         sees = None
-        oldest = oldest_key(first_i, numbers, MASKS)
+        oldest = masks.oldest_key(first_i, numbers, MASKS)
         if MASKS.ranges:
-            last_i = seq_len - 1
-            sees = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+            sees = masks.reach_of_rows(batch, s, tl.minimum(i, seq_len - 1), MASKS)
             oldest = tl.min(sees[0], 0)
         block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
-        offset = stripe_offset(head, numbers, MASKS)
-        rows = Rows(q_latent, i, sees, slopes, factor, offset)
+        offset = masks.stripe_offset(head, numbers, MASKS)
+        rows = Rows((q_latent, q_rotated), i, sees, slopes, factor, offset)
         if SPEC.storage.row_scales:
             first_rotated = rotated_columns(tensors.key_cache)
         else:
             first_rotated = tensors.key_cache + R * SPEC.rotated.d
-        hidden = hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
+        hidden = masks.hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
         keys = Keys(seq_len, hidden, block_table, tensors.key_cache, first_rotated)
-        acc, m, l = nothing_seen(M, R_PAD, 0)
+        acc, m, l = tiles.nothing_seen(M, R_PAD, 0)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # the last row sees no later key
             last_token = tl.minimum(first_token + TOKENS, q_len)
@@ -182,17 +154,17 @@ def latent_kernel(
         for each in range(tile, seen_end):
             seen = True
             if MASKS.sparse:
-                seen = seen & (next_seen_tile(each, first_i, offset, numbers, N) == each)
-            acc, m, l = see_latents(acc, m, l, rows, q_rotated, keys, each, seen, numbers, SPEC, TILE)
+                seen = seen & (masks.next_seen_tile(each, first_i, offset, numbers, N) == each)
+            acc, m, l = see_latents(acc, m, l, rows, keys, each, seen, numbers, SPEC, TILE)
         from_start = tile == first_tile
         if SPEC.logits.sinks:
             if from_start:  # the first part includes the sink
-                acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
-        result, lse2 = normalise(acc, m, l)
+                acc, m, l = tiles.count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
+        result, lse2 = tiles.normalise(acc, m, l)
         if tensors.k_scale is not None:
             result = result * tl.load(tensors.k_scale)
         if from_start & (stop == end_tile):
-            store_rows(tensors, result, lse2, row_start + token, head, row_live, d, SPEC.heads, R)
+            tiles.store_rows(tensors, result, lse2, row_start + token, head, row_live, d, SPEC.heads, R)
         else:
             part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * M + r
             mask = row_live[:, None] & (d < R)[None, :]
@@ -205,46 +177,21 @@ def latent_kernel(
 
 
 @triton.jit
-def load_columns(
-    query, row_token, row_head, row_live, first: tl.constexpr, size: tl.constexpr, SPEC: tl.constexpr,
-    PADDED: tl.constexpr,
-):  # fmt: skip
-    """``[M, PADDED]``: ``size`` columns of packed query rows, from column ``first`` on."""
-    d = tl.arange(0, PADDED)
-    row = row_token.to(tl.int64) * SPEC.query[0] + row_head.to(tl.int64) * SPEC.query[1]
-    mask = row_live[:, None] & (d < size)[None, :]
-    return tl.load(query + row[:, None] + (d + first)[None, :] * SPEC.query[2], mask=mask, other=0.0)
-
-
-@triton.jit
-def see_latents(
-    acc,  # [M, R]
-    m,
-    l,
-    rows,  # q has the R columns of the queries
-    q_rotated,  # [M, P]
-    keys,  # k is the first compressed column, v the first rotated one
-    tile,
-    seen,  # whether any row sees a key of the tile
-    numbers,
-    SPEC: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Add one tile of latents to the rows, as ``see_tile`` of tile.py adds keys."""
-    q = rows.q
+def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Add one tile of latents to the rows, as ``see_tile`` of tile.py adds keys. The rows have a q ``[M, R]`` and one
+    ``[M, P]``; k of the keys is their first latent column, v the first rotated one."""
+    q, q_rotated = rows.q
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
     N: tl.constexpr = TILE.N
     LATENT: tl.constexpr = SPEC.v_side
     ROTATED: tl.constexpr = SPEC.rotated
-    R_PAD: tl.constexpr = TILE.Dv
-    P_PAD: tl.constexpr = TILE.D
     FORMAT: tl.constexpr = SPEC.storage.format
     ROTATED_FORMAT: tl.constexpr = 0 if SPEC.storage.row_scales else SPEC.storage.format
     MASKS: tl.constexpr = SPEC.masks
-    tile = place_of(tile, keys.hidden, MASKS, N)
+    tile = masks.place_of(tile, keys.hidden, MASKS, N)
     j = tile * N + tl.arange(0, N)
-    live = only_seen(j < keys.seq_len, j, 1, keys.hidden, MASKS)
+    live = masks.only_seen(j < keys.seq_len, j, 1, keys.hidden, MASKS)
     if SPEC.masks.sparse:
         live = live & seen
     if SPEC.B % N == 0:  # a tile lies in one block
@@ -254,14 +201,14 @@ def see_latents(
         block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=live, other=0)
     offset = j % SPEC.B
     if SPEC.storage.row_scales:
-        stored = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, tl.float32)
+        stored = tiles.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, tl.float32)
         latents = times_scales(stored, load_scales(keys.k, block, offset, live, LATENT)).to(q.dtype)
     else:
-        latents = load_tile(keys.k, block, offset, live, live, LATENT, R_PAD, FORMAT, q.dtype)
-    qk = dot_keys(q, latents)
+        latents = tiles.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, q.dtype)
+    qk = tiles.dot_keys(q, latents)
     if ROTATED.size > 0:
-        rotated = load_tile(keys.v, block, offset, live, live, ROTATED, P_PAD, ROTATED_FORMAT, q.dtype)
-        qk += dot_keys(q_rotated, rotated)
+        rotated = tiles.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
+        qk += tiles.dot_keys(q_rotated, rotated)
     slopes, sees = rows.slopes, rows.sees
     offset_of_row = None
     if slopes is not None:
@@ -271,6 +218,6 @@ def see_latents(
     if sees is not None:
         sees = (sees[0][:, None], sees[1][:, None])
     across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    p, decay, m, l = tiles.masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
     acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
     return acc, m, l

@@ -31,19 +31,10 @@ def nothing_summed(TILE: tl.constexpr):
 
 
 @triton.jit
-def see_slices(
-    accs,  # [W, Dv, M] for each head of the unit; if TILE.paired, its even columns and its odd ones
-    m,
-    l,
-    rows,  # factor is [1, 1, M] or a number
-    keys,
-    tile,
-    seen,  # whether any row sees a key of the tile
-    numbers,
-    SPEC: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """As see_tile of tile.py, for few rows: maxima and totals are ``[W, M]``, of one slice of keys per warp.
+def see_slices(accs, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """As see_tile of tile.py, for few rows: maxima and totals are ``[W, M]``, of one slice of keys per warp. ``accs``:
+    ``[W, Dv, M]`` for each head of the unit, or if TILE.paired its even columns and its odd ones. The factor of rows is
+    one number, or ``[1, 1, M]``.
 
     Each of the W slices has a softmax of its own until :func:`join_slices`, so warps wait only for each other's loads.
     Its keys are pieces that lie in one block each. The matmul is keys by queries, so that 8 rows fill a
