@@ -74,7 +74,7 @@ def tile_of(T: int, O: int, dtype: torch.dtype) -> dict[str, Any]:
         return dict(ROWS=64, BO=64, LEFT=False, BK=BK, STAGES=5, num_warps=4)
     if T <= 256:
         return dict(ROWS=128, BO=128, LEFT=False, BK=BK, STAGES=4, num_warps=8)
-    return dict(ROWS=128, BO=256, LEFT=False, BK=BK, STAGES=3, num_warps=8)
+    return dict(ROWS=256, BO=128, LEFT=False, BK=BK, STAGES=3, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["T"])
