@@ -407,3 +407,37 @@ def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     On Hopper GPUs a kernel for few rows overlaps with the previous one: ``lowerings/gpu/linear.py``.
     """
+
+
+@op(library=MODELS)
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x [..., C]`` times the transpose of ``weight [O, C]``, plus ``bias [O]``: ``[..., O]`` in x's dtype.
+
+    Summed in float32, in an order that C and the dtype alone decide: the bits of a row depend on no other row, nor on
+    the number of rows or threads. All tensors have one dtype: float32, float16 or bfloat16.
+    """
+
+
+@op(library=MODELS)
+def invariant_expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`invariant_linear` of each row of ``x [T, C]`` by the weight of its own expert: ``[T, O]``.
+
+    Args:
+        weight: ``[E, O, C]``, of any strides.
+        experts: int64 ``[T]``, each from 0 to E - 1.
+        bias: ``[E, O]``.
+    """
+
+
+@op(library=MODELS)
+def invariant_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounds_first: bool = False
+) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) * (weight_offset + weight)`` of each row of ``x [..., C]``, in x's dtype.
+
+    Computed in float32, in an order that C alone decides.
+
+    Args:
+        weight: ``[C]``, or None.
+        rounds_first: whether the quotient is rounded to x's dtype before it is multiplied by the weight, as in Llama.
+    """

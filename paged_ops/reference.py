@@ -225,6 +225,27 @@ def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().T).to(x.dtype)
 
 
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = x.double() @ weight.double().T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def invariant_expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.einsum("tc,toc->to", x.double(), weight[experts].double())
+    return (out if bias is None else out + bias[experts].double()).to(x.dtype)
+
+
+def invariant_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounds_first: bool = False
+) -> Tensor:
+    quotient = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    if rounds_first:
+        quotient = quotient.to(x.dtype)
+    return (
+        quotient.to(x.dtype) if weight is None else (quotient.double() * (weight_offset + weight.double())).to(x.dtype)
+    )
+
+
 def _of_all_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     every = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(every, x.contiguous(), group=group)

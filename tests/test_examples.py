@@ -25,6 +25,15 @@ def test_output_is_the_docstring_s(name):
 
 
 @pytest.mark.slow
+def test_log_probabilities_are_exact():
+    first, exact, _ = run("exact_logprobs.py").splitlines()
+    preempted, cached = map(int, re.search(r"preempted (\d+) times, (\d+) cached", first).groups())
+    assert preempted > 0
+    assert cached > 0
+    assert re.fullmatch(r"batch_invariant=True: (\d+) of \1 log-probabilities are equal, largest difference 0", exact)
+
+
+@pytest.mark.slow
 def test_captured_decode():
     assert "the same tokens as without graphs: True" in run("cuda_graphs.py")
 

@@ -79,6 +79,8 @@ def described(*options):
         (["--query-lens", "63x1,2048"], "hopper.mixed", ["mixed_kernel", "merge_kernel"], {}),
         (["--query-lens", "2000", "--feature", "sliding_window=64"], "hopper.dense",
          ["split_kernel", "dense_kernel", "merge_kernel"], {"hopper.fp8": "expected float8"}),
+        (["--query-lens", "2000", "--feature", "sliding_window=64", "--feature", "num_first_tokens=4"], "hopper.dense",
+         ["split_kernel", "dense_kernel", "merge_kernel"], {"hopper.mixed": "first: not applied"}),
         (["--query-lens", "2000", "--feature", "alibi_slopes"], "triton.prefill",
          ["split_kernel", "prefill_kernel", "merge_kernel"], {"hopper.dense": "alibi: not applied"}),
         (["--device", "A100", "--cache-dtype", "e4m3", "--feature", "k_scale"], "triton.decode",

@@ -16,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +53,16 @@ class WrongResultError(RuntimeError):
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor_name()
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # only Linux has it
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
 
 
 def cache_bytes(device: torch.device) -> int:

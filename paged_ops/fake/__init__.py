@@ -16,6 +16,9 @@ from paged_ops.fake.models import (
     all_reduce,
     all_reduce_add_norm,
     few_row_linear,
+    invariant_expert_linear,
+    invariant_linear,
+    invariant_rms_norm,
     merge_over_ranks,
 )
 
@@ -27,6 +30,9 @@ __all__ = [
     "copy_blocks",
     "few_row_linear",
     "gather_kv",
+    "invariant_expert_linear",
+    "invariant_linear",
+    "invariant_rms_norm",
     "latent_cache_write",
     "merge_attention_states",
     "merge_over_ranks",

@@ -1,4 +1,4 @@
-"""Fakes of the collectives and of linear layers. Letters: C columns, O output features."""
+"""Fakes of the collectives, of linear layers and of norms. Letters: C columns, O output features."""
 
 from __future__ import annotations
 
@@ -61,6 +61,39 @@ def merge_over_ranks(part: Tensor, lse: Tensor, context: str) -> tuple[Tensor, T
 
 def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    checks.tensor("weight", weight, (None, None), MODEL_DTYPES, x.device, "[O, C]")
+    _expect_columns(x, weight.shape[1], weight.dtype)
+    if bias is not None:
+        checks.tensor("bias", bias, weight.shape[:1], weight.dtype, x.device, "[O]")
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def invariant_expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
+    checks.tensor("weight", weight, (None, None, None), MODEL_DTYPES, x.device, "[E, O, C]")
+    expect(x.dim() == 2, "x", "rows [T, C]", x)
+    _expect_columns(x, weight.shape[2], weight.dtype)
+    checks.tensor("experts", experts, x.shape[:1], torch.int64, x.device, "[T]")
+    if bias is not None:
+        checks.tensor("bias", bias, weight.shape[:2], weight.dtype, x.device, "[E, O]")
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def invariant_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounds_first: bool = False
+) -> Tensor:
+    expect(x.dtype in MODEL_DTYPES and x.dim() >= 1, "x", f"rows [..., C] of {MODEL_DTYPES}", x)
+    if weight is not None:
+        checks.tensor("weight", weight, x.shape[-1:], MODEL_DTYPES, x.device, "[C]")
+    expect(eps >= 0, "eps", "0 or more", eps)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _expect_columns(x: Tensor, columns: int, dtype: torch.dtype) -> None:
+    expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"{columns} columns, as its weight", x)
+    expect(x.dtype == dtype, "x", f"a tensor of {dtype}, as its weight", x)
 
 
 def _reducer(x: Tensor, name: str) -> Any:

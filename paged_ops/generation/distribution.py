@@ -127,6 +127,18 @@ def inverse_of(temperature: Tensor) -> Tensor:
     return temperature.clamp(_COLDEST, _HOTTEST).float().reciprocal()
 
 
+def log_softmax(scores: Tensor) -> Tensor:
+    """Of float32 ``[R, V]``. The bits of a row do not depend on the other rows."""
+    return torch.log_softmax(_aligned(scores), -1)[:, : scores.shape[-1]]
+
+
+def _aligned(scores: Tensor) -> Tensor:
+    """The scores, on a GPU with columns of -inf up to whole 16 bytes: torch's softmax adds in an order that depends on
+    where a row begins."""
+    rest = 0 if scores.device.type == "cpu" else -scores.shape[-1] % 4
+    return torch.nn.functional.pad(scores, (0, rest), value=-torch.inf) if rest else scores
+
+
 def random_key(seed: int, sample: int, position: int) -> int:
     """A key for :func:`draw`, as a signed 64-bit number: equal arguments, equal random numbers."""
     key = 0

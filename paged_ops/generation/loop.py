@@ -136,7 +136,7 @@ class GenerationLoop(NotCopied):
         sizes = max_num_seqs, max_num_tokens, max_model_len
         self._model = ModelRunner(step, kv_cache, compile, graph_mode, *sizes)
         self._scheduler = Scheduler(kv_cache, *sizes, self.stats)
-        maker = RequestMaker(defaults, self.vocab_size, seed)
+        maker = RequestMaker(defaults, self.vocab_size, seed, self._model.refuses_prompt_logprobs)
         self._inbox = Inbox(maker, self._scheduler, self._model.note_weights)
         self._lock = kv_cache.lock
         self._changes: StepChanges | None = None  # that are decided, and not yet all made

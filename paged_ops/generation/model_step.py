@@ -37,8 +37,9 @@ class ModelStep(Protocol):
     A step may have these attributes, which a loop then uses: ``max_model_len``, ``vocab_size`` (ids from there on are
     refused), ``stop_token_ids`` (the tokens that end a sequence by default), ``pad_token_id`` (to refuse padded
     prompts), ``prompts_see_ahead`` (if true, the loop refuses the step: it computes prompts in parts),
-    ``check_kv_cache`` (a method that raises ValueError for a cache that does not fit the model), ``generation_fields``
-    (a :class:`paged_ops.generation.settings.Library`: the model's generation config, and makers of its processors) and
+    ``batch_invariant`` (whether the bits of logits do not depend on the batch), ``check_kv_cache`` (a method that
+    raises ValueError for a cache that does not fit the model), ``generation_fields`` (a
+    :class:`paged_ops.generation.settings.Library`: the model's generation config, and makers of its processors) and
     ``weights_version`` (a method called before each step: it returns a hashable value that changes with the weights,
     best a :class:`WeightsVersion`, and raises ValueError if the model cannot run).
     """
@@ -61,6 +62,7 @@ class ModelRunner:
 
     Attributes:
         graphs: runs the steps.
+        refuses_prompt_logprobs: why requests may not ask for them; "" if they may.
         is_warm: whether there is nothing left for :meth:`warm_up`.
     """
 
@@ -90,6 +92,10 @@ class ModelRunner:
             # a step of one sequence would be compiled a second time
             seq_sizes=[size for size in capture_sizes(max_num_seqs) if size > 1] or None,
         )
+        # steps with them run eagerly, and round otherwise
+        mixed = compile and getattr(step, "batch_invariant", False)
+        why = "a batch-invariant step is compiled here; compile its layers instead" if mixed else ""
+        self.refuses_prompt_logprobs = why
         self.is_warm = not compile and self.graphs.mode is GraphMode.NONE
 
     @torch.no_grad()

@@ -198,9 +198,13 @@ class RequestMaker:
         defaults: of the parameters that a request does not give.
         vocab_size: of the model.
         seed: of the seeds of requests that have none.
+        refuses_prompt_logprobs: why requests may not ask for them; "" if they may.
     """
 
-    def __init__(self, defaults: Defaults, vocab_size: int | None, seed: int | None) -> None:
+    def __init__(
+        self, defaults: Defaults, vocab_size: int | None, seed: int | None, refuses_prompt_logprobs: str = ""
+    ) -> None:
+        self._refuses = refuses_prompt_logprobs
         self.next_id = 0
         self._ids = itertools.count()
         self._defaults, self._vocab_size = defaults, vocab_size
@@ -224,6 +228,8 @@ class RequestMaker:
             expect_params(param)
             tokens = read_prompt(name, prompt, self._vocab_size)
             settings = self._defaults.settings(param, name, tokens)
+            asked = settings.prompt_logprobs
+            expect(asked is None or not self._refuses, "prompt_logprobs", f"None, as {self._refuses}", asked)
             criteria = self._defaults.criteria(param)
             each = [(*self._defaults.processors(param, settings, tokens), criteria) for _ in range(settings.n)]
             checked.append((tokens, param.seed, each))

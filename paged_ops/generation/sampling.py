@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_ops.checks import expect
-from paged_ops.generation.distribution import draw, inverse_of, on_device, penalize
+from paged_ops.generation.distribution import draw, inverse_of, log_softmax, on_device, penalize
 from paged_ops.generation.params import TokenLogprobs
 from paged_ops.generation.request import Request
 from paged_ops.lowerings.warm_up import warm_up
@@ -282,7 +282,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) ->
     most = max(1, _MOST_SCORES // V)
     for start in range(0, len(tokens), most):
         part = slice(start, start + most)
-        logprobs = torch.log_softmax(logits[part].float(), -1)
+        logprobs = log_softmax(logits[part].float())
         chosen = on_device(tokens[part], torch.int64, logits.device)
         values, ids = logprobs.topk(min(max(counts[part]), V), -1)
         found_of = logprobs.gather(-1, chosen.clamp(max=V - 1)[:, None])[:, 0]

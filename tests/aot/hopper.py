@@ -132,6 +132,16 @@ VARIANTS = [
         EXPECT,
         may_spill=SM_90,
     ),
+    Variant(
+        "hopper-first-tokens-d128-g8-and-shares-and-d64-three-consumers-ranges",
+        both(
+            prefill("NHD", 128, 64, 8, sliding_window=1000, num_first_tokens=4, soft_cap=30.0),
+            prefill("NHD", 128, 64, 1, T=4, sliding_window=1000, num_first_tokens=130),  # shares
+            prefill("NHD", 64, 32, 8, T=8192, sliding_window=2000, num_first_tokens=4, sinks=True),
+            prefill("NHD", 256, 8, 4, ranges=8, sliding_window=1024, num_first_tokens=64),
+        ),
+        {"cuda:90": (*EXPECT["cuda:90"], r"\.entry dense_kernel", r"\.entry shares_kernel")},
+    ),
     Variant("hopper-prefill-k192-v128-g1", apart(192, 128, 16, 16), EXPECT, spills={(3, 9): 216}),
     Variant("hopper-prefill-nhd-d112-g4", prefill("NHD", 112, 16, 4), EXPECT),
     Variant(

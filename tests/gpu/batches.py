@@ -12,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 import triton
 
 from paged_ops import layouts
+from paged_ops.features import Features, kept_keys
 from paged_ops.lowerings.gpu.attention.hopper import work, work_shares
 from paged_ops.lowerings.gpu.attention.shared import work_split
 from paged_ops.lowerings.gpu.target import Target
@@ -103,13 +104,12 @@ def batch(
     ids = torch.randperm(N - 1)[: sum(needed)].split(needed)
     tables = torch.full((S, max(*needed, columns) + 1 if S > 1 else needed[0] + 1), N - 1, dtype=torch.int32)
     read = torch.zeros(N, B, dtype=torch.bool)
-    window, chunk = features.get("sliding_window", 0), features.get("attention_chunk", 0)
+    seen = Features(**features | {"value_cache": None})
     for s, own in enumerate(ids):
         tables[s, : needed[s]] = own
-        first = lens[s] - tokens[s]
-        oldest = max(0, first - window + 1) if window else first // chunk * chunk if chunk else 0
-        j = torch.arange(needed[s] * B).view(-1, B)
-        read[own] = (j >= oldest) & (j < lens[s])
+        i, j = torch.arange(lens[s] - tokens[s], lens[s]), torch.arange(needed[s] * B)
+        kept = kept_keys(seen, s, i, j, 1, 1, B)[0].any(0) & (j < lens[s])
+        read[own] = kept.view(-1, B)
     unread = ~read.to(GPU)
     key[unread] = torch.nan
     value[unread] = torch.nan
@@ -140,15 +140,11 @@ def in_float64(query, keys, values, scale, features):
     """Of ``[t, H, D]``, ``[n, K, D]`` and ``[n, K, Dv]``."""
     (t, H, D), (n, K, _) = query.shape, keys.shape
     logits = torch.einsum("tkgd,jkd->kgtj", query.view(t, K, H // K, D), keys) * scale
-    cap, window, chunk = (features.get(name, 0) for name in ("soft_cap", "sliding_window", "attention_chunk"))
+    cap = features.get("soft_cap", 0)
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    i, j = torch.arange(n - t, n, device=GPU)[:, None], torch.arange(n, device=GPU)
-    kept = (j <= i) | (not features.get("causal", True))
-    if window:
-        kept &= i - j < window
-    if chunk:
-        kept &= i // chunk == j // chunk
+    i, j = torch.arange(n - t, n, device=GPU), torch.arange(n, device=GPU)
+    kept = kept_keys(Features(**features), 0, i, j, 1, 1, 1)[0]
     logits = logits.masked_fill(~kept, -math.inf)
     if "sinks" in features:
         sinks = features["sinks"].double().view(K, H // K, 1, 1).expand(K, H // K, t, 1)

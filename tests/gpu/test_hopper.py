@@ -21,6 +21,7 @@ from paged_ops.lowerings.gpu.attention import choose, tuning
 from paged_ops.lowerings.gpu.attention.hopper import consumer, dense, head_chunks, work
 from paged_ops.lowerings.gpu.attention.hopper.launch import HopperLaunch, aligned_rows, contiguous_rows
 from paged_ops.lowerings.gpu.attention.hopper.work import Work
+from paged_ops.lowerings.gpu.attention.shared import masks as masks_of_kernels
 from paged_ops.lowerings.gpu.attention.triton import prefill
 from tests.gpu.pointers import Pointer, as_torch
 
@@ -228,6 +229,7 @@ def test_tiles_are_swizzled_as_copies_are(size):
         {},
         {"causal": False},
         {"sliding_window": 64},
+        {"sliding_window": 64, "num_first_tokens": 4},
         {"attention_chunk": 64},
         {"soft_cap": 30.0},
         {"sinks": torch.zeros(H)},
@@ -241,7 +243,12 @@ def test_serves(features):
 
 @pytest.mark.parametrize(
     "features",
-    [{"alibi_slopes": torch.zeros(H)}, {"block_sparse": [64, 2, 4, 0, 0, 0, 1]}, {"output_scale": torch.ones(1)}],
+    [
+        {"alibi_slopes": torch.zeros(H)},
+        {"block_sparse": [64, 2, 4, 0, 0, 0, 1]},
+        {"output_scale": torch.ones(1)},
+        {"sliding_window": 64, "num_first_tokens": 4, "attention_chunk": 64},
+    ],
     ids=str,
 )
 def test_leaves_to_triton(features):
@@ -334,13 +341,15 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
         assert tensors.query.stride() == ((H * 128, 128, 1) if copied else query.stride())
 
 
-@pytest.mark.parametrize("reach", [(0, 0), (50, 0), (0, 96), (70, 64)], ids=str)
+@pytest.mark.parametrize(
+    "reach", [(0, 0, 0), (50, 0, 0), (0, 96, 0), (70, 64, 0), (50, 0, 5), (30, 0, 40), (3, 0, 16)], ids=str
+)
 @pytest.mark.parametrize(("R", "heads"), [(0, 1), (1, 2), (5, 2)])
 def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     """Of each tile of query rows, by the code of the kernel: which key tiles it visits, which of them without a mask,
     and what the mask keeps."""
     as_torch(monkeypatch)
-    window, chunk = reach
+    window, chunk, first = reach
     G, K, BLOCK_N, TOKENS = 4, 2, 16, 8
     sequences = [(1, 40), (100, 260), (64, 64), (0, 9), (7, 100), (150, 150), (20, 5)]
     generator = torch.Generator().manual_seed(R)
@@ -349,7 +358,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     ranges = torch.randint(-30, 270, (len(sequences), R, 2), generator=generator, dtype=torch.int32)
     num_tiles = int(starts[-1]) // TOKENS + len(sequences)
     done = torch.zeros(int(starts[-1]), dtype=torch.bool)
-    seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1)
+    seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1, first)
     constants = (
         SimpleNamespace(masks=seen, K=K, G=G, logits=SimpleNamespace(soft_cap=False)),
         tuning.division(0, 64),
@@ -368,20 +377,16 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
         tokens = torch.arange(first_token, min(first_token + TOKENS, q_len))
         i = (n - q_len + tokens).int()
         want = masks.keep(
-            i,
-            torch.arange(n),
-            1,
-            1,
-            is_causal=True,
-            ranges=ranges[s].tolist(),
-            sliding_window=window,
-            attention_chunk=chunk,
-        )[0]
-        if (window or chunk) and want.any():
-            assert oldest == want.any(0).nonzero()[0]
+            i, torch.arange(n), 1, 1, is_causal=True, ranges=ranges[s].tolist(), sliding_window=window,
+            attention_chunk=chunk, num_first_tokens=first,
+        )[0]  # fmt: skip
+        if (window or chunk) and want[:, first:].any():
+            assert max(first, oldest) == want[:, first:].any(0).nonzero()[0] + first
         got = torch.zeros(len(i), end_tile * BLOCK_N, dtype=torch.bool)
         low, last = consumer.keys_of_rows(i, torch.tensor(s), tensors.bidirectional_ranges, numbers, seen)
-        for tile in range(end_tile - count, end_tile):
+        tiles = [masks_of_kernels.place_at(n, 1, oldest, seen, BLOCK_N) for n in range(end_tile - count, end_tile)]
+        assert len({*map(int, tiles)}) == count
+        for tile in map(int, tiles):
             j = torch.arange(tile * BLOCK_N, (tile + 1) * BLOCK_N)
             bounded = bool(window or chunk)
             masked = tile == end_tile - 1 or tile >= full_end or (bounded and tile < full_start)
@@ -491,7 +496,17 @@ def test_sequences_of_many_rows(sequences, heads, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("masks", [{"sliding_window": 1}, {"sliding_window": 100}, {"attention_chunk": 90}], ids=str)
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 100},
+        {"attention_chunk": 90},
+        {"sliding_window": 100, "num_first_tokens": 20},
+        {"sliding_window": 9, "num_first_tokens": 64},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("D", "dtype"),
     [(64, torch.float16), (80, torch.float16), (128, torch.bfloat16), (192, torch.bfloat16), (256, torch.bfloat16)],
@@ -510,7 +525,7 @@ def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeyp
         row[:count] = torch.arange(free, free + count, dtype=torch.int32)
         first, chunk = n - q, masks.get("attention_chunk", 0)
         oldest = first // chunk * chunk if chunk else max(0, first - masks["sliding_window"] + 1)
-        hidden.append(torch.arange(free * B, free * B + oldest))
+        hidden.append(torch.arange(free * B + min(masks.get("num_first_tokens", 0), oldest), free * B + oldest))
         free += count
         starts.append(starts[-1] + q)
     kv_cache = torch.randn(free, B, 2, 2, D).to(dtype)
@@ -529,7 +544,16 @@ def test_what_lies_before_all_rows_windows_reaches_none(D, dtype, masks, monkeyp
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 300}, {"causal": False, "soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 300},
+        {"sliding_window": 300, "num_first_tokens": 4},
+        {"causal": False, "soft_cap": 20.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sizes", [(192, 128), (192, None), (96, None), (80, None), (112, None), (128, 64)], ids=str)
 def test_head_sizes(sizes, options, monkeypatch):
     D, Dv = sizes
@@ -577,11 +601,13 @@ def test_about_one_item_a_program(lens, monkeypatch):
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize(
+    "reach", [{}, {"sliding_window": 512}, {"sliding_window": 512, "num_first_tokens": 70}], ids=str
+)
 @pytest.mark.parametrize(
     ("D", "heads", "short"), [(64, (8, 8), -1), (128, (32, 8), dense.SHORT), (256, (8, 4), -1)], ids=str
 )
-def test_ranges(D, heads, short, window, monkeypatch):
+def test_ranges(D, heads, short, reach, monkeypatch):
     """Images in long prompts, padding that would open more, sequences without any."""
     if D == 64:
         take_three_consumers(monkeypatch)
@@ -591,8 +617,7 @@ def test_ranges(D, heads, short, window, monkeypatch):
     ranges[1] = torch.tensor([(0, 700), (-1, 700), (300, 299)])
     ranges[2] = torch.tensor([(100, 900), (899, 2000), (0, 0)])
     ranges[4] = torch.tensor([(2000, 2960), (2990, 2999), (2950, 2970)])
-    options = {"sliding_window": window, "bidirectional_ranges": ranges.to(GPU)}
-    check_against_triton(sequences, *heads, short, monkeypatch, D, **options)
+    check_against_triton(sequences, *heads, short, monkeypatch, D, **reach, bidirectional_ranges=ranges.to(GPU))
 
 
 def test_which_sequences_are_short():

@@ -30,6 +30,20 @@ BATCHES = {
     "71 heads, many": {"heads": (71, 1), "tokens": [1] * 300, "lens": [37 * k % 900 + 1 for k in range(300)]},
     "71 heads, sinks": {"heads": (71, 1), "tokens": [1] * 3, "lens": [9000, 0, 70], "sinks": True},
     "71 heads, window": {"heads": (71, 1), "tokens": ONE, "lens": LENS, "sliding_window": 1000},
+    "71 heads, window, 4 first tokens": {
+        "heads": (71, 1),
+        "tokens": ONE,
+        "lens": LENS,
+        "sliding_window": 1000,
+        "num_first_tokens": 4,
+    },
+    "64 heads, window, 150 first tokens": {
+        "heads": (64, 1),
+        "tokens": [1] * 9,
+        "lens": [20000, 90, 300, 7001, 0, 150, 6400, 250, 401],
+        "sliding_window": 100,
+        "num_first_tokens": 150,
+    },
     "64 heads, padded": {"heads": (64, 1), "tokens": [1] * 9 + [0] * 3, "lens": LENS[:9] + [0] * 3, "padding": 3},
     "64 heads, equal": {"heads": (64, 1), "tokens": [1] * 128, "lens": [1000] * 128},
     "64 heads, a prompt": {
@@ -51,6 +65,22 @@ BATCHES = {
     "some tokens": {"heads": (32, 8), "tokens": [40, 1, 7, 16, 16, 16], "lens": [4096, 16, 10000, 8192, 500, 77]},
     "16 tokens, not causal": {"heads": (16, 4), "tokens": [16] * 3, "lens": [16, 4096, 700], "causal": False},
     "16 tokens, window": {"heads": (16, 4), "tokens": [16] * 3, "lens": [16, 4096, 700], "sliding_window": 100},
+    "40 tokens, window, first tokens": {
+        "heads": (8, 8),
+        "tokens": [30, 50, 20, 60],
+        "lens": [30, 9000, 700, 3000],
+        "sliding_window": 300,
+        "num_first_tokens": 20,
+        "B": 8,
+    },
+    "head size 256, window, first tokens": {
+        "heads": (64, 1),
+        "tokens": ONE,
+        "lens": LENS,
+        "D": 256,
+        "sliding_window": 70,
+        "num_first_tokens": 64,
+    },
     "head size 64": {"heads": (128, 2), "tokens": ONE, "lens": LENS, "D": 64, "layout": "HND"},
     "head size 80": {"heads": (71, 1), "tokens": ONE, "lens": LENS, "D": 80},
     "head size 256": {"heads": (64, 1), "tokens": ONE, "lens": LENS, "D": 256},
@@ -98,7 +128,7 @@ def test_batches_that_it_takes(H, K, T, S, rows):
 def test_batches_below_are_taken(name):
     given = BATCHES[name]
     T, S = sum(given["tokens"]) + given.get("padding", 0), len(given["lens"])
-    masks = {each: given[each] for each in ("sliding_window", "attention_chunk") if each in given}
+    masks = {each: given[each] for each in ("sliding_window", "attention_chunk", "num_first_tokens") if each in given}
     of_call, _ = planned(*given["heads"], T, S, given.get("D", 128), **masks)
     assert shares.tile_rows(of_call, T, S)
 
@@ -116,7 +146,11 @@ def test_batches_below_are_taken(name):
         ((40, 5), [2] * 70, [37 * k % 900 + 2 for k in range(70)]),
     ],
 )
-@pytest.mark.parametrize("masks", [{}, {"causal": False}, {"sliding_window": 100}], ids=str)
+@pytest.mark.parametrize(
+    "masks",
+    [{}, {"causal": False}, {"sliding_window": 100}, {"sliding_window": 100, "num_first_tokens": 150}],
+    ids=str,
+)
 def test_each_tile_has_one_program(heads, tokens, lens, masks, monkeypatch):
     (H, K), T, S = heads, sum(tokens), len(lens)
     of_call, shapes = planned(H, K, T, S, **masks)

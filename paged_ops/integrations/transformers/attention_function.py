@@ -109,6 +109,8 @@ def attention(
     }
     if alibi_slopes is not None:
         features["alibi_slopes"] = alibi_slopes
+    if noted.batch_invariant:
+        features["batch_invariant"] = True
     starts = attention_metadata.query_start_loc
     if noted.latent:
         step = pool, attention_metadata, scale

@@ -36,6 +36,7 @@ from paged_ops.checks import expect
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.generation_config import GenerationFields
+from paged_ops.integrations.transformers.invariant import capped, expect_known, replace_layers
 from paged_ops.integrations.transformers.latent import as_they_are, latent_modules
 from paged_ops.integrations.transformers.own_attention import (
     carry_step,
@@ -56,6 +57,7 @@ from paged_ops.integrations.transformers.refusals import (
     refuse_layers,
 )
 from paged_ops.integrations.transformers.rotary import FrozenRotary, length_dependent, stretch
+from paged_ops.integrations.transformers.scoring import token_logprobs
 from paged_ops.integrations.transformers.trial import DenseRun, DifferentLogitsError, run_dense, why_different
 from paged_ops.integrations.transformers.weights import Weights
 from paged_ops.integrations.transformers.wrapping import NAME, CompiledLayer, StepCache, Wrapping, copy_of, run_layer
@@ -86,6 +88,9 @@ class PagedCausalLM:
             :class:`paged_ops.parallel.context.Context`. All ranks wrap the model together.
         latent: for layers of latent attention (MLA), cache latents; False: keys and values of all heads, which take
             many times the memory. Latents cannot be sharded: with a context it is False.
+        batch_invariant: make the logits of a token the same, bit for bit, in every batch: docs/numerics.md. Replaces
+            linear layers, norms, experts, activations and rotary embeddings; fuse projections before. Models with other
+            layers are refused, and sharded ones.
 
     Attributes:
         layers: heads, head sizes, window and chunk of each cache.
@@ -111,7 +116,13 @@ class PagedCausalLM:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, max_model_len: int | None = None, context: Any = None, latent: bool = True
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int | None = None,
+        context: Any = None,
+        latent: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         refuse(model, has_own_attention)
         self._carries_step = has_own_attention(model)
@@ -120,6 +131,9 @@ class PagedCausalLM:
         previous: Wrapping | None = getattr(model, "paged_wrapping", None)
         if previous is not None:  # before reading anything that it replaced, such as position embeddings
             previous.undo()
+        self.batch_invariant, self._soft_cap = batch_invariant, 0.0
+        if batch_invariant:
+            expect_known(model)
         limit = _position_limit(model)
         freezes = list(length_dependent(model))
         most = None if limit is None else int(limit * max((stretch(rotary) for *_, rotary in freezes), default=1.0))
@@ -132,6 +146,8 @@ class PagedCausalLM:
         self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in forward.values())
         self.process_group = process_group_of(model)
         of_context, everyone = groups_of_context(context, self.process_group)
+        whole = not batch_invariant or everyone is None is self.process_group
+        expect(whole, "batch_invariant", "False with a sharded model or a context", batch_invariant)
         self.collective_groups = tuple(each for each in (self.process_group, of_context) if each is not None)
         self._wrapping = Wrapping(model)
         self.states: StateLayers | None = None
@@ -205,11 +221,14 @@ class PagedCausalLM:
         refuse_layers(model, self.states, has_indexers(model, self.max_model_len))
         if self.states is not None:
             self._wrapping.keep_states(self.states)
+        if self.batch_invariant:
+            self._soft_cap = replace_layers(self._wrapping, model)
         self._wrapping.set_implementation(PROBE)
         for module in latent_modules(model) if latent else ():
             self._wrapping.set_attribute(module, "expand_kv", as_they_are)
         replace_attention(self._wrapping, model)
-        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, self.states)
+        how = self.states, self.batch_invariant
+        run = functools.partial(run_probe, model, self._step, dense, self.max_model_len, *how)
         try:
             probe = run()
         except NoArgumentsError as error:
@@ -440,6 +459,15 @@ class PagedCausalLM:
                 )
         return self._step(input_ids, metadata, last_rows, kv_caches, **inputs)
 
+    def token_logprobs(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        """The log-probability of each token but the first, given those before it: float32 ``[n - 1]``.
+
+        One forward pass over the whole sequence, without gradients. With ``batch_invariant`` they have the bits of the
+        ``logprobs`` of a :class:`paged_ops.generation.GenerationLoop` over this object: docs/numerics.md.
+        Models with states, a context, or prompts that see ahead are refused.
+        """
+        return token_logprobs(self, token_ids)
+
     def _step(
         self, input_ids: Tensor, metadata: AttentionMetadata, last_rows: Tensor, kv_caches: Any, **inputs: Any
     ) -> Tensor:
@@ -458,20 +486,7 @@ class PagedCausalLM:
         elif self._takes_more:
             arguments.update(kv_caches=kv_caches, attention_metadata=metadata)
         logits = self.model(input_ids=input_ids[None], use_cache=False, **arguments).logits[0]
-        return logits if self._takes_rows else logits[last_rows]
-
-
-def sharded(num_ranks: int) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that shard a model over the ranks started by torchrun (tensor parallelism).
-
-    transformers needs accelerate for it, and creates the process group if there is none.
-    """
-    try:
-        from transformers.distributed import DistributedConfig
-
-        return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=num_ranks)}
-    except (ImportError, TypeError):  # before transformers 5.17
-        return {"tp_plan": "auto"}
+        return capped(logits if self._takes_rows else logits[last_rows], self._soft_cap)
 
 
 def _position_limit(model: Any) -> int | None:

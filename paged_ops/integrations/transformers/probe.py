@@ -65,6 +65,7 @@ class Attending:
     latent: bool = False
     pool: int = 0  # index, in a cache with one pool per window or chunk
     context: Any = None  # the handle of a Context, with context parallelism
+    batch_invariant: bool = False
 
 
 @dataclass
@@ -113,6 +114,7 @@ class Probe:
         layout: the layout of the caches.
         states: the tensors of layers that keep state.
         masks_by_type: whether the model's masks, not its layers, decide which tokens see later ones.
+        batch_invariant: how the model attends.
     """
 
     names: dict[nn.Module, str]
@@ -122,6 +124,7 @@ class Probe:
     layout: Layout
     states: list[Tensor] = field(default_factory=list)
     masks_by_type: bool = False
+    batch_invariant: bool = False
     caches: list[Tensor] = field(default_factory=list)
     specs: list[CacheSpec] = field(default_factory=list)
     calls: dict[nn.Module, _Call] = field(default_factory=dict)
@@ -152,7 +155,10 @@ class Probe:
         return self.attending(call), self.caches[call.cache]
 
     def attending(self, call: _Call) -> Attending:
-        return Attending(call.cache, call.cache, call.writes, *call.reach, latent=self.specs[call.cache].latent)
+        latent, batch_invariant = self.specs[call.cache].latent, self.batch_invariant
+        return Attending(
+            call.cache, call.cache, call.writes, *call.reach, latent=latent, batch_invariant=batch_invariant
+        )
 
     def reaches(self) -> list[tuple[int, int]]:
         """The window and the chunk of each cache; (0, 0) if the modules that read it differ."""
@@ -280,6 +286,7 @@ def run_probe(
     dense: DenseRun,
     max_model_len: int | None,
     states: StateLayers | None = None,
+    batch_invariant: bool = False,
 ) -> Probe:
     """Run ``step`` of ``model`` on the trial sequences with a probe as caches. Its logits must agree with ``dense``.
 
@@ -290,7 +297,8 @@ def run_probe(
     names = {module: of for of, module in model.named_modules()}
     length = max(max_model_len or 0, 2**20)
     layout = get_default_layout(model.device)
-    probe = Probe(names, length, len(LENGTHS), _BLOCK_SIZE, layout, masks_by_type=masks_by_type(model))
+    options: dict[str, Any] = {"masks_by_type": masks_by_type(model), "batch_invariant": batch_invariant}
+    probe = Probe(names, length, len(LENGTHS), _BLOCK_SIZE, layout, **options)
     cache = None if states is None else StateCache(states.specs, len(LENGTHS), device=model.device)
     if cache is not None:
         probe.states = cache.tensors

@@ -83,8 +83,9 @@ def use_overlapping_products(model: nn.Module) -> int:
             part.matmul = _overlapping_linear
             found += 1
             continue
-        # A sharded layer has a forward of its own, which calls the original one.
-        is_linear = isinstance(module, FusedLinear) or (type(module) is nn.Linear and "forward" not in vars(module))
+        # A sharded layer has a forward of its own, which calls the original one. Batch-invariant layers stay.
+        is_plain = type(module) is nn.Linear and "forward" not in vars(module)
+        is_linear = is_plain or (isinstance(module, FusedLinear) and module.matmul in (F.linear, _overlapping_linear))
         if not (is_linear and module.bias is None and serves_weight(module.weight)):
             continue
         found += 1

@@ -1,4 +1,4 @@
-"""Detects when a model's weights or active adapters have changed."""
+"""Detects when a model's weights or active adapters have changed; and how to load them sharded."""
 
 from __future__ import annotations
 
@@ -77,3 +77,16 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         for name, weight in holder.items():
             if weight is not None and name not in module._non_persistent_buffers_set and not weight.is_inference():
                 yield holder, name, weight
+
+
+def sharded(num_ranks: int) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that shard a model over the ranks started by torchrun (tensor parallelism).
+
+    transformers needs accelerate for it, and creates the process group if there is none.
+    """
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=num_ranks)}
+    except (ImportError, TypeError):  # before transformers 5.17
+        return {"tp_plan": "auto"}

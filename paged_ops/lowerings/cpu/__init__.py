@@ -5,7 +5,12 @@ from paged_ops.lowerings.collectives import all_gather_columns, all_reduce, all_
 from paged_ops.lowerings.cpu.attention import merge_attention_states, paged_attention, paged_attention_with_lse
 from paged_ops.lowerings.cpu.cache import copy_blocks, gather_kv, latent_cache_write, reshape_and_cache, swap_blocks
 from paged_ops.lowerings.cpu.explain import explain
-from paged_ops.lowerings.cpu.linear import few_row_linear
+from paged_ops.lowerings.cpu.linear import (
+    few_row_linear,
+    invariant_expert_linear,
+    invariant_linear,
+    invariant_rms_norm,
+)
 
 __all__ = [
     "all_gather_columns",
@@ -16,6 +21,9 @@ __all__ = [
     "explain",
     "few_row_linear",
     "gather_kv",
+    "invariant_expert_linear",
+    "invariant_linear",
+    "invariant_rms_norm",
     "latent_cache_write",
     "merge_attention_states",
     "merge_over_ranks",

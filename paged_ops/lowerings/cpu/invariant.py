@@ -111,22 +111,22 @@ def _segment(
     q: Tensor, k: Tensor, v: Tensor, kept: Tensor, distances: Tensor | None, scale: float, f: Features
 ) -> State:
     """The state of rows that have seen one segment; ``kept`` is ``[q, K, G, SEGMENT]``."""
-    logits = _sum(q[..., None, :] * k[:, None], 4)[..., 0].mul_(scale)
+    logits = add_halves(q[..., None, :] * k[:, None], 4)[..., 0].mul_(scale)
     if f.soft_cap:
-        logits = _tanh(logits.div_(f.soft_cap)).mul_(f.soft_cap)
+        logits = tanh(logits.div_(f.soft_cap)).mul_(f.soft_cap)
     if distances is not None and f.alibi_slopes is not None:
         logits = logits + f.alibi_slopes.view(q.shape[1:3])[..., None] * distances
     logits = logits.masked_fill(~kept, -torch.inf)
     m = logits.amax(3)
-    weights = _exp(logits - _finite(m)[..., None])
+    weights = exp(logits - _finite(m)[..., None])
     products = torch.where(kept[..., None], weights[..., None] * v[:, None], 0.0)  # hidden values may be NaN
-    return m, _sum(weights, 3)[..., 0], _sum(products, 3)[..., 0, :]
+    return m, add_halves(weights, 3)[..., 0], add_halves(products, 3)[..., 0, :]
 
 
 def _merged(before: State, after: State) -> State:
     """Two states of the same rows. A side that has seen no key changes no bit of the other."""
     m = torch.maximum(before[0], after[0])
-    shares = [_exp(side[0] - _finite(m)) for side in (before, after)]
+    shares = [exp(side[0] - _finite(m)) for side in (before, after)]
     total = before[1] * shares[0] + after[1] * shares[1]
     values = before[2] * shares[0][..., None] + after[2] * shares[1][..., None]
     for side, other in ((before, after), (after, before)):
@@ -142,14 +142,14 @@ def _normalised(state: State, f: Features) -> tuple[Tensor, Tensor]:
     if f.sinks is not None:
         sinks = f.sinks.view(m.shape[1:])
         before, m = m, torch.maximum(m, sinks)
-        share = torch.where(before == -torch.inf, 0.0, _exp(before - _finite(m)))
-        total, values = total * share + _exp(sinks - _finite(m)), values * share[..., None]
+        share = torch.where(before == -torch.inf, 0.0, exp(before - _finite(m)))
+        total, values = total * share + exp(sinks - _finite(m)), values * share[..., None]
     empty = total == 0
     values = torch.where(empty[..., None], 0.0, values / torch.where(empty, 1.0, total)[..., None])
     return values, torch.where(empty, m, (m.double() + _log(total)).float())
 
 
-def _sum(x: Tensor, dim: int) -> Tensor:
+def add_halves(x: Tensor, dim: int) -> Tensor:
     """The sum over a dimension, which becomes 1, by adding halves in place."""
     while x.shape[dim] > 1:
         rest = x.shape[dim] // 2
@@ -163,7 +163,7 @@ def _finite(m: Tensor) -> Tensor:
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def _expm1(x: Tensor) -> tuple[Tensor, Tensor]:
+def expm1(x: Tensor) -> tuple[Tensor, Tensor]:
     """``(power, rest)`` with ``exp(x) = power * (1 + rest)`` for ``|x| < 88``, power a power of two: the Taylor series
     of ``exp`` up to the seventh power, as in vectors.h."""
     magic = 12582912.0  # 1.5 * 2^23: adding it drops the fraction
@@ -176,14 +176,14 @@ def _expm1(x: Tensor) -> tuple[Tensor, Tensor]:
     return power, series * fraction * fraction + fraction
 
 
-def _exp(x: Tensor) -> Tensor:
+def exp(x: Tensor) -> Tensor:
     """For x up to 0; NaN stays NaN."""
-    power, rest = _expm1(x.clamp(min=-87.5))
+    power, rest = expm1(x.clamp(min=-87.5))
     return torch.where(x < -87.0, 0.0, power + power * rest)
 
 
-def _tanh(x: Tensor) -> Tensor:
-    power, rest = _expm1((2.0 * x).clamp(-30.0, 30.0))
+def tanh(x: Tensor) -> Tensor:
+    power, rest = expm1((2.0 * x).clamp(-30.0, 30.0))
     less = power * rest + (power - 1.0)
     return less / (less + 2.0)
 

@@ -10,6 +10,7 @@ from paged_ops.lowerings.gpu.blocks import copy_blocks, swap_blocks
 from paged_ops.lowerings.gpu.cache import latent_cache_write, reshape_and_cache
 from paged_ops.lowerings.gpu.fused_allreduce import all_gather_columns, all_reduce, all_reduce_add_norm
 from paged_ops.lowerings.gpu.gather import gather_kv
+from paged_ops.lowerings.gpu.invariant_layers import invariant_expert_linear, invariant_linear, invariant_rms_norm
 from paged_ops.lowerings.gpu.linear import few_row_linear
 from paged_ops.lowerings.gpu.merge import merge_attention_states
 
@@ -22,6 +23,9 @@ __all__ = [
     "explain",
     "few_row_linear",
     "gather_kv",
+    "invariant_expert_linear",
+    "invariant_linear",
+    "invariant_rms_norm",
     "latent_cache_write",
     "merge_attention_states",
     "merge_over_ranks",

@@ -72,7 +72,7 @@ class Launcher:
                     notes.setdefault(precompile.job_of(*job), {})[self._device] = load
             return
         with on_device(self._device), precompile.in_cache(job):
-            compiled = self._kernel[grid](tensors, *numbers, *more, **self._constants, **FUSED)
+            compiled = self._kernel[grid](tensors, *numbers, *more, **{**FUSED, **self._constants})
             if compiled is None or torch.version.hip is not None or TRITON > NEWEST_KNOWN:
                 return
             parameters = self._kernel.arg_names[1 + len(numbers) + len(more) :]

@@ -152,7 +152,7 @@ def compile_job(job: Job) -> Any:
     tensors = [tensor(each) for each in job.places]
     pointers = job.kind(*tensors) if hasattr(job.kind, "_fields") else job.kind(tensors)
     arguments = (pointers, *map(number, job.numbers), *map(described, job.more))
-    compiled = kernel.run(*arguments, grid=(1, 1, 1), warmup=True, **dict(job.constants), **FUSED)
+    compiled = kernel.run(*arguments, grid=(1, 1, 1), warmup=True, **{**FUSED, **dict(job.constants)})
     if TRITON < (3, 7) and job.target[0] == "cuda":  # its launcher is compiled, too; later ones share one
         with contextlib.suppress(Exception):
             from triton.backends.nvidia.driver import CudaLauncher

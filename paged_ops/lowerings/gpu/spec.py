@@ -275,6 +275,7 @@ def spec_of(
         table=block_tables.stride(1),
         heads=H,
         rotated=Side(P, P, 1, key_n // width, key_b // width, 0, 0, key_d, None) if latent else None,
+        batch_invariant=f.batch_invariant,
     )
 
 

@@ -48,7 +48,7 @@ from paged_ops.support import Explanation
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
     *MASK_ARGUMENTS,
-    *("soft_cap", "alibi_slopes", "sinks"),
+    *("soft_cap", "alibi_slopes", "sinks", "batch_invariant"),
 }
 RANGES = "bidirectional_ranges"  # the one feature with a row per sequence
 ABSENT = (0,) * len(OPTIONAL)  # addresses of optional tensors that are None
@@ -72,7 +72,7 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an attention op would not run on ``device`` ("cuda" or "rocm") with these features and properties."""
     reasons = []
     if features.get("batch_invariant"):
-        reasons.append("batch_invariant: no GPU kernel serves it yet")
+        reasons.append("batch_invariant: its kernels have run in Triton's interpreter only, not on a GPU yet")
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
@@ -320,6 +320,7 @@ def describe(
     layout = Layout.LATENT if of_latents else None
     properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv, "layout": layout}
     target = target or target_of(query.device)
+    properties["batch_invariant"] = f.batch_invariant and target.backend != "interpreter"
     for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", properties):
         raise ValueError(reason)
 

@@ -137,6 +137,20 @@ def fan_of(tiles: Tiles, spec: Spec, target: Target, S: int) -> int:
     return FAN if fast and parts_fit(S, spec.K // tiles.heads, tiles.programs) else 0
 
 
+def rows_of(T: int, S: int, G: int) -> tuple[int, bool]:
+    """The packed query rows of a tile for T rows in S sequences, and whether all sequences may have equally many.
+
+    Decode and speculation: a tile holds the rows of a sequence, if all sequences have equally many. Only the device
+    knows whether they have. So split_kernel also takes longer ones, instead of a prefill_kernel that mostly does
+    nothing. Otherwise one token each; if there are more tokens than sequences, up to 16 rows.
+    """
+    group = power_of_2(G)
+    rows = power_of_2(-(-T // S) * group)
+    if T % S == 0 and rows <= max(SAME_LENGTH, group):
+        return rows, True
+    return group if T <= S else max(16, group), False
+
+
 def tiles_of(spec: Spec, target: Target, T: int, S: int) -> Tiles:
     """:func:`choose_tiles` for a call."""
     D, Dv, masks = spec.k_side.size, spec.v_side.size, spec.masks
@@ -164,13 +178,7 @@ def choose_tiles(
     if :func:`~paged_ops.lowerings.gpu.spec.has_adjacent_heads`, else 0.
     """
     group = power_of_2(G)
-    # Decode and speculation: a tile holds the rows of a sequence, if all sequences have equally many. Only the device
-    # knows whether they have. So split_kernel also takes longer ones, instead of a prefill_kernel that mostly does
-    # nothing.
-    rows = power_of_2(-(-T // S) * group)
-    same = T % S == 0 and rows <= max(SAME_LENGTH, group)
-    if not same:  # one token each; if there are more tokens than sequences, up to 16 rows
-        rows = group if T <= S else max(16, group)
+    rows, same = rows_of(T, S, G)
     kind, width = element_kind(dtype, stored), str(padded(max(D, Dv), stored.itemsize))
     on_cpu = target.device.type == "cpu"
     numbers = {} if on_cpu else target.tiles

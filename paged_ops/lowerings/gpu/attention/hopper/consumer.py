@@ -27,7 +27,7 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
 )
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.work import OLDEST, field_of, next_tiles, read_item
-from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask
+from paged_ops.lowerings.gpu.attention.shared.masks import keep_seen, keys_of_rows, needs_mask, place_at
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -163,20 +163,65 @@ def release_tile(ring, at, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def zero_values(values, at, row: gl.constexpr, rows: gl.constexpr, j, low, end, PARTS: gl.constexpr):
+def zero_values(
+    values, at, row: gl.constexpr, rows: gl.constexpr, j, low, end, PARTS: gl.constexpr, FIRST: gl.constexpr = 0
+):  # fmt: skip
     """Zero the values of keys outside ``low : end`` in some rows of the at-th tile; the first of these rows is key j.
-    No query row sees them and their weights are 0, but 0 * NaN would be NaN."""
+    No query row sees them and their weights are 0, but 0 * NaN would be NaN. FIRST tokens stay."""
     for n in gl.static_range(number_of(PARTS)):
-        zero_rows(values.tiles[n].index(stage_of(values.ring, at)).slice(row, rows, dim=0), j, low, end)
+        zero_rows(values.tiles[n].index(stage_of(values.ring, at)).slice(row, rows, dim=0), j, low, end, FIRST)
 
 
 @gluon.jit
-def zero_rows(values, j, low, end):
-    """Zero rows ``[rows, columns]`` outside ``low : end``; the first is key j."""
+def zero_rows(values, j, low, end, FIRST: gl.constexpr = 0):
+    """Zero rows ``[rows, columns]`` outside ``low : end``, but not of the FIRST tokens; the first row is key j."""
     COLUMNS: gl.constexpr = min(values.shape[1], 64)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     keys = j + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
-    values.store(gl.where(((keys >= low) & (keys < end))[:, None], values.load(layout), 0.0))
+    kept = (keys >= low) & (keys < end)
+    if FIRST:
+        kept = kept | (keys < FIRST)
+    values.store(gl.where(kept[:, None], values.load(layout), 0.0))
+
+
+@gluon.jit
+def zero_before(which: gl.constexpr, at, first, oldest, item, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Zero the values in the at-th tile, which begins with key ``first``, that no row sees, as key ``oldest`` is the
+    oldest that one sees besides the first tokens."""
+    FIRST: gl.constexpr = SPEC.masks.first
+    V_PARTS: gl.constexpr = SHAPE.v.parts
+    wait_full(shared.v.ring, at)
+    if which == 0:
+        # 16 rows at a time, as the registers are full of sums
+        for part in gl.static_range(SHAPE.N // 16):
+            begin = first + part * 16
+            if begin < oldest:
+                zero_values(shared.v, at, part * 16, 16, begin, oldest, item.seq_len, V_PARTS, FIRST)
+        fence_async_shared()
+
+
+@gluon.jit
+def zero_hidden(which: gl.constexpr, n, total, item, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """:func:`zero_before` in the oldest tile, the last of the n-th item; with first tokens, in the tile of the oldest
+    key and in the next one, which comes last among the first tokens'."""
+    MASKS: gl.constexpr = SPEC.masks
+    N: gl.constexpr = SHAPE.N
+    first, oldest = (item.end_tile - item.tiles) * N, field_of(shared, n, OLDEST, 4)
+    if MASKS.first:
+        hidden = oldest > MASKS.first
+        for each in gl.static_range(2):
+            t = item.end_tile - 1 - oldest // N + each
+            first = place_at((item.end_tile - 1 - t) * N, N, oldest, MASKS, N)
+            if hidden & (t >= 0) & (t < item.tiles):
+                zero_before(which, total + t, first, oldest, item, shared, SPEC, SHAPE)
+    else:
+        hidden = first < oldest
+        if hidden:
+            zero_before(which, total + item.tiles - 1, first, oldest, item, shared, SPEC, SHAPE)
+    if which == 0:
+        fill(shared.oldest_clean, n)
+    if hidden:
+        wait_full(shared.oldest_clean, n)
 
 
 @gluon.jit
@@ -194,6 +239,7 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
     release_tile(shared.k.ring, at, SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the matmul with the values.
+    tile = place_at(tile, 1, item.oldest, MASKS, SHAPE.N)
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     if masked:
@@ -326,7 +372,7 @@ def attend(
     wait_full(shared.k.ring, total)
     s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total, K_PARTS)])
     release_tile(shared.k.ring, total, SHAPE)
-    j = (item.end_tile - 1) * N + gl.arange(0, N, gl.SliceLayout(0, s_layout))
+    j = place_at((item.end_tile - 1) * N, N, item.oldest, MASKS, N) + gl.arange(0, N, gl.SliceLayout(0, s_layout))
     p, m, l, _decay = softmax_tile(s, m, rows, j, item.seq_len, True, BY_ROWS, SPEC)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
     p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
@@ -342,24 +388,19 @@ def attend(
     if past:
         wait_full(shared.newest_clean, n)
     sums = Sums(acc, p16, m, l)
-    for t in range(1, item.tiles):
-        sums = step(sums, total + t, item.end_tile - 1 - t, item, rows, batch, shared, SPEC, SHAPE)
     last = total + item.tiles - 1
-    if MASKS.window or MASKS.chunk:  # the oldest tile, which comes last, may begin before the keys that the rows see
-        first, oldest = (item.end_tile - item.tiles) * N, field_of(shared, n, OLDEST, 4)
-        if first < oldest:
-            wait_full(shared.v.ring, last)
-            if which == 0:
-                # 16 rows at a time, as the registers are full of sums
-                for part in gl.static_range(N // 16):
-                    begin = first + part * 16
-                    if begin < oldest:
-                        zero_values(shared.v, last, part * 16, 16, begin, oldest, item.seq_len, V_PARTS)
-                fence_async_shared()
-        if which == 0:
-            fill(shared.oldest_clean, n)
-        if first < oldest:
-            wait_full(shared.oldest_clean, n)
+    # The oldest tile, which comes last, may begin before the keys that the rows see. With first tokens the next tile
+    # may end after them: both are zeroed before the first of them is multiplied.
+    at = item.tiles
+    if MASKS.first:
+        at = gl.minimum(gl.maximum(item.end_tile - item.oldest // N, 1), item.tiles)
+    for t in range(1, at):
+        sums = step(sums, total + t, item.end_tile - 1 - t, item, rows, batch, shared, SPEC, SHAPE)
+    if MASKS.window or MASKS.chunk:
+        zero_hidden(which, n, total, item, shared, SPEC, SHAPE)
+    if MASKS.first:
+        for t in range(at, item.tiles):
+            sums = step(sums, total + t, item.end_tile - 1 - t, item, rows, batch, shared, SPEC, SHAPE)
     release(shared.item_ring, n)
     wait_full(shared.v.ring, last)
     acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PARTS), V_PARTS)

@@ -11,9 +11,10 @@ Letters: T tokens, S sequences, H query heads, K key/value heads, G = H/K, D hea
 M packed query rows (row r is token ``r // G``, head ``r % G``) and N keys. Tiles are stored as groups of 8 rows by 64
 columns, all columns of 8 rows together: PAGE keys of a block are contiguous, and one TMA copy loads them.
 
-Serves causal or not, sliding windows, attention chunks, bidirectional ranges, soft cap, sinks and lse, float16 and
-bfloat16, head sizes that are multiples of 16 (see head_chunks.py), caches with rows that TMA can address. The Triton
-kernel serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+Serves causal or not, sliding windows with or without first tokens, attention chunks, bidirectional ranges, soft cap,
+sinks and lse, float16 and bfloat16, head sizes that are multiples of 16 (see head_chunks.py), caches with rows that TMA
+can address. The Triton kernel serves everything else, with the same results. Ideas: FlashAttention-3 (Shah et al. 2024,
+arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ SHORT_OF_MANY_ROWS = 8192  # as SHORT, from MANY_ROWS on
 
 
 # What its roles apply, by the names of spec.needs.
-APPLIES = frozenset({"causal", "window", "chunk", "ranges", "soft_cap", "sinks", "float16", "bfloat16"})
+APPLIES = frozenset({"causal", "window", "first", "chunk", "ranges", "soft_cap", "sinks", "float16", "bfloat16"})
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -86,6 +87,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
         f"head_size: expected one of {(*served_sizes(),)}, got {key.size}": key.size not in served_sizes(),
         f"value_head_size: expected one of {(*served_sizes(),)}, got {value.size}": value.size not in served_sizes(),
         f"num_heads: expected at most {BLOCK_M} per key/value head, got {spec.G}": spec.G > BLOCK_M,
+        "first tokens with a chunk: not applied by this kernel": bool(spec.masks.first) and spec.masks.chunk,
         "query: expected contiguous elements of a head": spec.query[2] != 1,
         "kv_cache: expected keys that TMA can address": key.x != key.size or _matrix(key, spec) is None,
         "kv_cache: expected values that TMA can address": _matrix(value, spec) is None,
@@ -204,9 +206,10 @@ def consumers_of(spec: Spec, target: Target, T: int) -> int:
 
 
 def has_short_spans(spec: Spec, numbers: Numbers) -> bool:
-    """Whether a window or chunk is so small that three consumers are slower than two."""
+    """Whether a window or chunk is so small that three consumers are slower than two. Nor first tokens with three:
+    ptxas spills 128 bytes."""
     window, chunk = (spec.masks.window, numbers.window), (spec.masks.chunk, numbers.chunk)
-    return any(given and span < SPAN_OF_THREE for given, span in (window, chunk))
+    return spec.masks.first > 0 or any(given and span < SPAN_OF_THREE for given, span in (window, chunk))
 
 
 class Matrix(NamedTuple):

@@ -25,6 +25,7 @@ from paged_ops.lowerings.gpu.attention.hopper.work import (
     work_item,
     write_item,
 )
+from paged_ops.lowerings.gpu.attention.shared.masks import place_at
 from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
 
 
@@ -168,8 +169,10 @@ def load_both(descs, ids, first_lane, t, item, before, shared, SPEC: gl.constexp
     V_SHAPE: gl.constexpr = SHAPE.v
     V_MATRIX: gl.constexpr = SHAPE.v.matrix
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    MASKS: gl.constexpr = SPEC.masks
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    j = ((item.end_tile - 1 - t) * SHAPE.N + lane % PAGES * SHAPE.page) % SPEC.B
+    j = (item.end_tile - 1 - t) * SHAPE.N + lane % PAGES * SHAPE.page
+    j = place_at(j, SHAPE.N, item.oldest, MASKS, SHAPE.N) % SPEC.B
     k_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, K_MATRIX)
     v_rows = rows_of(ids, item.kh, j, lane - first_lane, PAGES, V_MATRIX)
     load_tile(descs[0], k_rows, item.kh, shared.k, before + t, K_SHAPE, SHAPE)
@@ -184,6 +187,7 @@ def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROU
     N: gl.constexpr = SHAPE.N
     PAGE: gl.constexpr = SHAPE.page
     PAGES: gl.constexpr = N // PAGE
+    MASKS: gl.constexpr = SPEC.masks
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     of_lane = lane % PAGES * PAGE - lane // PAGES % GROUP * N  # the first key of a lane's page, from the newest tile's
     tiles = next_tiles(shared, 0, 1)
@@ -193,11 +197,11 @@ def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROU
         item = read_item(shared, n, tiles, 1)
         block_table = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
         release(shared.item_ring, n)
-        j = (item.end_tile - 1) * N + of_lane
+        j = place_at((item.end_tile - 1) * N + of_lane, N, item.oldest, MASKS, N)
         next_ids = gl.load(block_table + gl.where((j >= 0) & (j < item.seq_len), j, 0) // B * SPEC.table)
         for begin in range(0, tiles, GROUP):
             ids = next_ids
-            j = (item.end_tile - 1 - begin - GROUP) * N + of_lane
+            j = place_at((item.end_tile - 1 - begin - GROUP) * N + of_lane, N, item.oldest, MASKS, N)
             next_ids = gl.load(block_table + gl.where((j >= 0) & (j < item.seq_len), j, 0) // B * SPEC.table)
             if GROUP == 1:
                 load_both(descs, ids, 0, begin, item, total, shared, SPEC, SHAPE)

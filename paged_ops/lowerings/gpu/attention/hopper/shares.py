@@ -36,7 +36,7 @@ from paged_ops.lowerings.gpu.attention.hopper.producer import await_rows, begin_
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, signal_of, stage_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, end_items, write_item
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole, share_of, walk
-from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles
+from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, oldest_key
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -52,7 +52,8 @@ START = 128  # the cost of beginning a unit, in keys
 FEW_STAGES = 3  # of 128 keys, at least: two are slower than four or five of 64
 # Heads of keys and values that were run on a GPU; it compiles for all that dense.py serves.
 SIZES = (64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (256, 256)
-APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})  # names of spec.needs
+# Names of spec.needs.
+APPLIES = frozenset({"causal", "window", "first", "chunk", "soft_cap", "sinks", "float16", "bfloat16"})
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
@@ -152,6 +153,8 @@ def publish_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: g
     first_i = part.seq_len - part.q_len + part.first_token
     last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
     full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, batch.numbers, MASKS, SHAPE.N)
+    if MASKS.first:  # the walk is that of all rows of the sequence
+        oldest = oldest_key(part.seq_len - part.q_len, batch.numbers, MASKS)
     item = Item(
         part.kh, part.s, part.row_start, part.q_len, part.seq_len, part.first_token, part.seen, part.tile + part.seen,
         full_start, full_end, oldest,

@@ -145,6 +145,17 @@ def place_of(tile, hidden, MASKS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def place_at(at, UNIT: tl.constexpr, oldest, MASKS: tl.constexpr, N: tl.constexpr):
+    """:func:`place_of` without a chunk, for tiles (UNIT 1) or keys (UNIT N). No row sees keys between the first tokens
+    and key ``oldest``."""
+    if MASKS.first:
+        FIRST: tl.constexpr = MASKS.first
+        from_first = at - first_key_tile(oldest, 0, None, MASKS, N) * UNIT
+        at = tl.where(from_first < tl.cdiv(FIRST, N) * UNIT, from_first, at)
+    return at
+
+
+@triton.jit
 def only_seen(live, j, KEYS: tl.constexpr, hidden, MASKS: tl.constexpr):
     """``live``, but False where no row sees any of the ``KEYS`` keys from j on: their blocks may be freed."""
     if MASKS.window or MASKS.chunk:
@@ -257,7 +268,7 @@ def key_tiles(s, first_i, last_i, seq_len, ranges, numbers, MASKS: tl.constexpr,
     if MASKS.window or MASKS.chunk:
         if MASKS.ranges:
             oldest = tl.minimum(oldest, opened)
-        count = tl.maximum(end - oldest // N, 1)
+        count = tl.maximum(end - first_key_tile(oldest, first_i, numbers, MASKS, N), 1)
     return KeyTiles(count, end, full_start, full_end, oldest)
 
 
@@ -288,6 +299,8 @@ def keep_seen(j, low, i, seq_len, MASKS: tl.constexpr):
     kept = j < seq_len
     if MASKS.causal:
         kept = kept & (j <= i)
-    if MASKS.window or MASKS.chunk:
+    if MASKS.first:
+        kept = kept & ((j >= low) | (j < MASKS.first))
+    elif MASKS.window or MASKS.chunk:
         kept = kept & (j >= low)
     return kept

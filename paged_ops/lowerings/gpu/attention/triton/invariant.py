@@ -1,0 +1,494 @@
+"""Batch-invariant attention: the bits of a row's results depend on that row and on what it sees, not on the batch.
+
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`. Keys are cut into segments of ``SEGMENT`` at fixed
+positions. Each segment is computed from nothing, and the segments of a row merge from the first to the last, in
+registers or from the workspace. One tile serves one row and many, so that each row takes the same instructions. A tile
+or a segment of which a row sees no key changes none of its bits. Kernels are compiled without fusing multiplications
+and additions, which the compiler would choose differently in each of them.
+
+* ``decode_kernel`` serves sequences of few rows. Units and shares are those of shared/work_split.py; a segment belongs
+  to the program in whose share it begins. A program folds the segments of a unit that begins in its share. Of a unit
+  that began before, it stores the state of each segment.
+* ``merge_kernel`` folds the states of such units.
+* ``prefill_kernel`` serves the other sequences: a program folds all segments of a tile of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.shared.masks import (
+    hidden_keys,
+    next_seen_tile,
+    oldest_key,
+    ranges_at,
+    reach_of_rows,
+    stripe_offset,
+)
+from paged_ops.lowerings.gpu.attention.shared.tile import (
+    APPLIES,
+    Batch,
+    Keys,
+    Rows,
+    count_sink,
+    load_queries,
+    normalise,
+    nothing_seen,
+    queries_for_fp8,
+    see_tile,
+    store_padding,
+    store_rows,
+)
+from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, program_of, sequence, shares
+from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
+from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, not_applied
+from paged_ops.lowerings.gpu.target import Target
+
+SEGMENT = 512  # keys
+# The workspace for states of segments, in float32s, and the bounds on the number of segments of one program.
+WORKSPACE = 16 << 20
+FEWEST_SLOTS, MOST_SLOTS = 16, 64
+NOT_FUSED = {"enable_fp_fusion": False}
+
+
+class Cuts(NamedTuple):
+    """Where decode_kernel's programs may begin, and what they store."""
+
+    tiles: int  # of a segment
+    slots: int  # segments of a unit that began before, whose states a program can store
+
+
+def serves(spec: Spec, target: Target) -> list[str]:
+    """The reasons why it does not serve these calls; empty if it does."""
+    if not spec.batch_invariant:
+        return ["batch_invariant: not asked for"]
+    applied = not_applied(spec, APPLIES | {"batch_invariant"})
+    return applied + tuning.too_large(spec.k_side.size, spec.v_side.size)
+
+
+def tiles_of(spec: Spec, target: Target) -> tuple[tuning.Tile, tuning.Tile]:
+    """The tiles of decode_kernel and prefill_kernel: the same instructions for each row."""
+    group = tuning.power_of_2(spec.G)
+    width = tuning.padded(max(spec.k_side.size, spec.v_side.size), spec.storage.dtype.itemsize)
+    if target.device.type == "cpu":
+        tile = tuning.Tile(max(64, group), 32, 4, 1)
+    elif spec.dtype.itemsize == 4:
+        tile = tuning.Tile(max(16, group), 32 if width <= 128 else 16, 4, 1)
+    elif not target.is_hopper:
+        tile = tuning.Tile(max(64, group), 32, 4 if group <= 64 else 8, 1 if target.backend == "hip" else 2)
+    else:
+        tile = tuning.Tile(max(64, group), 64 if width <= 128 else 32, 4 if group <= 64 else 8, 3)
+        if group <= 64:  # one warpgroup multiplies 64 rows, two multiply 128
+            return tile, tile._replace(block_m=128, num_warps=8)
+    return tile, tile
+
+
+def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
+    """The choice for any batch."""
+    few, many = tiles_of(spec, target)
+    rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
+    rows = min(rows, few.block_m)
+    programs = 2 * target.processors or tuning.INTERPRETER_PROGRAMS
+    slots = WORKSPACE // (programs * rows * spec.v_side.size)
+    cuts = Cuts(SEGMENT // few.block_n, min(max(slots, FEWEST_SLOTS), MOST_SLOTS))
+    everyone = same or shapes.T * spec.G <= rows
+    return few, many, rows, programs, cuts, tuning.division(rows, shapes.S, everyone=everyone)
+
+
+def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
+    """The launches of a choice."""
+    few, many, rows, programs, cuts, division = choice
+    walk = spec
+    if spec.masks.first:  # segments are counted from the first token on, seen or not
+        walk = spec._replace(masks=spec.masks._replace(window=False, chunk=False, first=0))
+    unit = tuning.shape(few, spec)._replace(M=rows)  # its rows, in a tile that may have more
+    constants = {"SPEC": spec, "WALK": walk, "DIVISION": division, "CUTS": cuts, "UNIT": unit}
+    is_cuda = target.backend != "hip"
+
+    def launch(kernel: Any, tile: tuning.Tile, grid: Any, *without: str) -> Launch:
+        own = {"TILE": tuning.shape(tile, spec), **tile.options(is_cuda), **target.overlap(), **NOT_FUSED}
+        return Launch(launcher_of(kernel, {**constants, **own}, target.device, without), grid, without)
+
+    K, tokens, Dv = spec.K, many.block_m // spec.G, spec.v_side.size
+
+    def grid(numbers: Numbers) -> Grid:
+        return K * (numbers.T // tokens + numbers.S + 1), 1, 1
+
+    launches = [launch(decode_kernel, few, (programs, 1, 1), "taken", "arrived", "T")]
+    if not division.everyone:
+        launches.append(launch(prefill_kernel, many, grid, "parts", "part_lse", "taken", "arrived", "T"))
+    launches.append(launch(merge_kernel, few._replace(num_warps=1, num_stages=1), (programs, 1, 1), *NOT_OF_MERGE))
+    states = programs * (cuts.slots + 1) * rows
+    size = states * (Dv + 2)
+    return Launches(tuple(launches), (states * Dv, size, size))
+
+
+# The fields that merge_kernel does not get.
+NOT_OF_MERGE = (
+    *("taken", "arrived", "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"),
+    *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
+    "table_stride",
+)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def decode_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The segments that begin in a program's share. ``WALK``: the spec by which shares count tiles."""
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    ranges = None
+    if SPEC.masks.ranges:
+        ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
+    batch = Batch(tensors, numbers, ranges)
+    K: tl.constexpr = SPEC.K
+    N: tl.constexpr = TILE.N
+    TOKENS: tl.constexpr = UNIT.M // SPEC.G
+    p = tl.program_id(0)
+    P = tl.num_programs(0)
+    start, end, share, _ = shares(p, P, batch, WALK, DIVISION, UNIT)
+    whole = too_long(share, CUTS)
+    end = next_cut(end, whole, batch, WALK, DIVISION, CUTS, UNIT)
+    s, unit, passed = locate(start, batch, WALK, DIVISION, UNIT)
+    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, N)
+    to_cut = tiles_to_cut(passed, first_tile, end_tile, whole, CUTS)
+    tile = first_tile + passed + to_cut
+    position = start + to_cut
+    kh = unit % K
+    first_token = unit // K * TOKENS
+    while position < end:
+        if tile == end_tile:
+            before = s
+            s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
+            if s > before:
+                row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, N)
+            tile = first_tile
+        stop = tl.minimum(end_tile, tile + end - position)
+        if q_len > 0:
+            see_part(
+                batch, p, s, kh, row_start, q_len, seq_len, first_token, tile, stop, tile == first_tile,
+                stop == end_tile, SPEC, CUTS, UNIT, TILE, TOKENS,
+            )  # fmt: skip
+        position += stop - tile
+        tile = stop
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def prefill_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of a sequence that decode_kernel does not serve. The grid is that of prefill.py."""
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    K: tl.constexpr = SPEC.K
+    TOKENS: tl.constexpr = TILE.M // SPEC.G
+    ranges = None
+    if SPEC.masks.ranges:
+        ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
+    batch = Batch(tensors, numbers, ranges)
+    kh = tl.program_id(0) % K
+    place = tl.program_id(0) // K
+    tiles = tl.num_programs(0) // K
+    # One tile more than any batch has, so that this grid ends after decode_kernel, which runs at the same time.
+    if place == 0:
+        if PDL:
+            gdc_wait()
+        return
+    query_tile = tiles - 1 - place  # later tiles see more keys, so they start first
+    s = -1
+    TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
+    for n in tl.static_range(TIMES):
+        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        tile_ = tl.load(tensors.query_start_loc + s_, mask=s_ < numbers.S, other=0) // TOKENS + s_
+        s += tl.sum(((tile_ <= query_tile) & (s_ < numbers.S)).to(tl.int32))
+    row_start = tl.load(tensors.query_start_loc + s)
+    q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
+    seq_len = tl.load(tensors.seq_lens + s)
+    first_token = (query_tile - row_start // TOKENS - s) * TOKENS
+    if (first_token >= q_len) | (q_len * SPEC.G <= DIVISION.rows):
+        return
+    end_tile = tl.maximum(tl.cdiv(seq_len, TILE.N), 1)
+    see_part(
+        batch, 0, s, kh, row_start, q_len, seq_len, first_token, 0, end_tile, True, True, SPEC, CUTS, UNIT, TILE, TOKENS
+    )  # fmt: skip
+
+
+@triton.jit
+def see_part(
+    batch, p, s, kh, row_start, q_len, seq_len, first_token,
+    first, end,  # tiles of the part; it begins at a cut, or with the unit
+    from_start, to_end,  # whether the unit begins and ends with it
+    SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """A part of a unit: its results, or the state of all its segments if it does not end, or of each if the unit began
+    before."""
+    tensors, numbers = batch.tensors, batch.numbers
+    G: tl.constexpr = SPEC.G
+    M: tl.constexpr = TILE.M
+    N: tl.constexpr = TILE.N
+    DV_PAD: tl.constexpr = TILE.Dv
+    SEGMENT_TILES: tl.constexpr = CUTS.tiles
+    MASKS: tl.constexpr = SPEC.masks
+    r = tl.arange(0, M)
+    d = tl.arange(0, DV_PAD)
+    token = first_token + r // G
+    row_live = (r < TOKENS * G) & (token < q_len)
+    row_head = kh * G + r % G
+    first_i = seq_len - q_len + first_token
+    last_i = seq_len - q_len + tl.minimum(first_token + TOKENS, q_len) - 1
+    i = seq_len - q_len + token
+    q = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
+    factor = numbers.scale
+    if tensors.k_scale is not None:
+        factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
+    converted: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
+    if converted and q.dtype == tl.bfloat16:
+        q, row_factor = queries_for_fp8(q)
+        factor *= row_factor
+    slopes = None
+    if SPEC.logits.alibi:
+        slopes = tl.load(tensors.alibi_slopes + row_head)
+    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, numbers, MASKS)
+    oldest = oldest_key(first_i, numbers, MASKS)
+    newest = seq_len
+    full_end = seq_len // N
+    full_first = tl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    sees = None
+    if MASKS.ranges:
+        low, high = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+        sees = (low, high)
+        oldest = tl.min(low, 0)
+        newest = tl.minimum(seq_len, tl.max(high, 0))
+        full_end = tl.minimum(tl.maximum(tl.min(high, 0), 0) // N, full_end)
+        full_first = tl.cdiv(tl.max(low, 0), N)
+    elif MASKS.causal:
+        newest = tl.minimum(seq_len, last_i + 1)
+        full_end = tl.minimum(tl.maximum(first_i + 1, 0) // N, full_end)
+    hidden = hidden_keys(oldest, first_i, 0, first_i, numbers, MASKS)
+    end_seen = tl.minimum(tl.cdiv(newest, N), end)
+    block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
+    keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
+    values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
+    offset = stripe_offset(row_head, numbers, MASKS)
+    rows = Rows(q, i, sees, slopes, factor, offset)
+    cache = Keys(seq_len, hidden, block_table, keys, values)
+
+    acc, m, l = nothing_seen(M, DV_PAD, 0)
+    first_segment = first // SEGMENT_TILES
+    if MASKS.first == 0:  # segments before are not seen
+        seen_first = tl.maximum(first_segment, hidden.oldest // N // SEGMENT_TILES)
+        first_segment = tl.where(from_start, seen_first, first_segment)
+    for segment in range(first_segment, tl.cdiv(end, SEGMENT_TILES)):
+        tile = segment * SEGMENT_TILES
+        stop = tl.minimum(tile + SEGMENT_TILES, end_seen)
+        part, m_part, l_part = nothing_seen(M, DV_PAD, 0)
+        if MASKS.sparse:
+            steps = 0  # counted first, so that there is one loop below, whose loads start early
+            seen = next_seen_tile(tl.maximum(tile, hidden.oldest // N), first_i, head_offset, numbers, N)
+            while seen < stop:
+                steps += 1
+                seen = next_seen_tile(seen + 1, first_i, head_offset, numbers, N)
+            tile = tl.maximum(tile, hidden.oldest // N) - 1
+            for _step in range(steps):
+                tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
+                part, _, m_part, l_part = see_tile(
+                    part, part, m_part, l_part, rows, cache, tile, True, numbers, SPEC, TILE, True
+                )
+        else:
+            if MASKS.first:
+                for tile_ in range(tile, tl.minimum(stop, tl.minimum(tl.cdiv(hidden.start, N), hidden.oldest // N))):
+                    part, _, m_part, l_part = see_tile(
+                        part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
+                    )
+            if MASKS.window or MASKS.chunk:
+                tile = tl.maximum(tile, hidden.oldest // N)
+                for tile_ in range(tile, tl.minimum(stop, full_first)):
+                    part, _, m_part, l_part = see_tile(
+                        part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
+                    )
+                tile = tl.maximum(tile, full_first)
+            for tile_ in range(tile, tl.minimum(stop, full_end)):
+                part, _, m_part, l_part = see_tile(
+                    part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, False
+                )
+            for tile_ in range(tl.maximum(tile, full_end), stop):
+                part, _, m_part, l_part = see_tile(
+                    part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
+                )
+        if not from_start:
+            store_state(tensors, p, 1 + segment % CUTS.slots, part, m_part, l_part, r, row_live, d, SPEC, CUTS, UNIT)
+        acc, m, l = fold(acc, m, l, part, m_part, l_part)
+    if from_start:
+        if to_end:
+            finish(tensors, acc, m, l, row_start + token, row_head, kh, row_live, d, SPEC)
+        else:
+            store_state(tensors, p, 0, acc, m, l, r, row_live, d, SPEC, CUTS, UNIT)
+
+
+@triton.jit
+def fold(acc, m, l, part, m_part, l_part):
+    """The state of all segments up to one, from the state before it and its own. A side that has seen no key changes
+    no bit of the other."""
+    m_new = tl.maximum(m, m_part)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    decay = tl.exp2(m - shift)
+    weight = tl.exp2(m_part - shift)
+    return acc * decay[:, None] + part * weight[:, None], m_new, l * decay + l_part * weight
+
+
+@triton.jit
+def finish(tensors, acc, m, l, row_token, row_head, kh, row_live, d, SPEC: tl.constexpr):
+    """Store the results of rows that have seen all their keys."""
+    if SPEC.logits.sinks:
+        acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
+    result, lse2 = normalise(acc, m, l)
+    if tensors.v_scale is not None:
+        result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
+    store_rows(tensors, result, lse2, row_token, row_head, row_live, d, SPEC.heads, SPEC.v_side.size)
+
+
+@triton.jit
+def store_state(
+    tensors, p, slot, acc, m, l, r, row_live, d, SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr
+):
+    Dv: tl.constexpr = SPEC.v_side.size
+    place = (p * (CUTS.slots + 1) + slot).to(tl.int64) * UNIT.M + r
+    tl.store(tensors.parts + place[:, None] * Dv + d[None, :], acc, mask=row_live[:, None] & (d < Dv)[None, :])
+    tl.store(tensors.part_lse + place * 2, m, mask=row_live)
+    tl.store(tensors.part_lse + place * 2 + 1, l, mask=row_live)
+
+
+@triton.jit
+def too_long(share, CUTS: tl.constexpr):
+    """Whether a share may have more segments of one unit than a program can store. Then units stay whole."""
+    return share // CUTS.tiles + 3 > CUTS.slots
+
+
+@triton.jit
+def tiles_to_cut(passed, first_tile, end_tile, whole, CUTS: tl.constexpr):
+    """From the tile ``first_tile + passed`` of a unit to the next cut, or to the next unit if units stay whole."""
+    tile = first_tile + passed
+    left = end_tile - tile
+    to_cut = tl.where(whole, left, tl.minimum((CUTS.tiles - tile % CUTS.tiles) % CUTS.tiles, left))
+    return tl.where(passed == 0, 0, to_cut)
+
+
+@triton.jit
+def next_cut(
+    position, whole, batch, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr
+):
+    """The first cut from a position among all tiles on."""
+    s, _, passed = locate(position, batch, WALK, DIVISION, UNIT)
+    _, _, _, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, UNIT.N)
+    return position + tiles_to_cut(passed, first_tile, end_tile, whole, CUTS)
+
+
+@triton.jit(do_not_specialize=Numbers._fields)
+def merge_kernel(
+    tensors,  # Pointers
+    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
+    S, T,  # Numbers
+    SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Folds the states of the units that several programs share: all of them except the last help. Also writes the rows
+    of padding."""
+    numbers = Numbers(
+        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
+        table_stride, S, T,
+    )  # fmt: skip
+    ranges = None
+    if SPEC.masks.ranges:
+        ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
+    batch = Batch(tensors, numbers, ranges)
+    K: tl.constexpr = SPEC.K
+    G: tl.constexpr = SPEC.G
+    DV_PAD: tl.constexpr = TILE.Dv
+    TOKENS: tl.constexpr = UNIT.M // G
+    p = tl.program_id(0)
+    P = tl.num_programs(0)
+    first_free = tl.load(tensors.query_start_loc + numbers.S)
+    one = tl.arange(0, 1)
+    store_padding(tensors, first_free + p, numbers.T, P, one, tl.arange(0, DV_PAD), SPEC.heads, SPEC.v_side.size)
+    start, end, share, longer = shares(p, P, batch, WALK, DIVISION, UNIT)
+    s, unit, passed = locate(end - 1, batch, WALK, DIVISION, UNIT)
+    row_start, q_len, _, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, TILE.N)
+    base = end - 1 - passed - first_tile  # a tile's position is base + tile
+    last_segment = (end_tile - 1) // CUTS.tiles
+    last = program_of(base + tl.maximum(last_segment * CUTS.tiles, first_tile), share, longer)
+    first = program_of(base + first_tile, share, longer)
+    first_token = unit // K * TOKENS
+    tokens = tl.minimum(q_len - first_token, TOKENS)
+    if PDL:
+        gdc_wait()
+    if (start == end) | (p >= last) | too_long(share, CUTS):
+        return
+    part = base, first, last, first_tile, last_segment, share, longer
+    kh = unit % K
+    if last - first < 8:
+        MOST: tl.constexpr = 1024 // DV_PAD
+        ROWS: tl.constexpr = UNIT.M if UNIT.M < MOST else MOST
+        merge_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, ROWS, DV_PAD, 8)
+    else:
+        WIDTH: tl.constexpr = 32 if DV_PAD > 32 else DV_PAD
+        merge_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, 1, WIDTH, 32)
+    if PDL:
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+
+
+@triton.jit
+def merge_rows(
+    tensors, p, part, row_start, tokens, kh, SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """Program p's items of a unit: ROWS packed rows by WIDTH columns each."""
+    base, first, last, first_tile, last_segment, share, longer = part
+    G: tl.constexpr = SPEC.G
+    Dv: tl.constexpr = SPEC.v_side.size
+    COLUMNS: tl.constexpr = (Dv + WIDTH - 1) // WIDTH
+    # The first segment that another program stored.
+    second = (first + 1) * share + tl.minimum(first + 1, longer) - base
+    second = tl.maximum(tl.cdiv(second, CUTS.tiles), first_tile // CUTS.tiles + 1)
+    for item in range(p - first, tl.cdiv(tokens * G, ROWS) * COLUMNS, last - first):
+        row = item // COLUMNS * ROWS + tl.arange(0, ROWS)
+        d = item % COLUMNS * WIDTH + tl.arange(0, WIDTH)
+        live = row < tokens * G
+        column_live = live[:, None] & (d < Dv)[None, :]
+        place = (first * (CUTS.slots + 1)).to(tl.int64) * UNIT.M + row
+        m = tl.load(tensors.part_lse + place * 2, mask=live, other=0.0)
+        l = tl.load(tensors.part_lse + place * 2 + 1, mask=live, other=0.0)
+        acc = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live, other=0.0)
+        for begin in range(second, last_segment + 1, UNROLLED):
+            for n in tl.static_range(UNROLLED):  # all loads are under way before the first is needed
+                segment = begin + n
+                there = segment <= last_segment
+                owner = program_of(base + tl.minimum(segment, last_segment) * CUTS.tiles, share, longer)
+                place = (owner * (CUTS.slots + 1) + 1 + segment % CUTS.slots).to(tl.int64) * UNIT.M + row
+                m_part = tl.load(tensors.part_lse + place * 2, mask=live & there, other=float("-inf"))
+                l_part = tl.load(tensors.part_lse + place * 2 + 1, mask=live & there, other=0.0)
+                added = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live & there, other=0.0)
+                acc, m, l = fold(acc, m, l, added, m_part, l_part)
+        finish(tensors, acc, m, l, row_start + row // G, kh * G + row % G, kh, live, d, SPEC)
