@@ -40,7 +40,7 @@ def test_the_kernel_of_the_cpu(op, monkeypatch):
 
 
 def test_the_cpu_names_both_kernels_where_rows_decide(monkeypatch):
-    monkeypatch.setattr(fused, "compiled", lambda: lambda _: 0)
+    monkeypatch.setattr(fused, "compiled", lambda: lambda *_: 0)
     monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
     answer = paged_ops.explain("paged_attention", *a_call(dtype=torch.bfloat16))
     assert "more than 32 rows" in answer.kernel
