@@ -72,7 +72,7 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an attention op would not run on ``device`` ("cuda" or "rocm") with these features and properties."""
     reasons = []
     if features.get("batch_invariant"):
-        reasons.append("batch_invariant: its kernels have run in Triton's interpreter only, not on a GPU yet")
+        reasons.append("batch_invariant: equal bits are shown on a GPU for bfloat16 only")
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
