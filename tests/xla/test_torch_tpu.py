@@ -15,7 +15,11 @@ from paged_ops.lowerings import tpu
 from paged_ops.lowerings.tpu import functional
 
 COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.COMPILED.items() for case in cases]
-REFUSED = [(name, case) for name, case in COMPILED if "rows" in case.name and not name.endswith("blocks")]
+REFUSED = [
+    (name, case)
+    for name, case in COMPILED
+    if ("rows" in case.name and not name.endswith("blocks")) or case.name.startswith("invariant")
+]
 CASES = [each for each in COMPILED if each not in REFUSED]
 FUNCTIONAL = [
     (name, case) for name, case in CASES if not testing.mutated_arguments(name) and name != "cascade_attention"
@@ -28,9 +32,12 @@ def ids(cases):
 
 
 @pytest.mark.parametrize(("name", "case"), REFUSED, ids=ids(REFUSED))
-def test_rows_that_hold_their_scales_are_refused(name, case):
+def test_refused_calls(name, case):
+    """Rows that hold their own scales, and batch invariance."""
     inputs = case.inputs()
-    with pytest.raises(ValueError, match="kv_cache_dtype: 'fp8_ds_mla' is not served through XLA"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache_dtype: 'fp8_ds_mla' is not served through XLA|batch_invariant: XLA"
+    ):
         getattr(tpu, name)(*inputs.args, **inputs.kwargs)
 
 
