@@ -7,7 +7,7 @@ from paged_ops.lowerings import gpu as lowering
 from paged_ops.lowerings.gpu import blocks
 from paged_ops.lowerings.gpu import draw as draws
 from paged_ops.lowerings.gpu.target import target_of
-from tests.aot.compiler import Variant, gpu
+from tests.aot.compiler import Variant, both, gpu
 
 LOAD, STORE = (rf"(global|buffer)_{op}_(dwordx4|b128)" for op in ("load", "store"))
 WIDE = {"cuda": (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"), "hip": (LOAD, STORE)}
@@ -113,8 +113,7 @@ VARIANTS = [
     Variant("copy blocks of 26 bytes", copy(dtype=torch.uint8, block=(26,))),
     Variant("swap, gather to staging", staged(True), WIDE),
     Variant("swap, scatter from staging", staged(False), WIDE),
-    Variant("draw from bf16", draw()),
-    Variant("draw from fp32", draw(torch.float32)),
+    Variant("draw from bf16 and fp32", both(draw(), draw(torch.float32))),
     Variant("merge bf16", merge(), WIDE),
     Variant("merge fp32, D 80", merge(torch.float32, 80), WIDE),
 ]  # fmt: skip

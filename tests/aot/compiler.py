@@ -40,6 +40,16 @@ NAMES = {"cuda:90": "NVIDIA H200"}  # devices with tiles of their own; elsewhere
 SOME = dict.fromkeys(("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), "e4m3|e5m2|bf16|d256|sparse|ranges|latent")
 
 
+def both(*calls):
+    """Several calls as one variant."""
+
+    def call():
+        for each in calls:
+            each()
+
+    return call
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """One call of a lowering.

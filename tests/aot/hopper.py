@@ -4,7 +4,7 @@ import torch
 
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
-from tests.aot.compiler import Variant, gpu
+from tests.aot.compiler import Variant, both, gpu
 
 EXPECT = {"cuda:90": (r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.4d", r"setmaxnreg\.inc")}
 # Few query rows: they are the columns of products, and the first operand of some products is transposed.
@@ -18,16 +18,6 @@ LATENT_SPILLS = {(3, 6): 32, (3, 7): 48, (3, 8): 288, (3, 9): 184}
 # With a soft cap consumers leave too few registers for the thread's number, which is stored once, at the start.
 MIXED_SPILLS = {(3, 6): 8, (3, 7): 8, (3, 8): 8, (3, 9): 232}
 N, B, T, S, M = 64, 16, 512, 4, 16
-
-
-def both(*calls):
-    """Several calls as one variant."""
-
-    def call():
-        for each in calls:
-            each()
-
-    return call
 
 
 def prefill(layout, D, H, K, dtype=torch.bfloat16, sinks=False, ranges=0, T=T, S=S, stored=None, **features):

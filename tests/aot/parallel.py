@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from paged_ops.lowerings.gpu import fused_allreduce, merge_ranks
-from tests.aot.compiler import Variant, gpu
+from tests.aot.compiler import Variant, both, gpu
 
 C, R = 4096, 256
 BF16, F32 = torch.bfloat16, torch.float32
@@ -68,8 +68,13 @@ VARIANTS = [
     Variant("all-gather 2 ranks, 8 parts", gather(2, 0, 8016, 8), POLLS),
     Variant("merge of 2 ranks' parts, one token", merge_parts(tokens=1), POLLS),
     Variant("merge of 2 ranks' parts", merge_parts(), {"cuda": (*POLLS["cuda"], r"\btrap;")}),
-    Variant("merge of 4 ranks' parts, own heads", merge_parts(4, 3, is_scattered=True, width=80, tokens=64)),
-    Variant("merge of 8 ranks' parts, float32", merge_parts(8, 0, F32, heads=8)),
-    Variant("merge of gathered parts", merge_gathered_parts),
+    Variant(
+        "merge of 4 ranks' parts, own heads, of 8 in float32, and of gathered parts",
+        both(
+            merge_parts(4, 3, is_scattered=True, width=80, tokens=64),
+            merge_parts(8, 0, F32, heads=8),
+            merge_gathered_parts,
+        ),
+    ),
 ]
 assert len({name for name, _ in itertools.groupby(VARIANTS, lambda each: each.name)}) == len(VARIANTS)
