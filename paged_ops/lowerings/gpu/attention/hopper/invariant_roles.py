@@ -135,6 +135,14 @@ class Rows(NamedTuple):
     factor: Any  # of scores, to base 2
 
 
+class State(NamedTuple):
+    """A consumer's state of a segment, with all values added."""
+
+    acc: Any
+    m: Any
+    l: Any  # each thread's sums of weights
+
+
 class Total(NamedTuple):
     """The state of the segments that were folded; its sums are in the workspace."""
 
@@ -153,8 +161,13 @@ def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, SPEC: gl.constex
     shift = gl.where(m_new == float("-inf"), 0.0, m_new) * rows.factor
     p = gl.exp2(gl.fma(qk, rows.factor, -shift[:, None]))
     decay = gl.exp2(gl.fma(m, rows.factor, -shift))
-    sums = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return p, m_new, sums, decay
+    return p, m_new, thread_sums(p), decay
+
+
+@gluon.jit
+def thread_sums(p):
+    """The sums over the columns of each thread."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -212,15 +225,35 @@ def end_segment(total, sums, rows, tile, which: gl.constexpr, batch, SPEC: gl.co
     m = gl.where(folds, float("-inf"), sums.m)
     l_folds = gl.convert_layout(folds, gl.SliceLayout(1, sums.l.type.layout))
     l = gl.where(l_folds[:, None], 0.0, sums.l)
-    return after, Sums(accs, sums.p16, m, l)
+    return after, State(accs, m, l)
 
 
 @gluon.jit
-def step(
-    total, sums, at, tile, segment, item, rows, which: gl.constexpr, batch, shared, SPEC: gl.constexpr,
-    CUTS: gl.constexpr, SHAPE: gl.constexpr,
-):  # fmt: skip
-    """As that of consumer.py; folds the segments that end before the tile."""
+def end_step(acc, p16, m, l, l_tile, decay, V_PARTS: gl.constexpr):
+    """The state after a tile, from that before it with all its values."""
+    decay_l = gl.convert_layout(decay, gl.SliceLayout(1, l_tile.type.layout))
+    return Sums(scaled(acc, decay, V_PARTS), p16, m, gl.fma(l, decay_l[:, None], l_tile))
+
+
+@gluon.jit
+def first_step(state, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The state after the first tile of a segment, whose values are not added yet."""
+    K_PARTS: gl.constexpr = SHAPE.k.parts
+    V_PARTS: gl.constexpr = SHAPE.v.parts
+    WIDTHS: gl.constexpr = widths_of(V_PARTS)
+    wait_full(shared.k.ring, at)
+    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, at, K_PARTS)])
+    release_tile(shared.k.ring, at, SHAPE)
+    j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
+    p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, True, SPEC)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
+    p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
+    return end_step(state.acc, p16, m, state.l, l_tile, decay, V_PARTS)
+
+
+@gluon.jit
+def step(sums, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """As that of consumer.py."""
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
     MASKS: gl.constexpr = SPEC.masks
@@ -230,25 +263,16 @@ def step(
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
     s = warpgroup_mma_wait(number_of(widths_of(V_PARTS)), deps=[s])
     release_tile(shared.k.ring, at, SHAPE)
-    cut = (tile + 1) % segment == 0
-    m = sums.m
-    if cut:
-        m = gl.where((tile + 1) % segment_tiles(rows.at, CUTS) == 0, float("-inf"), m)
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     if masked:
-        p, m, l_tile, decay = softmax_tile(s, m, rows, j, item.seq_len, True, SPEC)
+        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, True, SPEC)
     else:
-        p, m, l_tile, decay = softmax_tile(s, m, rows, j, item.seq_len, False, SPEC)
+        p, m, l_tile, decay = softmax_tile(s, sums.m, rows, j, item.seq_len, False, SPEC)
     acc = wait_for(acc, V_PARTS)
     release_tile(shared.v.ring, at - 1, SHAPE)
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
-    before = Sums(acc, p16, sums.m, sums.l)
-    if cut:
-        total, before = end_segment(total, before, rows, tile + 1, which, batch, SPEC, CUTS, SHAPE)
-    decay_l = gl.convert_layout(decay, gl.SliceLayout(1, l_tile.type.layout))
-    l = gl.fma(before.l, decay_l[:, None], l_tile)
-    return total, Sums(scaled(before.acc, decay, V_PARTS), p16, m, l)
+    return end_step(acc, p16, m, sums.l, l_tile, decay, V_PARTS)
 
 
 @gluon.jit
@@ -280,7 +304,6 @@ def attend(
     """As that of consumer.py."""
     MASKS: gl.constexpr = SPEC.masks
     N: gl.constexpr = SHAPE.N
-    K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
@@ -297,17 +320,10 @@ def attend(
     segment = segment_tiles(first_i, CUTS)
     segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
     m = gl.full([WARPGROUP], float("-inf"), gl.float32, s_rows)
-    total = Total(m, gl.full([WARPGROUP], 0.0, gl.float32, s_rows))
-
-    # the last tile first
-    wait_full(shared.k.ring, total_tiles)
-    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total_tiles, K_PARTS)])
-    release_tile(shared.k.ring, total_tiles, SHAPE)
-    j = (item.end_tile - 1) * N + gl.arange(0, N, gl.SliceLayout(0, s_layout))
-    p, m, l, _decay = softmax_tile(s, m, rows, j, item.seq_len, True, SPEC)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
-    p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
-    # values past the sequence may be NaN: the first warpgroup zeroes them once
+    zero = gl.full([WARPGROUP], 0.0, gl.float32, s_rows)
+    total = Total(m, zero)
+    state = State(zero_sums(WIDTHS), m, thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)))
+    # Values past the sequence may be NaN: the first warpgroup zeroes them once.
     past = item.end_tile * N > item.seq_len
     if past:
         wait_full(shared.v.ring, total_tiles)
@@ -318,26 +334,32 @@ def attend(
         fill(shared.newest_clean, n)
     if past:
         wait_full(shared.newest_clean, n)
-    sums = Sums(zero_sums(WIDTHS), p16, m, l)
-    last = total_tiles + item.tiles - 1
-    for t in range(1, item.tiles):
-        total, sums = step(
-            total, sums, total_tiles + t, item.end_tile - 1 - t, segment, item, rows, which, batch, shared, SPEC,
-            CUTS, SHAPE,
-        )  # fmt: skip
+    t = 0  # tiles so far
+    while t < item.tiles:
+        stop = gl.minimum(t + 1 + (item.end_tile - t - 1) % segment, item.tiles)
+        sums = first_step(state, total_tiles + t, item.end_tile - 1 - t, item, rows, shared, SPEC, SHAPE)
+        for u in range(t + 1, stop):
+            sums = step(sums, total_tiles + u, item.end_tile - 1 - u, item, rows, shared, SPEC, SHAPE)
+        t = stop
+        at = total_tiles + stop - 1
+        wait_full(shared.v.ring, at)
+        acc = wait_for(multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS), V_PARTS)
+        release_tile(shared.v.ring, at, SHAPE)
+        state = State(acc, sums.m, sums.l)
+        if t < item.tiles:  # the loads of the next segment are under way
+            total, state = end_segment(
+                total, state, rows, item.end_tile - t, which, batch, SPEC, CUTS, SHAPE
+            )  # fmt: skip
     release(shared.item_ring, n)
-    wait_full(shared.v.ring, last)
-    acc = wait_for(multiply_values(sums.p16, shared.v, last, sums.acc, V_PARTS), V_PARTS)
-    release_tile(shared.v.ring, last, SHAPE)
     if item.oldest < 0:
-        last_sums = Sums(acc, sums.p16, sums.m, sums.l)
-        whole, of_all = fold(total, last_sums, rows, rows.live, which, batch, SPEC, CUTS, SHAPE)
+        whole, of_all = fold(total, state, rows, rows.live, which, batch, SPEC, CUTS, SHAPE)
         seen = whole.l != 0.0
         share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
         lse2 = gl.where(seen, gl.fma(whole.m, factor, gl.log2(gl.where(seen, whole.l, 1.0))), float("-inf"))
         store_item(scaled(of_all, share, V_PARTS), lse2, item, 0, batch, which, False, SPEC, SHAPE)
     else:
-        store_state(acc, gl.convert_layout(gl.sum(sums.l, 1), s_rows), sums.m, item, batch, which, SPEC, CUTS, SHAPE)
+        l_rows = gl.convert_layout(gl.sum(state.l, 1), s_rows)
+        store_state(state.acc, l_rows, state.m, item, batch, which, SPEC, CUTS, SHAPE)
 
 
 @gluon.jit
