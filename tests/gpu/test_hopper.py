@@ -302,7 +302,7 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     described = dense.descriptors(spec_of(first.key_cache, first.value_cache), 16)
     launch = HopperLaunch(launched, (1, 1, 1), (), described, more=(-1,))
     assert launch.more(addresses_of(first)) is None  # Triton looks at the first
-    launch(first, spec.Numbers(*range(12)), addresses_of(first))
+    launch(first, spec.Numbers(*range(7)), addresses_of(first))
     (tensors, _, described), (short, *moved) = launched.by_triton[0], launch.more(addresses_of(second))
     moved = [each for each in moved if each is not None]
     bases = [each.base.data_ptr() for each in moved]
@@ -333,7 +333,7 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
     launch = HopperLaunch(launched, (1, 1, 1), (), dense.descriptors(of_call, 16), rows, (-1,))
     for _ in range(2):
         assert launch.more(addresses_of(given)) is None
-        launch(given, spec.Numbers(*range(12)), addresses_of(given))
+        launch(given, spec.Numbers(*range(7)), addresses_of(given))
         tensors, addresses, _ = launched.by_triton[-1]
         assert torch.equal(tensors.query, query)
         assert tensors.query.data_ptr() % 16 == 0

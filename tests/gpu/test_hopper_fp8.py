@@ -132,7 +132,7 @@ def test_leaves_to_others(changes, reason):
 def test_batches_that_it_takes(T, S, taken):
     """Decode and speculation of equal lengths are decode.py's."""
     of_call = spec_of(*split_cache("NHD", 16, 2, 128), k_scale=torch.ones(1), v_scale=torch.ones(1))
-    numbers = spec.numbers_of(Features(), None, 8, 2, 0.1, 2, S, T)
+    numbers = spec.numbers_of(Features(), 0.1, 2, S, T)
     plan = fp8.plan(of_call, H200, spec.Shapes(T, S, N, 2, True, numbers))
     assert isinstance(plan, str) != taken
     kernels = choose.kernels_of(H200)

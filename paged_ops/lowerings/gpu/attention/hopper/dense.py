@@ -378,16 +378,12 @@ def tiles_of(dtype: gl.constexpr, PARTS: gl.constexpr, SHAPE: gl.constexpr, RELE
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
 def dense_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     short,
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)

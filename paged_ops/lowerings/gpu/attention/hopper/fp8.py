@@ -209,18 +209,14 @@ def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
 @gluon.jit(do_not_specialize=Numbers._fields)
 def fp8_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of pairs; the others are None
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     K_PARTS: gl.constexpr = SHAPE.k.parts
     if tensors.k_scale is not None:
         scale *= gl.load(tensors.k_scale)
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16

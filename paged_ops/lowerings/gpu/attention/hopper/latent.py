@@ -39,9 +39,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper import ring
-from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
+from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
@@ -56,7 +56,8 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 ROWS = 64  # packed query rows of a unit
 KEYS = 64  # of a tile
 LATENT, ROTATED = 512, 64  # columns
-KEY_BYTES = 2 * (LATENT + ROTATED)
+KEY_BYTES = gl.constexpr(2 * (LATENT + ROTATED))
+HALF = gl.constexpr(LATENT // 2)
 STAGES = 2  # tiles in shared memory: what fits next to the query rows
 # Registers of the two warpgroups for values, and of the producer; the first warpgroup gets the rest. With fewer, ptxas
 # serialises the matmuls (C7512): the kernel took up to 1.35 times as long with 168. Triton 3.9 needs more.
@@ -116,7 +117,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     """The launches of a choice."""
     widths = ROTATED, LATENT // 2
     rows = [functools.partial(describe_rows, ROWS, width) for width in widths]
-    shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, KEY_BYTES, REGISTERS)
+    bytes_of_key = 2 * ROTATED, LATENT, LATENT
+    shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, bytes_of_key, REGISTERS, group=8, rows_last=True)
     groups = [functools.partial(describe_groups, spec, shape.page, width) for width in widths]
     return build_of(latent_hopper_kernel, shape, rows, groups, choice, spec, target)
 
@@ -166,35 +168,21 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Load the tiles of a part, and its unit's query rows."""
-    HALF: gl.constexpr = SPEC.v_side.size // 2
-    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    n = counts.units
-    ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
-    for t in range(part.seen):
-        at = counts.tiles + t
-        begin = (part.tile + t) * SHAPE.N
-        first = roles.first_rows(ids, part.tile + t, SPEC, SHAPE)
-        ids = roles.load_ids(part, part.tile + t + 1, batch, SPEC, SHAPE)  # ahead of time
-        for c in gl.static_range(3):
-            to, desc = shared.tiles[c], descs[2 + (c + 1) // 2]
-            ring.wait_empty(to.ring, at)
-            for page in gl.static_range(PAGES):
-                row = roles.of_lane(first, page) // 8  # of groups of 8
-                if begin + page * SHAPE.page < part.seq_len:
-                    ring.expect(to.ring, at, SHAPE.page * shared.queries[c].shape[1] * 2)
-                    place = to.pages.index(ring.stage_of(to.ring, at) * PAGES + page)
-                    load_box(desc, [row, (c + 2) % 3 * HALF // 64, 0, 0], ring.full_of(to.ring, at), place)
-                else:
-                    ring.fill(to.ring, at)
-        if t == 0:  # after the tile: the last unit's query rows may still be read
-            ring.wait_empty(shared.q_ring, n)
-            ring.expect(shared.q_ring, n, SHAPE.M * SHAPE.key_bytes)
-            for c in gl.static_range(3):
-                place = [roles.query_row(part, SPEC), (c + 2) % 3 * HALF]
-                load_box(descs[(c + 1) // 2], place, ring.full_of(shared.q_ring, n), shared.queries[c])
-    return Counts(n + 1, counts.tiles + part.seen, counts.messages)
+def load_rows(descs, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load the query rows of the program's n-th unit."""
+    ring.wait_empty(shared.q_ring, n)
+    ring.expect(shared.q_ring, n, SHAPE.M * KEY_BYTES)
+    for c in gl.static_range(3):
+        place = [roles.query_row(part, SPEC), (c + 2) % 3 * HALF]
+        load_box(descs[(c + 1) // 2], place, ring.full_of(shared.q_ring, n), shared.queries[c])
+
+
+@gluon.jit
+def load_page(descs, row, at, page: gl.constexpr, c: gl.constexpr, shared, SHAPE: gl.constexpr):
+    """Begin to load some columns of a page of the at-th tile."""
+    to = shared.tiles[c]
+    place = to.pages.index(ring.stage_of(to.ring, at) * (SHAPE.N // SHAPE.page) + page)
+    load_box(descs[2 + (c + 1) // 2], [row, (c + 2) % 3 * HALF // 64, 0, 0], ring.full_of(to.ring, at), place)
 
 
 @gluon.jit
@@ -210,38 +198,12 @@ def multiply_keys(at, shared, zero):
 
 
 @gluon.jit
-def softmax_tile(qk, m, rows, begin, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's totals of
-    weights, and the factor of the accumulators.
-
-    A maximum that grows by at most SLACK stays in use, so that the accumulators need no scaling. Weights are then at
-    most 2^SLACK, and as exact (the idea is FlashAttention-4's).
-    """
-    if MASKED:
-        kept = roles.keep(qk, rows, begin, 1, SPEC)
-    if SPEC.logits.soft_cap:
-        qk = apply_soft_cap(qk, rows.cap)
-    if MASKED:
-        qk = gl.where(kept, qk, float("-inf"))
-    # Over a thread's pairs of columns first: chains of maxima are half as long.
-    largest = gl.max(gl.max(qk.reshape([qk.shape[0], qk.shape[1] // 8, 4, 2]), 1), 2)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(largest, 1), m.type.layout) * rows.factor)
-    m_new = gl.where(m_new > m + SLACK, m_new, m)
-    shift = roles.finite(m_new)
-    p = gl.exp2(qk * rows.factor - shift[:, None])
-    decay = gl.exp2(m - shift)
-    # Over the columns of a thread; the threads of a row are added at the end.
-    totals = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return p, m_new, totals, decay
-
-
-@gluon.jit
 def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Send the weights of a tile. Returns the maxima and the totals."""
     N: gl.constexpr = SHAPE.N
     begin = tile * N
     if roles.is_masked(rows, tile, SPEC):
-        p, m_new, totals, decay = softmax_tile(qk, m, rows, begin, True, SPEC)
+        p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, begin, 0, True, 1, True, False, SPEC)
         if roles.has_unseen(rows, begin, N):
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
             for half in gl.static_range(1, 3):
@@ -250,7 +212,7 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
                     roles.zero_unseen(latents.slice(key, 8, dim=0), begin + key, rows, layout)
             fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
     else:
-        p, m_new, totals, decay = softmax_tile(qk, m, rows, begin, False, SPEC)
+        p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, begin, 0, False, 1, True, False, SPEC)
     ring.wait_empty(shared.messages.ring, sent)
     shared.messages.weights.store(p.to(shared.messages.weights.dtype))
     roles.send_factors(shared.messages, sent, decay, m_new, m)
@@ -338,21 +300,16 @@ def tiles_of(dtype: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
 @gluon.jit(do_not_specialize=Numbers._fields)
 def latent_hopper_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     q_rotated_desc, q_latent_desc, rotated_desc, latent_desc,
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
-    HALF: gl.constexpr = SPEC.v_side.size // 2
     row_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(dtype, [M, HALF], row_layout)
@@ -369,15 +326,17 @@ def latent_hopper_kernel(
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descs = (q_rotated_desc, q_latent_desc, rotated_desc, latent_desc)
+    rings = (tiles[0].ring, left.ring, right.ring)
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
-    LOAD: gl.constexpr = load_part
+    LOAD: gl.constexpr = roles.load_part
+    LOADS: gl.constexpr = roles.Loads(load_rows, load_page)
     gl.warp_specialize(
         [
             (walk, (SCORE, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (0, left), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (HALF, right), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (LOADS, rings, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

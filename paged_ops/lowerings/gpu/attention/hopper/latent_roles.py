@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from paged_ops.lowerings.gpu.attention.hopper import ring
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E, apply_soft_cap
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import size_of
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.gluon_names import load_box
@@ -31,10 +32,12 @@ class LatentShape(NamedTuple):
     page: int  # keys per TMA load
     stages: int  # tiles in shared memory
     units: int  # units whose query rows are in shared memory
-    key_bytes: int  # of a key
+    key_bytes: tuple[int, ...]  # of a key in each ring
     registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
     e4m3: bool = False  # the fp8 format; else e5m2
     outstanding: int = 0  # matmuls in flight, whose left operands occupy registers
+    group: int = 1  # keys of a row of the descriptors
+    rows_last: bool = False  # whether query rows are loaded after the first tile
 
 
 @gluon.jit
@@ -61,41 +64,51 @@ def of_lane(vector, n: gl.constexpr):
     return gl.sum(gl.where(lane == n, vector, 0), 0)
 
 
+class Loads(NamedTuple):
+    """The functions in which the producers differ."""
+
+    rows: Any  # loads a unit's query rows
+    page: Any  # loads a page of a ring
+
+
 @gluon.jit
-def load_rows(desc, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def load_rows(descs, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to load the query rows of the program's n-th unit, in chunks of 64 columns."""
     ring.wait_empty(shared.q_ring, n)
-    full = ring.full_of(shared.q_ring, n)
     ring.expect(shared.q_ring, n, SHAPE.M * CHUNKS * 128)
     for chunk in gl.static_range(CHUNKS):
         place = shared.queries.index(ring.stage_of(shared.q_ring, n) * CHUNKS + chunk)
-        load_box(desc, [query_row(part, SPEC), chunk * 64], full, place)
+        load_box(descs[0], [query_row(part, SPEC), chunk * 64], ring.full_of(shared.q_ring, n), place)
 
 
 @gluon.jit
 def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Load the tiles of a part, and its unit's query rows. ``args``: the function that loads a page, and the
+    """Load the tiles of a part, and its unit's query rows. ``args``: :class:`Loads`, the rings of a tile, and the
     descriptors."""
-    load_page: gl.constexpr = args[0]
-    descs = args[1]
+    LOADS: gl.constexpr = args[0]
+    rings, descs = args[1], args[2]
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    n, at, _ = counts
+    n = counts.units
     ids = load_ids(part, part.tile, batch, SPEC, SHAPE)
-    load_rows(descs[0], part, n, shared, SPEC, SHAPE)
+    if not SHAPE.rows_last:
+        LOADS.rows(descs, part, n, shared, SPEC, SHAPE)
     for t in range(part.seen):
-        tile = part.tile + t
+        tile, at = part.tile + t, counts.tiles + t
         first = first_rows(ids, tile, SPEC, SHAPE)
         ids = load_ids(part, tile + 1, batch, SPEC, SHAPE)  # ahead of time
-        ring.wait_empty(shared.ring, at)
-        for page in gl.static_range(PAGES):
-            row = of_lane(first, page)
-            if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
-                ring.expect(shared.ring, at, SHAPE.page * SHAPE.key_bytes)
-                load_page(descs, row, at, page, shared, SHAPE)
-            else:
-                ring.fill(shared.ring, at)
-        at += 1
-    return Counts(n + 1, at, counts.messages)
+        for which in gl.static_range(len(rings)):
+            ring.wait_empty(rings[which], at)
+            for page in gl.static_range(PAGES):
+                row = of_lane(first, page) // SHAPE.group
+                if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
+                    ring.expect(rings[which], at, SHAPE.page * size_of(SHAPE.key_bytes, which))
+                    LOADS.page(descs, row, at, page, which, shared, SHAPE)
+                else:
+                    ring.fill(rings[which], at)
+        if SHAPE.rows_last:
+            if t == 0:  # the last unit's query rows may still be read
+                LOADS.rows(descs, part, n, shared, SPEC, SHAPE)
+    return Counts(n + 1, counts.tiles + part.seen, counts.messages)
 
 
 @gluon.jit
@@ -163,6 +176,59 @@ def zero_unseen(values, begin, rows, layout: gl.constexpr):
 def finite(m):
     """The maximum that is subtracted: 0 for a row that has seen no key, as exp2(-inf - 0) is 0."""
     return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def softmax_tile(
+    qk, m, rows, begin, exponent, MASKED: gl.constexpr, AXIS: gl.constexpr, LAZY: gl.constexpr, BY_ROWS: gl.constexpr,
+    SPEC: gl.constexpr,
+):  # fmt: skip
+    """The weights of a tile of scores (unnormalised, to base 2), each row's maximum in use, each thread's totals of
+    weights, and the factor of the accumulators. BY_ROWS: each row has its own factor of scores.
+
+    If LAZY, a maximum that grows by at most SLACK stays in use, so that the accumulators need no scaling. Weights are
+    then at most 2^SLACK, and as exact (the idea is FlashAttention-4's). With scales each key's weight is multiplied by
+    ``2^(exponent - 126)``, and its values are divided by it: the logits grow by the power's logarithm, so that the
+    maximum keeps the weights in float16's range.
+    """
+    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
+    SCALED: gl.constexpr = SPEC.storage.row_scales
+    APPLIED: gl.constexpr = BY_ROWS and (SOFT_CAP or SCALED)  # the factor, before the maximum
+    factor = rows.factor
+    if BY_ROWS:
+        factor = gl.expand_dims(factor, AXIS)
+    if MASKED:
+        kept = keep(qk, rows, begin, AXIS, SPEC)
+    if APPLIED:
+        qk = qk * factor
+    if SOFT_CAP:
+        qk = apply_soft_cap(qk, rows.cap)
+    if SCALED:
+        qk += (exponent - 126).to(gl.float32)[:, None]
+    if MASKED:
+        qk = gl.where(kept, qk, float("-inf"))
+    if AXIS == 1:  # over a thread's pairs of columns first: chains of maxima are half as long
+        largest = gl.max(gl.max(qk.reshape([qk.shape[0], qk.shape[1] // 8, 4, 2]), 1), 2)
+        largest = gl.convert_layout(gl.max(largest, 1), m.type.layout)
+    else:
+        largest = gl.max(qk, 0)
+    if not APPLIED:
+        largest = largest * rows.factor
+        qk = qk * factor
+    m_new = gl.maximum(m, largest)
+    if LAZY:
+        m_new = gl.where(m_new > m + SLACK, m_new, m)
+    shift = finite(m_new)
+    p = gl.exp2(qk - gl.expand_dims(shift, AXIS))
+    # Over the keys of a thread; the threads of a row are added at the end.
+    if AXIS == 1:
+        totals = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+    else:
+        weights = p
+        if SCALED:
+            weights = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+        totals = gl.sum(weights.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
+    return p, m_new, totals, gl.exp2(m - shift)
 
 
 @gluon.jit

@@ -200,16 +200,12 @@ def scheduler(
 @gluon.jit(do_not_specialize=Numbers._fields)
 def mixed_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2, k_chunk_desc, v_chunk_desc,
     SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, DECODES: gl.constexpr,
     PROGRAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     TIMES: gl.constexpr = DIVISION.times

@@ -185,15 +185,11 @@ def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, 
 @gluon.jit(do_not_specialize=Numbers._fields)
 def shares_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     places = gl.allocate_shared_memory(gl.int32, [SHAPE.slots, 1], mbarrier.MBarrierLayout())
     rows_full = signal_of(SHAPE.slots)

@@ -122,16 +122,12 @@ def split_launch(
 @triton.jit(do_not_specialize=Numbers._fields)
 def split_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All key tiles of a share. Divided units leave parts: with FAN, whoever is last merges them (parts.py), and no
     other kernel follows; without, merge_kernel does."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         if not FAN:
@@ -189,8 +185,8 @@ def split_kernel(
                 walk_s, walk_kh, walk_token = next_unit(walk_s, walk_kh, walk_token, walk_tokens, K, TOKENS)
                 _, walk_tokens, walk_keys, walk_tile, walk_end = sequence(walk_s, batch, SPEC, DIVISION, N)
                 walk_first = walk_keys - walk_tokens
-            offsets = stripe_offset(walk_kh * G + group_head, numbers, MASKS)
-            seen_tile = next_seen_tile(walk_tile, walk_first + walk_token, offsets, numbers, N)
+            offsets = stripe_offset(walk_kh * G + group_head, MASKS)
+            seen_tile = next_seen_tile(walk_tile, walk_first + walk_token, offsets, MASKS, N)
             passed_tiles = tl.minimum(tl.minimum(seen_tile + 1, walk_end) - walk_tile, end - position)
             position += passed_tiles
             walk_tile += passed_tiles
@@ -239,8 +235,8 @@ def split_kernel(
         seen = True
         if MASKS.sparse:
             # The last tile of a unit, or of a share, is always visited: results are stored there.
-            offsets = stripe_offset(kh * G + group_head, numbers, MASKS)
-            seen_tile = next_seen_tile(tile, first_i, offsets, numbers, N)
+            offsets = stripe_offset(kh * G + group_head, MASKS)
+            seen_tile = next_seen_tile(tile, first_i, offsets, MASKS, N)
             last = tl.minimum(end_tile - 1, tile + end - 1 - (start + step + skipped))
             skipped += tl.minimum(seen_tile, last) - tile
             tile = tl.minimum(seen_tile, last)
@@ -261,7 +257,7 @@ def split_kernel(
         block_table = tensors.block_tables + s.to(tl.int64) * numbers.table_stride
         keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
         values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
-        offset = stripe_offset(row_head, numbers, MASKS)
+        offset = stripe_offset(row_head, MASKS)
         rows_factor = factor
         if CONVERTED:
             rows_factor = factor * row_factor if TILE.W == 0 else factor * tl.reshape(row_factor, (1, 1, M))

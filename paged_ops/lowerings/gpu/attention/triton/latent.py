@@ -80,14 +80,10 @@ def tile_shape(tile: tuning.Tile, spec: Spec) -> TileShape:
 @triton.jit(do_not_specialize=Numbers._fields)
 def latent_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -138,7 +134,7 @@ def latent_kernel(
             sees = masks.reach_of_rows(batch, s, tl.minimum(i, seq_len - 1), MASKS)
             oldest = tl.min(sees[0], 0)
         block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
-        offset = masks.stripe_offset(head, numbers, MASKS)
+        offset = masks.stripe_offset(head, MASKS)
         rows = Rows((q_latent, q_rotated), i, sees, slopes, factor, offset)
         if SPEC.storage.row_scales:
             first_rotated = rotated_columns(tensors.key_cache)
@@ -154,7 +150,7 @@ def latent_kernel(
         for each in range(tile, seen_end):
             seen = True
             if MASKS.sparse:
-                seen = seen & (masks.next_seen_tile(each, first_i, offset, numbers, N) == each)
+                seen = seen & (masks.next_seen_tile(each, first_i, offset, MASKS, N) == each)
             acc, m, l = see_latents(acc, m, l, rows, keys, each, seen, numbers, SPEC, TILE)
         from_start = tile == first_tile
         if SPEC.logits.sinks:

@@ -71,16 +71,14 @@ NOT_OF_MERGE = (
         "k_scale",
         "v_scale",
     ),
-    *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
-    "table_stride",
+    *("scale", "soft_cap", "table_stride"),
 )
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
 def merge_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the units that were divided. A unit's parts are the second part of its first program and the first parts
@@ -90,10 +88,7 @@ def merge_kernel(
     rows. Also writes the rows of padding, which no other kernel writes. What needs no waiting is done before
     split_kernel ends.
     """
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     Dv: tl.constexpr = SPEC.v_side.size

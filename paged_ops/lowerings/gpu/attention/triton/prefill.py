@@ -72,14 +72,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 @triton.jit(do_not_specialize=Numbers._fields)
 def prefill_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_launch_dependents()
     K: tl.constexpr = SPEC.K
@@ -132,8 +128,8 @@ def prefill_kernel(
     slopes = None
     if SPEC.logits.alibi:
         slopes = tl.load(tensors.alibi_slopes + row_head)
-    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, numbers, MASKS)
-    offset = stripe_offset(row_head, numbers, MASKS)
+    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, MASKS)
+    offset = stripe_offset(row_head, MASKS)
     DV_PAD: tl.constexpr = TILE.Dv
     acc = tl.zeros([M, DV_PAD], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
@@ -163,13 +159,13 @@ def prefill_kernel(
             acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, False)
     if MASKS.sparse:
         steps = 0  # counted first, so that there is one loop below, whose loads start early
-        tile = next_seen_tile(first_tile, first_i, head_offset, numbers, N)
+        tile = next_seen_tile(first_tile, first_i, head_offset, MASKS, N)
         while tile < end_tile:
             steps += 1
-            tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
+            tile = next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
         tile = first_tile - 1
         for _step in range(steps):
-            tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
+            tile = next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
             acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
     else:
         for tile in range(full_end, end_tile):
