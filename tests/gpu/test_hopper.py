@@ -57,7 +57,7 @@ def takes(*cache: torch.Tensor, **given) -> bool:
 def test_kernels_that_zero_counters_have_launchers_of_their_own():
     """The same split_kernel stands before this kernel, which counts its items, and before that of prefill.py."""
     of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 2048, 2
-    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), None, H, 2, 0.1, 2, S, T))
+    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), 0.1, 2, S, T))
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
     first, other = (choose.launches_of(module, of_call, of_gpu, shapes).launches[0] for module in (dense, prefill))
     assert first._launcher._kernel is other._launcher._kernel and first._launcher is not other._launcher
@@ -358,7 +358,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     ranges = torch.randint(-30, 270, (len(sequences), R, 2), generator=generator, dtype=torch.int32)
     num_tiles = int(starts[-1]) // TOKENS + len(sequences)
     done = torch.zeros(int(starts[-1]), dtype=torch.bool)
-    seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1, first)
+    seen = spec.Masks(True, window > 0, chunk > 0, R, first=first)
     constants = (
         SimpleNamespace(masks=seen, K=K, G=G, logits=SimpleNamespace(soft_cap=False)),
         tuning.division(0, 64),
@@ -407,7 +407,7 @@ def test_items_are_each_tile_of_each_head_once(K, heads, monkeypatch):
     as_torch(monkeypatch)
     starts, lens = (torch.tensor(each, dtype=torch.int32) for each in ([0, 40, 41, 57], [90, 9, 16]))
     tensors = SimpleNamespace(seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=None)
-    constants = SimpleNamespace(masks=spec.Masks(True, False, False, 0, False, 1), K=K, G=4), tuning.division(0, 64)
+    constants = SimpleNamespace(masks=spec.Masks(), K=K, G=4), tuning.division(0, 64)
     num_tiles = 57 // 8 + 3
     found = []
     for item in range(num_tiles * K):

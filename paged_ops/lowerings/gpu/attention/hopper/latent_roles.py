@@ -88,12 +88,12 @@ def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
     LOADS: gl.constexpr = args[0]
     rings, descs = args[1], args[2]
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    n = counts.units
+    n, at, _ = counts
     ids = load_ids(part, part.tile, batch, SPEC, SHAPE)
     if not SHAPE.rows_last:
         LOADS.rows(descs, part, n, shared, SPEC, SHAPE)
     for t in range(part.seen):
-        tile, at = part.tile + t, counts.tiles + t
+        tile = part.tile + t
         first = first_rows(ids, tile, SPEC, SHAPE)
         ids = load_ids(part, tile + 1, batch, SPEC, SHAPE)  # ahead of time
         for which in gl.static_range(len(rings)):
@@ -108,7 +108,8 @@ def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
         if SHAPE.rows_last:
             if t == 0:  # the last unit's query rows may still be read
                 LOADS.rows(descs, part, n, shared, SPEC, SHAPE)
-    return Counts(n + 1, counts.tiles + part.seen, counts.messages)
+        at += 1
+    return Counts(n + 1, at, counts.messages)
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """Split-KV: the units of a batch, and the equal shares of their key tiles, one per program.
 
-A unit is a work item: a sequence, a key/value head, and one tile of packed query rows.
+A unit is a work item: a sequence, a key/value head, and one tile of packed query rows. Gluon kernels call the same
+functions: ``batch.lanes``, a vector of sequences, has a layout there.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
     longest = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        s = n * DIVISION.at_once + batch.lanes
         tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
-        total += tl.sum(tiles)
+        total += tl.sum(tiles, 0)
         if DIVISION.aligned:
             of_unit = unit_tiles(s, batch, SPEC, DIVISION, TILE)
-            units += tl.sum(tiles // of_unit)
-            longest = tl.maximum(longest, tl.max(of_unit))
+            units += tl.sum(tiles // of_unit, 0)
+            longest = tl.maximum(longest, tl.max(of_unit, 0))
     if DIVISION.heads_apart:
         total *= SPEC.K
         units *= SPEC.K
@@ -77,18 +78,18 @@ def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl
     if DIVISION.heads_apart:
         _, of_head, _, _ = shares(0, SPEC.K, batch, SPEC, DIVISION, TILE)
         kh = position // of_head
-        position -= kh * of_head
+        position = position - kh * of_head
     s = 0
     before = 0  # tiles of the sequences before s
     total = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        s_ = n * DIVISION.at_once + batch.lanes
         tiles = sequence_tiles(s_, batch, SPEC, DIVISION, TILE)
         passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < batch.numbers.S)
-        s += tl.sum(passed.to(tl.int32))
-        before += tl.sum(tl.where(passed, tiles, 0))
-        total += tl.sum(tiles)
+        s += tl.sum(passed.to(tl.int32), 0)
+        before += tl.sum(tl.where(passed, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
     _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
     unit = (position - before) // (end_tile - first_tile)
     tile = position - before - unit * (end_tile - first_tile)
@@ -105,7 +106,7 @@ def fit_whole(share, longer, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexp
     longest = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        s = n * DIVISION.at_once + batch.lanes
         _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
         one_unit = q_len <= TILE.M // SPEC.G
         longest = tl.maximum(longest, tl.max(tl.where(one_unit, end_tile - first_tile, 1 << 30)))

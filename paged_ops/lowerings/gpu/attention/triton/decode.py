@@ -149,7 +149,7 @@ def split_kernel(
     ranges = None
     if MASKS.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
 
     start, end, share, longer = shares(p, P, batch, SPEC, DIVISION, TILE)
     s, unit, part_tile = locate(start, batch, SPEC, DIVISION, TILE)
