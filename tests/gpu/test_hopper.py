@@ -159,7 +159,7 @@ def test_three_consumers_multiply_narrow_heads_where_items_fill_the_programs(D, 
 def test_short_windows_take_two_consumers(features, short):
     key, value = (torch.zeros(N, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
     call = spec_of(key.unsqueeze(3), value, torch.zeros(1, 32, 64, dtype=torch.bfloat16), **features)
-    numbers = spec.numbers_of(Features(**features), None, 32, 4, 0.1, 2, 1, 8192)
+    numbers = spec.numbers_of(Features(**features), 0.1, 2, 1, 8192)
     assert dense.has_short_spans(call, numbers) == short
 
 
@@ -182,7 +182,7 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
     starts, P = [0, *itertools.accumulate(q for q, _ in sequences)], of_gpu.processors
     T, S = starts[-1], len(sequences)
-    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), None, 32, 8, 0.1, 2, S, T))
+    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), 0.1, 2, S, T))
     _, launch, _ = choose.launches_of(dense, call, of_gpu, shapes).launches
     constants, (short,) = launch._launcher._constants, launch._more
     as_torch(monkeypatch)

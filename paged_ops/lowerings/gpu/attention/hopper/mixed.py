@@ -27,20 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.hopper import dense
+from paged_ops.lowerings.gpu.attention.hopper import dense, mixed_decodes
 from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
-from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import (
-    KEYS,
-    ROWS,
-    WIDTH,
-    chunk_descriptors,
-    decode_memory,
-    decoder,
-    producer_of_decodes,
-)
+from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import KEYS, ROWS, WIDTH
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer, take_items
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Work, item_at, light_programs
@@ -115,7 +107,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         "num_warps": 4,
     }
     launcher = launcher_of(mixed_kernel, constants, target.device)
-    described = [*dense.descriptors(spec, shape.page), *chunk_descriptors(spec, decodes.page)]
+    described = [*dense.descriptors(spec, shape.page), *mixed_decodes.chunk_descriptors(spec, decodes.page)]
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     own = merge.with_merge((launch,), P, tile, spec, target, division)
@@ -211,7 +203,7 @@ def mixed_kernel(
     TIMES: gl.constexpr = DIVISION.times
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
-    memory = decode_memory(dtype, DECODES)
+    memory = mixed_decodes.decode_memory(dtype, DECODES)
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if PDL:
@@ -228,12 +220,12 @@ def mixed_kernel(
     chunk_descs = k_chunk_desc, v_chunk_desc
     gl.warp_specialize(
         [
-            (decoder, (batch, share, memory, SPEC, DIVISION, DECODES)),
+            (mixed_decodes.decoder, (batch, share, memory, SPEC, DIVISION, DECODES)),
             (consumer, (0, batch, shared, SPEC, SHAPE)),
             (consumer, (1, batch, shared, SPEC, SHAPE)),
             (scheduler, (tiles, few, batch, shared, SPEC, DIVISION, SHAPE, PROGRAMS)),
             (producer, (descs, batch, shared, SPEC, SHAPE)),
-            (producer_of_decodes, (chunk_descs, batch, share, memory, SPEC, DIVISION, DECODES)),
+            (mixed_decodes.producer_of_decodes, (chunk_descs, batch, share, memory, SPEC, DIVISION, DECODES)),
         ],
         [4, 4, 1, 1, 1],
         SHAPE.registers,

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.shared import masks
-from paged_ops.lowerings.gpu.attention.shared import tile as tiles
+from paged_ops.lowerings.gpu.attention.shared import tile as tiling
 from paged_ops.lowerings.gpu.attention.shared.tile import APPLIES, Batch, Keys, Rows
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -119,8 +119,8 @@ def latent_kernel(
         row_live = token < q_len
         if SPEC.heads < K * G:
             row_live = row_live & (head < SPEC.heads)
-        q_latent = tiles.load_queries(tensors.query, row_start + token, head, row_live, SPEC, R_PAD, 0, R)
-        q_rotated = tiles.load_queries(
+        q_latent = tiling.load_queries(tensors.query, row_start + token, head, row_live, SPEC, R_PAD, 0, R)
+        q_rotated = tiling.load_queries(
             tensors.query, row_start + token, head, row_live, SPEC, TILE.D, R, SPEC.rotated.size
         )
         slopes = None
@@ -142,7 +142,7 @@ def latent_kernel(
             first_rotated = tensors.key_cache + R * SPEC.rotated.d
         hidden = masks.hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
         keys = Keys(seq_len, hidden, block_table, tensors.key_cache, first_rotated)
-        acc, m, l = tiles.nothing_seen(M, R_PAD, 0)
+        acc, m, l = tiling.nothing_seen(M, R_PAD, 0)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # the last row sees no later key
             last_token = tl.minimum(first_token + TOKENS, q_len)
@@ -155,12 +155,12 @@ def latent_kernel(
         from_start = tile == first_tile
         if SPEC.logits.sinks:
             if from_start:  # the first part includes the sink
-                acc, m, l = tiles.count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
-        result, lse2 = tiles.normalise(acc, m, l)
+                acc, m, l = tiling.count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
+        result, lse2 = tiling.normalise(acc, m, l)
         if tensors.k_scale is not None:
             result = result * tl.load(tensors.k_scale)
         if from_start & (stop == end_tile):
-            tiles.store_rows(tensors, result, lse2, row_start + token, head, row_live, d, SPEC.heads, R)
+            tiling.store_rows(tensors, result, lse2, row_start + token, head, row_live, d, SPEC.heads, R)
         else:
             part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * M + r
             mask = row_live[:, None] & (d < R)[None, :]
@@ -197,14 +197,14 @@ def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
         block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=live, other=0)
     offset = j % SPEC.B
     if SPEC.storage.row_scales:
-        stored = tiles.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, tl.float32)
+        stored = tiling.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, tl.float32)
         latents = times_scales(stored, load_scales(keys.k, block, offset, live, LATENT)).to(q.dtype)
     else:
-        latents = tiles.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, q.dtype)
-    qk = tiles.dot_keys(q, latents)
+        latents = tiling.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, q.dtype)
+    qk = tiling.dot_keys(q, latents)
     if ROTATED.size > 0:
-        rotated = tiles.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
-        qk += tiles.dot_keys(q_rotated, rotated)
+        rotated = tiling.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
+        qk += tiling.dot_keys(q_rotated, rotated)
     slopes, sees = rows.slopes, rows.sees
     offset_of_row = None
     if slopes is not None:
@@ -214,6 +214,6 @@ def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
     if sees is not None:
         sees = (sees[0][:, None], sees[1][:, None])
     across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = tiles.masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    p, decay, m, l = tiling.masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
     acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
     return acc, m, l
