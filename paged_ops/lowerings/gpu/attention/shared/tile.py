@@ -206,19 +206,31 @@ def softmax_steps(logits, m, l):
 
 
 @triton.jit
-def masked_logits(qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """:func:`logits2` of ``qk = q @ k``, and -inf where a row does not see a key; operands broadcast to ``qk``."""
+def masked_logits(
+    qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    SLICED: tl.constexpr = False,
+):  # fmt: skip
+    """:func:`logits2` of ``qk = q @ k``, and -inf where a row does not see a key. Rows are the first axis of ``qk``, or
+    the last of three if SLICED; j and live broadcast to it."""
     MASKS: tl.constexpr = SPEC.masks  # triton 3.6: a field of a constant is a constant only under a name of its own
-    logits = logits2(qk, rows, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
+    AXES: tl.constexpr = (0, 1) if SLICED else (1,)
+    slopes, sees = rows.slopes, rows.sees
+    if slopes is not None:
+        slopes = tl.expand_dims(slopes, AXES)
+    if sees is not None:
+        sees = (tl.expand_dims(sees[0], AXES), tl.expand_dims(sees[1], AXES))
+    i, offset = tl.expand_dims(rows.i, AXES), tl.expand_dims(rows.offset, AXES)
+    across = Rows(None, i, sees, slopes, rows.factor, offset)
+    logits = logits2(qk, across, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
     if MASKED:
-        kept = keep(rows, j, live, numbers, MASKS)
+        kept = keep(across, j, live, numbers, MASKS)
         logits = tl.where(kept, logits, float("-inf"))
     return logits
 
 
 @triton.jit
 def masked_softmax(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """The results of :func:`softmax_step` from ``qk = q @ k``; operands broadcast to ``qk``."""
+    """The results of :func:`softmax_step` from ``qk = q @ k``, as in :func:`masked_logits`."""
     return softmax_step(masked_logits(qk, rows, j, live, numbers, SPEC, MASKED, EXACT), m, l)
 
 
@@ -272,16 +284,7 @@ def see_tile(
     else:
         k = load_tile(keys.k, block, offset, live, live, K_SIDE, TILE.D, FORMAT, q.dtype)
         qk = dot_keys(q, k)
-    slopes, sees = rows.slopes, rows.sees
-    offset_of_row = None
-    if slopes is not None:
-        slopes = slopes[:, None]
-    if SPEC.masks.sparse:
-        offset_of_row = rows.offset[:, None]
-    if sees is not None:
-        sees = (sees[0][:, None], sees[1][:, None])
-    across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    p, decay, m, l = masked_softmax(qk, m, l, rows, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
     if TILE.paired:
         v_even, v_odd = load_pairs(keys.v, block, offset, live, V_SIDE, TILE.Dv)
         acc = tl.dot(p.to(tl.float16), v_even, acc * decay)

@@ -35,11 +35,11 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
     for n in tl.static_range(TIMES):
         s = n * DIVISION.at_once + batch.lanes
         tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
-        total += tl.sum(tiles, 0)
+        total += tl.sum(tiles)
         if DIVISION.aligned:
             of_unit = unit_tiles(s, batch, SPEC, DIVISION, TILE)
-            units += tl.sum(tiles // of_unit, 0)
-            longest = tl.maximum(longest, tl.max(of_unit, 0))
+            units += tl.sum(tiles // of_unit)
+            longest = tl.maximum(longest, tl.max(of_unit))
     if DIVISION.heads_apart:
         total *= SPEC.K
         units *= SPEC.K
@@ -87,9 +87,9 @@ def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl
         s_ = n * DIVISION.at_once + batch.lanes
         tiles = sequence_tiles(s_, batch, SPEC, DIVISION, TILE)
         passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < batch.numbers.S)
-        s += tl.sum(passed.to(tl.int32), 0)
-        before += tl.sum(tl.where(passed, tiles, 0), 0)
-        total += tl.sum(tiles, 0)
+        s += tl.sum(passed.to(tl.int32))
+        before += tl.sum(tl.where(passed, tiles, 0))
+        total += tl.sum(tiles)
     _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
     unit = (position - before) // (end_tile - first_tile)
     tile = position - before - unit * (end_tile - first_tile)

@@ -205,15 +205,6 @@ def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
     if ROTATED.size > 0:
         rotated = tiling.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
         qk += tiling.dot_keys(q_rotated, rotated)
-    slopes, sees = rows.slopes, rows.sees
-    offset_of_row = None
-    if slopes is not None:
-        slopes = slopes[:, None]
-    if SPEC.masks.sparse:
-        offset_of_row = rows.offset[:, None]
-    if sees is not None:
-        sees = (sees[0][:, None], sees[1][:, None])
-    across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = tiling.masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    p, decay, m, l = tiling.masked_softmax(qk, m, l, rows, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
     acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
     return acc, m, l

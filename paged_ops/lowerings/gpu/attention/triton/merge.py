@@ -16,7 +16,7 @@ from paged_ops.lowerings.gpu.attention.shared.masks import ranges_at
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch, normalise, store_padding, store_rows
 from paged_ops.lowerings.gpu.attention.shared.work_split import fit_whole, locate, program_of, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
 
 
@@ -57,22 +57,10 @@ def with_merge(
 LARGEST_PLAIN, HELPERS_OF_LATENTS = tl.constexpr(tuning.LARGEST_HEAD), 8
 MANY_ROWS, HELPERS_OF_MANY = tl.constexpr(64), 4
 
-# The fields that merge_kernel does not get.
-NOT_OF_MERGE = (
-    *(
-        "taken",
-        "arrived",
-        "query",
-        "key_cache",
-        "value_cache",
-        "block_tables",
-        "alibi_slopes",
-        "sinks",
-        "k_scale",
-        "v_scale",
-    ),
-    *("scale", "soft_cap", "table_stride"),
-)
+# The fields that merge_kernel gets; and those that it does not.
+OF_MERGE = {"out", "lse", "parts", "part_lse", "seq_lens", "query_start_loc", "bidirectional_ranges", "output_scale"}
+OF_MERGE |= {"window", "chunk", "S", "T"}
+NOT_OF_MERGE = tuple({*Pointers._fields, *Numbers._fields} - OF_MERGE)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
