@@ -185,13 +185,14 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), 0.1, 2, S, T))
     _, launch, _ = choose.launches_of(dense, call, of_gpu, shapes).launches
     constants, (short,) = launch._launcher._constants, launch._more
+    division = constants["DIVISION"]
     as_torch(monkeypatch)
     tensors = SimpleNamespace(
         seq_lens=Pointer(torch.tensor([n for _, n in sequences], dtype=torch.int32)),
         query_start_loc=Pointer(torch.tensor(starts, dtype=torch.int32)),
     )
     batch = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=S))
-    few = work.light_programs(batch, short, P, call.G, constants["DIVISION"], constants["SHAPE"].M, 4)
+    few = work.light_programs(batch, short, P, call.G, division, division.rows, constants["SHAPE"].M, 4)
     begun: dict[bool, list[int]] = {False: [], True: []}
     followed = {}
     for program in range(P):

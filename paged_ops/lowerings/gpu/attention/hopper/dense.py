@@ -374,7 +374,6 @@ def tiles_of(dtype: gl.constexpr, PARTS: gl.constexpr, SHAPE: gl.constexpr, RELE
     return Tiles(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
 
 
-# More than 20 parameters: descriptors, and numbers that Triton must not specialise on, cannot be in a tuple.
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
 def dense_kernel(
     tensors,  # Pointers

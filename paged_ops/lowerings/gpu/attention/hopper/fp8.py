@@ -97,7 +97,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 def descriptors(pairs: Spec, page: int) -> list[Described]:
     """As in dense.py, for pairs: half the head size."""
     k_side, v_side = (side._replace(size=side.size // 2) for side in (pairs.k_side, pairs.v_side))
-    return dense.descriptors(pairs._replace(k_side=k_side, v_side=v_side), page)
+    described = dense.descriptors(pairs._replace(k_side=k_side, v_side=v_side), page)
+    return [each for each in described if each is not None]
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
@@ -210,7 +211,7 @@ def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
 def fp8_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of pairs; the others are None
+    k_desc, v_desc,  # of pairs
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     K_PARTS: gl.constexpr = SHAPE.k.parts
@@ -234,7 +235,6 @@ def fp8_kernel(
     V_BYTES: gl.constexpr = BYTES.v.parts
     keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
     told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
-    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -242,7 +242,7 @@ def fp8_kernel(
             (consumer, (0, batch, shared, SPEC, SHAPE)),
             (consumer, (1, batch, shared, SPEC, SHAPE)),
             (scheduler, (batch, None, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (descs, batch, told, SPEC, BYTES)),
+            (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
         ],
         [4, 4, 1, 1],
         SHAPE.registers,

@@ -296,7 +296,6 @@ def tiles_of(dtype: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
     return Tiles(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 1))
 
 
-# More than 20 parameters: Triton takes numbers that it must not specialise on, and descriptors, one by one.
 @gluon.jit(do_not_specialize=Numbers._fields)
 def latent_hopper_kernel(
     tensors,  # Pointers

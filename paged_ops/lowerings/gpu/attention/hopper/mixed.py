@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, mixed_decodes
-from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
+from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer, factor_of
 from paged_ops.lowerings.gpu.attention.hopper.dense import BLOCK_M, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch
@@ -36,7 +36,7 @@ from paged_ops.lowerings.gpu.attention.hopper.mixed_decodes import KEYS, ROWS, W
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer, take_items
 from paged_ops.lowerings.gpu.attention.hopper.ring import signal_of
 from paged_ops.lowerings.gpu.attention.hopper.work import Work, item_at, light_programs
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import add, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.triton import merge
 from paged_ops.lowerings.gpu.launch import Choice, Launches, launcher_of
@@ -99,7 +99,6 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     constants = {
         "SPEC": dense.read_spec(spec),
         "DIVISION": division,
-        "LIGHT": division._replace(rows=WARPGROUP.value),
         "SHAPE": shape,
         "DECODES": decodes,
         "PROGRAMS": P,
@@ -107,7 +106,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         "num_warps": 4,
     }
     launcher = launcher_of(mixed_kernel, constants, target.device)
-    described = [*dense.descriptors(spec, shape.page), *mixed_decodes.chunk_descriptors(spec, decodes.page)]
+    described = [each for each in dense.descriptors(spec, shape.page) if each is not None]
+    described += mixed_decodes.chunk_descriptors(spec, decodes.page)
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     own = merge.with_merge((launch,), P, tile, spec, target, division)
@@ -193,9 +193,9 @@ def scheduler(
 def mixed_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2, k_chunk_desc, v_chunk_desc,
-    SPEC: gl.constexpr, DIVISION: gl.constexpr, LIGHT: gl.constexpr, SHAPE: gl.constexpr, DECODES: gl.constexpr,
-    PROGRAMS: gl.constexpr, PDL: gl.constexpr,
+    k_desc, v_desc, k_chunk_desc, v_chunk_desc,
+    SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, DECODES: gl.constexpr, PROGRAMS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
@@ -204,7 +204,6 @@ def mixed_kernel(
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = Shared(*shared_memory(dtype, SPEC, SHAPE), None, signal_of(1), None)  # type: ignore[call-arg]
     memory = mixed_decodes.decode_memory(dtype, DECODES)
-    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     if PDL:
         gdc_wait()
@@ -214,18 +213,19 @@ def mixed_kernel(
     for n in gl.static_range(TIMES):
         s = n * DIVISION.at_once + gl.arange(0, DIVISION.at_once, lanes)
         tiles += gl.sum(tiles_of_prompts(s, batch, SPEC, DIVISION, SHAPE.M // SPEC.G), 0)
-    # Sequences of a few more rows than a decode are memory-bound as well, if they fit one warpgroup: see LIGHT.rows.
+    # Sequences of a few more rows than a decode are memory-bound as well, if they fit one warpgroup.
     least: gl.constexpr = DECODES.M // SPEC.G
-    few = light_programs(batch, DIVISION.long, PROGRAMS, SPEC.G, LIGHT, SHAPE.M, 4, least)
-    chunk_descs = k_chunk_desc, v_chunk_desc
+    few = light_programs(batch, DIVISION.long, PROGRAMS, SPEC.G, DIVISION, WARPGROUP, SHAPE.M, 4, least)
+    ATTEND: gl.constexpr = mixed_decodes.attend_part
+    LOAD: gl.constexpr = mixed_decodes.load_part
     gl.warp_specialize(
         [
-            (mixed_decodes.decoder, (batch, share, memory, SPEC, DIVISION, DECODES)),
+            (walk, (ATTEND, factor_of(numbers, SPEC), batch, share, memory, SPEC, DIVISION, DECODES)),
             (consumer, (0, batch, shared, SPEC, SHAPE)),
             (consumer, (1, batch, shared, SPEC, SHAPE)),
             (scheduler, (tiles, few, batch, shared, SPEC, DIVISION, SHAPE, PROGRAMS)),
-            (producer, (descs, batch, shared, SPEC, SHAPE)),
-            (mixed_decodes.producer_of_decodes, (chunk_descs, batch, share, memory, SPEC, DIVISION, DECODES)),
+            (producer, (((k_desc,), (v_desc,)), batch, shared, SPEC, SHAPE)),
+            (walk, (LOAD, (k_chunk_desc, v_chunk_desc), batch, share, memory, SPEC, DIVISION, DECODES)),
         ],
         [4, 4, 1, 1, 1],
         SHAPE.registers,

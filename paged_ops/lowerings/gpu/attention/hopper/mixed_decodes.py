@@ -20,12 +20,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
 from paged_ops.lowerings.gpu.attention.hopper import ring
-from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of, zero_rows
+from paged_ops.lowerings.gpu.attention.hopper.consumer import zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
 from paged_ops.lowerings.gpu.attention.hopper.latent_few import Steps, attend
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
 from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, rows_of
-from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, walk
+from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Side, Spec
 
@@ -177,13 +177,3 @@ def zero_unseen(tile, begin, rows, memory, SHAPE: gl.constexpr):
 def attend_part(part, counts, args, batch, memory, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     STEPS: gl.constexpr = Steps(take_queries, multiply_keys, zero_unseen, multiply_values)
     return attend(part, counts, args, batch, memory, STEPS, SHAPE.v.size // WIDTH, SPEC, SHAPE)
-
-
-@gluon.jit
-def decoder(batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(attend_part, factor_of(batch.numbers, SPEC), batch, share, memory, SPEC, DIVISION, SHAPE)
-
-
-@gluon.jit
-def producer_of_decodes(descs, batch, share, memory, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    walk(load_part, descs, batch, share, memory, SPEC, DIVISION, SHAPE)

@@ -79,7 +79,7 @@ def scheduler(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, 
     if short is None:
         few = 0 * programs
     else:
-        few = light_programs(batch, short, programs, SPEC.G, DIVISION, SHAPE.M, SHAPE.warps)
+        few = light_programs(batch, short, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
     work = Work(numbers.T // (SHAPE.M // SPEC.G) + numbers.S, few, programs, batch.tensors.taken, short)
     take_items(work_item, work, batch, shared, SPEC, DIVISION, SHAPE)
 
