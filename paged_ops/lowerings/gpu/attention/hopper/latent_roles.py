@@ -50,14 +50,6 @@ def load_ids(part, tile, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def first_rows(ids, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The first row of each page of a tile, in the cache: lane n has page n."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    ROWS_N: gl.constexpr = SPEC.v_side.n // SPEC.v_side.b
-    return ids * ROWS_N + (tile * SHAPE.N + lane % (SHAPE.N // SHAPE.page) * SHAPE.page) % SPEC.B
-
-
-@gluon.jit
 def of_lane(vector, n: gl.constexpr):
     """The value of lane n."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -88,13 +80,15 @@ def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
     LOADS: gl.constexpr = args[0]
     rings, descs = args[1], args[2]
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    ROWS_N: gl.constexpr = SPEC.v_side.n // SPEC.v_side.b
     n, at, _ = counts
+    key = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])) % PAGES * SHAPE.page  # of a tile: a page per lane
     ids = load_ids(part, part.tile, batch, SPEC, SHAPE)
     if not SHAPE.rows_last:
         LOADS.rows(descs, part, n, shared, SPEC, SHAPE)
     for t in range(part.seen):
         tile = part.tile + t
-        first = first_rows(ids, tile, SPEC, SHAPE)
+        first = ids * ROWS_N + (tile * SHAPE.N + key) % SPEC.B  # the first row of each page in the cache
         ids = load_ids(part, tile + 1, batch, SPEC, SHAPE)  # ahead of time
         for which in gl.static_range(len(rings)):
             ring.wait_empty(rings[which], at)
@@ -261,40 +255,20 @@ def lse2_of(m, l):
 
 
 @gluon.jit
-def live_rows(part, r, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Which of the packed rows r belong to a token and a head."""
-    in_tile = r < SHAPE.M // SPEC.G * SPEC.G
-    return in_tile & (part.first_token + r // SPEC.G < part.q_len) & (part.kh * SPEC.G + r % SPEC.G < SPEC.heads)
-
-
-@gluon.jit
-def output_row(part, r, SPEC: gl.constexpr):
-    """The rows of packed rows r in ``out [T * H, R]``."""
-    return (part.row_start + (part.first_token + r // SPEC.G)).to(gl.int64) * SPEC.heads + (
-        part.kh * SPEC.G + r % SPEC.G
-    )
-
-
-@gluon.jit
-def part_row(part, r, SHAPE: gl.constexpr):
-    """The rows of packed rows r in ``parts [P * 2 * M, R]``."""
-    return (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
-
-
-@gluon.jit
 def store_part(
     acc, factor, lse2, part, r, tensors, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Store value columns of a part's rows by :func:`store_columns`, and their lse to base 2 unless it is None."""
-    live = live_rows(part, r, SPEC, SHAPE)
+    token, head = part.first_token + r // SPEC.G, part.kh * SPEC.G + r % SPEC.G
+    live = (r < SHAPE.M // SPEC.G * SPEC.G) & (token < part.q_len) & (head < SPEC.heads)
     if is_whole(part):
-        row = output_row(part, r, SPEC)
+        row = (part.row_start + token).to(gl.int64) * SPEC.heads + head
         if SPEC.lse and lse2 is not None:
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
         store_columns(tensors.out, row, live, acc, factor, FIRST, STEP, SPEC)
     else:
-        row = part_row(part, r, SHAPE)
+        row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
         if lse2 is not None:
             gl.store(tensors.part_lse + row, lse2, mask=live)
         store_columns(tensors.parts, row, live, acc, factor, FIRST, STEP, SPEC)

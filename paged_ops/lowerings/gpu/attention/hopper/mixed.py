@@ -122,16 +122,12 @@ def shape_of(spec: Spec, shared_memory: int) -> HopperShape:
 
 
 def decode_shape(spec: Spec, shape: HopperShape, shared_memory: int) -> HopperShape:
-    """The tiles of decodes; a stage is a chunk."""
-    return shape._replace(M=ROWS, N=KEYS, page=min(shape.page, KEYS), stages=places_of(spec, shared_memory))
-
-
-def places_of(spec: Spec, shared_memory: int) -> int:
-    """The chunks that shared memory holds next to the prompts' tiles, a unit's query rows, and its weights."""
-    shape = shape_of(spec, shared_memory)
+    """The tiles of decodes. A stage is a chunk: as many as shared memory holds next to prompts, a unit's query
+    rows, and its weights."""
     prompts = shape.M * shape.k.size + shape.stages * shape.N * (sum(shape.k.parts) + sum(shape.v.parts))
     space = (shared_memory - dense.OTHERS) // spec.dtype.itemsize - prompts - ROWS * (shape.k.size + KEYS)
-    return min(space // (KEYS * WIDTH.value), MOST_PLACES)
+    stages = min(space // (KEYS * WIDTH.value), MOST_PLACES)
+    return shape._replace(M=ROWS, N=KEYS, page=min(shape.page, KEYS), stages=stages)
 
 
 @gluon.jit

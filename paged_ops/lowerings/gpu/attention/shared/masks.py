@@ -36,7 +36,10 @@ def keep(rows, j, live, numbers, MASKS: tl.constexpr):
         if MASKS.first:
             kept = kept | keep_in_order(rows.i, j, live, numbers, MASKS)
     if MASKS.sparse:
-        kept = kept & keep_block_sparse(rows.i, j, rows.offset, MASKS)
+        PATTERN: tl.constexpr = MASKS.pattern
+        block = j // PATTERN.block
+        near = rows.i // PATTERN.block - block < PATTERN.local_blocks
+        kept = kept & (near | ((block + rows.offset) % PATTERN.vert_stride == 0))
     return kept
 
 
@@ -54,15 +57,6 @@ def keep_in_order(i, j, live, numbers, MASKS: tl.constexpr):
     if MASKS.chunk:
         kept = kept & (i // numbers.chunk == j // numbers.chunk)
     return kept
-
-
-@triton.jit
-def keep_block_sparse(i, j, offset, MASKS: tl.constexpr):
-    """Local blocks or a vertical stripe that slides over heads by ``offset``; causality is not included."""
-    PATTERN: tl.constexpr = MASKS.pattern
-    qb = i // PATTERN.block
-    kb = j // PATTERN.block
-    return (qb - kb < PATTERN.local_blocks) | ((kb + offset) % PATTERN.vert_stride == 0)
 
 
 @triton.jit

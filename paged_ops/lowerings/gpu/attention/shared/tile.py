@@ -158,16 +158,10 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def apply_soft_cap(logits, soft_cap, EXACT: tl.constexpr):
-    """``soft_cap * tanh(logits / soft_cap)``."""
-    return soft_cap * tanh(logits / soft_cap, EXACT)
-
-
-@triton.jit
 def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
     """log2(e) * (cap(factor * qk) + slope * (j - i)); all broadcast to the shape of ``qk``."""
     if SOFT_CAP:
-        logits = apply_soft_cap(qk * rows.factor, soft_cap, EXACT) * LOG2E
+        logits = soft_cap * tanh(qk * rows.factor / soft_cap, EXACT) * LOG2E
     else:
         logits = qk * (rows.factor * LOG2E)
     if rows.slopes is not None:
@@ -176,19 +170,12 @@ def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(logits, m, l):
-    """Add a tile of logits, with keys along axis 1, to the running maxima and totals. Returns its weights, and the
-    decay of the accumulators.
+def softmax_steps(logits, m, l):
+    """Add tiles of logits of one shape, with keys along axis 1, to the running maxima and totals. Returns a tuple of
+    their weights, and the decay of the accumulators.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """
-    weights, decay, m, l = softmax_steps((logits,), m, l)
-    return weights[0], decay, m, l
-
-
-@triton.jit
-def softmax_steps(logits, m, l):
-    """:func:`softmax_step` with a tuple of tiles of one shape at once: their weights are a tuple, too."""
     highest = logits[0]
     for n in tl.static_range(1, len(logits)):
         highest = tl.maximum(highest, logits[n])
@@ -226,12 +213,6 @@ def masked_logits(
         kept = keep(across, j, live, numbers, MASKS)
         logits = tl.where(kept, logits, float("-inf"))
     return logits
-
-
-@triton.jit
-def masked_softmax(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """The results of :func:`softmax_step` from ``qk = q @ k``, as in :func:`masked_logits`."""
-    return softmax_step(masked_logits(qk, rows, j, live, numbers, SPEC, MASKED, EXACT), m, l)
 
 
 @triton.jit
@@ -284,7 +265,9 @@ def see_tile(
     else:
         k = load_tile(keys.k, block, offset, live, live, K_SIDE, TILE.D, FORMAT, q.dtype)
         qk = dot_keys(q, k)
-    p, decay, m, l = masked_softmax(qk, m, l, rows, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    logits = masked_logits(qk, rows, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    weights, decay, m, l = softmax_steps((logits,), m, l)
+    p = weights[0]
     if TILE.paired:
         v_even, v_odd = load_pairs(keys.v, block, offset, live, V_SIDE, TILE.Dv)
         acc = tl.dot(p.to(tl.float16), v_even, acc * decay)

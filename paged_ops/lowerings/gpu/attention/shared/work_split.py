@@ -37,7 +37,8 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
         tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
         total += tl.sum(tiles)
         if DIVISION.aligned:
-            of_unit = unit_tiles(s, batch, SPEC, DIVISION, TILE)
+            _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+            of_unit = tl.where(s < batch.numbers.S, end_tile - first_tile, 1)
             units += tl.sum(tiles // of_unit)
             longest = tl.maximum(longest, tl.max(of_unit))
     if DIVISION.heads_apart:
@@ -53,13 +54,6 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
         start = p * share + tl.minimum(p, longer)
         end = start + share + tl.where(p < longer, 1, 0)
     return start, end, share, longer
-
-
-@triton.jit
-def unit_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """The number of key tiles of one unit of sequences s; 1 past the last sequence."""
-    _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
-    return tl.where(s < batch.numbers.S, end_tile - first_tile, 1)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from paged_ops.lowerings.gpu.attention.shared.tile import APPLIES, Batch, Keys, 
 from paged_ops.lowerings.gpu.attention.triton import slices
 from paged_ops.lowerings.gpu.attention.triton.merge import with_merge
 from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, join_heads, not_applied
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, join_heads, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 
@@ -65,19 +65,15 @@ def build_around(
     return with_merge((launch, *between), tiles.programs, merged, spec, target, division)
 
 
-def split_shape(tiles: tuning.Tiles, spec: Spec) -> TileShape:
-    paired = spec.storage.paired
-    return tuning.shape(tiles.split, spec, slices=tiles.slices, paired=paired, heads=tiles.heads)
-
-
 def split_launch(
     tiles: tuning.Tiles, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
 ) -> Launch:
     """The launch of split_kernel. ``fan``: the number of parts that a program merges at a time; 0: none."""
+    sizes = {"slices": tiles.slices, "paired": spec.storage.paired, "heads": tiles.heads}
     constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "TILE": split_shape(tiles, spec),
+        "TILE": tuning.shape(tiles.split, spec, **sizes),
         "FAN": fan,
         **target.overlap(),
         **tiles.split.options(target.backend != "hip"),

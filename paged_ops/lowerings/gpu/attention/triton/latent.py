@@ -205,6 +205,8 @@ def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
     if ROTATED.size > 0:
         rotated = tiling.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
         qk += tiling.dot_keys(q_rotated, rotated)
-    p, decay, m, l = tiling.masked_softmax(qk, m, l, rows, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    logits = tiling.masked_logits(qk, rows, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    weights, decay, m, l = tiling.softmax_steps((logits,), m, l)
+    p = weights[0]
     acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
     return acc, m, l
