@@ -49,7 +49,7 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import (
     aligned_rows,
     contiguous_rows,
 )
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.ring import ring_of, signal_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -333,7 +333,7 @@ class Shared(NamedTuple):
     item_ring: Any
     q_groups: Any  # the query rows as the scheduler fetches them
     q_tiles: Any  # the same, as they are multiplied
-    k: Any  # Tiles
+    k: Any  # TileRing
     v: Any
     newest_clean: Any  # per item: the values of its newest tile that no row may see are zeroed
     oldest_clean: Any  # the same for its oldest tile
@@ -371,7 +371,7 @@ def tiles_of(dtype: gl.constexpr, PARTS: gl.constexpr, SHAPE: gl.constexpr, RELE
     """A ring of tiles of keys, or of values, which is empty after RELEASES arrivals."""
     STAGES: gl.constexpr = SHAPE.stages
     pages = places(dtype, STAGES * (SHAPE.N // SHAPE.page), SHAPE.page, PARTS)
-    return Tiles(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
+    return TileRing(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
 
 
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))

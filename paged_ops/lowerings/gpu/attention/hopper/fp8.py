@@ -28,7 +28,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import Columns, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_tiles, places, rows_at_once, tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, Described
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_words
@@ -98,7 +98,7 @@ def descriptors(pairs: Spec, page: int) -> list[Described]:
     """As in dense.py, for pairs: half the head size."""
     k_side, v_side = (side._replace(size=side.size // 2) for side in (pairs.k_side, pairs.v_side))
     described = dense.descriptors(pairs._replace(k_side=k_side, v_side=v_side), page)
-    return [each for each in described if each is not None]
+    return list(filter(None, described))
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
@@ -204,7 +204,7 @@ def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
     """A ring of tiles of bytes, as pairs; the converter takes its pages."""
     half: gl.constexpr = gl.float16
     pages = places(half, BYTES.stages * (BYTES.N // BYTES.page), BYTES.page, PARTS)
-    return Tiles(pages, pages, ring.ring_of(BYTES.stages, 1, 1))
+    return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, 1))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)

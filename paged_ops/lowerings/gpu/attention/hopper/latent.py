@@ -37,13 +37,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import dense, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -119,7 +119,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     rows = [functools.partial(describe_rows, ROWS, width) for width in widths]
     bytes_of_key = 2 * ROTATED, LATENT, LATENT
     shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, bytes_of_key, REGISTERS, group=8, rows_last=True)
-    groups = [functools.partial(describe_groups, spec, shape.page, width) for width in widths]
+    groups = [functools.partial(dense.describe, spec.v_side, spec, shape.page, width) for width in widths]
     return build_of(latent_hopper_kernel, shape, rows, groups, choice, spec, target)
 
 
@@ -149,21 +149,12 @@ def describe_rows(rows: int, width: int, query: Tensor) -> TensorDescriptor:
     return TensorDescriptor(query, [T * H, D], [D, 1], [rows, width], gl.NVMMASharedLayout(128, 16, 2))
 
 
-def describe_groups(spec: Spec, page: int, width: int, cache: Tensor) -> TensorDescriptor:
-    """``[N, B, ...]`` in groups of 8 rows by 64 columns: one copy loads some columns of a page."""
-    side = spec.v_side
-    shape = [((cache.shape[0] - 1) * (side.n // side.b) + spec.B) // 8, (LATENT + ROTATED) // 64, 8, 64]
-    groups = cache.as_strided(shape, (8 * side.b, 64, side.b, 1))
-    box = [page // 8, width // 64, 8, 64]
-    return TensorDescriptor(groups, shape, list(groups.stride()), box, gl.NVMMASharedLayout(128, 16, 4))
-
-
-class Shared(NamedTuple):
+class LatentMemory(NamedTuple):
     """The contents of shared memory. Tuples are of the rotated columns, and of the two halves of the latents."""
 
     queries: Any
     q_ring: Any
-    tiles: Any  # Tiles
+    tiles: Any  # TileRing
     messages: Any
 
 
@@ -182,7 +173,7 @@ def load_page(descs, row, at, page: gl.constexpr, c: gl.constexpr, shared, SHAPE
     """Begin to load some columns of a page of the at-th tile."""
     to = shared.tiles[c]
     place = to.pages.index(ring.stage_of(to.ring, at) * (SHAPE.N // SHAPE.page) + page)
-    load_box(descs[2 + (c + 1) // 2], [row, (c + 2) % 3 * HALF // 64, 0, 0], ring.full_of(to.ring, at), place)
+    load_box(descs[2 + (c + 1) // 2], [row, 0, 0, (c + 2) % 3 * HALF], ring.full_of(to.ring, at), place)
 
 
 @gluon.jit
@@ -293,7 +284,7 @@ def tiles_of(dtype: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
     shape: gl.constexpr = [SHAPE.stages * PAGES, SHAPE.page // 8, WIDTH // 64, 8, 64]
     pages = gl.allocate_shared_memory(dtype, shape, gl.NVMMASharedLayout(128, 16, 4))
     tiles = reinterpret(pages, dtype, [SHAPE.stages, SHAPE.N, WIDTH], tile_layout(SHAPE.N, WIDTH))
-    return Tiles(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 1))
+    return TileRing(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 1))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
@@ -320,7 +311,7 @@ def latent_hopper_kernel(
     left, right = tiles_of(dtype, HALF, SHAPE), tiles_of(dtype, HALF, SHAPE)
     tiles = tiles_of(dtype, SPEC.rotated.size, SHAPE), left, right
     messages = Messages(weights, factors, changed, ring.ring_of(1, 1, 2))
-    shared = Shared((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
+    shared = LatentMemory((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
     fence_async_shared()
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)

@@ -79,7 +79,7 @@ def describe_columns(spec: Spec, page: int, width: int, cache: Tensor) -> Tensor
     return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [page, width], layout)
 
 
-class Shared(NamedTuple):
+class ColumnsMemory(NamedTuple):
     """The contents of shared memory, in chunks of 64 columns."""
 
     queries: Any  # of two units
@@ -221,7 +221,7 @@ def latent_columns_kernel(
     eights = reinterpret(pages, dtype, [PLACES * (N // 8), 8, 64], layout)
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     q_ring, tile_ring = ring.ring_of(SHAPE.units, 1, 1), ring.ring_of(SHAPE.stages, PAGES, 1)
-    shared = Shared(queries, q_ring, tile_ring, pages, chunks, eights, weights)
+    shared = ColumnsMemory(queries, q_ring, tile_ring, pages, chunks, eights, weights)
     fence_async_shared()
     if PDL:
         gdc_wait()

@@ -79,7 +79,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     return latent.build_of(latent_fp8_kernel, shape, [rows], pairs, choice, spec, target, ("k_scale",))
 
 
-class Shared(NamedTuple):
+class BytesMemory(NamedTuple):
     """The contents of shared memory."""
 
     queries: Any  # chunks of query rows as TMA writes them,
@@ -398,7 +398,7 @@ def latent_fp8_kernel(
     weights = gl.allocate_shared_memory(gl.float16, [2 * GROUPS if SCALED else 2, N, M], weight_layout)
     factors = gl.allocate_shared_memory(gl.float32, [2, M], vector)
     changed = gl.allocate_shared_memory(gl.int32, [2, 4], vector)
-    shared = Shared(
+    shared = BytesMemory(
         queries, rows, ring.ring_of(SHAPE.units, 1, 1), latent_pages, latents, rotated_pages, rotated, scale_pages,
         scales, ring.ring_of(STAGES, PAGES, 3), Messages(weights, factors, changed, ring.ring_of(2, 1, 2)),
     )  # fmt: skip

@@ -112,7 +112,7 @@ def query_row(part, SPEC: gl.constexpr):
     return (part.row_start + part.first_token) * SPEC.heads + part.kh * SPEC.G
 
 
-class Rows(NamedTuple):
+class UnitRows(NamedTuple):
     """The packed query rows of a unit: how their scores are scaled, and the keys that they see."""
 
     factor: Any  # of scores, to base 2: one number, or one per row
@@ -127,13 +127,13 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def rows_of(part, r, factor, cap, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """:class:`Rows` of a unit whose packed rows are r."""
+    """:class:`UnitRows` of a unit whose packed rows are r."""
     MASKS: gl.constexpr = SPEC.masks
     first_i = part.seq_len - part.q_len + part.first_token
     last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
     full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, numbers, MASKS, SHAPE.N)
     low, i = keys_of_rows(first_i + r // SPEC.G, part.s, None, numbers, MASKS)
-    return Rows(factor, cap, part.seq_len, oldest, i, low, full_start, full_end)
+    return UnitRows(factor, cap, part.seq_len, oldest, i, low, full_start, full_end)
 
 
 @gluon.jit

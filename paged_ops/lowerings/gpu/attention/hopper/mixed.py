@@ -106,8 +106,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         "num_warps": 4,
     }
     launcher = launcher_of(mixed_kernel, constants, target.device)
-    described = [each for each in dense.descriptors(spec, shape.page) if each is not None]
-    described += mixed_decodes.chunk_descriptors(spec, decodes.page)
+    chunks = mixed_decodes.chunk_descriptors(spec, decodes.page)
+    described = [*filter(None, dense.descriptors(spec, shape.page)), *chunks]
     launch = HopperLaunch(launcher, (P, 1, 1), (*PARTS, "arrived"), described, dense.rows_of(spec))
     tile = TileShape(ROWS, KEYS, 0, spec.v_side.size, 0, False)
     own = merge.with_merge((launch,), P, tile, spec, target, division)

@@ -24,7 +24,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import zero_rows
 from paged_ops.lowerings.gpu.attention.hopper.dense import matrix_of
 from paged_ops.lowerings.gpu.attention.hopper.latent_few import Steps, attend
 from paged_ops.lowerings.gpu.attention.hopper.launch import Described
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, rows_of
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, rows_of
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts
 from paged_ops.lowerings.gpu.gluon_names import load_box, reinterpret
 from paged_ops.lowerings.gpu.spec import Side, Spec
@@ -53,7 +53,7 @@ class DecodeMemory(NamedTuple):
     """The decoder's shared memory."""
 
     queries: Any  # chunks of a unit's query rows
-    chunks: Any  # Tiles: of keys and values
+    chunks: Any  # TileRing: of keys and values
     weights: Any  # of a tile of keys
 
 
@@ -65,7 +65,7 @@ def decode_memory(dtype: gl.constexpr, SHAPE: gl.constexpr):
     pages = gl.allocate_shared_memory(dtype, [PLACES * (SHAPE.N // SHAPE.page), SHAPE.page, WIDTH], layout)
     tiles = reinterpret(pages, dtype, [PLACES, SHAPE.N, WIDTH], layout)
     weights = gl.allocate_shared_memory(dtype, [SHAPE.M, SHAPE.N], layout)
-    return DecodeMemory(queries, Tiles(pages, tiles, ring.ring_of(PLACES, 1, 1)), weights)
+    return DecodeMemory(queries, TileRing(pages, tiles, ring.ring_of(PLACES, 1, 1)), weights)
 
 
 @gluon.jit

@@ -69,11 +69,11 @@ def split_launch(
     tiles: tuning.Tiles, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
 ) -> Launch:
     """The launch of split_kernel. ``fan``: the number of parts that a program merges at a time; 0: none."""
-    sizes = {"slices": tiles.slices, "paired": spec.storage.paired, "heads": tiles.heads}
+    shape = tuning.shape(tiles.split, spec, slices=tiles.slices, paired=spec.storage.paired, heads=tiles.heads)
     constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "TILE": tuning.shape(tiles.split, spec, **sizes),
+        "TILE": shape,
         "FAN": fan,
         **target.overlap(),
         **tiles.split.options(target.backend != "hip"),
