@@ -56,7 +56,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     """The launches of a choice."""
     tile, programs, division = choice
     grouped = in_groups(spec, tile.block_m)
-    shape = tile_shape(tile, spec)
+    assert spec.rotated is not None, "a latent cache"
+    P, R = (tuning.padded(size, spec.storage.dtype.itemsize) for size in (spec.rotated.size, spec.v_side.size))
+    shape = TileShape(tile.block_m, tile.block_n, P, R, 0, False)
     constants = {"SPEC": grouped, "DIVISION": division, "TILE": shape, **target.overlap()}
     launcher = launcher_of(latent_kernel, constants | tile.options(target.backend != "hip"), target.device)
     launch = Launch(launcher, (programs, 1, 1), ("T", "taken", "arrived", "value_cache"))
@@ -67,14 +69,6 @@ def in_groups(spec: Spec, rows: int) -> Spec:
     """The spec with groups of query heads, of at most ``rows`` each, as key/value heads."""
     G = min(tuning.power_of_2(spec.heads), rows)
     return spec._replace(K=-(-spec.heads // G), G=G, v_side=spec.v_side._replace(run=1))
-
-
-def tile_shape(tile: tuning.Tile, spec: Spec) -> TileShape:
-    """The shape of a tile; its D is the padded P."""
-    assert spec.rotated is not None, "a latent cache"
-    itemsize = spec.storage.dtype.itemsize
-    P, R = (tuning.padded(size, itemsize) for size in (spec.rotated.size, spec.v_side.size))
-    return TileShape(tile.block_m, tile.block_n, P, R, 0, False)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
