@@ -103,7 +103,8 @@ def served_sizes() -> list[int]:
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
     tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
-    short = _short_of(tiles, spec, target, shapes.T, shapes.S)
+    items = 0 if tiles.all_split else shapes.T * spec.G // BLOCK_M * spec.K
+    short = short_keys(tiles.split.block_m, shapes.S * spec.K, items, target.processors)
     if tiles.all_split and short < 0:
         return ALL_SPLIT
     if not has_form(spec, shapes):
@@ -173,11 +174,6 @@ def read_spec(spec: Spec) -> Spec:
     """The spec with the strides of the query rows that the kernel reads."""
     D = spec.k_side.size
     return spec._replace(query=(spec.K * spec.G * D, D, 1)) if are_copied(spec) else spec
-
-
-def _short_of(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> int:
-    items = 0 if tiles.all_split else T * spec.G // BLOCK_M * spec.K
-    return short_keys(tiles.split.block_m, S * spec.K, items, target.processors)
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:

@@ -78,11 +78,6 @@ def tile_rows(spec: Spec, T: int, S: int) -> int:
     return 0 if not least <= rows <= most else max(WARPGROUP.value, tuning.power_of_2(rows))
 
 
-def has_beginnings(spec: Spec, target: Target, S: int) -> bool:
-    """Whether programs may begin several units, so that shares should count the cost."""
-    return 4 * S * spec.K >= target.processors
-
-
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     """The choice for a batch; the reason if another kernel should serve it."""
     M = tile_rows(spec, shapes.T, shapes.S)
@@ -91,7 +86,8 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     if not dense.has_form(spec, shapes):
         return NOT_TMA
     division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
-    return M, division, has_beginnings(spec, target, shapes.S)
+    # Where programs may begin several units, shares count the cost.
+    return M, division, 4 * shapes.S * spec.K >= target.processors
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:

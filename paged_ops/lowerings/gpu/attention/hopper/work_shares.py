@@ -11,16 +11,6 @@ from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, sequence, share_index, shares, unit_after
 
 
-class Share(NamedTuple):
-    """Where a program begins, and how many tiles it has."""
-
-    steps: Any
-    s: Any
-    kh: Any
-    first_token: Any
-    tile: Any
-
-
 @gluon.jit
 def add(a, b):
     return a + b
@@ -28,13 +18,14 @@ def add(a, b):
 
 @gluon.jit
 def share_of(p, programs, batch, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr):
-    """The p-th of equal shares of all key tiles of all units."""
+    """The p-th of equal shares of all key tiles of all units: the number of its tiles, and where it begins, which is a
+    sequence, key/value head, token and tile."""
     lanes = gl.arange(0, DIVISION.at_once, gl.BlockedLayout([1], [32], [4], [0]))
     counted = Batch(batch.tensors, batch.numbers, None, lanes)
     start, end, _share, _longer = shares(p, programs, counted, SPEC, DIVISION, SHAPE)
     s, unit, tile = locate(start, counted, SPEC, DIVISION, SHAPE)
     _row_start, _q_len, _seq_len, first_tile, _end_tile = sequence(s, batch, SPEC, DIVISION, SHAPE.N)
-    return Share(end - start, s, unit % SPEC.K, unit // SPEC.K * (SHAPE.M // SPEC.G), first_tile + tile)
+    return end - start, s, unit % SPEC.K, unit // SPEC.K * (SHAPE.M // SPEC.G), first_tile + tile
 
 
 class Part(NamedTuple):
