@@ -79,7 +79,6 @@ APPLIES = frozenset({"causal", "window", "first", "chunk", "ranges", "soft_cap",
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     key, value = spec.k_side, spec.v_side
     against = {
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
@@ -114,7 +113,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tiles, division, consumers = choice
     shape = shape_of(spec, target.shared_memory, consumers)
     described = descriptors(spec, shape.page)

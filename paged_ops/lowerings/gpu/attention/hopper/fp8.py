@@ -53,7 +53,6 @@ LEAST = gl.constexpr(27)  # biased exponent of the least factor
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     key, value, stored = spec.k_side, spec.v_side, spec.storage.dtype
     against = {
         f"cache_dtype: expected float8, got {stored}": stored not in STORED,
@@ -86,7 +85,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     pairs, (tiles, division) = in_pairs(spec), choice
     shape, of_bytes = shapes_of(pairs, target.shared_memory)
     constants = {"SHAPE": shape, "BYTES": of_bytes, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}

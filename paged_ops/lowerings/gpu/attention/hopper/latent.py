@@ -68,7 +68,6 @@ APPLIES = frozenset({"latent", "causal", "window", "chunk", "soft_cap", "sinks",
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return refusals(spec, APPLIES, [spec.dtype], str(spec.dtype), 8)
 
 
@@ -114,7 +113,6 @@ def packed(spec: Spec, rows: int) -> Spec:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     widths = ROTATED, LATENT // 2
     rows = [functools.partial(describe_rows, ROWS, width) for width in widths]
     bytes_of_key = 2 * ROTATED, LATENT, LATENT
@@ -248,9 +246,8 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     latents = args[1]
     messages = shared.messages
     M: gl.constexpr = SHAPE.M
-    WIDTH: gl.constexpr = (
-        SPEC.v_side.size // 4
-    )  # a matmul with twice the columns would need more registers than ptxas allows it
+    # A matmul with twice the columns would need more registers than ptxas allows it.
+    WIDTH: gl.constexpr = SPEC.v_side.size // 4
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     acc0 = gl.full([M, WIDTH], 0.0, gl.float32, layout)

@@ -60,7 +60,6 @@ def rows_of_unit(spec: Spec, shapes: Shapes) -> int:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     page, key_bytes = latent.page_of(spec), (latent.KEY_BYTES.value,)
     shape = LatentShape(ROWS, latent.KEYS, page, latent.STAGES, UNITS, key_bytes, REGISTERS)
     rows = functools.partial(latent.describe_rows, ROWS, 64)

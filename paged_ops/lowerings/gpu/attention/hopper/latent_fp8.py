@@ -54,7 +54,6 @@ APPLIES |= {"float8_e4m3fn", "float8_e5m2", "row_scales", "k_scale"}
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return latent.refusals(spec, APPLIES, STORED, "float8", 1)
 
 
@@ -65,7 +64,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     M, scaled, page = choice[1].rows, spec.storage.row_scales, latent.page_of(spec)
     stages, units, registers, outstanding = SIZES[M]
     stages -= scaled and M == 32  # four tiles of weights rather than one

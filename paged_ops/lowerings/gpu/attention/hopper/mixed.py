@@ -70,7 +70,6 @@ APPLIES = frozenset({"causal", "window", "chunk", "soft_cap", "sinks", "float16"
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     sizes = spec.k_side.size, spec.v_side.size
     against = {
         f"num_heads: expected at most {ROWS} per key/value head, got {spec.G}": spec.G > ROWS,
@@ -102,7 +101,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     division, others = choice
     others = dense.build(others, spec, target, shapes)
     shape, P = shape_of(spec, target.shared_memory), target.processors

@@ -57,7 +57,6 @@ APPLIES = frozenset({"causal", "window", "first", "chunk", "soft_cap", "sinks", 
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     sizes = spec.k_side.size, spec.v_side.size
     against = [] if sizes in SIZES else [f"head sizes: expected one of {SIZES}, got {sizes}"]
     return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
@@ -91,7 +90,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     M, division, beginnings = choice
     shape = shape_of(spec, M, target.shared_memory)
     P = tuning.programs_apart(spec.K, target.processors)

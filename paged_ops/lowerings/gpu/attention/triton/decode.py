@@ -23,7 +23,6 @@ from paged_ops.lowerings.gpu.target import Target
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return not_applied(spec, APPLIES) + tuning.too_large(spec.k_side.size, spec.v_side.size)
 
 
@@ -40,7 +39,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tiles, division, fan = choice
     launches = build_around((), spec, target, tiles, division)
     if not fan:

@@ -40,7 +40,6 @@ def too_large(R: int | None, P: int | None) -> list[str]:
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     if spec.rotated is None:
         return ["kv_cache: not latent"]
     return not_applied(spec, APPLIES | {"latent", "row_scales"}) + too_large(spec.v_side.size, spec.rotated.size)
@@ -53,7 +52,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tile, programs, division = choice
     grouped = in_groups(spec, tile.block_m)
     assert spec.rotated is not None, "a latent cache"

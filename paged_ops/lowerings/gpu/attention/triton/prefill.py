@@ -20,7 +20,6 @@ from paged_ops.lowerings.gpu.target import Target
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return decode.serves(spec, target)
 
 
@@ -31,7 +30,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tiles, division = choice
     tile = tiles.prefill
     constants = {
