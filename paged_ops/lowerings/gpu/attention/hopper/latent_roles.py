@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 
 from paged_ops.lowerings.gpu.attention.hopper import ring
 from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E, apply_soft_cap
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import size_of
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.gluon_names import load_box
@@ -95,7 +94,7 @@ def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
             for page in gl.static_range(PAGES):
                 row = of_lane(first, page) // SHAPE.group
                 if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
-                    ring.expect(rings[which], at, SHAPE.page * size_of(SHAPE.key_bytes, which))
+                    ring.expect(rings[which], at, SHAPE.page * SHAPE.key_bytes[which])
                     LOADS.page(descs, row, at, page, which, shared, SHAPE)
                 else:
                     ring.fill(rings[which], at)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from paged_ops.lowerings.gpu.attention.hopper import work as items
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, number_of, rows_at_once, size_of, sum_of
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, rows_at_once, sum_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty
 from paged_ops.lowerings.gpu.attention.hopper.work import Work
 from paged_ops.lowerings.gpu.attention.shared.masks import place_at
@@ -34,7 +34,7 @@ def fetch_rows(
 ):
     """Begin to copy the columns of one part of an item's query rows."""
     G: gl.constexpr = SPEC.G
-    SIZE: gl.constexpr = size_of(SHAPE.k.parts, PART)
+    SIZE: gl.constexpr = SHAPE.k.parts[PART]
     ROWS: gl.constexpr = rows_at_once(SIZE)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
     d = first_of(SHAPE.k.parts, PART, SPEC.k_side.size) + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
@@ -51,7 +51,7 @@ def fetch_rows(
 @gluon.jit
 def begin_rows(query, item, groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr = 4):
     """Begin to copy an item's query rows to a slot."""
-    for part in gl.static_range(number_of(SHAPE.k.parts)):
+    for part in gl.static_range(len(SHAPE.k.parts)):
         fetch_rows(query, item, groups[part], slot, part, SPEC, SHAPE, WARPS)
     async_copy.commit_group()
 
@@ -144,7 +144,7 @@ def load_tile(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr
     full = full_of(to.ring, n)
     column = kh * COLUMNS.matrix.columns_head
     mbarrier.expect(full, SHAPE.N * sum_of(COLUMNS.parts) * 2)
-    for part in gl.static_range(number_of(COLUMNS.parts)):
+    for part in gl.static_range(len(COLUMNS.parts)):
         first = column + first_of(COLUMNS.parts, part, COLUMNS.size)
         for page in gl.static_range(PAGES):
             place = to.pages[part].index(stage_of(to.ring, n) * PAGES + page)
