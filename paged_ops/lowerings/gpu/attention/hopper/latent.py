@@ -317,13 +317,14 @@ def latent_hopper_kernel(
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
     LOAD: gl.constexpr = roles.load_part
-    LOADS: gl.constexpr = roles.Loads(load_rows, load_page)
+    ROWS_OF_UNIT: gl.constexpr = load_rows
+    PAGE: gl.constexpr = load_page
     gl.warp_specialize(
         [
             (walk, (SCORE, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (0, left), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (HALF, right), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, (LOADS, rings, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (ROWS_OF_UNIT, PAGE, rings, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

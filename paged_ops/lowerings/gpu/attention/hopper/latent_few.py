@@ -229,12 +229,13 @@ def latent_columns_kernel(
     share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     ATTEND: gl.constexpr = attend_part
     LOAD: gl.constexpr = roles.load_part
-    LOADS: gl.constexpr = roles.Loads(roles.load_rows, load_page)
-    args = (LOADS, (tile_ring,), (q_desc, cache_desc))
+    ROWS_OF_UNIT: gl.constexpr = roles.load_rows
+    PAGE: gl.constexpr = load_page
+    rings, descs = (tile_ring,), (q_desc, cache_desc)
     gl.warp_specialize(
         [
             (walk, (ATTEND, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, args, batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (ROWS_OF_UNIT, PAGE, rings, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [1],
         SHAPE.registers,

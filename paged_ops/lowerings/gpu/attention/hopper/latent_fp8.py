@@ -407,13 +407,14 @@ def latent_fp8_kernel(
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
     LOAD: gl.constexpr = roles.load_part
-    LOADS: gl.constexpr = roles.Loads(roles.load_rows, load_page)
+    ROWS_OF_UNIT: gl.constexpr = roles.load_rows
+    PAGE: gl.constexpr = load_page
     gl.warp_specialize(
         [
             (walk, (SCORE, factors_of(batch, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (0,), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (2,), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, (LOADS, (shared.ring,), descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (ROWS_OF_UNIT, PAGE, (shared.ring,), descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

@@ -55,13 +55,6 @@ def of_lane(vector, n: gl.constexpr):
     return gl.sum(gl.where(lane == n, vector, 0), 0)
 
 
-class Loads(NamedTuple):
-    """The functions in which the producers differ."""
-
-    rows: Any  # loads a unit's query rows
-    page: Any  # loads a page of a ring
-
-
 @gluon.jit
 def load_rows(descs, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to load the query rows of the program's n-th unit, in chunks of 64 columns."""
@@ -74,17 +67,18 @@ def load_rows(descs, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Load the tiles of a part, and its unit's query rows. ``args``: :class:`Loads`, the rings of a tile, and the
-    descriptors."""
-    LOADS: gl.constexpr = args[0]
-    rings, descs = args[1], args[2]
+    """Load the tiles of a part, and its unit's query rows. ``args``: the functions that load query rows, and a page of
+    a ring; the rings of a tile; the descriptors."""
+    begin_rows: gl.constexpr = args[0]
+    begin_page: gl.constexpr = args[1]
+    rings, descs = args[2], args[3]
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
     ROWS_N: gl.constexpr = SPEC.v_side.n // SPEC.v_side.b
     n, at, _ = counts
     key = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])) % PAGES * SHAPE.page  # of a tile: a page per lane
     ids = load_ids(part, part.tile, batch, SPEC, SHAPE)
     if not SHAPE.rows_last:
-        LOADS.rows(descs, part, n, shared, SPEC, SHAPE)
+        begin_rows(descs, part, n, shared, SPEC, SHAPE)
     for t in range(part.seen):
         tile = part.tile + t
         first = ids * ROWS_N + (tile * SHAPE.N + key) % SPEC.B  # the first row of each page in the cache
@@ -95,12 +89,12 @@ def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.c
                 row = of_lane(first, page) // SHAPE.group
                 if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
                     ring.expect(rings[which], at, SHAPE.page * SHAPE.key_bytes[which])
-                    LOADS.page(descs, row, at, page, which, shared, SHAPE)
+                    begin_page(descs, row, at, page, which, shared, SHAPE)
                 else:
                     ring.fill(rings[which], at)
         if SHAPE.rows_last:
             if t == 0:  # the last unit's query rows may still be read
-                LOADS.rows(descs, part, n, shared, SPEC, SHAPE)
+                begin_rows(descs, part, n, shared, SPEC, SHAPE)
         at += 1
     return Counts(n + 1, at, counts.messages)
 
