@@ -35,7 +35,8 @@ def expect_nothing_later(found: dict[str, Any]) -> None:
     assert not names, f"{found['case']}: {len(found['later'])} kernels compiled after warm_up: {names}"
 
 
-@pytest.mark.parametrize("num_steps", [400])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [250])
 def test_gpu_kernels_are_those_of_warm_up(num_steps: int) -> None:
     """On an imitated H200: Triton is asked for no kernel in random steps."""
     faults = ("latent without prompts", "dense without sizes")
