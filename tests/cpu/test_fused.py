@@ -283,6 +283,7 @@ def test_a_changed_header_is_compiled(tmp_path):
         assert cpp.load(made, [cpp_extension.get_cxx_compiler()], (), tmp_path)(None) == number
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compiler, tmp_path):
     """In a process of its own, as such libraries can kill one."""
     folder = tmp_path / "libraries"
