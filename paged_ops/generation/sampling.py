@@ -40,8 +40,12 @@ class Chosen:
         event: after the copy to the host; None on the CPU.
     """
 
-    def __init__(self, best: Tensor, tokens: Tensor, requests: Sequence[Request]) -> None:
-        self.tokens, self.requests = tokens, requests
+    def __init__(
+        self, best: Tensor, tokens: Tensor, requests: Sequence[Request], in_use: Sequence[Tensor] = ()
+    ) -> None:
+        """``in_use``: tensors whose addresses kernels have; kept until the tokens are read, as a request can end before
+        a step that was launched with it."""
+        self.tokens, self.requests, self._in_use = tokens, requests, in_use
         self.event: torch.cuda.Event | None = None
         self._numbers = [best, tokens]
         if tokens.is_cuda:
@@ -55,6 +59,7 @@ class Chosen:
         """Waits for the tokens. One is -1 where the best logit is not finite; in a row with NaN the best is NaN."""
         if self.event is not None:
             self.event.synchronize()
+        self._in_use = ()
         best, tokens = self._numbers
         values, found = best.tolist(), tokens.tolist()
         if not math.isfinite(sum(values)):
@@ -104,9 +109,9 @@ def choose(
         tokens = _draw(logits_of, best, drawn, requests)
     elif drawn:
         tokens[on_device(drawn, torch.int64, device)] = _draw(logits_of, best, drawn, requests)
-    scores = logits_of[:0]
+    scores, in_use = logits_of[:0], list[Tensor]()
     if changed:
-        scores = _penalized(logits_of, changed, some, before)
+        scores = _penalized(logits_of, changed, some, before, in_use)
         best_changed, chosen = _choose_changed(scores, some)
         # A row with NaN has no token, even if a processor has hidden the NaN, unless that is what was asked for.
         best = best.double()
@@ -119,7 +124,7 @@ def choose(
             at = on_device(changed, torch.int64, device)
             best[at] += best_changed
             tokens[at] = chosen
-    result = Chosen(best, tokens, requests)
+    result = Chosen(best, tokens, requests, in_use)
     if not any(requests[i].is_read_at_once for i in special):
         return result
     found = result.read().tokens
@@ -186,12 +191,14 @@ def _choose_changed(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor
     return best, tokens
 
 
-def _penalized(logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None) -> Tensor:
+def _penalized(
+    logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None, in_use: list[Tensor]
+) -> Tensor:
     """The scores of these rows of logits ``[R, V]``, float32, after the penalties of their requests. The ends of
-    sequences that are too short are hidden."""
+    sequences that are too short are hidden. Adds tensors to ``in_use`` whose addresses kernels have."""
     lowered = [k for k, request in enumerate(requests) if request.settings.has_penalties]
     if lowered and logits.is_cuda:
-        scores = _penalized_by_kernels(logits, rows, requests, before)
+        scores = _penalized_by_kernels(logits, rows, requests, before, in_use)
     else:
         scores = logits[on_device(rows, torch.int64, logits.device)].float()
     if lowered and not logits.is_cuda:
@@ -223,7 +230,7 @@ def _penalized(logits: Tensor, rows: Sequence[int], requests: Sequence[Request],
 
 
 def _penalized_by_kernels(
-    logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None
+    logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None, in_use: list[Tensor]
 ) -> Tensor:
     from paged_ops.lowerings.gpu.penalties import penalized
 
@@ -231,7 +238,9 @@ def _penalized_by_kernels(
     for row, request in zip(rows, requests, strict=True):
         settings, address, n, newest = request.settings, 0, 0, 0
         if settings.has_penalties:
-            address, n = request.ids_but_newest(logits.device).data_ptr(), request.length
+            ids, n = request.ids_but_newest(logits.device), request.length
+            in_use.append(ids)
+            address = ids.data_ptr()
             is_unread = before is not None and request.num_unread
             newest = -1 - before.index[request] if before is not None and is_unread else request.tokens[-1]
             lowered.append(request)
