@@ -111,6 +111,7 @@ class Engine:
             max_num_batched_tokens=args.chunk,
             enable_prefix_caching=bool(args.sharing),
             gpu_memory_utilization=args.memory,
+            **({"kv_cache_memory_bytes": args.cache << 30} if args.cache else {}),
             disable_log_stats=True,
             # Of other kernels than attention, and not without packages that FlashInfer's attention does not need.
             enable_flashinfer_autotune=False,
@@ -282,8 +283,8 @@ def measure(backend: str, args: argparse.Namespace) -> None:
         engine = Engine(name, "tiny" if args.tiny else args.shape, args)
         record["start_seconds"] = time.monotonic() - started
         if args.gate:
-            gate = open(args.gate, "w")  # closed, and so released, when the process ends
-            fcntl.flock(gate, fcntl.LOCK_EX)
+            # never closed: the lock is released when the process ends
+            fcntl.flock(os.open(args.gate, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
         config = engine.engine.vllm_config
         record["block_size"] = config.cache_config.block_size
         record["dtype"] = str(config.model_config.dtype)
@@ -389,6 +390,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
+    parser.add_argument("--cache", type=int, default=None, help="GiB of the cache on each GPU, instead of a share")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
     parser.add_argument("--sharing", type=int, default=0, help="only cases whose requests share this number of tokens")
     parser.add_argument("--cascade", action="store_true", help="our backend looks for what requests share")

@@ -8,6 +8,7 @@ step with the choice of tokens: with and without overlap, inside ``generate`` an
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +30,37 @@ from paged_ops.parallel.transfer import recv_blocks, send_blocks
 BF16 = torch.bfloat16
 
 
-def loop(bench: Bench) -> None:
-    from parallel_steps import OPTIONS, _whole, overlapping, shard
+class Timed:
+    """A loop over S prompts of 1000 tokens, which are computed once and then found in the cache."""
 
+    def __init__(self, bench: Bench, paged: PagedCausalLM, S: int) -> None:
+        self.bench = bench
+        cache = paged.allocate_kv_cache(S * 84 + 64, 16)
+        self.loop = GenerationLoop(
+            paged, cache, max_num_seqs=max(S, 2), max_num_tokens=2048, graph_mode="FULL_DECODE_ONLY", overlap=True
+        )
+        self.prompts = [[(7 * i + 13 * j) % 100_000 for j in range(1000)] for i in range(S)]
+        self.tokens: list[Any] = []  # the first ones of each run
+
+    def seconds(self, count: int, on_token: Any) -> float:
+        dist.barrier(group=self.bench.group)
+        began = time.perf_counter()
+        params = SamplingParams(max_new_tokens=count, temperature=0, stop_token_ids=())
+        outputs = self.loop.generate(self.prompts, params, on_token)
+        self.tokens.append([list(each)[:16] for each in outputs])
+        return time.perf_counter() - began
+
+    def ms_per_step(self, overlap: bool, on_token: Any) -> float:
+        self.loop._steps._overlaps = overlap
+        self.seconds(16, on_token)
+        short, steps = self.seconds(20, on_token), self.loop.stats.steps
+        taken = self.seconds(220, on_token) - short
+        return 1e3 * taken / (self.loop.stats.steps - steps - 20)
+
+
+def loop(bench: Bench) -> None:
     import loop as of_one_gpu
+    from parallel_steps import OPTIONS, _whole, overlapping, shard
 
     model = shard(_whole(), bench)
     paged = PagedCausalLM(model, max_model_len=8192)
@@ -40,48 +68,31 @@ def loop(bench: Bench) -> None:
     overlapping(model)
     paged.compile_layers(options=OPTIONS)
     for S in bench.options.get("sequences", (1, 64)):
-        cache = paged.allocate_kv_cache(S * 84 + 64, 16)
-        sizes = dict(max_num_seqs=max(S, 2), max_num_tokens=2048, graph_mode="FULL_DECODE_ONLY")
-        made = GenerationLoop(paged, cache, overlap=True, **sizes)
+        timed = Timed(bench, paged, S)
         began = time.monotonic()
-        made.warm_up()
-        warm_up = time.monotonic() - began
-        prompts = [[(7 * i + 13 * j) % 100_000 for j in range(1000)] for i in range(S)]
+        timed.loop.warm_up()
+        warm_up, stats = time.monotonic() - began, timed.loop.stats
         times: dict[str, float] = {}
-        tokens = []
         for overlap in (True, False, True, False):
-            made._steps._overlaps = overlap
-            for on_token in (None, lambda new: None):
-
-                def seconds(count: int, on_token: Any = on_token) -> float:
-                    """The prompts are found in the cache after the first time."""
-                    dist.barrier(group=bench.group)
-                    began = time.perf_counter()
-                    params = SamplingParams(max_new_tokens=count, temperature=0, stop_token_ids=())
-                    tokens.append([list(each)[:16] for each in made.generate(prompts, params, on_token)])
-                    return time.perf_counter() - began
-
-                seconds(16)
-                short, steps = seconds(20), made.stats.steps
-                taken = seconds(220) - short
-                ms = 1e3 * taken / (made.stats.steps - steps - 20)
-                name = f"{'overlapped' if overlap else 'in turn'}, {'generate' if on_token is None else 'on_token'}"
+            for name, on_token in (("generate", None), ("on_token", lambda new: None)):
+                name = f"{'overlapped' if overlap else 'in turn'}, {name}"
+                ms = timed.ms_per_step(overlap, on_token)
                 times[name] = round(min(times.get(name, ms), ms), 3)
-        graph, with_choice = of_one_gpu.captured_ms(made, S)
+        graph, with_choice = of_one_gpu.captured_ms(timed.loop, S)
         bench.add(
             sequences=S,
             context="1000 to 1220",
             captured_ms=round(max(bench.every(graph)), 3),
             captured_and_likeliest_ms=round(max(bench.every(with_choice)), 3),
             loop_ms=times,
-            overlapped_steps=made.stats.overlapped_steps,
-            steps=made.stats.steps,
-            same_tokens=all(each == tokens[0] for each in tokens),
+            overlapped_steps=stats.overlapped_steps,
+            steps=stats.steps,
+            same_tokens=all(each == timed.tokens[0] for each in timed.tokens),
             warm_up_s=round(warm_up, 1),
             all_reduces=paged.sums.kind if paged.sums else None,
         )
-        made.close()
-        del made, cache
+        timed.loop.close()
+        del timed
 
 
 def transfer(bench: Bench) -> None:
@@ -126,10 +137,17 @@ def transfer(bench: Bench) -> None:
 # Bits
 
 
-def in_parts(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, ranks: int) -> Tensor:
+Linear = Callable[[Tensor, Tensor], Tensor]
+
+
+def _last_given(linear: Linear, weight: Tensor, x: Tensor) -> Tensor:
+    return linear(x, weight)
+
+
+def in_parts(linear: Linear, weight: Tensor, ranks: int, x: Tensor) -> Tensor:
     """A row-parallel layer on one GPU in the order of ``ranks``: partial results are rounded to x's dtype, then added
     in float32."""
-    parts = zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), strict=True)
+    parts = zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), strict=True)  # views, also of the weight
     total = None
     for columns, part in parts:
         result = linear(columns, part).float()
@@ -142,7 +160,7 @@ def bits(bench: Bench) -> None:
     """Of Llama-3-8B's layers: elements with other bits than on one GPU, and microseconds on one GPU."""
     device, rank, size = bench.device, bench.rank, bench.size
     invariant = torch.ops.paged_ops_models.invariant_linear.default
-    kinds: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cuBLAS": F.linear, "invariant": invariant}
+    kinds: dict[str, Linear] = {"cuBLAS": F.linear, "invariant": invariant}
     generator = torch.Generator(device).manual_seed(1)
 
     def randn(*shape: int) -> Tensor:
@@ -165,26 +183,27 @@ def bits(bench: Bench) -> None:
         weight = randn(outputs, inputs) * inputs**-0.5
         own = weight.chunk(size, -1)[rank].contiguous()
         reducer = prepare_all_reduce(bench.group, outputs, BF16, device)
-        for T in (1, 16, 64, 512):
-            x = randn(T, inputs)
-            mine = x.chunk(size, -1)[rank].contiguous()
-            for kind, linear in kinds.items():
-                sharded = reducer.sum(linear(mine, own))
-                together = torch.compile(lambda x, linear=linear: in_parts(linear, x, weight, size), dynamic=False)
+        for kind, linear in kinds.items():
+            alone = functools.partial(_last_given, linear, weight)
+            plain = functools.partial(in_parts, linear, weight, size)
+            compiled = torch.compile(plain, dynamic=False)
+            for T in (1, 16, 64, 512):
+                x = randn(T, inputs)
+                sharded = reducer.sum(linear(x.chunk(size, -1)[rank].contiguous(), own))
                 us = {
-                    "one matmul": bench.median_us(bench.capture(lambda linear=linear, x=x: linear(x, weight))),
-                    "in parts": bench.median_us(bench.capture(lambda x=x, together=together: together(x))),
+                    each: round(bench.median_us(bench.capture(functools.partial(call, x))), 2)
+                    for each, call in (("one matmul", alone), ("in parts", compiled))
                 }
                 bench.add(
                     layer=name,
                     parallel="rows",
                     rows=T,
                     linear=kind,
-                    other_bits=differing(sharded, linear(x, weight)),
-                    other_bits_in_parts=differing(sharded, in_parts(linear, x, weight, size)),
-                    other_bits_in_parts_compiled=differing(sharded, together(x)),
+                    other_bits=differing(sharded, alone(x)),
+                    other_bits_in_parts=differing(sharded, plain(x)),
+                    other_bits_in_parts_compiled=differing(sharded, compiled(x)),
                     of=sharded.numel(),
-                    us_on_one_gpu={each: round(value, 2) for each, value in us.items()},
+                    us_on_one_gpu=us,
                 )
     H, K, D = 32, 8, 128
     heads, kv_heads = slice(rank * H // size, (rank + 1) * H // size), slice(rank * K // size, (rank + 1) * K // size)
