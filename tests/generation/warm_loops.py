@@ -75,7 +75,21 @@ def states() -> Any:
     return transformers.Qwen3NextConfig(**sizes, **heads, **linear, layer_types=kinds, mlp_only_layers=[0, 1])
 
 
-MODELS: dict[str, Callable[[], Any]] = {"dense": llama, "windowed": windowed, "latent": latent, "states": states}
+def gpt_oss() -> Any:
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=64)
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
+    return transformers.GptOssConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "dense": llama,
+    "windowed": windowed,
+    "latent": latent,
+    "states": states,
+    "invariant": gpt_oss,
+}
 
 
 def make_loop(name: str, **options: Any) -> Any:
@@ -87,9 +101,12 @@ def make_loop(name: str, **options: Any) -> Any:
 
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).eval()
     probe.expect_alike = lambda *args: None  # nothing computes the trial's logits
-    step = RandomLogits(PagedCausalLM(model))
-    fuse_projections(model)
-    use_overlapping_products(model)
+    if name == "invariant":
+        step = RandomLogits(PagedCausalLM(model, batch_invariant=True))
+    else:
+        step = RandomLogits(PagedCausalLM(model))
+        fuse_projections(model)
+        use_overlapping_products(model)
     cache = step.allocate_kv_cache(90, num_host_blocks=60, num_state_slots=2 * MOST_SEQS)
     sizes = dict(max_num_seqs=MOST_SEQS, max_num_tokens=MOST_TOKENS, max_model_len=LONGEST)
     return GenerationLoop(step, cache, **sizes, **options), step
