@@ -82,6 +82,27 @@ class Chosen:
         return None if at is None else self.tokens[at : at + 1]
 
 
+class Awaited(Chosen):
+    """The tokens of R requests that rank 0 chooses, on a device of another rank, before they arrive there.
+
+    Attributes:
+        event: after the step that this rank's device runs.
+    """
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self.tokens, self.requests = torch.zeros(len(requests), dtype=torch.int64, device=device), requests
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(device))
+
+    def read(self) -> Choices:
+        """Waits for the step. The tokens come from rank 0's host."""
+        if self.event is not None:
+            self.event.synchronize()
+        return Choices([], set(), {})
+
+
 def choose(
     logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None = None
 ) -> Chosen | Choices:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers", reason="transformers is the extra 'hf'")
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("dense", "windowed", "latent", "states")
+MODELS = ("dense", "windowed", "latent", "states", "invariant")
 
 
 def run(module: str, *arguments: str, **env: str) -> list[dict[str, Any]]:

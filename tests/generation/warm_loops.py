@@ -75,13 +75,27 @@ def states() -> Any:
     return transformers.Qwen3NextConfig(**sizes, **heads, **linear, layer_types=kinds, mlp_only_layers=[0, 1])
 
 
+def gpt_oss() -> Any:
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=64)
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
+    return transformers.GptOssConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
+
+
 CHOICES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 9, "top_p": 0.9},
     {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.1},
 ]
-MODELS: dict[str, Callable[[], Any]] = {"dense": llama, "windowed": windowed, "latent": latent, "states": states}
+MODELS: dict[str, Callable[[], Any]] = {
+    "dense": llama,
+    "windowed": windowed,
+    "latent": latent,
+    "states": states,
+    "invariant": gpt_oss,
+}
 
 
 def make_loop(name: str, device: str = "cpu", **options: Any) -> Any:
@@ -95,11 +109,12 @@ def make_loop(name: str, device: str = "cpu", **options: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).to(device).eval()
     if device == "cpu":
         probe.expect_alike = lambda *args: None  # nothing computes the trial's logits
-    step: Any = PagedCausalLM(model)
+    step: Any = PagedCausalLM(model, batch_invariant=name == "invariant")
     if device == "cpu":
         step = RandomLogits(step)
-    fuse_projections(model)
-    use_overlapping_products(model)
+    if name != "invariant":
+        fuse_projections(model)
+        use_overlapping_products(model)
     cache = step.allocate_kv_cache(90, num_host_blocks=60, num_state_slots=2 * MOST_SEQS)
     sizes = dict(max_num_seqs=MOST_SEQS, max_num_tokens=MOST_TOKENS, max_model_len=LONGEST)
     return GenerationLoop(step, cache, **sizes, **options), step
