@@ -152,11 +152,17 @@ class Ranks:
         return given
 
     def agree(
-        self, run: Callable[[], Result], *, limit: float | None = None, is_quiet: Callable[[], bool] = lambda: False
+        self,
+        run: Callable[[], Result],
+        *,
+        limit: float | None = None,
+        is_quiet: Callable[[], bool] = lambda: False,
+        has_collectives: bool = True,
     ) -> Result:
         """Run part of a step on all ranks and return rank 0's result on all; other ranks' functions may return None.
 
-        Afterwards ``is_quiet()`` says whether this rank only calls the next step.
+        Afterwards ``is_quiet()`` says whether this rank only calls the next step. If the function does not have
+        collectives, the ranks can continue after its error.
 
         Raises:
             Exception: the earliest exception of any rank, on all ranks, with a note that names its rank. That rank
@@ -166,13 +172,16 @@ class Ranks:
         self.check()
         limit = self.time_limit if limit is None else limit
         since, failure = time.monotonic(), None
-        self._done, self.is_quiet = None, False
+        self._done, self.is_quiet = None if has_collectives else 0, False
         result: Any = None
         try:
             with self._collectives.limited(limit):
                 result = run()
         except BaseException as error:
             failure = Failure(self.rank, time.time(), error)
+        if failure is None and self._collectives.aborted:  # what the device computed is worth nothing
+            waited = RankError(f"rank {self.rank} of {self.size} waited {limit:g} s for its device")
+            failure = Failure(self.rank, time.time(), waited)
         done = None if self._collectives.aborted else self._done
         reported = None if failure is None else failure._replace(error=portable(failure.error))
         mine = result if self.leads and failure is None else None
@@ -368,6 +377,12 @@ def _watch(collectives: weakref.ref[Collectives], ended: threading.Event) -> Non
             watched.abort()
             return
         del watched
+
+
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group moves tensors of this device in the order of its stream, without waiting on the host for a
+    GPU."""
+    return bool(_backends_of(group, "gloo" if device.type == "cpu" else "nccl"))
 
 
 def _backends_of(group: dist.ProcessGroup, name: str) -> list[Any]:

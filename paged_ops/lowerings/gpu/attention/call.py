@@ -327,7 +327,7 @@ def describe(
     key, value, cache_format = readable(paged, stored, target)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     spec = spec_of(query, key, value, cache_format, block_tables, sparse, f, out.dtype, with_lse, of_latents)
-    numbers = numbers_of(f, sparse, H, K, scale, block_tables.stride(0), S, T)
+    numbers = numbers_of(f, scale, block_tables.stride(0), S, T)
     aligned = not (key.data_ptr() | value.data_ptr()) & 15
     value_cache = kv_cache if f.value_cache is None else f.value_cache
     signature.offsets = key.data_ptr() - kv_cache.data_ptr(), value.data_ptr() - value_cache.data_ptr()

@@ -46,13 +46,9 @@ class Divided(NamedTuple):
 def store_begun(tensors, p, begun, share, longer):
     """Keep for :func:`load_begun` what program p began with."""
     place = tensors.arrived + p * INTEGERS + NOTES
-    tl.store(place, begun.first)
-    tl.store(place + 1, begun.last)
-    tl.store(place + 2, begun.row_start)
-    tl.store(place + 3, begun.tokens)
-    tl.store(place + 4, begun.kh)
-    tl.store(place + 5, share)
-    tl.store(place + 6, longer)
+    notes = begun + (share, longer)  # noqa: RUF005 - Triton has no star in a tuple
+    for n in tl.static_range(len(notes)):
+        tl.store(place + n, notes[n])
 
 
 @triton.jit

@@ -131,31 +131,26 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 # The fields that merge_kernel does not get.
 NOT_OF_MERGE = (
     *("taken", "arrived", "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"),
-    *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
-    "table_stride",
+    *("scale", "soft_cap", "table_stride"),
 )
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
 def decode_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The segments that begin in a program's share. ``WALK``: the spec by which shares count tiles."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     K: tl.constexpr = SPEC.K
     N: tl.constexpr = TILE.N
     TOKENS: tl.constexpr = UNIT.M // SPEC.G
@@ -191,16 +186,12 @@ def decode_kernel(
 @triton.jit(do_not_specialize=Numbers._fields)
 def prefill_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of a sequence that decode_kernel does not serve. The grid is that of prefill.py."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_launch_dependents()
     K: tl.constexpr = SPEC.K
@@ -208,7 +199,7 @@ def prefill_kernel(
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     kh = tl.program_id(0) % K
     place = tl.program_id(0) // K
     tiles = tl.num_programs(0) // K
@@ -271,7 +262,7 @@ def see_part(
     slopes = None
     if SPEC.logits.alibi:
         slopes = tl.load(tensors.alibi_slopes + row_head)
-    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, numbers, MASKS)
+    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, MASKS)
     oldest = oldest_key(first_i, numbers, MASKS)
     newest = seq_len
     full_end = seq_len // N
@@ -292,7 +283,7 @@ def see_part(
     block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
     keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
     values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
-    offset = stripe_offset(row_head, numbers, MASKS)
+    offset = stripe_offset(row_head, MASKS)
     rows = Rows(q, i, sees, slopes, factor, offset)
     cache = Keys(seq_len, hidden, block_table, keys, values)
 
@@ -307,13 +298,13 @@ def see_part(
         part, m_part, l_part = nothing_seen(M, DV_PAD, 0)
         if MASKS.sparse:
             steps = 0  # counted first, so that there is one loop below, whose loads start early
-            seen = next_seen_tile(tl.maximum(tile, hidden.oldest // N), first_i, head_offset, numbers, N)
+            seen = next_seen_tile(tl.maximum(tile, hidden.oldest // N), first_i, head_offset, MASKS, N)
             while seen < stop:
                 steps += 1
-                seen = next_seen_tile(seen + 1, first_i, head_offset, numbers, N)
+                seen = next_seen_tile(seen + 1, first_i, head_offset, MASKS, N)
             tile = tl.maximum(tile, hidden.oldest // N) - 1
             for _step in range(steps):
-                tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
+                tile = next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
                 part, _, m_part, l_part = see_tile(
                     part, part, m_part, l_part, rows, cache, tile, True, numbers, SPEC, TILE, True
                 )
@@ -409,21 +400,17 @@ def next_cut(
 @triton.jit(do_not_specialize=Numbers._fields)
 def merge_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Folds the states of the units that several programs share: all of them except the last help. Also writes the rows
     of padding."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     DV_PAD: tl.constexpr = TILE.Dv
