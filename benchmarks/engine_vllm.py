@@ -8,11 +8,16 @@ tokens are compared. Results are written after each measurement, so that a time 
     python benchmarks/engine_vllm.py --out DIR [--backends PAGED_OPS FLASH_ATTN TRITON_ATTN] [--seconds 540]
     python benchmarks/engine_vllm.py --out DIR --tiny            # a tiny model, to try the script, also on the CPU
     python benchmarks/engine_vllm.py --out DIR --backends        # only compare the results in DIR
+    python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2                        # on two GPUs
+    python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2 --context-parallel 2 --shape one-kv-head
+
+The workers of several GPUs find this package by its plugin, so it must be installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import os
@@ -37,6 +42,16 @@ SHAPES = {
         "max_position_embeddings": 16384,
         "rope_theta": 500000.0,
     },
+    "one-kv-head": {  # vLLM shards tokens only where a head of the cache would lie on several ranks
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 16384,
+        "rope_theta": 500000.0,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -57,6 +72,7 @@ DECODE = {
     "64 ragged, 128 to 8192": [int(128 * 64 ** (i / 63)) for i in range(64)],
     "8 long (8192) among 120 short (256)": ([8192] + [256] * 15) * 8,
 }
+LONG = {"1x65536": [65536], "1x131072": [131072], "4x65536": [65536] * 4}  # with --longest
 
 
 def log(text: str) -> None:
@@ -75,6 +91,8 @@ class Engine:
         config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
         config |= SHAPES[shape] | {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
         self.vocabulary = config["vocab_size"]
+        if args.longest:
+            config["max_position_embeddings"] = args.longest
         folder = tempfile.mkdtemp()
         (Path(folder) / "config.json").write_text(json.dumps(config))
         sizes = [1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -85,11 +103,15 @@ class Engine:
             skip_tokenizer_init=True,
             dtype="float32" if on_cpu else args.dtype,
             seed=0,
-            max_model_len=512 if self.tiny else 16384,
+            max_model_len=args.longest or (512 if self.tiny else 16384),
+            tensor_parallel_size=args.tensor_parallel,
+            decode_context_parallel_size=args.context_parallel,
+            **({"distributed_executor_backend": "mp"} if args.tensor_parallel > 1 else {}),
             max_num_seqs=8 if self.tiny else 256,
             max_num_batched_tokens=args.chunk,
             enable_prefix_caching=bool(args.sharing),
             gpu_memory_utilization=args.memory,
+            **({"kv_cache_memory_bytes": args.cache << 30} if args.cache else {}),
             disable_log_stats=True,
             # Of other kernels than attention, and not without packages that FlashInfer's attention does not need.
             enable_flashinfer_autotune=False,
@@ -108,7 +130,8 @@ class Engine:
         self.engine = self.llm.llm_engine
         self.next_id = 0
         self.shared = random.Random(0).choices(range(10, self.vocabulary), k=args.sharing)
-        self.compiled = [] if on_cpu else count_compilations()
+        # of this process: workers of several GPUs count for themselves
+        self.compiled = [] if on_cpu or args.tensor_parallel > 1 else count_compilations()
 
     def add(self, length: int, new_tokens: int, seed: int) -> str:
         """Queue a request with random token ids after the shared ones; greedy, no stop token."""
@@ -257,14 +280,19 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             name = vllm_plugin.name()
         else:
             name = backend
-        engine = Engine(name, "tiny" if args.tiny else "llama-3-8b", args)
+        engine = Engine(name, "tiny" if args.tiny else args.shape, args)
         record["start_seconds"] = time.monotonic() - started
+        if args.gate:
+            # never closed: the lock is released when the process ends
+            fcntl.flock(os.open(args.gate, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
         config = engine.engine.vllm_config
         record["block_size"] = config.cache_config.block_size
         record["dtype"] = str(config.model_config.dtype)
         record["graphs"] = str(config.compilation_config.cudagraph_mode)
         log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
-        cases = {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE
+        cases = (
+            {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE | (LONG if args.longest else {})
+        )
         if args.sharing:
             requests, own, other = (8, 16, 32) if args.tiny else (64, 256, 1024)
             lengths = [args.sharing + own + i for i in range(requests)]
@@ -362,9 +390,17 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
+    parser.add_argument("--cache", type=int, default=None, help="GiB of the cache on each GPU, instead of a share")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
     parser.add_argument("--sharing", type=int, default=0, help="only cases whose requests share this number of tokens")
     parser.add_argument("--cascade", action="store_true", help="our backend looks for what requests share")
+    parser.add_argument("--shape", default="llama-3-8b", choices=[name for name in SHAPES if name != "tiny"])
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
+    parser.add_argument("--context-parallel", type=int, default=1, help="vLLM's decode_context_parallel_size")
+    parser.add_argument(
+        "--longest", type=int, default=None, help="max_model_len; adds cases of 65536 and 131072 tokens"
+    )
+    parser.add_argument("--gate", default=None, help="a file to lock before measuring: engines then start side by side")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU platform, where CPU_ATTN is its own backend")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)

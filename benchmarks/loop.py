@@ -1,4 +1,4 @@
-"""``GenerationLoop`` on a GPU: a decode step of the loop next to the captured step alone, and a ragged load.
+"""``GenerationLoop`` on a GPU: a decode step of the loop next to the captured step alone. Whole loads: ``loads.py``.
 
     python benchmarks/loop.py --commit $(git rev-parse --short HEAD) --out loop.jsonl [--seconds 110]
 
@@ -8,9 +8,6 @@ this package's attention, layers compiled, decodes captured.
 Decode, for each number of sequences of 1024 tokens: milliseconds of the captured step alone, and with the choice of the
 likeliest tokens. Then, with and without overlap, for each kind of sampling: milliseconds of ``step()``, and of these
 the ones in which the host does not wait for tokens. Prompts are not computed; their keys and values are random.
-
-Ragged: seconds for 400 requests, prompts of 32 to 4096 tokens, outputs of 32 to 256, all waiting at once. Each load
-runs twice; the first time may compile.
 """
 
 from __future__ import annotations
@@ -138,24 +135,12 @@ def decode(loop: GenerationLoop, S: int, kind: str) -> dict[str, float]:
     return {**record, **ms, "overlapped": share}
 
 
-def ragged(loop: GenerationLoop, requests: int) -> float:
-    draw = random.Random(7)
-    started = time.perf_counter()
-    for _ in range(requests):
-        prompt = draw.choices(range(d.LLAMA_8B.vocabulary), k=int(32 * (4096 / 32) ** draw.random()))
-        loop.submit(prompt, SamplingParams(max_new_tokens=draw.randint(32, 256), temperature=0, stop_token_ids=()))
-    loop.run()
-    return time.perf_counter() - started
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", type=int, default=[1, 64, 256])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--ways", nargs="*", default=["turn", "overlap"], choices=["turn", "overlap"])
-    parser.add_argument("--requests", type=int, default=400, help="of the ragged load; 0 for none")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a step of the ragged load")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after them")
     parser.add_argument("--commit", default="unknown")
@@ -173,36 +158,21 @@ def main() -> None:
 
     model = make_model(args.layers)
     most = max([*args.sizes, 1])
-    kv_cache = make_cache(model, max(most * (CONTEXT + 128), 300_000 if args.requests else 0))
-    sizes_of = model_step.capture_sizes
+    kv_cache = make_cache(model, most * (CONTEXT + 128))
     model_step.capture_sizes = lambda _: sorted({max(size, 2) for size in args.sizes})
     options: dict[str, Any] = {"max_num_seqs": most, "max_num_tokens": 16384, "graph_mode": "FULL_DECODE_ONLY"}
     options["max_model_len"] = 2048
     loops = {way: GenerationLoop(WithoutPrompts(model), kv_cache, overlap=way, **options) for way in ways}
-    for loop in loops.values() if args.sizes else ():
+    for loop in loops.values():
         began = time.perf_counter()
         loop.warm_up()
         add(part="warm_up", seconds=time.perf_counter() - began)
-    model_step.capture_sizes = sizes_of
     for kind in args.kinds:
         for S in args.sizes:
             for way, loop in loops.items():
                 if time.monotonic() < until:
                     kv_cache.reset()
                     add(part="decode", sequences=S, kind=kind, overlap=way, **decode(loop, S, kind))
-    del loops
-    if args.requests:
-        options = {"max_num_seqs": 256, "max_num_tokens": args.tokens, "graph_mode": "FULL_DECODE_ONLY"}
-        loop = GenerationLoop(model, kv_cache, overlap=False, **options)
-        loop.warm_up()
-        steps = loop._steps
-        for way in (*ways, *ways):
-            if time.monotonic() < until:
-                kv_cache.reset()
-                steps._overlaps, loop.stats.seconds, before = way, 0.0, vars(loop.stats).copy()
-                seconds = ragged(loop, args.requests)
-                counts = {key: value - before[key] for key, value in vars(loop.stats).items()}
-                add(part="ragged", overlap=way, total_seconds=seconds, tokens=args.tokens, **counts)
 
 
 if __name__ == "__main__":

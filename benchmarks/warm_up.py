@@ -1,11 +1,13 @@
 """What ``GenerationLoop.warm_up`` takes with empty caches, and what is compiled after it: nothing.
 
     python benchmarks/warm_up.py --out DIR [--modes eager captured] [--layers 4] [--steps 300]
+    python benchmarks/warm_up.py --out DIR --modes --models dense windowed latent states --steps 10000
 
 Each mode is a process of its own with empty caches: the layers of Llama-3-8B's shape (a few of them, random weights),
 eager, or compiled whole with captured decodes. It prints the seconds of ``warm_up`` by phase, then runs random requests
 twice, the second time with the same seed. Compilations are counted by Triton's listener (a kernel that is found on disk
-counts as loaded) and by dynamo's counters.
+counts as loaded) and by dynamo's counters. ``--models`` runs random requests over tiny models of each kind of cache:
+the loops and loads of ``tests/generation/warm_loops.py``, there on an imitated GPU.
 """
 
 from __future__ import annotations
@@ -152,25 +154,52 @@ def measure(mode: str, layers: int, num_steps: int) -> dict[str, Any]:
     }
 
 
+def count(name: str, num_steps: int) -> dict[str, Any]:
+    """What the loop over a tiny model compiles, in this process."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.generation import warm_loops
+
+    counted = Compilations()
+    loop, _ = warm_loops.make_loop(name, "cuda")
+    loop.warm_up()
+    synchronize()
+    warm, started = counted.counts(), time.perf_counter()
+    warm_loops.load(loop, num_steps, 1)
+    synchronize()
+    stats = {name: value for name, value in vars(loop.stats).items() if isinstance(value, int)}
+    return {
+        "model": name,
+        "warm_up": {"compiled": len(warm["compiled"]), "loaded": len(warm["loaded"]), "graphs": warm["graphs"]},
+        "later": {"seconds": time.perf_counter() - started, **since(warm, counted.counts())},
+        "stats": stats,
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--models", nargs="*", choices=["dense", "windowed", "latent", "states"], default=[])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--here", action="store_true", help="in this process, with its caches")
     options = parser.parse_args()
     if options.here:
-        found = measure(options.modes[0], options.layers, options.steps)
-        (options.out / f"warm_up_{found['mode']}.json").write_text(json.dumps(found, indent=1))
+        name, *_ = *options.modes, *options.models
+        found = measure(name, options.layers, options.steps) if options.modes else count(name, options.steps)
+        (options.out / f"warm_up_{name}.json").write_text(json.dumps(found, indent=1))
         print(json.dumps(found))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    for mode in options.modes:
+    for what in [["--modes", each] for each in options.modes] + [
+        ["--modes", "--models", each] for each in options.models
+    ]:
         with tempfile.TemporaryDirectory() as folder:
             names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
             caches = {name: str(Path(folder, name)) for name in names}
-            command = [sys.executable, __file__, "--here", "--out", str(options.out), "--modes", mode]
+            command = [sys.executable, __file__, "--here", "--out", str(options.out), *what]
             sizes = ["--layers", str(options.layers), "--steps", str(options.steps)]
             subprocess.run([*command, *sizes], env={**os.environ, **caches}, check=True)
 

@@ -13,12 +13,13 @@ import torch
 from tests.helpers import gpu
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+MOST_WHOLE = 3  # cases of a test that --sample leaves whole
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     told = "device of the tests over the registry: cpu, cuda, cuda:1 or xla; with cuda:1, of the tests of a GPU too"
     parser.addoption("--device", default="cpu", help=told)
-    told = "of each test with more than SAMPLE cases, run one in SAMPLE: always the same ones"
+    told = "of each test with more than three cases, run one in SAMPLE, at least one: always the same ones"
     parser.addoption("--sample", type=int, default=1, help=told)
 
 
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: set[pytest.Item] = set()
     for same in cases.values():
         same.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        kept.update(same if len(same) <= share else same[: -(-len(same) // share)])
+        kept.update(same if len(same) <= MOST_WHOLE else same[: -(-len(same) // share)])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -50,6 +50,11 @@ class Inbox:
         """Whether any request is unfinished."""
         return bool(self._scheduler.unfinished or self.arrivals)
 
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether no step of the scheduler's requests can overlap with the one before."""
+        return self._scheduler.is_in_turn
+
     def make(
         self,
         prompts: Sequence[tuple[str, object]],

@@ -88,7 +88,7 @@ class GenerationLoop(NotCopied):
             default the step's ``process_group``. docs/parallel.md has the rules for their calls.
         rank_time_limit: seconds after which a missing rank is named in an error on all others.
         overlap: launch the next step before the tokens of the present one are read, where docs/generation.md says; by
-            default on GPUs. Not among ranks.
+            default on GPUs; among ranks, if the group carries tensors of the device.
 
     Raises:
         ValueError: a size is not positive, the budget is smaller than max_num_seqs, max_model_len is larger than the
@@ -141,11 +141,9 @@ class GenerationLoop(NotCopied):
         self._lock = kv_cache.lock
         self._changes: StepChanges | None = None  # that are decided, and not yet all made
         self._launched: Launched | None = None  # the step that the device runs, whose slots are committed
-        self._ranks = join_ranks(
-            step, group, rank_time_limit, self._inbox, kv_cache, self.stats, (*sizes, str(self.graph_mode))
-        )
-        overlaps = kv_cache.device.type == "cuda" if overlap is None else overlap
-        overlaps &= not self._inbox.is_shared
+        agreed = *sizes, str(self.graph_mode), overlap
+        self._ranks = join_ranks(step, group, rank_time_limit, self._inbox, kv_cache, self.stats, agreed)
+        overlaps = self._ranks.shares_tokens and (kv_cache.device.type == "cuda" if overlap is None else overlap)
         self._steps = Steps(self._model, self._scheduler, kv_cache, self._ranks, self.stats, overlaps)
         clean_up = functools.partial(free_all, kv_cache, self._scheduler.unfinished)
         weakref.finalize(self, kv_cache.lock.run_or_defer, clean_up, waits=False).atexit = False
@@ -443,13 +441,15 @@ class GenerationLoop(NotCopied):
             launched, self._launched = self._steps.launch(), None
             if self._steps.can_overlap(launched):
                 self._make(StepChanges(launched=launched))
-        else:
+        elif not self._inbox.is_shared:  # ranks check them together, in the step that follows
             self._model.check_weights()
         following = None
         if launched is self._launched:
             try:
                 following = self._steps.launch_after(launched)
             except Exception as raised:  # that step has not happened, but this one has
+                if self._ranks.is_lost:
+                    raise
                 error = raised
                 self._scheduler.cancel()
         changes = self._steps.finish(launched, following, is_committed=launched is self._launched)

@@ -12,13 +12,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
+from torch import Tensor
+
 from paged_ops.cache.hybrid import HybridCache
 from paged_ops.cache.kv_cache import KVCache
 from paged_ops.generation.inbox import Inbox
 from paged_ops.generation.request import GenerationStats, Request
 from paged_ops.generation.settings import Settings
 from paged_ops.metadata import Batch
-from paged_ops.parallel.rendezvous import ApartError, RankError, Ranks, portable
+from paged_ops.parallel.rendezvous import ApartError, RankError, Ranks, carries, portable
 
 Result = TypeVar("Result")
 
@@ -32,15 +35,20 @@ class OneRank:
 
     leads = True
     is_lost = False  # whether the ranks cannot go on
+    shares_tokens = True  # whether tokens go from rank 0 to the others' devices without their hosts
+    in_turn: bool | None = None  # what rank 0 said last of its scheduler's ``is_in_turn``; None: ask this rank's own
 
     def next_call(self, name: str) -> str:
         """Agrees on the next call before it is made: all ranks then have the same requests and aborts. Returns the call
         of rank 0."""
         return name
 
-    def run(self, call: Callable[[], Result], limit: float | None = None) -> Result:
+    def run(self, call: Callable[[], Result], limit: float | None = None, has_collectives: bool = True) -> Result:
         """Runs a function on all ranks. On all, returns rank 0's result or raises the first error of any rank."""
         return call()
+
+    def share(self, tokens: Tensor) -> None:
+        """Copies tokens on rank 0's device to those of the other ranks, in the order of the current streams."""
 
     def has_run(self, batch: Batch, input_ids: Sequence[int]) -> None:
         """Within :meth:`run`: records that the model has run this step."""
@@ -78,6 +86,7 @@ class Call(NamedTuple):
     state: tuple[Any, ...]  # must be equal on all ranks
     submitted: tuple[Submission, ...] = ()  # since the last call
     aborted: tuple[int, ...] = ()
+    in_turn: bool = False  # whether its steps cannot overlap now
     error: BaseException | None = None  # ended this rank's part of a call that others may continue
 
 
@@ -85,10 +94,12 @@ class ManyRanks(OneRank):
     """The coordination of a loop with the loops of other ranks.
 
     Two rendezvous per step: one before it, about calls, requests and aborts, and one after it, about tokens and errors.
-    The first is left out while all ranks only call steps.
+    The first is left out while all ranks only call steps. If steps overlap, there is one more, because a step is
+    launched before the tokens of the present one are read; all of them then take place while the device computes.
 
     Args:
         ranks: of the group.
+        group: carries tokens from device to device.
         inbox: of the loop.
         kv_cache, stats: of the loop. Steps and used blocks must be equal on all ranks before each call.
         sizes: of the loop, equal on all ranks.
@@ -97,11 +108,14 @@ class ManyRanks(OneRank):
     def __init__(
         self,
         ranks: Ranks,
+        group: Any,
         inbox: Inbox,
         kv_cache: KVCache | HybridCache,
         stats: GenerationStats,
         sizes: tuple[Any, ...],
     ) -> None:
+        self._group, self.in_turn = group, False
+        self.shares_tokens = carries(group, kv_cache.device)
         self._ranks, self._inbox, self._kv_cache, self._stats = ranks, inbox, kv_cache, stats
         self._only_steps = False  # whether this rank calls steps, and nothing in between
         inbox.is_shared = True
@@ -126,8 +140,10 @@ class ManyRanks(OneRank):
         inbox.deliver()
         submitted, aborting = tuple(map(Submission.of, inbox.unsent)), inbox.unsent_aborts.copy()
         state = self._stats.steps, self._kv_cache.num_used_blocks
-        call = Call(name, state, submitted, tuple(request.request_id for request in aborting), error)
+        aborted = tuple(request.request_id for request in aborting)
+        call = Call(name, state, submitted, aborted, inbox.is_in_turn, error)
         agreed = self._ranks.rendezvous(call, agree_on, limit=limit)
+        self.in_turn = agreed.in_turn
         if agreed.submitted != submitted:
             inbox.adopt(agreed.submitted)
         inbox.unsent.clear()
@@ -135,13 +151,16 @@ class ManyRanks(OneRank):
         inbox.abort_ids(agreed.aborted)
         return agreed.name
 
-    def run(self, call: Callable[[], Result], limit: float | None = None) -> Result:
+    def run(self, call: Callable[[], Result], limit: float | None = None, has_collectives: bool = True) -> Result:
         inbox = self._inbox
 
         def is_quiet() -> bool:
             return self._only_steps and not (inbox.arrivals or inbox.unsent or inbox.unsent_aborts)
 
-        return self._ranks.agree(call, limit=limit, is_quiet=is_quiet)
+        return self._ranks.agree(call, limit=limit, is_quiet=is_quiet, has_collectives=has_collectives)
+
+    def share(self, tokens: Tensor) -> None:
+        dist.broadcast(tokens, group=self._group, group_src=0)
 
     def has_run(self, batch: Batch, input_ids: Sequence[int]) -> None:
         numbers = zlib.crc32(array("q", input_ids))
@@ -193,7 +212,7 @@ def join_ranks(
         for pool in kv_cache.pools
     )
     ranks = Ranks(group, time_limit=time_limit, collectives=collectives)
-    return ManyRanks(ranks, inbox, kv_cache, stats, (*sizes, pools))
+    return ManyRanks(ranks, group, inbox, kv_cache, stats, (*sizes, pools))
 
 
 def agree_on(calls: Sequence[Call]) -> Call:

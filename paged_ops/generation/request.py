@@ -167,6 +167,17 @@ class Request:
             self._num_ids += 1
         return self._ids[:, : count + (newest is not None)]
 
+    def ids_but_newest(self, device: torch.device) -> Tensor:
+        """Where its tokens are on the device, int64 ``[1, size]``: all but the newest. The caller writes that one, then
+        calls :meth:`note_newest`."""
+        if self._ids is None or self._num_ids < self.length - 1:
+            self.input_ids(device)
+        assert self._ids is not None
+        return self._ids
+
+    def note_newest(self) -> None:
+        self._num_ids = self.length
+
     def finish_reason_with(self, token: int, stops: bool) -> str | None:
         """Why the request ends with this token, if it does."""
         if stops or token in self.settings.stop:

@@ -40,24 +40,28 @@ class Chosen:
         event: after the copy to the host; None on the CPU.
     """
 
-    def __init__(self, best: Tensor, tokens: Tensor, requests: Sequence[Request]) -> None:
-        self.tokens, self.requests = tokens, requests
+    def __init__(
+        self, best: Tensor, tokens: Tensor, requests: Sequence[Request], in_use: Sequence[Tensor] = ()
+    ) -> None:
+        """``in_use``: tensors whose addresses kernels have; kept until the tokens are read, as a request can end before
+        a step that was launched with it."""
+        self.tokens, self.requests, self._in_use = tokens, requests, in_use
         self.event: torch.cuda.Event | None = None
-        self._numbers = best, tokens
+        self._numbers = [best, tokens]
         if tokens.is_cuda:
-            numbers = torch.stack((best.double(), tokens.double()))  # one copy, and float64 holds all ids
-            on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            on_host.copy_(numbers, non_blocking=True)
-            self._numbers = on_host[0], on_host[1]
+            for i, numbers in enumerate((best, tokens)):
+                self._numbers[i] = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+                self._numbers[i].copy_(numbers, non_blocking=True)
             self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(numbers.device))
+            self.event.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> Choices:
         """Waits for the tokens. One is -1 where the best logit is not finite; in a row with NaN the best is NaN."""
         if self.event is not None:
             self.event.synchronize()
+        self._in_use = ()
         best, tokens = self._numbers
-        values, found = best.tolist(), list(map(int, tokens.tolist()))
+        values, found = best.tolist(), tokens.tolist()
         if not math.isfinite(sum(values)):
             found = [token if math.isfinite(value) else -1 for value, token in zip(values, found, strict=True)]
         return Choices(found, set(), {})
@@ -78,6 +82,27 @@ class Chosen:
         return None if at is None else self.tokens[at : at + 1]
 
 
+class Awaited(Chosen):
+    """The tokens of R requests that rank 0 chooses, on a device of another rank, before they arrive there.
+
+    Attributes:
+        event: after the step that this rank's device runs.
+    """
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self.tokens, self.requests = torch.zeros(len(requests), dtype=torch.int64, device=device), requests
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(device))
+
+    def read(self) -> Choices:
+        """Waits for the step. The tokens come from rank 0's host."""
+        if self.event is not None:
+            self.event.synchronize()
+        return Choices([], set(), {})
+
+
 def choose(
     logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None = None
 ) -> Chosen | Choices:
@@ -93,7 +118,7 @@ def choose(
         logits_of = logits[on_device(rows, torch.int64, device)]
     else:
         logits_of = logits
-    best, tokens = logits_of.max(-1)
+    best, tokens = _likeliest(logits_of)
     special = [i for i, request in enumerate(requests) if request.is_special]
     if not special:
         return Chosen(best, tokens, requests)
@@ -105,18 +130,22 @@ def choose(
         tokens = _draw(logits_of, best, drawn, requests)
     elif drawn:
         tokens[on_device(drawn, torch.int64, device)] = _draw(logits_of, best, drawn, requests)
-    scores = logits_of[:0]
+    scores, in_use = logits_of[:0], list[Tensor]()
     if changed:
-        at = on_device(changed, torch.int64, device)
-        scores = logits_of[at].float()
-        best_changed, tokens[at] = _choose_changed(scores, some, before)
+        scores = _penalized(logits_of, changed, some, before, in_use)
+        best_changed, chosen = _choose_changed(scores, some)
         # A row with NaN has no token, even if a processor has hidden the NaN, unless that is what was asked for.
         best = best.double()
         replaced = [i for i in changed if requests[i].settings.replaces_nan]
         if replaced:
             best[on_device(replaced, torch.int64, device)] = 0
-        best[at] += best_changed
-    result = Chosen(best, tokens, requests)
+        if len(changed) == len(requests):
+            best, tokens = best + best_changed, chosen
+        else:
+            at = on_device(changed, torch.int64, device)
+            best[at] += best_changed
+            tokens[at] = chosen
+    result = Chosen(best, tokens, requests, in_use)
     if not any(requests[i].is_read_at_once for i in special):
         return result
     found = result.read().tokens
@@ -132,23 +161,23 @@ def try_draws(logits: Tensor, num_rows: int) -> None:
     """Chooses tokens in every way from rows like ``logits [S, V]``: a GPU compiles the kernels that draw, and loads
     those of torch at their first use; some of these depend on the number of rows."""
     from paged_ops.lowerings.gpu.draw import draw_rows
+    from paged_ops.lowerings.gpu.penalties import penalized
 
     V, device = logits.shape[-1], logits.device
-    keys = on_device([0], torch.int64, device)
+    ids = on_device([0], torch.int64, device)
 
     def try_draw(rows: Tensor) -> None:
         R, zeros = len(rows), torch.zeros(len(rows), device="cpu")
-        draw_rows(rows, rows[:, 0].contiguous(), range(R), [0] * R, [1] * R, zeros, zeros, zeros)
+        draw_rows(rows, _likeliest(rows)[0], range(R), [0] * R, [1] * R, zeros, zeros, zeros)
+        penalized(rows, [(r, ids.data_ptr(), 1, 0, 0) for r in range(R)], [(2.0, 1.0, 1.0)] * R, None)
 
     warm_up([functools.partial(try_draw, each) for each in (logits[:1], logits[:1].float())])
     for R in {1, max(1, min(num_rows, _MOST_SCORES // V))}:
         rows = logits.new_zeros(R, V)
-        scores = rows.float()
         try_draw(rows)
-        try_draw(scores)
-        penalize(scores, [keys] * R, [0] * R, [2.0] * R, [1.0] * R, [1.0] * R)
+        try_draw(rows.float())
         logprobs_of(rows, [0] * R, [1] * R)
-        Chosen(*rows.max(-1), []).read()
+        Chosen(*_likeliest(rows), []).read()
 
 
 def _changes_scores(request: Request) -> bool:
@@ -157,10 +186,18 @@ def _changes_scores(request: Request) -> bool:
     return bool(is_short or request.settings.has_penalties or request.processors or request.criteria)
 
 
-def _choose_changed(scores: Tensor, requests: Sequence[Request], before: Chosen | None = None) -> tuple[Tensor, Tensor]:
-    """The largest score and the token of each row of scores ``[R, V]``, after its request's penalties and processors,
-    which write their result into it."""
-    _penalize(scores, requests, before)
+def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row of scores ``[R, V]``, and its token; NaN in a row with NaN."""
+    if not scores.is_cuda:
+        return scores.max(-1)
+    from paged_ops.lowerings.gpu.draw import likeliest
+
+    return likeliest(scores)
+
+
+def _choose_changed(scores: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+    """The largest score and the token of each row of scores ``[R, V]``, after its request's processors, which write
+    their result into it."""
     for k, request in enumerate(requests):
         for processor in request.processors:
             row = scores[k : k + 1]
@@ -168,17 +205,24 @@ def _choose_changed(scores: Tensor, requests: Sequence[Request], before: Chosen 
             fits = isinstance(processed, Tensor) and processed.shape == row.shape
             expect(fits, "logits_processor", f"scores {list(row.shape)} from {processor!r}", processed)
             row.copy_(processed)
-    best, tokens = scores.max(-1)
+    best, tokens = _likeliest(scores)
     draws = [k for k, request in enumerate(requests) if request.settings.temperature]
     if draws:
         tokens[on_device(draws, torch.int64, scores.device)] = _draw(scores, best, draws, requests)
     return best, tokens
 
 
-def _penalize(scores: Tensor, requests: Sequence[Request], before: Chosen | None) -> None:
-    """Applies the penalties, then hides the ends of sequences that are too short, in place."""
+def _penalized(
+    logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None, in_use: list[Tensor]
+) -> Tensor:
+    """The scores of these rows of logits ``[R, V]``, float32, after the penalties of their requests. The ends of
+    sequences that are too short are hidden. Adds tensors to ``in_use`` whose addresses kernels have."""
     lowered = [k for k, request in enumerate(requests) if request.settings.has_penalties]
-    if lowered:
+    if lowered and logits.is_cuda:
+        scores = _penalized_by_kernels(logits, rows, requests, before, in_use)
+    else:
+        scores = logits[on_device(rows, torch.int64, logits.device)].float()
+    if lowered and not logits.is_cuda:
         index = on_device(lowered, torch.int64, scores.device)
         some, part = [requests[k] for k in lowered], scores[index]
         penalize(
@@ -203,6 +247,30 @@ def _penalize(scores: Tensor, requests: Sequence[Request], before: Chosen | None
     ]
     if hidden:
         scores.view(-1).index_fill_(0, on_device(hidden, torch.int64, scores.device), -torch.inf)
+    return scores
+
+
+def _penalized_by_kernels(
+    logits: Tensor, rows: Sequence[int], requests: Sequence[Request], before: Chosen | None, in_use: list[Tensor]
+) -> Tensor:
+    from paged_ops.lowerings.gpu.penalties import penalized
+
+    numbers, penalties, lowered = [], [], []
+    for row, request in zip(rows, requests, strict=True):
+        settings, address, n, newest = request.settings, 0, 0, 0
+        if settings.has_penalties:
+            ids, n = request.ids_but_newest(logits.device), request.length
+            in_use.append(ids)
+            address = ids.data_ptr()
+            is_unread = before is not None and request.num_unread
+            newest = -1 - before.index[request] if before is not None and is_unread else request.tokens[-1]
+            lowered.append(request)
+        numbers.append((row, address, n, request.num_prompt, newest))
+        penalties.append((settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty))
+    scores = penalized(logits, numbers, penalties, None if before is None else before.tokens)
+    for request in lowered:
+        request.note_newest()
+    return scores
 
 
 def _draw(logits: Tensor, best: Tensor, rows: Sequence[int], requests: Sequence[Request]) -> Tensor:

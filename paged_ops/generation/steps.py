@@ -24,7 +24,7 @@ from paged_ops.generation.distribution import on_device
 from paged_ops.generation.model_step import ModelRunner
 from paged_ops.generation.ranks import OneRank
 from paged_ops.generation.request import GenerationStats
-from paged_ops.generation.sampling import Choices, Chosen, choose, logprobs_of
+from paged_ops.generation.sampling import Awaited, Choices, Chosen, choose, logprobs_of
 from paged_ops.generation.scheduler import Scheduled, Scheduler
 
 
@@ -60,7 +60,10 @@ class Steps:
         if before is not None and before.unread is not None:
             before.unread.keep_for_current_stream()
         launched = Launched(is_overlapped=before is not None)
-        launched.choices = self._ranks.run(functools.partial(self._issue, launched, before))
+        choices = self._ranks.run(functools.partial(self._issue, launched, before))
+        if choices is not None:
+            launched.choices = choices
+        self._ranks.in_turn = None if self._ranks.in_turn is None else choices is not None
         return launched
 
     def launch_after(self, before: Launched) -> Launched | None:
@@ -80,8 +83,9 @@ class Steps:
     def can_overlap(self, before: Launched) -> bool:
         """Whether the next step can be launched while ``before`` runs: no token is needed on the host at once, no
         sample waits for the first one's prompt, and no sequence has to be preempted or resumed."""
-        scheduler = self._scheduler
-        if not self._overlaps or scheduler.is_in_turn or scheduler.swapped or not before.step.requests:
+        scheduler, in_turn = self._scheduler, self._ranks.in_turn
+        in_turn = scheduler.is_in_turn if in_turn is None else in_turn
+        if not self._overlaps or in_turn or scheduler.swapped or not before.step.requests:
             return False
         cache, running = self._kv_cache, scheduler.running
         for pool in cache.pools:
@@ -97,7 +101,7 @@ class Steps:
         launched while it ran."""
         choices, stats = launched.choices, self._stats
         if isinstance(choices, Chosen):
-            choices = choices.read()
+            choices = self._ranks.run(choices.read, has_collectives=False)
         changes = StepChanges(commits=[] if is_committed else launched.step.requests, finished=launched)
         if launched.step.requests:
             changes.add_choices(launched, choices)
@@ -112,9 +116,10 @@ class Steps:
         changes.follow(following)
         return changes
 
-    def _issue(self, launched: Launched, before: Launched | None) -> Chosen | Choices:
-        """The choices of a step. Adds what is scheduled to ``launched``; ranks other than 0 return no choices."""
-        if before is None:
+    def _issue(self, launched: Launched, before: Launched | None) -> Choices | None:
+        """The choices of a step; None if they stay on the device, in ``launched``. Adds what is scheduled to it. Ranks
+        other than 0 return None, and have room there for rank 0's tokens."""
+        if before is None or self._ranks.in_turn is not None:
             self._model.check_weights()
         launched.step = self._scheduler.schedule(may_preempt=before is None)
         launched.num_used_blocks = self._kv_cache.num_used_blocks
@@ -128,16 +133,22 @@ class Steps:
         self._kv_cache.flush_copies()
         of_prompts, next_tokens, counts = prompt_rows(scheduled)
         unread = None if before is None else before.unread
+        if unread is not None and unread.requests:
+            self._ranks.share(unread.tokens)
         given = input_ids if unread is None else with_unread(scheduled, input_ids, unread)
         logits = self._model.run(batch, given, of_prompts)
         self._ranks.has_run(batch, input_ids)
         if not self._ranks.leads:
-            return NO_CHOICES
+            if self._overlaps:
+                launched.choices = awaited = Awaited(launched.sampled, logits.device)
+                self._kv_cache.lock.issued = awaited.event
+            return None
         choices = choose(logits[: batch.num_reqs], rows, launched.sampled, unread)
         if isinstance(choices, Chosen):
             self._kv_cache.lock.issued = choices.event
-            if self._overlaps and not of_prompts:
-                return choices
+            if self._overlaps and not (of_prompts or self._scheduler.is_in_turn):
+                launched.choices = choices
+                return None
             choices = choices.read()
         if of_prompts:
             choices = choices._replace(of_prompts=logprobs_of(logits[batch.num_reqs :], next_tokens, counts))

@@ -46,7 +46,7 @@ def step_builder(
     return AttentionMetadataBuilder(
         kv_cache.block_size,
         max(max_num_seqs, LEAST_SEQS),
-        max(max_num_tokens + 1, LEAST_TOKENS),  # see sizes_of
+        max(max_num_tokens + 2, LEAST_TOKENS),  # see sizes_of and inputs_of_open_sizes
         -(-max_model_len // kv_cache.block_size),
         kv_cache.device,
         num_blocks=[pool.num_blocks for pool in kv_cache.pools],
@@ -103,11 +103,12 @@ def inputs_for_capture(builder: AttentionMetadataBuilder, key: GraphKey, query_l
     return inputs_of(builder, key.num_reqs, key.num_tokens, metadata)
 
 
-def inputs_of_open_sizes(builder: AttentionMetadataBuilder, is_decode: bool = True) -> StepInputs:
+def inputs_of_open_sizes(
+    builder: AttentionMetadataBuilder, is_decode: bool = True, S: int = OPEN_SEQS, T: int = OPEN_TOKENS
+) -> StepInputs:
     """A step without sequences whose sizes are marked dynamic, so that one compilation serves all sizes. If the cache
     is sharded over ranks, decodes and other steps are compiled separately."""
     _clear(builder)
-    S, T = OPEN_SEQS, OPEN_TOKENS
     metadata = builder.build(0, _empty_batch(builder), num_reqs=S, num_tokens=T)
     inputs = inputs_of(builder, S, T, metadata)
     metadata.context = builder.context_of(S, T, is_decode)
@@ -133,6 +134,13 @@ def inputs_of_open_sizes(builder: AttentionMetadataBuilder, is_decode: bool = Tr
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 0)
     return inputs
+
+
+def open_sizes(max_num_seqs: int) -> list[tuple[int, int]]:
+    """Sizes S and T at which a step is compiled. The first compilation serves all sizes, unless torch itself chooses by
+    a size: its convolution on the CPU does, from 16 sequences on."""
+    larger = {1 << k for k in range(4, max_num_seqs.bit_length())} | {max_num_seqs}
+    return [(OPEN_SEQS, OPEN_TOKENS), *((S, S + 2) for S in sorted(larger) if S > OPEN_SEQS)]
 
 
 def inputs_of_padding(builder: AttentionMetadataBuilder, S: int, T: int) -> StepInputs:

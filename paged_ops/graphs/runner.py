@@ -24,12 +24,15 @@ from paged_ops.checks import NotCopied, at_least, describe_setting, expect
 from paged_ops.graphs.capture import CaptureError, CaptureReport, CaptureSession, Graph
 from paged_ops.graphs.inputs import (
     LEAST,
+    OPEN_SEQS,
+    OPEN_TOKENS,
     StepInputs,
     build_inputs,
     inputs_for_capture,
     inputs_of_open_sizes,
     inputs_of_padding,
     inputs_of_prompt,
+    open_sizes,
     sizes_of,
     step_builder,
 )
@@ -195,7 +198,8 @@ class DecodeGraphs(NotCopied):
         self._addresses = self._cache_addresses()
         ahead, self._ahead = self._ahead or self._compile_ahead(), None
         if dynamic:
-            self.run_padding()
+            for S, T in open_sizes(self._max_num_seqs):
+                self.run_padding(S, T)
         ahead.finish()
         if not keys:
             return CaptureReport((), 0, time.perf_counter() - started, 0)
@@ -209,13 +213,13 @@ class DecodeGraphs(NotCopied):
         graphs = sum(len(each) if isinstance(each, Pieces) else 1 for each in self.captured.values())
         return CaptureReport(tuple(keys), graphs, time.perf_counter() - started, session.num_bytes)
 
-    def run_padding(self) -> Tensor:
+    def run_padding(self, S: int = OPEN_SEQS, T: int = OPEN_TOKENS) -> Tensor:
         """Run the step on padding, without attention and cache writes: only the step is compiled, for open sizes.
-        Returns logits ``[S, V]`` of some S."""
+        Returns logits ``[S, V]``."""
         with without_kernels():
             if self._is_sharded:
-                self._run_step(inputs_of_open_sizes(self.builder, is_decode=False))
-            return self._run_step(inputs_of_open_sizes(self.builder))
+                self._run_step(inputs_of_open_sizes(self.builder, False, S, T))
+            return self._run_step(inputs_of_open_sizes(self.builder, True, S, T))
 
     def compile_ahead(self, wait: bool = True) -> WarmUp:
         """Compile the kernels of this package that steps need, of the sizes that :meth:`capture` captures and of all

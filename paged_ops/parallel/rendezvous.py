@@ -3,7 +3,8 @@
 Each rank of a sharded model runs its own ``GenerationLoop``. Given the same requests, all loops make the same
 decisions. Anything that may differ goes through rank 0: the others send it a message, and it answers all of them. A
 step has two rendezvous: one before it, about requests, and one after it, about tokens and errors. The first is skipped
-if all ranks announced at the last step that they only call the next step.
+if all ranks announced at the last step that they only call the next step. A step that is launched before the tokens of
+the one before are read has one about its errors and a later one about its tokens.
 
 The messages use gloo on the CPU, whatever the model's collectives use, so they arrive while collectives are stuck. A
 rank that dies closes its connections, which the others notice at once. A late rank is named when the time limit is
@@ -152,11 +153,17 @@ class Ranks:
         return given
 
     def agree(
-        self, run: Callable[[], Result], *, limit: float | None = None, is_quiet: Callable[[], bool] = lambda: False
+        self,
+        run: Callable[[], Result],
+        *,
+        limit: float | None = None,
+        is_quiet: Callable[[], bool] = lambda: False,
+        has_collectives: bool = True,
     ) -> Result:
         """Run part of a step on all ranks and return rank 0's result on all; other ranks' functions may return None.
 
-        Afterwards ``is_quiet()`` says whether this rank only calls the next step.
+        Afterwards ``is_quiet()`` says whether this rank only calls the next step. If the function does not have
+        collectives, the ranks can continue after its error.
 
         Raises:
             Exception: the earliest exception of any rank, on all ranks, with a note that names its rank. That rank
@@ -166,13 +173,16 @@ class Ranks:
         self.check()
         limit = self.time_limit if limit is None else limit
         since, failure = time.monotonic(), None
-        self._done, self.is_quiet = None, False
+        self._done, self.is_quiet = None if has_collectives else 0, False
         result: Any = None
         try:
             with self._collectives.limited(limit):
                 result = run()
         except BaseException as error:
             failure = Failure(self.rank, time.time(), error)
+        if failure is None and self._collectives.aborted:  # what the device computed is worth nothing
+            waited = RankError(f"rank {self.rank} of {self.size} waited {limit:g} s for its device")
+            failure = Failure(self.rank, time.time(), waited)
         done = None if self._collectives.aborted else self._done
         reported = None if failure is None else failure._replace(error=portable(failure.error))
         mine = result if self.leads and failure is None else None
@@ -368,6 +378,12 @@ def _watch(collectives: weakref.ref[Collectives], ended: threading.Event) -> Non
             watched.abort()
             return
         del watched
+
+
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group moves tensors of this device in the order of its stream, without waiting on the host for a
+    GPU."""
+    return bool(_backends_of(group, "gloo" if device.type == "cpu" else "nccl"))
 
 
 def _backends_of(group: dist.ProcessGroup, name: str) -> list[Any]:

@@ -4,7 +4,7 @@ import torch
 
 from paged_ops import layouts
 from paged_ops.lowerings import gpu as lowering
-from paged_ops.lowerings.gpu import blocks
+from paged_ops.lowerings.gpu import blocks, penalties
 from paged_ops.lowerings.gpu import draw as draws
 from paged_ops.lowerings.gpu.target import target_of
 from tests.aot.compiler import Variant, both, gpu
@@ -93,7 +93,8 @@ def merge(dtype=torch.bfloat16, head_size=D):
 def draw(dtype=torch.bfloat16):
     def call():
         logits = gpu(S, 128256, dtype=dtype)
-        draws.launch(logits, gpu(S, dtype=dtype), gpu(6, S, dtype=torch.int64))
+        draws.launch(logits, draws.likeliest(logits)[0], gpu(6, S, dtype=torch.int64))
+        penalties.launch(logits, gpu(S, 8, dtype=torch.int64), gpu(S, dtype=torch.int64), T)
 
     return call
 
@@ -113,7 +114,7 @@ VARIANTS = [
     Variant("copy blocks of 26 bytes", copy(dtype=torch.uint8, block=(26,))),
     Variant("swap, gather to staging", staged(True), WIDE),
     Variant("swap, scatter from staging", staged(False), WIDE),
-    Variant("draw from bf16 and fp32", both(draw(), draw(torch.float32))),
+    Variant("choose tokens from bf16 and fp32", both(draw(), draw(torch.float32))),
     Variant("merge bf16", merge(), WIDE),
     Variant("merge fp32, D 80", merge(torch.float32, 80), WIDE),
 ]  # fmt: skip

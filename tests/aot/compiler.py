@@ -141,6 +141,9 @@ def install(target: str) -> None:
 
     torch.Tensor.to = to
 
+    if hasattr(triton, "knobs"):
+        # A program may set a hook, as vLLM does; Triton then writes the constants of each kernel as JSON.
+        triton.knobs.runtime.jit_post_compile_hook = lambda **compiled: None
     run = triton.JITFunction.run
 
     # As in the interpreter, None comes back: there is nothing to launch again.

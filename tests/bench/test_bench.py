@@ -568,6 +568,7 @@ def test_descent_finds_the_fastest_and_leaves_the_rest():
     assert all(step.gain > tune.GAIN for step in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["reshape_and_cache", "gather_kv", "merge_attention_states", "copy_blocks"])
 def test_workloads_of_the_cache_ops_are_right(monkeypatch, op):
     monkeypatch.setattr(measure, "CPU_CACHE_BYTES", 1 << 10)

@@ -60,7 +60,7 @@ CACHES: dict[str, Callable[[], HybridCache]] = {
 def test_random_walk(name: str) -> None:
     cache = CACHES[name]()
     walk = Walk(cache, seed=4)
-    walk.run(900)
+    walk.run(600)
     assert all(walk.events[event] > 4 for event in EVENTS), walk.events
     assert walk.events["admit refused"] + walk.events["append refused"] > 4, walk.events
     stats = cache.stats()

@@ -22,7 +22,7 @@ from tests.helpers.gpu import GPU
 def test_random_walk() -> None:
     cache = KVCache(2, 40, 4, 1, 2, num_host_blocks=12)
     walk = Walk(cache, seed=1)
-    walk.run(10_000)
+    walk.run(5_000)
     assert all(walk.events[name] > 30 for name in EVENTS + REFUSALS), walk.events
     stats = cache.stats()
     assert min(stats.copied_blocks, stats.swapped_out_blocks, stats.swapped_in_blocks) > 100, stats

@@ -72,7 +72,7 @@ def test_ranges_are_read_from_a_copy():
         assert copied.equal(given)
 
 
-@pytest.mark.parametrize("case", testing.CASES[OP], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", testing.CASES[OP][::2], ids=lambda case: case.name)
 def test_torch_ops_serve_everything_without_a_compiler(monkeypatch, case):
     monkeypatch.setattr(fused, "compiled", lambda: None)
     testing.check(OP, case)
@@ -82,8 +82,8 @@ def test_torch_ops_serve_everything_without_a_compiler(monkeypatch, case):
 @pytest.mark.skipif(CAPABILITY not in WIDTHS, reason="vectors of one width only")
 @pytest.mark.parametrize("width", WIDTHS)
 def test_vectors_of_each_width(monkeypatch, libraries, width):
-    if list(WIDTHS).index(width) > list(WIDTHS).index(CAPABILITY):
-        pytest.skip("not on this processor")
+    if list(WIDTHS).index(width) >= list(WIDTHS).index(CAPABILITY):
+        pytest.skip("not on this processor, or its own, which all other tests use")
     function = libraries(WIDTHS[width])
     monkeypatch.setattr(fused, "compiled", lambda: function)
     for case in DENSE[::3]:
@@ -283,6 +283,7 @@ def test_a_changed_header_is_compiled(tmp_path):
         assert cpp.load(made, [cpp_extension.get_cxx_compiler()], (), tmp_path)(None) == number
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compiler, tmp_path):
     """In a process of its own, as such libraries can kill one."""
     folder = tmp_path / "libraries"
@@ -310,14 +311,14 @@ def test_a_library_that_is_not_what_was_compiled_is_compiled_again(quick_compile
     assert run.returncode == 0, (run.returncode, run.stderr[-1000:])
 
 
-@pytest.mark.slow
-def test_two_processes_compile_at_once(tmp_path):
+def test_two_processes_compile_at_once(quick_compiler, tmp_path):
     program = f"""if True:
         from pathlib import Path
         from paged_ops import testing
         from paged_ops.lowerings.cpu import fused
         from torch.utils import cpp_extension
         cpp_extension._get_build_directory = lambda name, verbose: {str(tmp_path)!r}
+        cpp_extension.get_cxx_compiler = lambda: {quick_compiler!r}
         testing.check({OP!r}, testing.case_named({OP!r}, "decode-fp32"))
         assert fused.compiled() is not None
     """

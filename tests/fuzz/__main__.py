@@ -19,6 +19,7 @@ CAMPAIGNS = {
     "threads": "ops from several threads, and on random streams, against the same ops alone",
     "ambient": "every case of the registry under autocast, default devices and other states, against the same without",
     "invariant": "rows with batch_invariant in any batch, order, chunk and cache, bit by bit",
+    "invariant_batches": "the same over hundreds of batches of a kind of kernel",
     "graphs": "captured steps against plain ones (imitated graphs on the CPU)",
 }
 

@@ -296,3 +296,34 @@ def test_steps_on_two_streams_in_turn(between: str) -> None:
         outputs.append([loop.output(i) for i in ids])
         assert bool(loop.stats.overlapped_steps) == overlap
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_penalties_by_kernels_give_the_tokens_of_the_cpu() -> None:
+    """In turn and overlapped, beside requests without, for longer than one program reads."""
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(3))
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1}
+    each = [
+        SamplingParams(max_new_tokens=60, **penalties),
+        GREEDY,
+        SamplingParams(max_new_tokens=60, min_new_tokens=60, stop_token_ids=(3, 5), repetition_penalty=0.8),
+        SamplingParams(max_new_tokens=60, temperature=0.7, seed=2, frequency_penalty=0.5),
+    ]
+    prompts = [PROMPTS[7] * 50, PROMPTS[1], PROMPTS[2], PROMPTS[9] * 3]
+    outputs = []
+    for device, overlap in (("cpu", False), ("cuda", False), ("cuda", True)):
+        logits = table.to(device)
+
+        def step(
+            input_ids: torch.Tensor, metadata: Any, last_rows: torch.Tensor, kv_caches: Any, logits: Any = logits
+        ) -> torch.Tensor:
+            return logits[input_ids[last_rows]]
+
+        kv_cache = KVCache(1, 800, B, K, D, device=device)
+        loop = GenerationLoop(step, kv_cache, overlap=overlap, max_num_seqs=4, max_model_len=2000)
+        outputs.append(loop.generate(prompts, each))
+        outputs.append(loop.generate(prompts[:1], each[:1]))
+        assert bool(loop.stats.overlapped_steps) == overlap
+    assert outputs[2:4] == outputs[:2]
+    assert outputs[4:] == outputs[:2]

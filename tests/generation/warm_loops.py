@@ -75,21 +75,46 @@ def states() -> Any:
     return transformers.Qwen3NextConfig(**sizes, **heads, **linear, layer_types=kinds, mlp_only_layers=[0, 1])
 
 
-MODELS: dict[str, Callable[[], Any]] = {"dense": llama, "windowed": windowed, "latent": latent, "states": states}
+def gpt_oss() -> Any:
+    import transformers
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V, head_dim=64)
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
+    return transformers.GptOssConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
 
 
-def make_loop(name: str, **options: Any) -> Any:
+CHOICES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 9, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.1},
+]
+MODELS: dict[str, Callable[[], Any]] = {
+    "dense": llama,
+    "windowed": windowed,
+    "latent": latent,
+    "states": states,
+    "invariant": gpt_oss,
+}
+
+
+def make_loop(name: str, device: str = "cpu", **options: Any) -> Any:
+    """A loop over a tiny model; on the CPU over an imitated GPU, which gives random logits."""
     import transformers
 
     from paged_ops.generation import GenerationLoop
     from paged_ops.integrations.transformers import PagedCausalLM, probe
     from paged_ops.integrations.transformers.projections import fuse_projections, use_overlapping_products
 
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).eval()
-    probe.expect_alike = lambda *args: None  # nothing computes the trial's logits
-    step = RandomLogits(PagedCausalLM(model))
-    fuse_projections(model)
-    use_overlapping_products(model)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).to(device).eval()
+    if device == "cpu":
+        probe.expect_alike = lambda *args: None  # nothing computes the trial's logits
+    step: Any = PagedCausalLM(model, batch_invariant=name == "invariant")
+    if device == "cpu":
+        step = RandomLogits(step)
+    if name != "invariant":
+        fuse_projections(model)
+        use_overlapping_products(model)
     cache = step.allocate_kv_cache(90, num_host_blocks=60, num_state_slots=2 * MOST_SEQS)
     sizes = dict(max_num_seqs=MOST_SEQS, max_num_tokens=MOST_TOKENS, max_model_len=LONGEST)
     return GenerationLoop(step, cache, **sizes, **options), step
@@ -105,9 +130,8 @@ def load(loop: Any, num_steps: int, seed: int) -> None:
         while rng.random() < 0.4 or not loop.has_work:
             n = rng.choice([1, 2, 15, 16, 17, 100, 300, 600, 600])
             prompt = (shared if rng.random() < 0.3 else []) + [rng.randrange(V) for _ in range(rng.randint(1, n))]
-            n, temperature = rng.choice([1, 1, 1, 3]), rng.choice([0.0, 1.0])
-            most = rng.choice([1, 10, 40, 80])
-            params = SamplingParams(max_new_tokens=most, stop_token_ids=(), n=n, temperature=temperature)
+            n, most, how = rng.choice([1, 1, 1, 3]), rng.choice([1, 10, 40, 80]), rng.choice(CHOICES)
+            params = SamplingParams(max_new_tokens=most, stop_token_ids=(), n=n, **how)
             running.append(loop.submit(prompt[: LONGEST - 80], params))
             if len(running) > 60:
                 break

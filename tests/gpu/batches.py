@@ -37,17 +37,20 @@ def parts_by_the_code(plan, q_lens, lens, monkeypatch):
     S, TOKENS = len(lens), TILE.M // SPEC.G
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=S, window=100, chunk=0))
     parts: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+
+    def note(part, counts, *_):
+        assert 1 <= part.seen <= part.count
+        unit = int(part.s), int(part.kh), int(part.first_token)
+        parts.setdefault(unit, []).append((int(part.tile), int(part.count), part.program))
+        return counts
+
     for p in range(P):
-        left, s, kh, token, tile = work_shares.share_of(torch.tensor(p), P, given, SPEC, DIVISION, TILE)
-        while left > 0:
-            _, q_len, _, _, _, count, seen = work_shares.part_of(s, token, tile, left, given, SPEC, DIVISION, TILE)
-            assert 1 <= seen <= count
-            if q_len > 0:
-                parts.setdefault((int(s), int(kh), int(token)), []).append((int(tile), int(count), p))
-            left = left - count
-            s, kh, token, tile = work_shares.part_after(s, kh, token, tile, q_len, left, given, SPEC, DIVISION, TILE)
+        monkeypatch.setattr(work_shares, "share_index", lambda *_, p=p: p)
+        share = work_shares.share_of(torch.tensor(p), P, given, SPEC, DIVISION, TILE)
+        work_shares.walk(note, None, given, share, None, SPEC, DIVISION, TILE)
     _, _, _, first_tiles, end_tiles = work_split.sequence(torch.arange(S), given, SPEC, DIVISION, TILE.N)
     merged: dict[tuple[int, int, int], list[int]] = {}
+    given.lanes = torch.arange(merge["DIVISION"].at_once)
     for p in range(P):
         start, end, share, longer = work_split.shares(p, P, given, merge["SPEC"], merge["DIVISION"], TILE)
         s, unit, tile = work_split.locate(end - 1, given, merge["SPEC"], merge["DIVISION"], TILE)

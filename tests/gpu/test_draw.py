@@ -1,4 +1,5 @@
-"""Draws of the GPU's kernels against those on the CPU: the same tokens. On a GPU, or in Triton's interpreter:
+"""The GPU's kernels that choose tokens against the rules on the CPU: the same tokens. On a GPU, or in Triton's
+interpreter:
 ``TRITON_INTERPRET=1 pytest -m interpreter tests/gpu/test_draw.py``.
 """
 
@@ -11,8 +12,9 @@ if not (os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before triton is imported", allow_module_level=True)
 pytest.importorskip("triton")
 
-from paged_ops.generation.distribution import draw, inverse_of, random_key
-from paged_ops.lowerings.gpu.draw import draw_rows
+from paged_ops.generation.distribution import draw, inverse_of, penalize, random_key
+from paged_ops.lowerings.gpu.draw import draw_rows, likeliest
+from paged_ops.lowerings.gpu.penalties import penalized
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.interpreter if IN_INTERPRETER else pytest.mark.gpu
@@ -61,3 +63,44 @@ def test_rows_without_a_likeliest_token_end() -> None:
     for top_k in (0, 3):
         tokens = draw_rows(logits, logits.max(-1).values, range(4), range(4), [top_k] * 4, half, half, half * 0)
         assert bool(((tokens >= 0) & (tokens < 700)).all())
+
+
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS)
+def test_the_first_of_the_likeliest_tokens(width: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    logits[0, 3:9], logits[1], logits[2, 1:] = 9.0, -torch.inf, -torch.inf
+    logits[3, -1], logits[4, 5], logits[5, 7] = 9.0, torch.inf, torch.nan
+    best, tokens = likeliest(logits.to(DEVICE))
+    wanted = logits.max(-1)
+    torch.testing.assert_close(best.cpu(), wanted.values, rtol=0, atol=0, equal_nan=True)
+    rows = [0, 2, 3, 4, 6]
+    assert tokens.cpu()[rows].tolist() == wanted.indices[rows].tolist()
+    assert bool(((tokens >= 0) & (tokens < width)).all())
+
+
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS)
+def test_penalties_are_those_of_the_cpu(width: int, dtype: torch.dtype) -> None:
+    """Bit for bit: tokens that repeat, ids without logits, newest tokens that the host knows and those it does not."""
+    generator = torch.Generator().manual_seed(width)
+    lengths, num_prompt = [1, 40, 2300, 7, 1500], [1, 30, 100, 0, 1499]
+    penalties = [(1.5, 0.0, 0.0), (1.0, 0.3, 0.1), (0.7, 0.2, 0.37), (1.0, 0.0, 0.0), (2.0, -0.5, 0.25)]
+    logits = (torch.randn(6, width, generator=generator) * 3).to(dtype)
+    rows, unread = [5, 0, 1, 3, 3], torch.tensor([11, 0, 7])
+    tokens = [torch.randint(min(width + 20, 700), (n,), generator=generator) for n in lengths]
+    for each, start in zip(tokens, num_prompt, strict=True):
+        each[start:] %= width  # a prompt's ids alone may have no logits
+    tokens[1][-1], tokens[4][-1] = unread[2], unread[0]
+    wanted = logits[rows].float()
+    penalize(wanted, tokens, num_prompt, *zip(*penalties, strict=True))
+    ids = [torch.cat((each[:-1], torch.full((3,), -(2**40)))).to(DEVICE) for each in tokens]  # the newest is unknown
+    newest = [int(tokens[0][-1]), -3, int(tokens[2][-1]), 0, -1]
+    given = [
+        (row, each.data_ptr(), 0 if n == 7 else n, start, new)
+        for row, each, n, start, new in zip(rows, ids, lengths, num_prompt, newest, strict=True)
+    ]
+    for _ in range(2):
+        scores = penalized(logits.to(DEVICE), given, penalties, unread.to(DEVICE))
+        assert torch.equal(scores.cpu(), wanted)
+    for own, each, n in zip(ids, tokens, lengths, strict=True):
+        assert n == 7 or own[:n].tolist() == each.tolist()
+        assert own[n:].tolist() == [-(2**40)] * 2

@@ -57,7 +57,7 @@ def takes(*cache: torch.Tensor, **given) -> bool:
 def test_kernels_that_zero_counters_have_launchers_of_their_own():
     """The same split_kernel stands before this kernel, which counts its items, and before that of prefill.py."""
     of_call, T, S = spec_of(*split_cache("NHD", 16, 2, 128)), 2048, 2
-    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), None, H, 2, 0.1, 2, S, T))
+    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(), 0.1, 2, S, T))
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
     first, other = (choose.launches_of(module, of_call, of_gpu, shapes).launches[0] for module in (dense, prefill))
     assert first._launcher._kernel is other._launcher._kernel and first._launcher is not other._launcher
@@ -159,7 +159,7 @@ def test_three_consumers_multiply_narrow_heads_where_items_fill_the_programs(D, 
 def test_short_windows_take_two_consumers(features, short):
     key, value = (torch.zeros(N, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
     call = spec_of(key.unsqueeze(3), value, torch.zeros(1, 32, 64, dtype=torch.bfloat16), **features)
-    numbers = spec.numbers_of(Features(**features), None, 32, 4, 0.1, 2, 1, 8192)
+    numbers = spec.numbers_of(Features(**features), 0.1, 2, 1, 8192)
     assert dense.has_short_spans(call, numbers) == short
 
 
@@ -182,16 +182,17 @@ def test_no_item_is_passed_over(causal, sequences, monkeypatch):
     of_gpu = target.Target(torch.device("cuda", 0), "NVIDIA H200", "cuda", 90, 132, 227 << 10)
     starts, P = [0, *itertools.accumulate(q for q, _ in sequences)], of_gpu.processors
     T, S = starts[-1], len(sequences)
-    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), None, 32, 8, 0.1, 2, S, T))
+    shapes = spec.Shapes(T, S, N, 2, True, spec.numbers_of(Features(causal=causal), 0.1, 2, S, T))
     _, launch, _ = choose.launches_of(dense, call, of_gpu, shapes).launches
     constants, (short,) = launch._launcher._constants, launch._more
+    division = constants["DIVISION"]
     as_torch(monkeypatch)
     tensors = SimpleNamespace(
         seq_lens=Pointer(torch.tensor([n for _, n in sequences], dtype=torch.int32)),
         query_start_loc=Pointer(torch.tensor(starts, dtype=torch.int32)),
     )
     batch = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=S))
-    few = work.light_programs(batch, short, P, call.G, constants["DIVISION"], constants["SHAPE"].M, 4)
+    few = work.light_programs(batch, short, P, call.G, division, division.rows, constants["SHAPE"].M, 4)
     begun: dict[bool, list[int]] = {False: [], True: []}
     followed = {}
     for program in range(P):
@@ -302,7 +303,7 @@ def test_later_launches_describe_the_cache_that_they_are_given():
     described = dense.descriptors(spec_of(first.key_cache, first.value_cache), 16)
     launch = HopperLaunch(launched, (1, 1, 1), (), described, more=(-1,))
     assert launch.more(addresses_of(first)) is None  # Triton looks at the first
-    launch(first, spec.Numbers(*range(12)), addresses_of(first))
+    launch(first, spec.Numbers(*range(7)), addresses_of(first))
     (tensors, _, described), (short, *moved) = launched.by_triton[0], launch.more(addresses_of(second))
     moved = [each for each in moved if each is not None]
     bases = [each.base.data_ptr() for each in moved]
@@ -333,7 +334,7 @@ def test_query_rows_between_multiples_of_16_bytes_are_copied(shift, copied):
     launch = HopperLaunch(launched, (1, 1, 1), (), dense.descriptors(of_call, 16), rows, (-1,))
     for _ in range(2):
         assert launch.more(addresses_of(given)) is None
-        launch(given, spec.Numbers(*range(12)), addresses_of(given))
+        launch(given, spec.Numbers(*range(7)), addresses_of(given))
         tensors, addresses, _ = launched.by_triton[-1]
         assert torch.equal(tensors.query, query)
         assert tensors.query.data_ptr() % 16 == 0
@@ -358,7 +359,7 @@ def test_tiles_and_masks_show_what_is_seen(R, heads, reach, monkeypatch):
     ranges = torch.randint(-30, 270, (len(sequences), R, 2), generator=generator, dtype=torch.int32)
     num_tiles = int(starts[-1]) // TOKENS + len(sequences)
     done = torch.zeros(int(starts[-1]), dtype=torch.bool)
-    seen = spec.Masks(True, window > 0, chunk > 0, R, False, 1, first)
+    seen = spec.Masks(True, window > 0, chunk > 0, R, first=first)
     constants = (
         SimpleNamespace(masks=seen, K=K, G=G, logits=SimpleNamespace(soft_cap=False)),
         tuning.division(0, 64),
@@ -407,7 +408,7 @@ def test_items_are_each_tile_of_each_head_once(K, heads, monkeypatch):
     as_torch(monkeypatch)
     starts, lens = (torch.tensor(each, dtype=torch.int32) for each in ([0, 40, 41, 57], [90, 9, 16]))
     tensors = SimpleNamespace(seq_lens=Pointer(lens), query_start_loc=Pointer(starts), bidirectional_ranges=None)
-    constants = SimpleNamespace(masks=spec.Masks(True, False, False, 0, False, 1), K=K, G=4), tuning.division(0, 64)
+    constants = SimpleNamespace(masks=spec.Masks(), K=K, G=4), tuning.division(0, 64)
     num_tiles = 57 // 8 + 3
     found = []
     for item in range(num_tiles * K):

@@ -68,10 +68,10 @@ def test_copies_read_the_bytes(layout, B, K, D, stored):
     pairs = fp8.in_pairs(of_call)
     shape, of_bytes = fp8.shapes_of(pairs, 227 << 10)
     page, described = shape.page, fp8.descriptors(pairs, shape.page)
-    assert [each and each[0] for each in described] == ["key_cache", None, None, "value_cache", None, None]
+    assert [name for name, _ in described] == ["key_cache", "value_cache"]
     for cache, (_, describe), matrix, parts in (
         (key.squeeze(3), described[0], of_bytes.k.matrix, of_bytes.k.parts),
-        (value, described[3], of_bytes.v.matrix, of_bytes.v.parts),
+        (value, described[1], of_bytes.v.matrix, of_bytes.v.parts),
     ):
         descriptor = describe(cache)
         assert parts == (D // 2,)
@@ -132,7 +132,7 @@ def test_leaves_to_others(changes, reason):
 def test_batches_that_it_takes(T, S, taken):
     """Decode and speculation of equal lengths are decode.py's."""
     of_call = spec_of(*split_cache("NHD", 16, 2, 128), k_scale=torch.ones(1), v_scale=torch.ones(1))
-    numbers = spec.numbers_of(Features(), None, 8, 2, 0.1, 2, S, T)
+    numbers = spec.numbers_of(Features(), 0.1, 2, S, T)
     plan = fp8.plan(of_call, H200, spec.Shapes(T, S, N, 2, True, numbers))
     assert isinstance(plan, str) != taken
     kernels = choose.kernels_of(H200)

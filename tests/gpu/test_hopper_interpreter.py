@@ -106,7 +106,7 @@ def tiles_kernel(
     tensors, numbers, located, walked, P, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """For every key tile of all shares its program, sequence, unit and number, by locate and by a walk of the share."""
-    batch = Batch(tensors, numbers, None)
+    batch = Batch(tensors, numbers, None, tl.arange(0, DIVISION.at_once))
     TOKENS: tl.constexpr = TILE.M // SPEC.G
     for p in range(P):
         start, end, _, _ = shares(p, P, batch, SPEC, DIVISION, TILE)
@@ -159,7 +159,7 @@ def test_tiles_of_all_units_stand_in_one_row(apart, start, lengths):
     )
     numbers = specs.Numbers(*[0] * len(specs.Numbers._fields))._replace(S=len(q_lens))
     side = specs.Side(64, 64, 1, 0, 0, 0, 0, 1, None)
-    masks = specs.Masks(True, False, False, 0, False, 1)
+    masks = specs.Masks(True, False, False, 0, False)
     logits, storage = specs.Logits(False, False, False), specs.Storage(torch.float32, 0, False)
     spec = specs.Spec(
         masks, logits, storage, torch.float32, torch.float32, False, K, 1, 16, side, side, (), 1, K, None

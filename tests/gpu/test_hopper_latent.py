@@ -68,7 +68,7 @@ def planned(
     features = Features(value_head_size=R, kv_cache_dtype=kv_cache_dtype)
     query, tables = torch.zeros(T, H, D, dtype=torch.float16), torch.zeros(S, 2, dtype=torch.int32)
     of_call = spec.spec_of(query, paged.key, paged.value, 0, tables, None, features, query.dtype, True, True)
-    numbers = spec.numbers_of(features, None, H, 1, 0.1, 2, S, T)
+    numbers = spec.numbers_of(features, 0.1, 2, S, T)
     return paged.key, of_call, spec.Shapes(T, S, 5, 2, True, numbers)
 
 

@@ -15,7 +15,7 @@ from paged_ops import layouts
 from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention import choose, tuning
-from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, mixed_decodes, shares, work
+from paged_ops.lowerings.gpu.attention.hopper import dense, mixed, shares, work
 from tests.gpu.batches import SMALL, batch, check_parts, compare, on_hopper, parts_by_the_code
 from tests.gpu.pointers import Pointer, as_torch
 from tests.gpu.step import H200
@@ -103,7 +103,7 @@ def planned(T, S, H=32, K=8, D=128, B=16, dtype=torch.bfloat16, layout="NHD", **
     paged, f = layouts.paged_kv(kv_cache), Features(**features)
     query, tables = torch.zeros(T, H, D, dtype=dtype), torch.zeros(S, 2, dtype=torch.int32)
     of_call = spec.spec_of(query, paged.key, paged.value, 0, tables, None, f, query.dtype, True)
-    return of_call, spec.Shapes(T, S, 5, 2, True, spec.numbers_of(f, None, H, K, 0.1, 2, S, T))
+    return of_call, spec.Shapes(T, S, 5, 2, True, spec.numbers_of(f, 0.1, 2, S, T))
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_shared_memory_has_the_space(D, places, dtype):
     shape = mixed.shape_of(of_call, 227 << 10)
     assert (shape.M, shape.N, shape.stages, shape.slots, shape.row_slots) == (128, 128, 2, 2, 1)
     decodes = mixed.decode_shape(of_call, shape, 227 << 10)
-    assert decodes.stages == places >= 2 * D // mixed_decodes.WIDTH.value
+    assert decodes.stages == places >= 2 * D // mixed.WIDTH.value
     tiles = shape.row_slots * shape.M * D + shape.stages * shape.N * 2 * D
-    ring = places * mixed_decodes.KEYS * mixed_decodes.WIDTH.value
-    others = mixed_decodes.ROWS * (D + mixed_decodes.KEYS)
+    ring = places * mixed.KEYS * mixed.WIDTH.value
+    others = mixed.ROWS * (D + mixed.KEYS)
     assert 2 * (tiles + ring + others) + dense.OTHERS <= 227 << 10
 
 
@@ -186,7 +186,7 @@ def test_prompts_have_tiles_of_their_own(times, monkeypatch):
     lens = torch.tensor([5000, 5000, 5000, 5000, 9, 33, 0, 64, 65, 1, 1], dtype=torch.int32)
     tensors = SimpleNamespace(query_start_loc=Pointer(starts.int()), seq_lens=Pointer(lens))
     given = SimpleNamespace(tensors=tensors, numbers=SimpleNamespace(S=len(tokens)))
-    division = tuning.division(mixed_decodes.ROWS, 64)._replace(at_once=16 // times, times=times)
+    division = tuning.division(mixed.ROWS, 64)._replace(at_once=16 // times, times=times)
     division = division._replace(long=4096, long_rows=16)
     wanted = [(s, tile) for s in (3, 4, 5, 7, 8) for tile in range(-(-tokens[s] // 32))]
     found = []
@@ -222,7 +222,7 @@ def test_a_copy_brings_columns_of_a_block(layout):
     of_call, _ = planned(1, 1, layout=layout)
     for cached, side in ((paged.key.squeeze(3), of_call.k_side), (paged.value, of_call.v_side)):
         rows_n, rows_head, columns_head = dense.matrix_of(side, of_call)
-        descriptor = mixed_decodes.describe(side, of_call, B, cached)
+        descriptor = mixed.describe_chunks(side, of_call, B, cached)
         assert descriptor.block_shape == [B, 64]
         for block, kh, chunk in [(0, 0, 0), (N - 1, K - 1, 1), (2, 3, 1)]:
             row, column = block * rows_n + kh * rows_head, kh * columns_head + chunk * 64

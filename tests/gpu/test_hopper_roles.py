@@ -20,7 +20,7 @@ from paged_ops.features import Features
 from paged_ops.lowerings.gpu import spec
 from paged_ops.lowerings.gpu.attention.hopper import fp8, producer, ring, work
 from paged_ops.lowerings.gpu.attention.hopper.dense import Shared
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing
 from paged_ops.lowerings.gpu.attention.hopper.ring import Ring
 from paged_ops.lowerings.gpu.attention.hopper.work import Item
 
@@ -270,7 +270,7 @@ def run_once(monkeypatch, seed, pairs, shape, of_bytes, halved):
 
     def tiles_of(stages, releases):
         pages = (places(),)
-        return Tiles(pages, pages, ring_of(stages, releases))
+        return TileRing(pages, pages, ring_of(stages, releases))
 
     item_ring, rows = ring_of(shape.slots, 4), places()
     keys, values = tiles_of(of_bytes.stages, 1), tiles_of(of_bytes.stages, 1)

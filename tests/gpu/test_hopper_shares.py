@@ -95,7 +95,7 @@ def planned(H, K, T, S, D=128, **features):
     paged, f = layouts.paged_kv(kv_cache), Features(**features)
     query, tables = torch.zeros(T, H, D, dtype=torch.half), torch.zeros(S, 2, dtype=torch.int32)
     of_call = spec.spec_of(query, paged.key, paged.value, 0, tables, None, f, query.dtype, True)
-    return of_call, spec.Shapes(T, S, 5, 2, True, spec.numbers_of(f, None, H, K, 0.1, 2, S, T))
+    return of_call, spec.Shapes(T, S, 5, 2, True, spec.numbers_of(f, 0.1, 2, S, T))
 
 
 @pytest.mark.parametrize(

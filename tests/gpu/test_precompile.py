@@ -125,7 +125,7 @@ def test_merges_are_noted_like_attention(on_cuda, monkeypatch):
     with precompile.noting() as jobs:
         gpu.merge_attention_states(out, lse, out, lse, out=results)
     merge_states._launcher.cache_clear()
-    assert [job.name for job in jobs] == ["merge_kernel"]
+    assert [job.name for job in jobs] == ["merge_states_kernel"]
     assert not on_cuda
     assert not any(each.any() for each in results)
 

@@ -41,7 +41,7 @@ def test_gluon_between_the_versions_that_are_known(version, known, on_hopper, mo
 def test_gluon_has_the_functions():
     from paged_ops.lowerings.gpu import gluon_names
 
-    for name in ("load_rows", "load_box", "reinterpret"):
+    for name in ("load_async", "load_box", "reinterpret"):
         assert triton.language.core.is_builtin(getattr(gluon_names, name))
 
 

@@ -84,6 +84,7 @@ def test_a_step_of_capture_and_one_copy() -> None:
     assert again.pool(2).block_tables is metadata.pool(2).block_tables
 
 
+@pytest.mark.slow
 def test_advancing_writes_each_pool() -> None:
     chooser = random.Random(1)
     builder, next_builder = builder_of(), builder_of()

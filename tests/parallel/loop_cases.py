@@ -12,6 +12,7 @@ import torch.distributed as dist
 import paged_ops
 from paged_ops.cache import KVCache
 from paged_ops.generation import GenerationLoop, NewToken, SamplingParams
+from paged_ops.generation.sampling import Awaited, Chosen
 from tests.generation.toy import EMBED, GREEDY, POSITION, PROMPTS, TO_KEY, TO_LOGITS, TO_VALUE, B, D, H, K
 
 LIMIT = 5.0
@@ -78,10 +79,10 @@ def meets(rank: int, size: int, who: int | None) -> Any:
         return [list(each) for each in outputs], len(met), steps, loop.stats.steps
 
 
-def samples(rank: int, size: int, noise: bool = False) -> Any:
+def samples(rank: int, size: int, noise: bool = False, overlap: bool = False) -> Any:
     """Several samples of each prompt, whose seeds each rank draws for itself, with log-probabilities; and with logits
     that differ from rank to rank."""
-    with make_loop(rank, size) as loop:
+    with make_loop(rank, size, overlap=overlap) as loop:
         if noise:
             inner = loop._model.graphs.step
             loop._model.graphs.step = lambda *args: inner(*args) + 3.0 * torch.randn(1, 61)
@@ -113,9 +114,9 @@ def follows_other_ids(rank: int, size: int) -> Any:
     return (refused, [list(outputs[each[0].request_id]) for each in (later, earlier)]), loop.stats.steps
 
 
-def follows(rank: int, size: int) -> Any:
+def follows(rank: int, size: int, overlap: bool = False) -> Any:
     """Rank 0 alone gets requests, aborts some and has a processor; the others follow."""
-    loop = make_loop(rank, size)
+    loop = make_loop(rank, size, overlap=overlap)
     if rank:
         loop.follow()
         return loop.kv_cache.num_used_blocks, loop.stats.steps
@@ -137,9 +138,9 @@ def follows(rank: int, size: int) -> Any:
     return (tokens[first], tokens[second], end, streamed), loop.stats.steps
 
 
-def aborts(rank: int, size: int) -> Any:
+def aborts(rank: int, size: int, overlap: bool = False) -> Any:
     """Each rank aborts another request, from where its tokens arrive."""
-    with make_loop(rank, size) as loop:
+    with make_loop(rank, size, overlap=overlap) as loop:
 
         def on_token(new: NewToken) -> None:
             if new.request_id == rank + 2 and len(loop.output(new.request_id)) == 3:
@@ -149,16 +150,20 @@ def aborts(rank: int, size: int) -> Any:
         return [(list(each), each.finish_reason) for each in outputs], stats_of(loop)
 
 
-def fails(rank: int, size: int, where: str, who: int) -> Any:
+def fails(rank: int, size: int, where: str, who: int, overlap: bool = False) -> Any:
     """One rank fails; what each raises, and whether the loop goes on."""
 
     def boom(*args: Any) -> Any:
         raise KeyError("boom")
 
-    loop = make_loop(rank, size)
+    loop = make_loop(rank, size, overlap=overlap)
     params = GREEDY
     if where == "model" and rank == who:
         loop.toy.fault = lambda calls: boom() if calls == 4 else None
+    if where == "read" and rank == who:  # of the tokens of a step, while the next one runs
+        kind = Awaited if rank else Chosen
+        read, calls = kind.read, iter(range(100))
+        kind.read = lambda chosen: boom() if next(calls) == 4 else read(chosen)
     if where == "everywhere":
         loop.toy.fault = lambda calls: boom() if calls == 4 else None
     if where == "dies" and rank == who:
@@ -177,6 +182,8 @@ def fails(rank: int, size: int, where: str, who: int) -> Any:
         failed = time.monotonic() - started
         told = type(error).__name__, str(error), "\n".join(getattr(error, "__notes__", []))
         loop.toy.fault = None
+        if where == "read" and rank == who:
+            kind.read = read
         try:
             again = [list(each) for each in loop.generate(PROMPTS[:4], GREEDY)]
         except Exception as second:

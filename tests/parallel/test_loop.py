@@ -18,11 +18,13 @@ def stats_of(loop):
     [{}, {"num_blocks": 18, "num_host_blocks": 128, "max_num_tokens": 40}, {"num_blocks": 18, "max_num_tokens": 40}],
     ids=["plain", "swaps", "computes again"],
 )
-@pytest.mark.parametrize("size", [2, 4])
-def test_greedy_tokens_and_decisions_equal_one_process(run_on, size, options):
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (2, True), (4, False)])
+def test_greedy_tokens_and_decisions_equal_one_process(run_on, size, options, overlap):
+    options = {**options, "overlap": overlap}
     loop = make_loop(**options)
     assert loop.generate(PROMPTS, GREEDY) == EXPECTED
-    assert bool(options) == bool(loop.stats.preemptions)
+    assert ("num_blocks" in options) == bool(loop.stats.preemptions)
+    assert (loop.stats.overlapped_steps > loop.stats.steps // 3) == overlap
     for outputs, stats in run_on("loop_cases.generates", size, 60, **options):
         assert outputs == EXPECTED
         assert stats == stats_of(loop)
@@ -37,18 +39,18 @@ def test_ranks_meet_once_per_step_if_nothing_happens_in_between(run_on, who):
         assert steps - generated > 10
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_samples_are_those_of_rank_0(run_on, noise):
-    (first, stats), *others = run_on("loop_cases.samples", 2, 60, noise=noise)
+@pytest.mark.parametrize(("noise", "overlap"), [(False, False), (True, False), (True, True)])
+def test_samples_are_those_of_rank_0(run_on, noise, overlap):
+    (first, stats), *others = run_on("loop_cases.samples", 2, 60, noise=noise, overlap=overlap)
     assert len({tuple(tokens) for tokens, _ in first}) > 3
     assert all(len(logprobs) == len(tokens) == 12 for tokens, logprobs in first)
     for outputs, others_stats in others:
         assert (outputs, others_stats) == (first, stats)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_others_follow_rank_0(run_on, size):
-    (told, steps), *others = run_on("loop_cases.follows", size, 60)
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (2, True), (4, True)])
+def test_others_follow_rank_0(run_on, size, overlap):
+    (told, steps), *others = run_on("loop_cases.follows", size, 60, overlap=overlap)
     assert told == (EXPECTED[8], EXPECTED[5], "abort", EXPECTED[3])
     assert others == [(0, steps)] * (size - 1)
 
@@ -60,9 +62,9 @@ def test_others_take_the_ids_of_rank_0(run_on):
     assert other == (0, steps)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_an_abort_on_one_rank_is_one_on_all(run_on, size):
-    (first, stats), *others = run_on("loop_cases.aborts", size, 60)
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (4, True)])
+def test_an_abort_on_one_rank_is_one_on_all(run_on, size, overlap):
+    (first, stats), *others = run_on("loop_cases.aborts", size, 60, overlap=overlap)
     for i, (tokens, reason) in enumerate(first):
         if 2 <= i < 2 + size:
             assert reason == "abort"
@@ -73,9 +75,15 @@ def test_an_abort_on_one_rank_is_one_on_all(run_on, size):
     assert others == [(first, stats)] * (size - 1)
 
 
-@pytest.mark.parametrize(("where", "who"), [("processor", 0), ("on_token", 0), ("on_token", 1), ("everywhere", 0)])
-def test_an_error_between_collectives_is_raised_by_all_and_the_loop_goes_on(run_on, where, who):
-    results = run_on("loop_cases.fails", 2, 60, where=where, who=who)
+@pytest.mark.parametrize(
+    ("where", "who", "overlap"),
+    [
+        *(("processor", 0, False), ("on_token", 0, False), ("on_token", 1, False), ("everywhere", 0, False)),
+        *(("on_token", 1, True), ("everywhere", 0, True)),
+    ],
+)
+def test_an_error_between_collectives_is_raised_by_all_and_the_loop_goes_on(run_on, where, who, overlap):
+    results = run_on("loop_cases.fails", 2, 60, where=where, who=who, overlap=overlap)
     for rank, ((kind, text, notes), seconds, again, used) in enumerate(results):
         assert (kind, text) == ("KeyError", "'boom'")
         assert (f"raised by rank {who} of 2" in notes) == (rank != who and where != "everywhere")
@@ -84,9 +92,21 @@ def test_an_error_between_collectives_is_raised_by_all_and_the_loop_goes_on(run_
         assert used == 0
 
 
-@pytest.mark.parametrize(("size", "who"), [(2, 0), (2, 1), (4, 2)])
-def test_an_error_within_the_model_is_raised_by_all(run_on, size, who):
-    results = run_on("loop_cases.fails", size, 60, spoils=True, where="model", who=who)
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_while_the_next_step_runs_is_raised_by_all_and_the_loop_goes_on(run_on, who):
+    for rank, ((kind, _, notes), seconds, again, used) in enumerate(
+        run_on("loop_cases.fails", 2, 60, where="read", who=who, overlap=True)
+    ):
+        assert kind == "KeyError"
+        assert (f"raised by rank {who} of 2" in notes) == (rank != who)
+        assert seconds < SECONDS
+        assert again == EXPECTED[:4]
+        assert used == 0
+
+
+@pytest.mark.parametrize(("size", "who", "overlap"), [(2, 0, False), (2, 1, True), (4, 2, True)])
+def test_an_error_within_the_model_is_raised_by_all(run_on, size, who, overlap):
+    results = run_on("loop_cases.fails", size, 60, spoils=True, where="model", who=who, overlap=overlap)
     for rank, ((kind, text, notes), seconds, again, used) in enumerate(results):
         assert (kind, text) == ("KeyError", "'boom'")
         assert (f"raised by rank {who} of {size}" in notes) == (rank != who)

@@ -1,5 +1,5 @@
-"""Draws from the rows of logits on GPUs: the rule of :func:`paged_ops.generation.distribution.draw`, with few passes
-over the vocabulary and without waiting for the device.
+"""The likeliest tokens of rows of logits on GPUs, and draws from them: the rule of
+:func:`paged_ops.generation.distribution.draw`, with few passes over the vocabulary and without waiting for the device.
 
 One pass reads all logits and leaves the weight and the largest logit of each chunk of 256 tokens. Then one program per
 row draws from these: it reads the chunk of its token. For top-k it reads the chunks whose largest logit is not below
@@ -23,6 +23,24 @@ from paged_ops.lowerings.gpu.launch import Launcher
 
 CHUNK = tl.constexpr(256)
 _CHUNKS_AT_ONCE = 32
+_LOGITS_AT_ONCE = 16384
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row of logits ``[R, V]``, in their dtype, and the first token that has it, int64 ``[R]``. NaN
+    in a row with NaN. One program per row."""
+    logits = logits.contiguous()
+    R, V = logits.shape
+    best, tokens = logits.new_empty(R), logits.new_empty(R, dtype=torch.int64)
+    _likeliest(V, logits.dtype, logits.device)((R, 1, 1), (logits, best, tokens))
+    return best, tokens
+
+
+@functools.lru_cache(maxsize=64)
+def _likeliest(V: int, dtype: torch.dtype, device: torch.device) -> Launcher:
+    del dtype  # a launcher serves one
+    at_once = min(_LOGITS_AT_ONCE, triton.next_power_of_2(V))
+    return Launcher(likeliest_kernel, {"V": V, "AT_ONCE": at_once, "num_warps": 16}, device, can_wait=True)
 
 
 def draw_rows(
@@ -80,6 +98,25 @@ def _launchers(V: int, dtype: torch.dtype, device: torch.device) -> tuple[Launch
         for kernel, num_warps in ((chunks_kernel, 8), (draw_kernel, 16))
     )
     return chunks, draws
+
+
+@triton.jit
+def likeliest_kernel(tensors, V: tl.constexpr, AT_ONCE: tl.constexpr):
+    """One row."""
+    logits, best, tokens = tensors
+    r = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, AT_ONCE)
+    largest = tl.full((AT_ONCE,), float("-inf"), tl.float32)
+    ids = tl.zeros((AT_ONCE,), tl.int32)
+    for first in range(0, V, AT_ONCE):
+        x = tl.load(logits + r * V + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32)
+        is_better = (x > largest) | (x != x)
+        largest = tl.where(is_better, x, largest)
+        ids = tl.where(is_better, first + column, ids)
+    has_nan = tl.max((largest != largest).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(largest == largest, largest, float("-inf")), 0)
+    tl.store(tokens + r, tl.min(tl.where(largest == top, ids, V - 1), 0).to(tl.int64))
+    tl.store(best + r, tl.where(has_nan, float("nan"), top).to(best.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -12,10 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from paged_ops.lowerings.gpu.target import TRITON
 
 if TRITON >= (3, 8):  # torch 2.14
-    load_rows = async_copy.async_load
+    load_async = async_copy.async_load
     load_box = tma.async_load
 else:
-    load_rows = async_copy.async_copy_global_to_shared
+    load_async = async_copy.async_copy_global_to_shared
     load_box = tma.async_copy_global_to_shared
 
 if TRITON >= (3, 9):  # torch 2.15

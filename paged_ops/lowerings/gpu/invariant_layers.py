@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_ops import fake
+from paged_ops.lowerings.gpu import precompile
 from paged_ops.lowerings.gpu.target import FUSED, on_device, target_of
 
 BK = 64  # changes the order of sums, so it is one number for all tiles
@@ -31,11 +32,11 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     T = len(rows)
     if not out.numel():
         return out
-    tile = tile_of(T, O, x.dtype)
-    grid = (triton.cdiv(T, tile["ROWS"]) * triton.cdiv(O, tile["BO"]),)
     strides = *rows.stride(), 0, *weight.stride(), 0 if bias is None else bias.stride(0)
     with on_device(target.device):
-        product_kernel[grid](rows, weight, bias, out, None, None, T, O, C, *strides, E=0, BE=1, **tile, **FUSED)
+        for tile in tiles_of(T, O, x.dtype):
+            grid = (triton.cdiv(T, tile["ROWS"]) * triton.cdiv(O, tile["BO"]),)
+            product_kernel[grid](rows, weight, bias, out, None, None, T, O, C, *strides, E=0, BE=1, **tile, **FUSED)
     return out
 
 
@@ -47,18 +48,24 @@ def invariant_expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Te
     # Rows are sorted by expert, and tiles do not cross experts. The grid has room for a part of a tile per expert.
     order = experts.argsort(stable=True)
     counts = torch.zeros(E, dtype=torch.int64, device=x.device).scatter_add_(0, experts, torch.ones_like(experts))
-    tile = tile_of(-(-T // E), O, x.dtype)
-    tiles = min(T, triton.cdiv(T, tile["ROWS"]) + E)
     # without a bias, its strides are not used
     strides = *x.stride(), *weight.stride(), 0 if bias is None else bias.stride(1)
-    grid = (tiles * triton.cdiv(O, tile["BO"]),)
     if bias is not None:
         bias = bias.contiguous()
+    tensors, BE = (x, weight, bias, out, order, counts), triton.next_power_of_2(E)
     with on_device(target.device):
-        product_kernel[grid](
-            x, weight, bias, out, order, counts, T, O, C, *strides, E=E, BE=triton.next_power_of_2(E), **tile, **FUSED
-        )
+        for tile in tiles_of(-(-T // E), O, x.dtype):
+            grid = (min(T, triton.cdiv(T, tile["ROWS"]) + E) * triton.cdiv(O, tile["BO"]),)
+            product_kernel[grid](*tensors, T, O, C, *strides, E=E, BE=BE, **tile, **FUSED)
     return out
+
+
+def tiles_of(T: int, O: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The fastest tile for T rows and O outputs; all tiles where kernels are noted (precompile.py), so that none is
+    compiled later: each gives the same bits."""
+    all_sizes = precompile.notes() is not None
+    tiles = [tile_of(each, O, dtype) for each in ((16, 32, 64, 128, 256, 257) if all_sizes else (T,))]
+    return [tile for n, tile in enumerate(tiles) if tile not in tiles[:n]]
 
 
 def tile_of(T: int, O: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Launcher:
     def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device, *, can_wait: bool = False) -> None:
         self.can_wait = can_wait
         self._kernel = settled(kernel)
-        self._constants = constants
+        self._constants = {name: _named(value) for name, value in constants.items()}
         self._values: tuple[Any, ...] = ()  # values of the constants that are parameters, in the kernel's order
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # by alignment
         self._device, self._index = device, device.index
@@ -103,6 +103,17 @@ class Launcher:
             with torch.cuda.device(self._index):
                 launch(*arguments)
         return True
+
+
+def _named(value: Any) -> Any:
+    """A constant with the names of torch's dtypes in their place. No kernel reads these fields, and Triton writes
+    constants as JSON where a program has set a hook that runs after each compilation (vLLM does)."""
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if not isinstance(value, tuple):
+        return value
+    parts = map(_named, value)
+    return value._make(parts) if hasattr(value, "_make") else tuple(parts)
 
 
 Grid = tuple[int, int, int]

@@ -58,11 +58,11 @@ def _launcher(
         "num_warps": numbers["num_warps"],
         **target.overlap(),
     }
-    return Launcher(merge_kernel, constants, device, can_wait=True), ROWS
+    return Launcher(merge_states_kernel, constants, device, can_wait=True), ROWS
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def merge_kernel(
+def merge_states_kernel(
     tensors,  # out [T, H, Dv] and lse [T, H], contiguous; then out and lse of side a, and of side b
     num_rows,  # T * H
     H: tl.constexpr,

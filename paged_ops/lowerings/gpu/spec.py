@@ -69,14 +69,21 @@ class Numbers(NamedTuple):
     soft_cap: float
     window: int
     chunk: int
-    sparse_block: int
-    local_blocks: int
-    vert_stride: int
-    first_offset: int  # query head h has the offset first_offset + h // heads_an_offset * offset_step
-    offset_step: int
     table_stride: int
     S: int
     T: int
+
+
+class Pattern(NamedTuple):
+    """A block-sparse pattern, see :class:`paged_ops.masks.SparsePattern`. Query head h has the offset
+    ``first_offset + h // heads * offset_step``."""
+
+    block: int = 1
+    local_blocks: int = 0
+    vert_stride: int = 1
+    heads: int = 1
+    first_offset: int = 1
+    offset_step: int = 0
 
 
 class Masks(NamedTuple):
@@ -87,7 +94,7 @@ class Masks(NamedTuple):
     chunk: bool = False
     ranges: int = 0  # R, the ranges per sequence; 0: none
     sparse: bool = False
-    heads_an_offset: int = 1
+    pattern: Pattern = Pattern()
     first: int = 0  # first tokens that stay visible with a window; 0: none, or no window
 
 
@@ -148,6 +155,7 @@ class Spec(NamedTuple):
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
         logits, storage = Logits(), Storage(torch.float32, 0, False)
         return self._replace(
+            masks=self.masks._replace(sparse=False, pattern=Pattern()),
             logits=logits,
             storage=storage,
             dtype=torch.float32,
@@ -258,7 +266,7 @@ def spec_of(
             f.attention_chunk > 0,
             ranges,
             sparse is not None,
-            H // K if sparse is not None and sparse.homo_head_group else 1,
+            Pattern() if sparse is None else pattern_of(sparse, H, K),
             min(f.num_first_tokens, MOST_FIRST_TOKENS) if f.sliding_window > 0 else 0,
         ),
         logits=Logits(f.soft_cap > 0, f.alibi_slopes is not None, f.sinks is not None),
@@ -279,31 +287,19 @@ def spec_of(
     )
 
 
-def numbers_of(
-    f: Features, sparse: masks.SparsePattern | None, H: int, K: int, scale: float, table_stride: int, S: int, T: int
-) -> Numbers:
-    """The numbers of a call."""
+def pattern_of(sparse: masks.SparsePattern, H: int, K: int) -> Pattern:
+    """The pattern of a call with H query heads and K key/value heads."""
     first_offset, offset_step = 1, 0
-    if sparse is not None and not sparse.homo_head:
+    if not sparse.homo_head:
         heads = K if sparse.homo_head_group else H
         offset_step = max(1, int(sparse.vert_stride / (sparse.world_size * heads)))
         first_offset = sparse.rank * heads * offset_step + 1
-    window, chunk = spans(f.sliding_window, f.attention_chunk)
-    block, local_blocks, vert_stride = (1, 0, 1) if sparse is None else sparse[:3]
-    return Numbers(
-        float(scale),
-        float(f.soft_cap),
-        window,
-        chunk,
-        block,
-        local_blocks,
-        vert_stride,
-        first_offset,
-        offset_step,
-        table_stride,
-        S,
-        T,
-    )
+    return Pattern(*sparse[:3], H // K if sparse.homo_head_group else 1, first_offset, offset_step)
+
+
+def numbers_of(f: Features, scale: float, table_stride: int, S: int, T: int) -> Numbers:
+    """The numbers of a call."""
+    return Numbers(float(scale), float(f.soft_cap), *spans(f.sliding_window, f.attention_chunk), table_stride, S, T)
 
 
 def spans(sliding_window: int, attention_chunk: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -129,10 +130,12 @@ def settled(kernel: Any) -> Any:
         if hasattr(type(kernel), "cache_key") and hasattr(
             function, "__code__"
         ):  # hasattr on the instance would compute it
-            for name in function.__code__.co_names:
-                helper = function.__globals__.get(name)
-                if hasattr(type(helper), "cache_key"):
-                    settled(helper)
+            names, own = function.__code__.co_names, function.__globals__
+            modules = (vars(own[name]) for name in names if isinstance(own.get(name), ModuleType))
+            for names_of in (own, *modules):
+                for helper in map(names_of.get, names):
+                    if hasattr(type(helper), "cache_key"):
+                        settled(helper)
             _ = kernel.cache_key
     return kernel
 

@@ -19,6 +19,9 @@ CONFIGS = {
         **SMALL, sliding_window=12, layer_types=TYPES[:2], query_pre_attn_scalar=16
     ),
     "gpt_oss": MODELS["gpt_oss"],
+    "gpt_oss_of_one_layer": lambda: transformers.GptOssConfig(
+        **{**SHAPE, "num_hidden_layers": 1}, num_local_experts=4, num_experts_per_tok=2, layer_types=TYPES[:1]
+    ),
 }
 # 28 blocks of 4, and 36 at the end
 PROMPTS = [[(7 * i * i + 3 * i + s * 131) % 250 + 2 for i in range(n)] for s, n in enumerate((15, 45, 13, 30))]
@@ -49,7 +52,9 @@ def recomputed(paged, prompts, found):
     return count
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("qwen3", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in list(CONFIGS)[:5]), ("qwen3", torch.bfloat16)]
+)
 def test_bits_of_requests_do_not_depend_on_the_load(name, dtype):
     paged = PagedCausalLM(tiny(name, dtype), batch_invariant=True)
     alone, _ = generate(paged, PROMPTS, max_num_seqs=1)
@@ -85,10 +90,10 @@ def test_a_layer_that_is_not_invariant_is_found():
 
 @pytest.mark.slow
 def test_compiled_layers_have_one_result_too():
-    model = tiny("gpt_oss")
+    model = tiny("gpt_oss_of_one_layer")
     fuse_projections(model)
     paged = PagedCausalLM(model, batch_invariant=True).compile_layers()
-    alone, _ = generate(paged, PROMPTS, max_num_seqs=1)
+    alone, _ = generate(paged, PROMPTS, num_blocks=32, max_num_seqs=1)
     chunked, loop = generate(paged, PROMPTS, num_blocks=32, max_num_tokens=64)
     assert loop.stats.preemptions > 0
     assert chunked == alone

@@ -71,13 +71,13 @@ def paged_attention_with_lse(
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an attention op would not run on ``device`` ("cuda" or "rocm") with these features and properties."""
     reasons = []
-    if features.get("batch_invariant"):
-        reasons.append("batch_invariant: equal bits are shown on a GPU for bfloat16 only")
     cache_dtype = features.get("cache_dtype")
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
     D, Dv = features.get("head_size"), features.get("value_head_size")
     if features.get("layout") == Layout.LATENT:
+        if features.get("batch_invariant"):
+            reasons.append("batch_invariant: GPU kernels of latent caches cut keys by the batch; the CPU serves them")
         return reasons + latent.too_large(Dv, None if D is None or Dv is None else D - Dv)
     return reasons + tuning.too_large(D, Dv)
 
@@ -319,15 +319,15 @@ def describe(
     stored, of_latents = element_dtype(kv_cache, f.kv_cache_dtype), is_latent(kv_cache)
     layout = Layout.LATENT if of_latents else None
     properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv, "layout": layout}
+    properties["batch_invariant"] = f.batch_invariant
     target = target or target_of(query.device)
-    properties["batch_invariant"] = f.batch_invariant and target.backend != "interpreter"
     for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", properties):
         raise ValueError(reason)
 
     key, value, cache_format = readable(paged, stored, target)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     spec = spec_of(query, key, value, cache_format, block_tables, sparse, f, out.dtype, with_lse, of_latents)
-    numbers = numbers_of(f, sparse, H, K, scale, block_tables.stride(0), S, T)
+    numbers = numbers_of(f, scale, block_tables.stride(0), S, T)
     aligned = not (key.data_ptr() | value.data_ptr()) & 15
     value_cache = kv_cache if f.value_cache is None else f.value_cache
     signature.offsets = key.data_ptr() - kv_cache.data_ptr(), value.data_ptr() - value_cache.data_ptr()

@@ -70,11 +70,6 @@ def padded_values(D: int, Dv: int, itemsize: int) -> int:
     return max(padded(Dv, itemsize), min(padded(D, itemsize), 128 // itemsize))
 
 
-def sequences_at_once(S: int) -> int:
-    """The number of sequences that a program counts in one vector."""
-    return min(max(64, power_of_2(S)), 1024)
-
-
 def too_large(D: int | None, Dv: int | None) -> list[str]:
     """Why no tile holds heads of these sizes; None: not known."""
     sizes = {"head_size": D, "value_head_size": Dv}
@@ -93,8 +88,8 @@ def shape(
 
 
 def division(rows: int, S: int, short: int = -1, everyone: bool = False) -> Division:
-    """The division of a batch of S sequences."""
-    at_once = sequences_at_once(S)
+    """The division of a batch of S sequences: a program counts some of them in one vector."""
+    at_once = min(max(64, power_of_2(S)), 1024)
     return Division(rows, everyone, short, at_once, -(-S // at_once))
 
 
@@ -121,20 +116,17 @@ def whole_units(T: int, S: int, K: int, programs: int, target: Target) -> int:
     return 0
 
 
-def parts_fit(S: int, K: int, programs: int) -> bool:
-    """Whether units of equal lengths have between three parts and FAN."""
-    return 3 * S * K <= programs <= FAN * S * K
-
-
 def fan_of(tiles: Tiles, spec: Spec, target: Target, S: int) -> int:
-    """How many parts split_kernel's own programs merge at a time, see parts.py; 0: merge_kernel merges them.
+    """How many parts split_kernel's own programs merge at a time, if units of equal lengths have between three parts
+    and FAN, see split_merge.py; 0: merge_kernel merges them.
 
     Measured on an H200 (benchmarks/notes/gpu-designs.md): with fewer parts a program often merges two units, and with
     many, or large ones, one program takes longer than many do. Nothing was measured on other GPUs, and Triton 3.7
     does not compile it for ROCm (a pointer that changes in a loop).
     """
     fast = target.is_hopper and tiles.slices and spec.storage.dtype.itemsize == 2
-    return FAN if fast and parts_fit(S, spec.K // tiles.heads, tiles.programs) else 0
+    units = S * spec.K // tiles.heads
+    return FAN if fast and 3 * units <= tiles.programs <= FAN * units else 0
 
 
 def rows_of(T: int, S: int, G: int) -> tuple[int, bool]:

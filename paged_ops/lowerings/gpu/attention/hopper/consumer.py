@@ -20,9 +20,7 @@ from paged_ops.lowerings.gpu.attention.hopper.head_chunks import (
     WARPGROUP,
     first_in_part,
     first_of,
-    number_of,
     part_with,
-    size_of,
     widths_of,
 )
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_full
@@ -112,7 +110,7 @@ def multiply_keys(shared, q_tile, at, PARTS: gl.constexpr):
     N: gl.constexpr = shared.k.tiles[0].shape[1]
     stage = stage_of(shared.k.ring, at)
     s = gl.full([WARPGROUP, N], 0.0, gl.float32, sums_layout(N))
-    for n in gl.static_range(number_of(PARTS)):
+    for n in gl.static_range(len(PARTS)):
         k_tile = shared.k.tiles[n].index(stage).permute((1, 0))
         s = warpgroup_mma(shared.q_tiles[n].index(q_tile), k_tile, s, use_acc=n > 0, is_async=True)
     return s
@@ -125,9 +123,9 @@ def multiply_values(p16, values, at, acc, PARTS: gl.constexpr):
     WIDTHS: gl.constexpr = widths_of(PARTS)
     stage = stage_of(values.ring, at)
     made: gl.tuple = ()
-    for n in gl.static_range(number_of(WIDTHS)):
+    for n in gl.static_range(len(WIDTHS)):
         v_tile = values.tiles[part_with(PARTS, n)].index(stage)
-        v_tile = v_tile.slice(first_in_part(PARTS, n), size_of(WIDTHS, n), dim=1)
+        v_tile = v_tile.slice(first_in_part(PARTS, n), WIDTHS[n], dim=1)
         # The weights stay where they are: sums of any width want the same registers.
         weights = gl.convert_layout(p16, gl.DotOperandLayout(0, acc[n].type.layout, 2))
         made += (warpgroup_mma(weights, v_tile, acc[n], is_async=True),)
@@ -137,7 +135,7 @@ def multiply_values(p16, values, at, acc, PARTS: gl.constexpr):
 @gluon.jit
 def wait_for(acc, PARTS: gl.constexpr):
     """Wait for all matmuls."""
-    if number_of(widths_of(PARTS)) == 1:
+    if len(widths_of(PARTS)) == 1:
         made = (warpgroup_mma_wait(0, deps=acc),)
     else:
         made = warpgroup_mma_wait(0, deps=acc)
@@ -148,7 +146,7 @@ def wait_for(acc, PARTS: gl.constexpr):
 def scaled(acc, factors, PARTS: gl.constexpr):
     """Sums times a factor per row."""
     made: gl.tuple = ()
-    for n in gl.static_range(number_of(widths_of(PARTS))):
+    for n in gl.static_range(len(widths_of(PARTS))):
         made += (acc[n] * gl.convert_layout(factors, gl.SliceLayout(1, acc[n].type.layout))[:, None],)
     return made
 
@@ -168,7 +166,7 @@ def zero_values(
 ):  # fmt: skip
     """Zero the values of keys outside ``low : end`` in some rows of the at-th tile; the first of these rows is key j.
     No query row sees them and their weights are 0, but 0 * NaN would be NaN. FIRST tokens stay."""
-    for n in gl.static_range(number_of(PARTS)):
+    for n in gl.static_range(len(PARTS)):
         zero_rows(values.tiles[n].index(stage_of(values.ring, at)).slice(row, rows, dim=0), j, low, end, FIRST)
 
 
@@ -235,7 +233,7 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
     s = multiply_keys(shared, rows.tile, at, K_PARTS)
     wait_full(shared.v.ring, at - 1)
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
-    s = warpgroup_mma_wait(number_of(widths_of(SHAPE.v.parts)), deps=[s])
+    s = warpgroup_mma_wait(len(widths_of(SHAPE.v.parts)), deps=[s])
     release_tile(shared.k.ring, at, SHAPE)
     # A branch, not two loops: ptxas would move the softmax of one block past the wait below, and it would no longer run
     # during the matmul with the values.
@@ -263,8 +261,8 @@ def step(sums, at, tile, item, rows, batch, shared, SPEC: gl.constexpr, SHAPE: g
 @gluon.jit
 def zero_sums(WIDTHS: gl.constexpr):
     made: gl.tuple = ()
-    for n in gl.static_range(number_of(WIDTHS)):
-        made += (gl.full([WARPGROUP, size_of(WIDTHS, n)], 0.0, gl.float32, sums_layout(size_of(WIDTHS, n))),)
+    for n in gl.static_range(len(WIDTHS)):
+        made += (gl.full([WARPGROUP, WIDTHS[n]], 0.0, gl.float32, sums_layout(WIDTHS[n])),)
     return made
 
 
@@ -301,7 +299,7 @@ def store_item(
     """Write the result and the lse of a consumer's rows. PART: to a place among the parts."""
     G: gl.constexpr = SPEC.G
     WIDTHS: gl.constexpr = widths_of(SHAPE.v.parts)
-    for n in gl.static_range(number_of(WIDTHS)):
+    for n in gl.static_range(len(WIDTHS)):
         store_columns(acc[n], item, place, batch, which, first_of(WIDTHS, n, SPEC.v_side.size), PART, SPEC, SHAPE)
     if SPEC.lse or PART:
         r = which * WARPGROUP + gl.arange(0, WARPGROUP, lse2.type.layout)
@@ -374,7 +372,7 @@ def attend(
     release_tile(shared.k.ring, total, SHAPE)
     j = place_at((item.end_tile - 1) * N, N, item.oldest, MASKS, N) + gl.arange(0, N, gl.SliceLayout(0, s_layout))
     p, m, l, _decay = softmax_tile(s, m, rows, j, item.seq_len, True, BY_ROWS, SPEC)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTHS[0]), 2)
     p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
     # values past the sequence may be NaN: the first warpgroup zeroes them once
     past = item.end_tile * N > item.seq_len

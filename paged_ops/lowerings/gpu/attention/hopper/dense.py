@@ -49,7 +49,7 @@ from paged_ops.lowerings.gpu.attention.hopper.launch import (
     aligned_rows,
     contiguous_rows,
 )
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.ring import ring_of, signal_of
 from paged_ops.lowerings.gpu.attention.hopper.work import FIELDS
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -79,7 +79,6 @@ APPLIES = frozenset({"causal", "window", "first", "chunk", "ranges", "soft_cap",
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     key, value = spec.k_side, spec.v_side
     against = {
         f"dtype: expected float16 or bfloat16, got {spec.dtype}": spec.dtype not in (torch.float16, torch.bfloat16),
@@ -103,7 +102,8 @@ def served_sizes() -> list[int]:
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     """The choice for a batch; the reason if this kernel would take none of its sequences, or if the call forbids it."""
     tiles = tuning.tiles_of(spec, target, shapes.T, shapes.S)
-    short = _short_of(tiles, spec, target, shapes.T, shapes.S)
+    items = 0 if tiles.all_split else shapes.T * spec.G // BLOCK_M * spec.K
+    short = short_keys(tiles.split.block_m, shapes.S * spec.K, items, target.processors)
     if tiles.all_split and short < 0:
         return ALL_SPLIT
     if not has_form(spec, shapes):
@@ -113,7 +113,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tiles, division, consumers = choice
     shape = shape_of(spec, target.shared_memory, consumers)
     described = descriptors(spec, shape.page)
@@ -173,11 +172,6 @@ def read_spec(spec: Spec) -> Spec:
     """The spec with the strides of the query rows that the kernel reads."""
     D = spec.k_side.size
     return spec._replace(query=(spec.K * spec.G * D, D, 1)) if are_copied(spec) else spec
-
-
-def _short_of(tiles: tuning.Tiles, spec: Spec, target: Target, T: int, S: int) -> int:
-    items = 0 if tiles.all_split else T * spec.G // BLOCK_M * spec.K
-    return short_keys(tiles.split.block_m, S * spec.K, items, target.processors)
 
 
 def short_keys(rows: int, units: int, items: int, processors: int) -> int:
@@ -333,7 +327,7 @@ class Shared(NamedTuple):
     item_ring: Any
     q_groups: Any  # the query rows as the scheduler fetches them
     q_tiles: Any  # the same, as they are multiplied
-    k: Any  # Tiles
+    k: Any  # TileRing
     v: Any
     newest_clean: Any  # per item: the values of its newest tile that no row may see are zeroed
     oldest_clean: Any  # the same for its oldest tile
@@ -371,23 +365,18 @@ def tiles_of(dtype: gl.constexpr, PARTS: gl.constexpr, SHAPE: gl.constexpr, RELE
     """A ring of tiles of keys, or of values, which is empty after RELEASES arrivals."""
     STAGES: gl.constexpr = SHAPE.stages
     pages = places(dtype, STAGES * (SHAPE.N // SHAPE.page), SHAPE.page, PARTS)
-    return Tiles(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
+    return TileRing(pages, as_tiles(pages, dtype, STAGES, SHAPE.N, PARTS), ring_of(STAGES, 1, RELEASES))
 
 
-# More than 20 parameters: descriptors, and numbers that Triton must not specialise on, cannot be in a tuple.
 @gluon.jit(do_not_specialize=(*Numbers._fields, "short"))
 def dense_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     short,
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)

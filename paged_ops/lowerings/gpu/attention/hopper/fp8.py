@@ -28,7 +28,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import consumer
 from paged_ops.lowerings.gpu.attention.hopper.dense import Columns, HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, as_tiles, places, rows_at_once, tile_layout
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, Described
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles, producer, scheduler
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing, producer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.work import next_tiles
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.fp8 import widen_words
@@ -53,7 +53,6 @@ LEAST = gl.constexpr(27)  # biased exponent of the least factor
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     key, value, stored = spec.k_side, spec.v_side, spec.storage.dtype
     against = {
         f"cache_dtype: expected float8, got {stored}": stored not in STORED,
@@ -86,7 +85,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     pairs, (tiles, division) = in_pairs(spec), choice
     shape, of_bytes = shapes_of(pairs, target.shared_memory)
     constants = {"SHAPE": shape, "BYTES": of_bytes, "E4M3": spec.storage.dtype == torch.float8_e4m3fn}
@@ -97,7 +95,8 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 def descriptors(pairs: Spec, page: int) -> list[Described]:
     """As in dense.py, for pairs: half the head size."""
     k_side, v_side = (side._replace(size=side.size // 2) for side in (pairs.k_side, pairs.v_side))
-    return dense.descriptors(pairs._replace(k_side=k_side, v_side=v_side), page)
+    described = dense.descriptors(pairs._replace(k_side=k_side, v_side=v_side), page)
+    return list(filter(None, described))
 
 
 def shapes_of(pairs: Spec, shared_memory: int) -> tuple[HopperShape, HopperShape]:
@@ -203,24 +202,20 @@ def bytes_of(PARTS: gl.constexpr, BYTES: gl.constexpr):
     """A ring of tiles of bytes, as pairs; the converter takes its pages."""
     half: gl.constexpr = gl.float16
     pages = places(half, BYTES.stages * (BYTES.N // BYTES.page), BYTES.page, PARTS)
-    return Tiles(pages, pages, ring.ring_of(BYTES.stages, 1, 1))
+    return TileRing(pages, pages, ring.ring_of(BYTES.stages, 1, 1))
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
 def fp8_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
-    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of pairs; the others are None
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
+    k_desc, v_desc,  # of pairs
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, BYTES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     K_PARTS: gl.constexpr = SHAPE.k.parts
     if tensors.k_scale is not None:
         scale *= gl.load(tensors.k_scale)
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     half: gl.constexpr = gl.float16
@@ -238,7 +233,6 @@ def fp8_kernel(
     V_BYTES: gl.constexpr = BYTES.v.parts
     keys, values = bytes_of(K_BYTES, BYTES), bytes_of(V_BYTES, BYTES)
     told = Shared(*of_all[:2], None, None, keys, values, None, None, None, None, None)  # type: ignore[call-arg]
-    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -246,7 +240,7 @@ def fp8_kernel(
             (consumer, (0, batch, shared, SPEC, SHAPE)),
             (consumer, (1, batch, shared, SPEC, SHAPE)),
             (scheduler, (batch, None, shared, SPEC, DIVISION, SHAPE)),
-            (producer, (descs, batch, told, SPEC, BYTES)),
+            (producer, (((k_desc,), (v_desc,)), batch, told, SPEC, BYTES)),
         ],
         [4, 4, 1, 1],
         SHAPE.registers,

@@ -33,16 +33,6 @@ def value_parts_of(size: int) -> tuple[int, ...]:
 
 
 @gluon.constexpr_function
-def number_of(parts):
-    return len(parts)
-
-
-@gluon.constexpr_function
-def size_of(parts, n):
-    return parts[n]
-
-
-@gluon.constexpr_function
 def sum_of(parts):
     return sum(parts)
 
@@ -119,8 +109,8 @@ def query_layout(size):
 def places(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, PARTS: gl.constexpr):
     """Shared memory for ``pages`` pages of PAGE keys or values, a place for each part, as copies write them."""
     made: gl.tuple = ()
-    for n in gl.static_range(number_of(PARTS)):
-        made += (gl.allocate_shared_memory(dtype, pages_of(pages, PAGE, PARTS, n), box_layout(size_of(PARTS, n))),)
+    for n in gl.static_range(len(PARTS)):
+        made += (gl.allocate_shared_memory(dtype, pages_of(pages, PAGE, PARTS, n), box_layout(PARTS[n])),)
     return made
 
 
@@ -128,8 +118,8 @@ def places(dtype: gl.constexpr, pages: gl.constexpr, PAGE: gl.constexpr, PARTS: 
 def query_places(dtype: gl.constexpr, rows: gl.constexpr, PARTS: gl.constexpr):
     """Shared memory for ``rows`` query rows, as they are loaded."""
     made: gl.tuple = ()
-    for n in gl.static_range(number_of(PARTS)):
-        made += (gl.allocate_shared_memory(dtype, query_shape(rows, PARTS, n), query_layout(size_of(PARTS, n))),)
+    for n in gl.static_range(len(PARTS)):
+        made += (gl.allocate_shared_memory(dtype, query_shape(rows, PARTS, n), query_layout(PARTS[n])),)
     return made
 
 
@@ -137,6 +127,6 @@ def query_places(dtype: gl.constexpr, rows: gl.constexpr, PARTS: gl.constexpr):
 def as_tiles(given, dtype: gl.constexpr, tiles: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr):
     """The same memory as tiles of ROWS rows, as they are multiplied."""
     made: gl.tuple = ()
-    for n in gl.static_range(number_of(PARTS)):
-        made += (reinterpret(given[n], dtype, [tiles, ROWS, size_of(PARTS, n)], tile_layout(ROWS, size_of(PARTS, n))),)
+    for n in gl.static_range(len(PARTS)):
+        made += (reinterpret(given[n], dtype, [tiles, ROWS, PARTS[n]], tile_layout(ROWS, PARTS[n])),)
     return made

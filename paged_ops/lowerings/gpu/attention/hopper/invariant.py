@@ -175,16 +175,12 @@ ALL = (
 @gluon.jit(do_not_specialize=Numbers._fields)
 def invariant_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer, and without TMA
     SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Items of all sequences. ``arrived``, or ``taken``, are the counters, which are zero."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     shared = Shared(*shared_memory(tensors.query.dtype.element_ty, SPEC, SHAPE), None, None, None)  # type: ignore[call-arg]
     fence_async_shared()
@@ -239,8 +235,7 @@ def invariant_kernel(
 
 @triton.jit(do_not_specialize=Numbers._fields)
 def zero_kernel(
-    tensors, scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-    table_stride, S, T,
+    tensors, scale, soft_cap, window, chunk, table_stride, S, T,
 ):  # fmt: skip
     """Zeroes the counters."""
     tl.store(tensors.taken + tl.arange(0, 4), 0)
@@ -249,8 +244,7 @@ def zero_kernel(
 @triton.jit(do_not_specialize=Numbers._fields)
 def merge_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, PLAN: tl.constexpr, SHAPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Folds the states of one sequence and key/value head, if its segments were items. Also writes the rows of padding,

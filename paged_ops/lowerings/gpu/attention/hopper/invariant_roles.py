@@ -22,7 +22,7 @@ from paged_ops.lowerings.gpu.attention.hopper.consumer import (
     zero_sums,
     zero_values,
 )
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, number_of, size_of, widths_of
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP, first_of, widths_of
 from paged_ops.lowerings.gpu.attention.hopper.producer import not_kept, take_items
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, release, stage_of, wait_empty, wait_full
 from paged_ops.lowerings.gpu.attention.hopper.work import Item, Work, item_at, light_programs, next_tiles, read_item
@@ -116,7 +116,7 @@ def scheduler(batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.c
     segmented = units * SPEC.K <= CUTS.states
     if not segmented:
         units = total_items(segmented, batch, SPEC, DIVISION, CUTS, SHAPE)
-    few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, SHAPE.M, SHAPE.warps)
+    few = light_programs(batch, ANY_LENGTH, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
     counters = batch.tensors.taken
     if batch.tensors.arrived is not None:
         counters = batch.tensors.arrived
@@ -181,7 +181,7 @@ def fold(total, sums, rows, folds, which: gl.constexpr, batch, SPEC: gl.constexp
     m_new, decay, weight = fold_weights(total.m, sums.m, rows.factor)
     takes = folds & (sums.m != float("-inf"))
     made: gl.tuple = ()
-    for n in gl.static_range(number_of(WIDTHS)):
+    for n in gl.static_range(len(WIDTHS)):
         layout: gl.constexpr = sums.acc[n].type.layout
         row_layout: gl.constexpr = gl.SliceLayout(1, layout)
         known = gl.convert_layout(rows.live & (total.m != float("-inf")), row_layout)[:, None]
@@ -203,7 +203,7 @@ def total_at(which: gl.constexpr, layout: gl.constexpr, n: gl.constexpr, batch, 
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
     r = gl.program_id(0) * SHAPE.M + which * WARPGROUP + gl.arange(0, WARPGROUP, gl.SliceLayout(1, layout))
-    d = first_of(WIDTHS, n, Dv) + gl.arange(0, size_of(WIDTHS, n), gl.SliceLayout(0, layout))
+    d = first_of(WIDTHS, n, Dv) + gl.arange(0, WIDTHS[n], gl.SliceLayout(0, layout))
     return not_kept(batch.tensors.parts) + CUTS.states * CUTS.rows * Dv + r[:, None] * Dv + d[None, :]
 
 
@@ -216,7 +216,7 @@ def end_segment(total, sums, rows, tile, which: gl.constexpr, batch, SPEC: gl.co
     folds = tile % segment_tiles(rows.at, CUTS) == 0
     after, made = fold(total, sums, rows, folds, which, batch, SPEC, CUTS, SHAPE)
     accs: gl.tuple = ()
-    for n in gl.static_range(number_of(WIDTHS)):
+    for n in gl.static_range(len(WIDTHS)):
         layout: gl.constexpr = sums.acc[n].type.layout
         row_layout: gl.constexpr = gl.SliceLayout(1, layout)
         stored = gl.convert_layout(folds & rows.live, row_layout)
@@ -246,7 +246,7 @@ def first_step(state, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: g
     release_tile(shared.k.ring, at, SHAPE)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
     p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, True, SPEC)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(size_of(WIDTHS, 0)), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTHS[0]), 2)
     p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
     return end_step(state.acc, p16, m, state.l, l_tile, decay, V_PARTS)
 
@@ -261,7 +261,7 @@ def step(sums, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.const
     s = multiply_keys(shared, rows.tile, at, K_PARTS)
     wait_full(shared.v.ring, at - 1)
     acc = multiply_values(sums.p16, shared.v, at - 1, sums.acc, V_PARTS)
-    s = warpgroup_mma_wait(number_of(widths_of(V_PARTS)), deps=[s])
+    s = warpgroup_mma_wait(len(widths_of(V_PARTS)), deps=[s])
     release_tile(shared.k.ring, at, SHAPE)
     masked = needs_mask(tile, item.full_start, item.full_end, MASKS)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
@@ -284,10 +284,10 @@ def store_state(
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
     Dv: gl.constexpr = SPEC.v_side.size
     first = item.oldest.to(gl.int64) * CUTS.rows
-    for n in gl.static_range(number_of(WIDTHS)):
+    for n in gl.static_range(len(WIDTHS)):
         layout: gl.constexpr = acc[n].type.layout
         r = which * WARPGROUP + gl.arange(0, WARPGROUP, gl.SliceLayout(1, layout))
-        d = first_of(WIDTHS, n, Dv) + gl.arange(0, size_of(WIDTHS, n), gl.SliceLayout(0, layout))
+        d = first_of(WIDTHS, n, Dv) + gl.arange(0, WIDTHS[n], gl.SliceLayout(0, layout))
         at = batch.tensors.parts + (first + r)[:, None] * Dv + d[None, :]
         gl.store(at, acc[n], mask=(r < item.q_len * SPEC.G)[:, None])
     r = which * WARPGROUP + gl.arange(0, WARPGROUP, m.type.layout)

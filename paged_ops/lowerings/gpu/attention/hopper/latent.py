@@ -37,13 +37,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
+from paged_ops.lowerings.gpu.attention.hopper import dense, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper import ring
-from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
+from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import tile_layout
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import SLACK, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.launch import NOT_TMA, PARTS, Described, HopperLaunch
-from paged_ops.lowerings.gpu.attention.hopper.producer import Tiles
+from paged_ops.lowerings.gpu.attention.hopper.producer import TileRing
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
 from paged_ops.lowerings.gpu.attention.shared.work_split import share_index
@@ -56,7 +56,8 @@ from paged_ops.lowerings.gpu.target import TRITON, Target
 ROWS = 64  # packed query rows of a unit
 KEYS = 64  # of a tile
 LATENT, ROTATED = 512, 64  # columns
-KEY_BYTES = 2 * (LATENT + ROTATED)
+KEY_BYTES = gl.constexpr(2 * (LATENT + ROTATED))
+HALF = gl.constexpr(LATENT // 2)
 STAGES = 2  # tiles in shared memory: what fits next to the query rows
 # Registers of the two warpgroups for values, and of the producer; the first warpgroup gets the rest. With fewer, ptxas
 # serialises the matmuls (C7512): the kernel took up to 1.35 times as long with 168. Triton 3.9 needs more.
@@ -67,7 +68,6 @@ APPLIES = frozenset({"latent", "causal", "window", "chunk", "soft_cap", "sinks",
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return refusals(spec, APPLIES, [spec.dtype], str(spec.dtype), 8)
 
 
@@ -113,11 +113,11 @@ def packed(spec: Spec, rows: int) -> Spec:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     widths = ROTATED, LATENT // 2
     rows = [functools.partial(describe_rows, ROWS, width) for width in widths]
-    shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, KEY_BYTES, REGISTERS)
-    groups = [functools.partial(describe_groups, spec, shape.page, width) for width in widths]
+    bytes_of_key = 2 * ROTATED, LATENT, LATENT
+    shape = LatentShape(ROWS, KEYS, page_of(spec), STAGES, 1, bytes_of_key, REGISTERS, group=8, rows_last=True)
+    groups = [functools.partial(dense.describe, spec.v_side, spec, shape.page, width) for width in widths]
     return build_of(latent_hopper_kernel, shape, rows, groups, choice, spec, target)
 
 
@@ -147,54 +147,31 @@ def describe_rows(rows: int, width: int, query: Tensor) -> TensorDescriptor:
     return TensorDescriptor(query, [T * H, D], [D, 1], [rows, width], gl.NVMMASharedLayout(128, 16, 2))
 
 
-def describe_groups(spec: Spec, page: int, width: int, cache: Tensor) -> TensorDescriptor:
-    """``[N, B, ...]`` in groups of 8 rows by 64 columns: one copy loads some columns of a page."""
-    side = spec.v_side
-    shape = [((cache.shape[0] - 1) * (side.n // side.b) + spec.B) // 8, (LATENT + ROTATED) // 64, 8, 64]
-    groups = cache.as_strided(shape, (8 * side.b, 64, side.b, 1))
-    box = [page // 8, width // 64, 8, 64]
-    return TensorDescriptor(groups, shape, list(groups.stride()), box, gl.NVMMASharedLayout(128, 16, 4))
-
-
-class Shared(NamedTuple):
+class LatentMemory(NamedTuple):
     """The contents of shared memory. Tuples are of the rotated columns, and of the two halves of the latents."""
 
     queries: Any
     q_ring: Any
-    tiles: Any  # Tiles
+    tiles: Any  # TileRing
     messages: Any
 
 
 @gluon.jit
-def load_part(part, counts, descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Load the tiles of a part, and its unit's query rows."""
-    HALF: gl.constexpr = SPEC.v_side.size // 2
-    PAGES: gl.constexpr = SHAPE.N // SHAPE.page
-    n = counts.units
-    ids = roles.load_ids(part, part.tile, batch, SPEC, SHAPE)
-    for t in range(part.seen):
-        at = counts.tiles + t
-        begin = (part.tile + t) * SHAPE.N
-        first = roles.first_rows(ids, part.tile + t, SPEC, SHAPE)
-        ids = roles.load_ids(part, part.tile + t + 1, batch, SPEC, SHAPE)  # ahead of time
-        for c in gl.static_range(3):
-            to, desc = shared.tiles[c], descs[2 + (c + 1) // 2]
-            ring.wait_empty(to.ring, at)
-            for page in gl.static_range(PAGES):
-                row = roles.of_lane(first, page) // 8  # of groups of 8
-                if begin + page * SHAPE.page < part.seq_len:
-                    ring.expect(to.ring, at, SHAPE.page * shared.queries[c].shape[1] * 2)
-                    place = to.pages.index(ring.stage_of(to.ring, at) * PAGES + page)
-                    load_box(desc, [row, (c + 2) % 3 * HALF // 64, 0, 0], ring.full_of(to.ring, at), place)
-                else:
-                    ring.fill(to.ring, at)
-        if t == 0:  # after the tile: the last unit's query rows may still be read
-            ring.wait_empty(shared.q_ring, n)
-            ring.expect(shared.q_ring, n, SHAPE.M * SHAPE.key_bytes)
-            for c in gl.static_range(3):
-                place = [roles.query_row(part, SPEC), (c + 2) % 3 * HALF]
-                load_box(descs[(c + 1) // 2], place, ring.full_of(shared.q_ring, n), shared.queries[c])
-    return Counts(n + 1, counts.tiles + part.seen, counts.messages)
+def load_rows(descs, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load the query rows of the program's n-th unit."""
+    ring.wait_empty(shared.q_ring, n)
+    ring.expect(shared.q_ring, n, SHAPE.M * KEY_BYTES)
+    for c in gl.static_range(3):
+        place = [roles.query_row(part, SPEC), (c + 2) % 3 * HALF]
+        load_box(descs[(c + 1) // 2], place, ring.full_of(shared.q_ring, n), shared.queries[c])
+
+
+@gluon.jit
+def load_page(descs, row, at, page: gl.constexpr, c: gl.constexpr, shared, SHAPE: gl.constexpr):
+    """Begin to load some columns of a page of the at-th tile."""
+    to = shared.tiles[c]
+    place = to.pages.index(ring.stage_of(to.ring, at) * (SHAPE.N // SHAPE.page) + page)
+    load_box(descs[2 + (c + 1) // 2], [row, 0, 0, (c + 2) % 3 * HALF], ring.full_of(to.ring, at), place)
 
 
 @gluon.jit
@@ -210,38 +187,12 @@ def multiply_keys(at, shared, zero):
 
 
 @gluon.jit
-def softmax_tile(qk, m, rows, begin, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """The weights of a tile ``[M, N]`` (unnormalised, to base 2), each row's maximum in use, each thread's totals of
-    weights, and the factor of the accumulators.
-
-    A maximum that grows by at most SLACK stays in use, so that the accumulators need no scaling. Weights are then at
-    most 2^SLACK, and as exact (the idea is FlashAttention-4's).
-    """
-    if MASKED:
-        kept = roles.keep(qk, rows, begin, 1, SPEC)
-    if SPEC.logits.soft_cap:
-        qk = apply_soft_cap(qk, rows.cap)
-    if MASKED:
-        qk = gl.where(kept, qk, float("-inf"))
-    # Over a thread's pairs of columns first: chains of maxima are half as long.
-    largest = gl.max(gl.max(qk.reshape([qk.shape[0], qk.shape[1] // 8, 4, 2]), 1), 2)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(largest, 1), m.type.layout) * rows.factor)
-    m_new = gl.where(m_new > m + SLACK, m_new, m)
-    shift = roles.finite(m_new)
-    p = gl.exp2(qk * rows.factor - shift[:, None])
-    decay = gl.exp2(m - shift)
-    # Over the columns of a thread; the threads of a row are added at the end.
-    totals = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return p, m_new, totals, decay
-
-
-@gluon.jit
 def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Send the weights of a tile. Returns the maxima and the totals."""
     N: gl.constexpr = SHAPE.N
     begin = tile * N
     if roles.is_masked(rows, tile, SPEC):
-        p, m_new, totals, decay = softmax_tile(qk, m, rows, begin, True, SPEC)
+        p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, begin, 0, True, 1, True, False, SPEC)
         if roles.has_unseen(rows, begin, N):
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
             for half in gl.static_range(1, 3):
@@ -250,7 +201,7 @@ def send_weights(qk, m, l, rows, tile, at, sent, shared, SPEC: gl.constexpr, SHA
                     roles.zero_unseen(latents.slice(key, 8, dim=0), begin + key, rows, layout)
             fence_async_shared()  # only here: it takes hundreds of clocks, and threads read the weights themselves
     else:
-        p, m_new, totals, decay = softmax_tile(qk, m, rows, begin, False, SPEC)
+        p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, begin, 0, False, 1, True, False, SPEC)
     ring.wait_empty(shared.messages.ring, sent)
     shared.messages.weights.store(p.to(shared.messages.weights.dtype))
     roles.send_factors(shared.messages, sent, decay, m_new, m)
@@ -295,9 +246,8 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
     latents = args[1]
     messages = shared.messages
     M: gl.constexpr = SHAPE.M
-    WIDTH: gl.constexpr = (
-        SPEC.v_side.size // 4
-    )  # a matmul with twice the columns would need more registers than ptxas allows it
+    # A matmul with twice the columns would need more registers than ptxas allows it.
+    WIDTH: gl.constexpr = SPEC.v_side.size // 4
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     acc0 = gl.full([M, WIDTH], 0.0, gl.float32, layout)
@@ -331,28 +281,22 @@ def tiles_of(dtype: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr):
     shape: gl.constexpr = [SHAPE.stages * PAGES, SHAPE.page // 8, WIDTH // 64, 8, 64]
     pages = gl.allocate_shared_memory(dtype, shape, gl.NVMMASharedLayout(128, 16, 4))
     tiles = reinterpret(pages, dtype, [SHAPE.stages, SHAPE.N, WIDTH], tile_layout(SHAPE.N, WIDTH))
-    return Tiles(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 1))
+    return TileRing(pages, tiles, ring.ring_of(SHAPE.stages, PAGES, 1))
 
 
-# More than 20 parameters: Triton takes numbers that it must not specialise on, and descriptors, one by one.
 @gluon.jit(do_not_specialize=Numbers._fields)
 def latent_hopper_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     q_rotated_desc, q_latent_desc, rotated_desc, latent_desc,
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
-    HALF: gl.constexpr = SPEC.v_side.size // 2
     row_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(dtype, [M, HALF], row_layout)
@@ -364,20 +308,23 @@ def latent_hopper_kernel(
     left, right = tiles_of(dtype, HALF, SHAPE), tiles_of(dtype, HALF, SHAPE)
     tiles = tiles_of(dtype, SPEC.rotated.size, SHAPE), left, right
     messages = Messages(weights, factors, changed, ring.ring_of(1, 1, 2))
-    shared = Shared((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
+    shared = LatentMemory((q_rotated, q_left, q_right), ring.ring_of(1, 1, 1), tiles, messages)
     fence_async_shared()
     batch = Batch(tensors, numbers, None)
     share = share_of(share_index(SPEC, DIVISION), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     descs = (q_rotated_desc, q_latent_desc, rotated_desc, latent_desc)
+    rings = (tiles[0].ring, left.ring, right.ring)
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
-    LOAD: gl.constexpr = load_part
+    LOAD: gl.constexpr = roles.load_part
+    ROWS_OF_UNIT: gl.constexpr = load_rows
+    PAGE: gl.constexpr = load_page
     gl.warp_specialize(
         [
             (walk, (SCORE, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (0, left), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (HALF, right), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, descs, batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (ROWS_OF_UNIT, PAGE, rings, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

@@ -29,7 +29,7 @@ from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import latent, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import apply_soft_cap, factor_of
+from paged_ops.lowerings.gpu.attention.hopper.consumer import factor_of
 from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS, LatentShape
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -60,8 +60,8 @@ def rows_of_unit(spec: Spec, shapes: Shapes) -> int:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
-    shape = LatentShape(ROWS, latent.KEYS, latent.page_of(spec), latent.STAGES, UNITS, latent.KEY_BYTES, REGISTERS)
+    page, key_bytes = latent.page_of(spec), (latent.KEY_BYTES.value,)
+    shape = LatentShape(ROWS, latent.KEYS, page, latent.STAGES, UNITS, key_bytes, REGISTERS)
     rows = functools.partial(latent.describe_rows, ROWS, 64)
     columns = functools.partial(describe_columns, spec, shape.page, 64)
     return latent.build_of(latent_columns_kernel, shape, [rows], [columns], choice, spec, target)
@@ -78,7 +78,7 @@ def describe_columns(spec: Spec, page: int, width: int, cache: Tensor) -> Tensor
     return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [page, width], layout)
 
 
-class Shared(NamedTuple):
+class ColumnsMemory(NamedTuple):
     """The contents of shared memory, in chunks of 64 columns."""
 
     queries: Any  # of two units
@@ -91,7 +91,7 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load_page(descs, row, at, page: gl.constexpr, shared, SHAPE: gl.constexpr):
+def load_page(descs, row, at, page: gl.constexpr, which: gl.constexpr, shared, SHAPE: gl.constexpr):
     """Begin to load a page of the at-th tile."""
     for chunk in gl.static_range(CHUNKS):
         place = (ring.stage_of(shared.ring, at) * CHUNKS + chunk) * (SHAPE.N // SHAPE.page) + page
@@ -147,21 +147,6 @@ def multiply_values(acc, decay, at, shared, SHAPE: gl.constexpr):
     return made
 
 
-@gluon.jit
-def softmax_tile(qk, m, rows, begin, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """The weights of a tile ``[N, M]`` (unnormalised, to base 2), each row's maximum, and the factor of the
-    accumulators. They are always scaled: a maximum with slack, as in latent.py, would save nothing."""
-    if MASKED:
-        kept = roles.keep(qk, rows, begin, 0, SPEC)
-    if SPEC.logits.soft_cap:
-        qk = apply_soft_cap(qk, rows.cap)
-    if MASKED:
-        qk = gl.where(kept, qk, float("-inf"))
-    m_new = gl.maximum(m, gl.max(qk, 0) * rows.factor)
-    shift = roles.finite(m_new)
-    return gl.exp2(qk * rows.factor - shift[None, :]), m_new, gl.exp2(m - shift)
-
-
 class Steps(NamedTuple):
     """The functions in which the kernels for few query rows differ."""
 
@@ -195,11 +180,11 @@ def attend(
         at, begin = counts.tiles + t, (part.tile + t) * N
         qk = STEPS.multiply_keys(part, counts, t, zero, shared, SHAPE)
         if roles.is_masked(rows, part.tile + t, SPEC):
-            p, m, decay = softmax_tile(qk, m, rows, begin, True, SPEC)
+            p, m, _, decay = roles.softmax_tile(qk, m, rows, begin, 0, True, 0, False, False, SPEC)
             if roles.has_unseen(rows, begin, N):
                 STEPS.zero_unseen(at, begin, rows, shared, SHAPE)
         else:
-            p, m, decay = softmax_tile(qk, m, rows, begin, False, SPEC)
+            p, m, _, decay = roles.softmax_tile(qk, m, rows, begin, 0, False, 0, False, False, SPEC)
         l = l * decay[None, :] + p
         shared.weights.permute((1, 0)).store(p.to(shared.weights.dtype))
         fence_async_shared()
@@ -219,14 +204,10 @@ def attend_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl
 @gluon.jit(do_not_specialize=Numbers._fields)
 def latent_columns_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     q_desc, cache_desc, SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     dtype: gl.constexpr = tensors.query.dtype.element_ty
     M: gl.constexpr = SHAPE.M
     N: gl.constexpr = SHAPE.N
@@ -239,7 +220,7 @@ def latent_columns_kernel(
     eights = reinterpret(pages, dtype, [PLACES * (N // 8), 8, 64], layout)
     weights = gl.allocate_shared_memory(dtype, [M, N], layout)
     q_ring, tile_ring = ring.ring_of(SHAPE.units, 1, 1), ring.ring_of(SHAPE.stages, PAGES, 1)
-    shared = Shared(queries, q_ring, tile_ring, pages, chunks, eights, weights)
+    shared = ColumnsMemory(queries, q_ring, tile_ring, pages, chunks, eights, weights)
     fence_async_shared()
     if PDL:
         gdc_wait()
@@ -247,12 +228,14 @@ def latent_columns_kernel(
     batch = Batch(tensors, numbers, None)
     share = share_of(gl.program_id(0), gl.num_programs(0), batch, SPEC, DIVISION, SHAPE)
     ATTEND: gl.constexpr = attend_part
-    PAGE: gl.constexpr = load_page
     LOAD: gl.constexpr = roles.load_part
+    ROWS_OF_UNIT: gl.constexpr = roles.load_rows
+    PAGE: gl.constexpr = load_page
+    rings, descs = (tile_ring,), (q_desc, cache_desc)
     gl.warp_specialize(
         [
             (walk, (ATTEND, factor_of(numbers, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, (PAGE, (q_desc, cache_desc)), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (ROWS_OF_UNIT, PAGE, rings, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [1],
         SHAPE.registers,

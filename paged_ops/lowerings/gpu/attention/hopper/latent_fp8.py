@@ -30,8 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from paged_ops.layouts import ROW_BYTES
 from paged_ops.lowerings.gpu.attention.hopper import latent, latent_few, ring
 from paged_ops.lowerings.gpu.attention.hopper import latent_roles as roles
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E, apply_soft_cap
-from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS, SLACK, LatentShape, Messages
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.latent_roles import CHUNKS, LatentShape, Messages
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, share_of, walk
 from paged_ops.lowerings.gpu.attention.shared.masks import oldest_key
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch
@@ -54,7 +54,6 @@ APPLIES |= {"float8_e4m3fn", "float8_e5m2", "row_scales", "k_scale"}
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return latent.refusals(spec, APPLIES, STORED, "float8", 1)
 
 
@@ -65,12 +64,11 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     M, scaled, page = choice[1].rows, spec.storage.row_scales, latent.page_of(spec)
     stages, units, registers, outstanding = SIZES[M]
     stages -= scaled and M == 32  # four tiles of weights rather than one
     e4m3 = spec.storage.dtype == torch.float8_e4m3fn
-    key_bytes = ROW_BYTES if scaled else latent.LATENT + latent.ROTATED
+    key_bytes = (ROW_BYTES if scaled else latent.LATENT + latent.ROTATED,)
     shape = LatentShape(M, latent.KEYS, page, stages, units, key_bytes, registers, e4m3, outstanding)
     rows = functools.partial(latent.describe_rows, M, 64)
     # Pairs of 128 latent columns, of the rotated columns, and of the scales; without scales the last is not used.
@@ -79,7 +77,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     return latent.build_of(latent_fp8_kernel, shape, [rows], pairs, choice, spec, target, ("k_scale",))
 
 
-class Shared(NamedTuple):
+class BytesMemory(NamedTuple):
     """The contents of shared memory."""
 
     queries: Any  # chunks of query rows as TMA writes them,
@@ -96,7 +94,7 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load_page(descs, row, at, page: gl.constexpr, shared, SHAPE: gl.constexpr):
+def load_page(descs, row, at, page: gl.constexpr, which: gl.constexpr, shared, SHAPE: gl.constexpr):
     """Begin to load a page of the at-th tile."""
     _, latent_desc, rotated_desc, scale_desc = descs
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
@@ -206,43 +204,6 @@ def load_scales(place, begin, rows, shared, key_layout: gl.constexpr, N: gl.cons
 
 
 @gluon.jit
-def softmax_tile(qk, m, rows, begin, exponent, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """As in latent.py, for a tile ``[N, M]``, with a factor per row; totals are over the keys of a thread.
-
-    With scales each key's weight is multiplied by ``2^(exponent - 126)``, and its values are divided by it: the logits
-    grow by the power's logarithm, so that the maximum keeps the weights in float16's range.
-    """
-    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
-    SCALED: gl.constexpr = SPEC.storage.row_scales
-    factor = rows.factor
-    if MASKED:
-        kept = roles.keep(qk, rows, begin, 0, SPEC)
-    if SOFT_CAP:
-        qk = apply_soft_cap(qk * factor[None, :], rows.cap)
-    elif SCALED:
-        qk = qk * factor[None, :]
-    if SCALED:
-        qk += (exponent - 126).to(gl.float32)[:, None]
-    if MASKED:
-        qk = gl.where(kept, qk, float("-inf"))
-    largest = gl.max(qk, 0)
-    if not (SOFT_CAP or SCALED):
-        largest *= factor
-    m_new = gl.maximum(m, largest)
-    m_new = gl.where(m_new > m + SLACK, m_new, m)
-    shift = roles.finite(m_new)
-    if SOFT_CAP or SCALED:
-        p = gl.exp2(qk - shift[None, :])
-    else:
-        p = gl.exp2(qk * factor[None, :] - shift[None, :])
-    weights = p
-    if SCALED:
-        weights = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    totals = gl.sum(weights.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
-    return p, m_new, totals, gl.exp2(m - shift)
-
-
-@gluon.jit
 def store_weights(p, scales, exponent, place, weights, SCALED: gl.constexpr):
     """Store the weights of a tile in float16; with scales once per group, multiplied by its scales."""
     if SCALED:
@@ -285,9 +246,9 @@ def score_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.
         if t == part.seen - 1:
             ring.release(shared.q_ring, n)
         if roles.is_masked(rows, tile, SPEC):
-            p, m_new, totals, decay = softmax_tile(qk, m, rows, tile * N, exponent, True, SPEC)
+            p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, tile * N, exponent, True, 0, True, True, SPEC)
         else:
-            p, m_new, totals, decay = softmax_tile(qk, m, rows, tile * N, exponent, False, SPEC)
+            p, m_new, totals, decay = roles.softmax_tile(qk, m, rows, tile * N, exponent, False, 0, True, True, SPEC)
         ring.wait_empty(messages.ring, sent)
         store_weights(p, scales, exponent, ring.stage_of(messages.ring, sent), messages.weights, SCALED)
         roles.send_factors(messages, sent, decay, m_new, m)
@@ -399,15 +360,11 @@ def sum_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.co
 @gluon.jit(do_not_specialize=Numbers._fields)
 def latent_fp8_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     q_desc, latent_desc, rotated_desc, scale_desc,
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -439,7 +396,7 @@ def latent_fp8_kernel(
     weights = gl.allocate_shared_memory(gl.float16, [2 * GROUPS if SCALED else 2, N, M], weight_layout)
     factors = gl.allocate_shared_memory(gl.float32, [2, M], vector)
     changed = gl.allocate_shared_memory(gl.int32, [2, 4], vector)
-    shared = Shared(
+    shared = BytesMemory(
         queries, rows, ring.ring_of(SHAPE.units, 1, 1), latent_pages, latents, rotated_pages, rotated, scale_pages,
         scales, ring.ring_of(STAGES, PAGES, 3), Messages(weights, factors, changed, ring.ring_of(2, 1, 2)),
     )  # fmt: skip
@@ -449,14 +406,15 @@ def latent_fp8_kernel(
     descs = (q_desc, latent_desc, rotated_desc, scale_desc)
     SCORE: gl.constexpr = score_part
     SUM: gl.constexpr = sum_part
-    PAGE: gl.constexpr = load_page
     LOAD: gl.constexpr = roles.load_part
+    ROWS_OF_UNIT: gl.constexpr = roles.load_rows
+    PAGE: gl.constexpr = load_page
     gl.warp_specialize(
         [
             (walk, (SCORE, factors_of(batch, SPEC), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (0,), batch, share, shared, SPEC, DIVISION, SHAPE)),
             (walk, (SUM, (2,), batch, share, shared, SPEC, DIVISION, SHAPE)),
-            (walk, (LOAD, (PAGE, descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
+            (walk, (LOAD, (ROWS_OF_UNIT, PAGE, (shared.ring,), descs), batch, share, shared, SPEC, DIVISION, SHAPE)),
         ],
         [4, 4, 1],
         SHAPE.registers,

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from paged_ops.lowerings.gpu.attention.hopper import ring
-from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E
+from paged_ops.lowerings.gpu.attention.hopper.consumer import LN2, LOG2E, apply_soft_cap
 from paged_ops.lowerings.gpu.attention.hopper.work_shares import Counts, is_whole
 from paged_ops.lowerings.gpu.attention.shared.masks import full_tiles, keep_seen, keys_of_rows, needs_mask
 from paged_ops.lowerings.gpu.gluon_names import load_box
@@ -31,10 +31,12 @@ class LatentShape(NamedTuple):
     page: int  # keys per TMA load
     stages: int  # tiles in shared memory
     units: int  # units whose query rows are in shared memory
-    key_bytes: int  # of a key
+    key_bytes: tuple[int, ...]  # of a key in each ring
     registers: tuple[int, ...]  # of the warpgroups after the first, and of the producer
     e4m3: bool = False  # the fp8 format; else e5m2
     outstanding: int = 0  # matmuls in flight, whose left operands occupy registers
+    group: int = 1  # keys of a row of the descriptors
+    rows_last: bool = False  # whether query rows are loaded after the first tile
 
 
 @gluon.jit
@@ -47,14 +49,6 @@ def load_ids(part, tile, batch, SPEC: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def first_rows(ids, tile, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The first row of each page of a tile, in the cache: lane n has page n."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    ROWS_N: gl.constexpr = SPEC.v_side.n // SPEC.v_side.b
-    return ids * ROWS_N + (tile * SHAPE.N + lane % (SHAPE.N // SHAPE.page) * SHAPE.page) % SPEC.B
-
-
-@gluon.jit
 def of_lane(vector, n: gl.constexpr):
     """The value of lane n."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -62,38 +56,45 @@ def of_lane(vector, n: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(desc, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+def load_rows(descs, part, n, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
     """Begin to load the query rows of the program's n-th unit, in chunks of 64 columns."""
     ring.wait_empty(shared.q_ring, n)
-    full = ring.full_of(shared.q_ring, n)
     ring.expect(shared.q_ring, n, SHAPE.M * CHUNKS * 128)
     for chunk in gl.static_range(CHUNKS):
         place = shared.queries.index(ring.stage_of(shared.q_ring, n) * CHUNKS + chunk)
-        load_box(desc, [query_row(part, SPEC), chunk * 64], full, place)
+        load_box(descs[0], [query_row(part, SPEC), chunk * 64], ring.full_of(shared.q_ring, n), place)
 
 
 @gluon.jit
 def load_part(part, counts, args, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Load the tiles of a part, and its unit's query rows. ``args``: the function that loads a page, and the
-    descriptors."""
-    load_page: gl.constexpr = args[0]
-    descs = args[1]
+    """Load the tiles of a part, and its unit's query rows. ``args``: the functions that load query rows, and a page of
+    a ring; the rings of a tile; the descriptors."""
+    begin_rows: gl.constexpr = args[0]
+    begin_page: gl.constexpr = args[1]
+    rings, descs = args[2], args[3]
     PAGES: gl.constexpr = SHAPE.N // SHAPE.page
+    ROWS_N: gl.constexpr = SPEC.v_side.n // SPEC.v_side.b
     n, at, _ = counts
+    key = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])) % PAGES * SHAPE.page  # of a tile: a page per lane
     ids = load_ids(part, part.tile, batch, SPEC, SHAPE)
-    load_rows(descs[0], part, n, shared, SPEC, SHAPE)
+    if not SHAPE.rows_last:
+        begin_rows(descs, part, n, shared, SPEC, SHAPE)
     for t in range(part.seen):
         tile = part.tile + t
-        first = first_rows(ids, tile, SPEC, SHAPE)
+        first = ids * ROWS_N + (tile * SHAPE.N + key) % SPEC.B  # the first row of each page in the cache
         ids = load_ids(part, tile + 1, batch, SPEC, SHAPE)  # ahead of time
-        ring.wait_empty(shared.ring, at)
-        for page in gl.static_range(PAGES):
-            row = of_lane(first, page)
-            if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
-                ring.expect(shared.ring, at, SHAPE.page * SHAPE.key_bytes)
-                load_page(descs, row, at, page, shared, SHAPE)
-            else:
-                ring.fill(shared.ring, at)
+        for which in gl.static_range(len(rings)):
+            ring.wait_empty(rings[which], at)
+            for page in gl.static_range(PAGES):
+                row = of_lane(first, page) // SHAPE.group
+                if tile * SHAPE.N + page * SHAPE.page < part.seq_len:
+                    ring.expect(rings[which], at, SHAPE.page * SHAPE.key_bytes[which])
+                    begin_page(descs, row, at, page, which, shared, SHAPE)
+                else:
+                    ring.fill(rings[which], at)
+        if SHAPE.rows_last:
+            if t == 0:  # the last unit's query rows may still be read
+                begin_rows(descs, part, n, shared, SPEC, SHAPE)
         at += 1
     return Counts(n + 1, at, counts.messages)
 
@@ -104,7 +105,7 @@ def query_row(part, SPEC: gl.constexpr):
     return (part.row_start + part.first_token) * SPEC.heads + part.kh * SPEC.G
 
 
-class Rows(NamedTuple):
+class UnitRows(NamedTuple):
     """The packed query rows of a unit: how their scores are scaled, and the keys that they see."""
 
     factor: Any  # of scores, to base 2: one number, or one per row
@@ -119,13 +120,13 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def rows_of(part, r, factor, cap, numbers, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """:class:`Rows` of a unit whose packed rows are r."""
+    """:class:`UnitRows` of a unit whose packed rows are r."""
     MASKS: gl.constexpr = SPEC.masks
     first_i = part.seq_len - part.q_len + part.first_token
     last_i = first_i + gl.minimum(SHAPE.M // SPEC.G, part.q_len - part.first_token) - 1
     full_start, full_end, oldest = full_tiles(first_i, last_i, part.seq_len, numbers, MASKS, SHAPE.N)
     low, i = keys_of_rows(first_i + r // SPEC.G, part.s, None, numbers, MASKS)
-    return Rows(factor, cap, part.seq_len, oldest, i, low, full_start, full_end)
+    return UnitRows(factor, cap, part.seq_len, oldest, i, low, full_start, full_end)
 
 
 @gluon.jit
@@ -166,6 +167,59 @@ def finite(m):
 
 
 @gluon.jit
+def softmax_tile(
+    qk, m, rows, begin, exponent, MASKED: gl.constexpr, AXIS: gl.constexpr, LAZY: gl.constexpr, BY_ROWS: gl.constexpr,
+    SPEC: gl.constexpr,
+):  # fmt: skip
+    """The weights of a tile of scores (unnormalised, to base 2), each row's maximum in use, each thread's totals of
+    weights, and the factor of the accumulators. BY_ROWS: each row has its own factor of scores.
+
+    If LAZY, a maximum that grows by at most SLACK stays in use, so that the accumulators need no scaling. Weights are
+    then at most 2^SLACK, and as exact (the idea is FlashAttention-4's). With scales each key's weight is multiplied by
+    ``2^(exponent - 126)``, and its values are divided by it: the logits grow by the power's logarithm, so that the
+    maximum keeps the weights in float16's range.
+    """
+    SOFT_CAP: gl.constexpr = SPEC.logits.soft_cap
+    SCALED: gl.constexpr = SPEC.storage.row_scales
+    APPLIED: gl.constexpr = BY_ROWS and (SOFT_CAP or SCALED)  # the factor, before the maximum
+    factor = rows.factor
+    if BY_ROWS:
+        factor = gl.expand_dims(factor, AXIS)
+    if MASKED:
+        kept = keep(qk, rows, begin, AXIS, SPEC)
+    if APPLIED:
+        qk = qk * factor
+    if SOFT_CAP:
+        qk = apply_soft_cap(qk, rows.cap)
+    if SCALED:
+        qk += (exponent - 126).to(gl.float32)[:, None]
+    if MASKED:
+        qk = gl.where(kept, qk, float("-inf"))
+    if AXIS == 1:  # over a thread's pairs of columns first: chains of maxima are half as long
+        largest = gl.max(gl.max(qk.reshape([qk.shape[0], qk.shape[1] // 8, 4, 2]), 1), 2)
+        largest = gl.convert_layout(gl.max(largest, 1), m.type.layout)
+    else:
+        largest = gl.max(qk, 0)
+    if not APPLIED:
+        largest = largest * rows.factor
+        qk = qk * factor
+    m_new = gl.maximum(m, largest)
+    if LAZY:
+        m_new = gl.where(m_new > m + SLACK, m_new, m)
+    shift = finite(m_new)
+    p = gl.exp2(qk - gl.expand_dims(shift, AXIS))
+    # Over the keys of a thread; the threads of a row are added at the end.
+    if AXIS == 1:
+        totals = gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+    else:
+        weights = p
+        if SCALED:
+            weights = p * ((253 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+        totals = gl.sum(weights.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
+    return p, m_new, totals, gl.exp2(m - shift)
+
+
+@gluon.jit
 def add_sink(m, l, part, r, tensors, SPEC: gl.constexpr):
     """Maxima and totals with the sinks of the heads, which the first part of a unit includes, and the decay."""
     decay = gl.full([m.shape[0]], 1.0, gl.float32, m.type.layout)
@@ -194,40 +248,20 @@ def lse2_of(m, l):
 
 
 @gluon.jit
-def live_rows(part, r, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """Which of the packed rows r belong to a token and a head."""
-    in_tile = r < SHAPE.M // SPEC.G * SPEC.G
-    return in_tile & (part.first_token + r // SPEC.G < part.q_len) & (part.kh * SPEC.G + r % SPEC.G < SPEC.heads)
-
-
-@gluon.jit
-def output_row(part, r, SPEC: gl.constexpr):
-    """The rows of packed rows r in ``out [T * H, R]``."""
-    return (part.row_start + (part.first_token + r // SPEC.G)).to(gl.int64) * SPEC.heads + (
-        part.kh * SPEC.G + r % SPEC.G
-    )
-
-
-@gluon.jit
-def part_row(part, r, SHAPE: gl.constexpr):
-    """The rows of packed rows r in ``parts [P * 2 * M, R]``."""
-    return (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
-
-
-@gluon.jit
 def store_part(
     acc, factor, lse2, part, r, tensors, FIRST: gl.constexpr, STEP: gl.constexpr, SPEC: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Store value columns of a part's rows by :func:`store_columns`, and their lse to base 2 unless it is None."""
-    live = live_rows(part, r, SPEC, SHAPE)
+    token, head = part.first_token + r // SPEC.G, part.kh * SPEC.G + r % SPEC.G
+    live = (r < SHAPE.M // SPEC.G * SPEC.G) & (token < part.q_len) & (head < SPEC.heads)
     if is_whole(part):
-        row = output_row(part, r, SPEC)
+        row = (part.row_start + token).to(gl.int64) * SPEC.heads + head
         if SPEC.lse and lse2 is not None:
             gl.store(tensors.lse + row, lse2 * LN2, mask=live)
         store_columns(tensors.out, row, live, acc, factor, FIRST, STEP, SPEC)
     else:
-        row = part_row(part, r, SHAPE)
+        row = (part.program * 2 + (part.tile == part.first_tile).to(gl.int32)).to(gl.int64) * SHAPE.M + r
         if lse2 is not None:
             gl.store(tensors.part_lse + row, lse2, mask=live)
         store_columns(tensors.parts, row, live, acc, factor, FIRST, STEP, SPEC)

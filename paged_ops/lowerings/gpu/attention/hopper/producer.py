@@ -12,24 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, number_of, rows_at_once, size_of, sum_of
+from paged_ops.lowerings.gpu.attention.hopper import work as items
+from paged_ops.lowerings.gpu.attention.hopper.head_chunks import first_of, rows_at_once, sum_of
 from paged_ops.lowerings.gpu.attention.hopper.ring import fill, full_of, release, stage_of, wait_empty
-from paged_ops.lowerings.gpu.attention.hopper.work import (
-    Work,
-    end_items,
-    first_item,
-    light_programs,
-    next_tiles,
-    read_item,
-    take,
-    work_item,
-    write_item,
-)
+from paged_ops.lowerings.gpu.attention.hopper.work import Work
 from paged_ops.lowerings.gpu.attention.shared.masks import place_at
-from paged_ops.lowerings.gpu.gluon_names import load_box, load_rows
+from paged_ops.lowerings.gpu.gluon_names import load_async, load_box
 
 
-class Tiles(NamedTuple):
+class TileRing(NamedTuple):
     """A ring of tiles of keys, or of values. Pages and tiles are the same memory, as tuples of the head's parts."""
 
     pages: Any  # as copies write them
@@ -43,7 +34,7 @@ def fetch_rows(
 ):
     """Begin to copy the columns of one part of an item's query rows."""
     G: gl.constexpr = SPEC.G
-    SIZE: gl.constexpr = size_of(SHAPE.k.parts, PART)
+    SIZE: gl.constexpr = SHAPE.k.parts[PART]
     ROWS: gl.constexpr = rows_at_once(SIZE)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
     d = first_of(SHAPE.k.parts, PART, SPEC.k_side.size) + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
@@ -54,13 +45,13 @@ def fetch_rows(
         head = item.kh * G + r % G
         row = (first_row + r // G) * SPEC.query[0] + head.to(gl.int64) * SPEC.query[1]
         place = groups.index(slot * (SHAPE.M // ROWS) + part)
-        load_rows(place, query + row[:, None] + d[None, :], mask=live[:, None])
+        load_async(place, query + row[:, None] + d[None, :], mask=live[:, None])
 
 
 @gluon.jit
 def begin_rows(query, item, groups, slot, SPEC: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr = 4):
     """Begin to copy an item's query rows to a slot."""
-    for part in gl.static_range(number_of(SHAPE.k.parts)):
+    for part in gl.static_range(len(SHAPE.k.parts)):
         fetch_rows(query, item, groups[part], slot, part, SPEC, SHAPE, WARPS)
     async_copy.commit_group()
 
@@ -79,9 +70,9 @@ def scheduler(batch, short, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, 
     if short is None:
         few = 0 * programs
     else:
-        few = light_programs(batch, short, programs, SPEC.G, DIVISION, SHAPE.M, SHAPE.warps)
+        few = items.light_programs(batch, short, programs, SPEC.G, DIVISION, DIVISION.rows, SHAPE.M, SHAPE.warps)
     work = Work(numbers.T // (SHAPE.M // SPEC.G) + numbers.S, few, programs, batch.tensors.taken, short)
-    take_items(work_item, work, batch, shared, SPEC, DIVISION, SHAPE)
+    take_items(items.work_item, work, batch, shared, SPEC, DIVISION, SHAPE)
 
 
 @gluon.jit
@@ -97,7 +88,7 @@ def take_items(
     ROWS_LATER: gl.constexpr = SHAPE.row_slots < SHAPE.slots
     programs = work.programs
     last = work.tiles * SPEC.K - 1
-    reverse, start, at = first_item(work.few, programs)
+    reverse, start, at = items.first_item(work.few, programs)
     ticket = gl.program_id(0)
     n = 0
     while ticket <= last:
@@ -106,9 +97,9 @@ def take_items(
         # The last items go to the programs that are free first, so they are not taken ahead.
         ends = ticket + 2 * programs > last
         if not ends:
-            ticket, at = take(work.counters, reverse, start, programs, last)
+            ticket, at = items.take(work.counters, reverse, start, programs, last)
         if item.tiles > 0:
-            write_item(shared, n, item, WARPS)
+            items.write_item(shared, n, item, WARPS)
             if ROWS_LATER:
                 fill(shared.item_ring, n)
                 wait_empty(shared.item_ring, n + SHAPE.slots - 1)  # the item before, by the consumers
@@ -123,8 +114,8 @@ def take_items(
             n += 1
         if ends:
             wait_empty(shared.item_ring, n + SHAPE.slots - 1)
-            ticket, at = take(work.counters, reverse, start, programs, last)
-    end_items(shared, n, WARPS)
+            ticket, at = items.take(work.counters, reverse, start, programs, last)
+    items.end_items(shared, n, WARPS)
 
 
 @gluon.jit
@@ -153,7 +144,7 @@ def load_tile(descs, rows, kh, to, n, COLUMNS: gl.constexpr, SHAPE: gl.constexpr
     full = full_of(to.ring, n)
     column = kh * COLUMNS.matrix.columns_head
     mbarrier.expect(full, SHAPE.N * sum_of(COLUMNS.parts) * 2)
-    for part in gl.static_range(number_of(COLUMNS.parts)):
+    for part in gl.static_range(len(COLUMNS.parts)):
         first = column + first_of(COLUMNS.parts, part, COLUMNS.size)
         for page in gl.static_range(PAGES):
             place = to.pages[part].index(stage_of(to.ring, n) * PAGES + page)
@@ -190,11 +181,11 @@ def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROU
     MASKS: gl.constexpr = SPEC.masks
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     of_lane = lane % PAGES * PAGE - lane // PAGES % GROUP * N  # the first key of a lane's page, from the newest tile's
-    tiles = next_tiles(shared, 0, 1)
+    tiles = items.next_tiles(shared, 0, 1)
     n = 0
     total = 0
     while tiles > 0:
-        item = read_item(shared, n, tiles, 1)
+        item = items.read_item(shared, n, tiles, 1)
         block_table = batch.tensors.block_tables + item.s.to(gl.int64) * batch.numbers.table_stride
         release(shared.item_ring, n)
         j = place_at((item.end_tile - 1) * N + of_lane, N, item.oldest, MASKS, N)
@@ -210,4 +201,4 @@ def producer(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, GROU
                     load_both(descs, ids, (t - begin) * PAGES, t, item, total, shared, SPEC, SHAPE)
         total += tiles
         n += 1
-        tiles = next_tiles(shared, n, 1)
+        tiles = items.next_tiles(shared, n, 1)

@@ -57,7 +57,6 @@ APPLIES = frozenset({"causal", "window", "first", "chunk", "soft_cap", "sinks", 
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     sizes = spec.k_side.size, spec.v_side.size
     against = [] if sizes in SIZES else [f"head sizes: expected one of {SIZES}, got {sizes}"]
     return not_applied(spec, APPLIES) + against + dense.serves(spec, target)
@@ -78,11 +77,6 @@ def tile_rows(spec: Spec, T: int, S: int) -> int:
     return 0 if not least <= rows <= most else max(WARPGROUP.value, tuning.power_of_2(rows))
 
 
-def has_beginnings(spec: Spec, target: Target, S: int) -> bool:
-    """Whether programs may begin several units, so that shares should count the cost."""
-    return 4 * S * spec.K >= target.processors
-
-
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     """The choice for a batch; the reason if another kernel should serve it."""
     M = tile_rows(spec, shapes.T, shapes.S)
@@ -91,11 +85,11 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     if not dense.has_form(spec, shapes):
         return NOT_TMA
     division = tuning.by_warps(tuning.division(M, shapes.S, everyone=True))
-    return M, division, has_beginnings(spec, target, shapes.S)
+    # Where programs may begin several units, shares count the cost.
+    return M, division, 4 * shapes.S * spec.K >= target.processors
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     M, division, beginnings = choice
     shape = shape_of(spec, M, target.shared_memory)
     P = tuning.programs_apart(spec.K, target.processors)
@@ -185,15 +179,11 @@ def scheduler(share, batch, shared, SPEC: gl.constexpr, DIVISION: gl.constexpr, 
 @gluon.jit(do_not_specialize=Numbers._fields)
 def shares_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer
     SPEC: gl.constexpr, DIVISION: gl.constexpr, SHAPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     batch = Batch(tensors, numbers, None)
     places = gl.allocate_shared_memory(gl.int32, [SHAPE.slots, 1], mbarrier.MBarrierLayout())
     rows_full = signal_of(SHAPE.slots)

@@ -135,12 +135,12 @@ def end_items(shared, n, WARPS: gl.constexpr):
 
 @gluon.jit
 def light_programs(
-    batch, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
-    LEAST: gl.constexpr = 0,
+    batch, short, programs, G: gl.constexpr, DIVISION: gl.constexpr, ROWS: gl.constexpr, M: gl.constexpr,
+    WARPS: gl.constexpr, LEAST: gl.constexpr = 0,
 ):  # fmt: skip
-    """The number of programs that first take short sequences of few rows, which are memory-bound, while the others take
-    sequences of many rows, which are compute-bound; in proportion to the work of both. Negative if the short ones come
-    first in the batch. Sequences of up to LEAST tokens do not count."""
+    """The number of programs that first take short sequences of at most ROWS rows, which are memory-bound, while the
+    others take sequences of more rows, which are compute-bound; in proportion to the work of both. Negative if the
+    short ones come first in the batch. Sequences of up to LEAST tokens do not count."""
     tensors, S = batch.tensors, batch.numbers.S
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     few_work = 0.0
@@ -153,8 +153,8 @@ def light_programs(
         first_row = gl.load(tensors.query_start_loc + s, mask=live, other=0)
         q_len = gl.load(tensors.query_start_loc + s + 1, mask=live, other=0) - first_row
         seq_len = gl.load(tensors.seq_lens + s, mask=live, other=0)
-        many = q_len * G > DIVISION.rows
-        few = (q_len > LEAST) & (seq_len <= short) & (q_len * G <= DIVISION.rows)
+        many = q_len * G > ROWS
+        few = (q_len > LEAST) & (seq_len <= short) & (q_len * G <= ROWS)
         few_cost = gl.where(few, seq_len.to(gl.float32), 0.0)
         keys = gl.maximum(seq_len - q_len // 2, 0)  # there may be fewer keys than rows
         many_cost = gl.where(many, keys.to(gl.float32) * (q_len * G).to(gl.float32) / M, 0.0)

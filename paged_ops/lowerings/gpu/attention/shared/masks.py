@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 # The masks that the functions here apply, by the names of spec.Masks. A Gluon kernel names its own.
-MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "heads_an_offset", "first"})
+MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "pattern", "first"})
 
 
 class KeyTiles(NamedTuple):
@@ -36,7 +36,10 @@ def keep(rows, j, live, numbers, MASKS: tl.constexpr):
         if MASKS.first:
             kept = kept | keep_in_order(rows.i, j, live, numbers, MASKS)
     if MASKS.sparse:
-        kept = kept & keep_block_sparse(rows.i, j, rows.offset, numbers)
+        PATTERN: tl.constexpr = MASKS.pattern
+        block = j // PATTERN.block
+        near = rows.i // PATTERN.block - block < PATTERN.local_blocks
+        kept = kept & (near | ((block + rows.offset) % PATTERN.vert_stride == 0))
     return kept
 
 
@@ -57,29 +60,23 @@ def keep_in_order(i, j, live, numbers, MASKS: tl.constexpr):
 
 
 @triton.jit
-def keep_block_sparse(i, j, offset, numbers):
-    """Local blocks or a vertical stripe that slides over heads by ``offset``; causality is not included."""
-    qb = i // numbers.sparse_block
-    kb = j // numbers.sparse_block
-    return (qb - kb < numbers.local_blocks) | ((kb + offset) % numbers.vert_stride == 0)
-
-
-@triton.jit
-def stripe_offset(head, numbers, MASKS: tl.constexpr):
+def stripe_offset(head, MASKS: tl.constexpr):
     """The offset of the block-sparse stripes of query heads."""
-    return numbers.first_offset + (head // MASKS.heads_an_offset) * numbers.offset_step
+    PATTERN: tl.constexpr = MASKS.pattern
+    return PATTERN.first_offset + head // PATTERN.heads * PATTERN.offset_step
 
 
 @triton.jit
-def next_seen_tile(tile, first_i, offset, numbers, N: tl.constexpr):
+def next_seen_tile(tile, first_i, offset, MASKS: tl.constexpr, N: tl.constexpr):
     """The first of the tiles of N keys from ``tile`` on in which a row may see a key by a block-sparse pattern.
 
     The rows' positions are at least ``first_i``; the first row sees most local blocks. Their heads have ``offset``.
     """
-    block = tile * N // numbers.sparse_block
-    near = tl.maximum(block, first_i // numbers.sparse_block - numbers.local_blocks + 1)
-    stripe = tl.min(block + (numbers.vert_stride - 1 - (block + offset - 1) % numbers.vert_stride), 0)
-    return tl.maximum(tile, tl.minimum(near, stripe) * numbers.sparse_block // N)
+    PATTERN: tl.constexpr = MASKS.pattern
+    block = tile * N // PATTERN.block
+    near = tl.maximum(block, first_i // PATTERN.block - PATTERN.local_blocks + 1)
+    stripe = tl.min(block + (PATTERN.vert_stride - 1 - (block + offset - 1) % PATTERN.vert_stride), 0)
+    return tl.maximum(tile, tl.minimum(near, stripe) * PATTERN.block // N)
 
 
 @triton.jit

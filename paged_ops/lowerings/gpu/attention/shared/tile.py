@@ -36,6 +36,7 @@ class Batch(NamedTuple):
     tensors: Any  # Pointers
     numbers: Any  # Numbers
     ranges: Any  # addresses of the first sequence's ranges [R], padded to a power of two; None: no ranges
+    lanes: Any = None  # the first sequences [DIVISION.at_once], where work is divided: see work_split.py
 
 
 class Rows(NamedTuple):
@@ -157,16 +158,10 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def apply_soft_cap(logits, soft_cap, EXACT: tl.constexpr):
-    """``soft_cap * tanh(logits / soft_cap)``."""
-    return soft_cap * tanh(logits / soft_cap, EXACT)
-
-
-@triton.jit
 def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
     """log2(e) * (cap(factor * qk) + slope * (j - i)); all broadcast to the shape of ``qk``."""
     if SOFT_CAP:
-        logits = apply_soft_cap(qk * rows.factor, soft_cap, EXACT) * LOG2E
+        logits = soft_cap * tanh(qk * rows.factor / soft_cap, EXACT) * LOG2E
     else:
         logits = qk * (rows.factor * LOG2E)
     if rows.slopes is not None:
@@ -175,19 +170,12 @@ def logits2(qk, rows, j, soft_cap, SOFT_CAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(logits, m, l):
-    """Add a tile of logits, with keys along axis 1, to the running maxima and totals. Returns its weights, and the
-    decay of the accumulators.
+def softmax_steps(logits, m, l):
+    """Add tiles of logits of one shape, with keys along axis 1, to the running maxima and totals. Returns a tuple of
+    their weights, and the decay of the accumulators.
 
     Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) as in FlashAttention-2.
     """
-    weights, decay, m, l = softmax_steps((logits,), m, l)
-    return weights[0], decay, m, l
-
-
-@triton.jit
-def softmax_steps(logits, m, l):
-    """:func:`softmax_step` with a tuple of tiles of one shape at once: their weights are a tuple, too."""
     highest = logits[0]
     for n in tl.static_range(1, len(logits)):
         highest = tl.maximum(highest, logits[n])
@@ -205,20 +193,26 @@ def softmax_steps(logits, m, l):
 
 
 @triton.jit
-def masked_logits(qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """:func:`logits2` of ``qk = q @ k``, and -inf where a row does not see a key; operands broadcast to ``qk``."""
+def masked_logits(
+    qk, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    SLICED: tl.constexpr = False,
+):  # fmt: skip
+    """:func:`logits2` of ``qk = q @ k``, and -inf where a row does not see a key. Rows are the first axis of ``qk``, or
+    the last of three if SLICED; j and live broadcast to it."""
     MASKS: tl.constexpr = SPEC.masks  # triton 3.6: a field of a constant is a constant only under a name of its own
-    logits = logits2(qk, rows, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
+    AXES: tl.constexpr = (0, 1) if SLICED else (1,)
+    slopes, sees = rows.slopes, rows.sees
+    if slopes is not None:
+        slopes = tl.expand_dims(slopes, AXES)
+    if sees is not None:
+        sees = (tl.expand_dims(sees[0], AXES), tl.expand_dims(sees[1], AXES))
+    i, offset = tl.expand_dims(rows.i, AXES), tl.expand_dims(rows.offset, AXES)
+    across = Rows(None, i, sees, slopes, rows.factor, offset)
+    logits = logits2(qk, across, j, numbers.soft_cap, SPEC.logits.soft_cap, EXACT)
     if MASKED:
-        kept = keep(rows, j, live, numbers, MASKS)
+        kept = keep(across, j, live, numbers, MASKS)
         logits = tl.where(kept, logits, float("-inf"))
     return logits
-
-
-@triton.jit
-def masked_softmax(qk, m, l, rows, j, live, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """The results of :func:`softmax_step` from ``qk = q @ k``; operands broadcast to ``qk``."""
-    return softmax_step(masked_logits(qk, rows, j, live, numbers, SPEC, MASKED, EXACT), m, l)
 
 
 @triton.jit
@@ -271,16 +265,9 @@ def see_tile(
     else:
         k = load_tile(keys.k, block, offset, live, live, K_SIDE, TILE.D, FORMAT, q.dtype)
         qk = dot_keys(q, k)
-    slopes, sees = rows.slopes, rows.sees
-    offset_of_row = None
-    if slopes is not None:
-        slopes = slopes[:, None]
-    if SPEC.masks.sparse:
-        offset_of_row = rows.offset[:, None]
-    if sees is not None:
-        sees = (sees[0][:, None], sees[1][:, None])
-    across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    logits = masked_logits(qk, rows, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    weights, decay, m, l = softmax_steps((logits,), m, l)
+    p = weights[0]
     if TILE.paired:
         v_even, v_odd = load_pairs(keys.v, block, offset, live, V_SIDE, TILE.Dv)
         acc = tl.dot(p.to(tl.float16), v_even, acc * decay)

@@ -1,6 +1,7 @@
 """Split-KV: the units of a batch, and the equal shares of their key tiles, one per program.
 
-A unit is a work item: a sequence, a key/value head, and one tile of packed query rows.
+A unit is a work item: a sequence, a key/value head, and one tile of packed query rows. Gluon kernels call the same
+functions: ``batch.lanes``, a vector of sequences, has a layout there.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
     longest = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        s = n * DIVISION.at_once + batch.lanes
         tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
         total += tl.sum(tiles)
         if DIVISION.aligned:
-            of_unit = unit_tiles(s, batch, SPEC, DIVISION, TILE)
+            _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
+            of_unit = tl.where(s < batch.numbers.S, end_tile - first_tile, 1)
             units += tl.sum(tiles // of_unit)
             longest = tl.maximum(longest, tl.max(of_unit))
     if DIVISION.heads_apart:
@@ -55,13 +57,6 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def unit_tiles(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
-    """The number of key tiles of one unit of sequences s; 1 past the last sequence."""
-    _, _, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
-    return tl.where(s < batch.numbers.S, end_tile - first_tile, 1)
-
-
-@triton.jit
 def align(share, longer, total, units, longest, P):
     """Shares of whole units, for some of the programs, if all units are equally long and that takes little longer."""
     of_units = (units + P - 1) // P * longest
@@ -77,13 +72,13 @@ def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl
     if DIVISION.heads_apart:
         _, of_head, _, _ = shares(0, SPEC.K, batch, SPEC, DIVISION, TILE)
         kh = position // of_head
-        position -= kh * of_head
+        position = position - kh * of_head
     s = 0
     before = 0  # tiles of the sequences before s
     total = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        s_ = n * DIVISION.at_once + batch.lanes
         tiles = sequence_tiles(s_, batch, SPEC, DIVISION, TILE)
         passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < batch.numbers.S)
         s += tl.sum(passed.to(tl.int32))
@@ -105,7 +100,7 @@ def fit_whole(share, longer, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexp
     longest = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s = n * DIVISION.at_once + tl.arange(0, DIVISION.at_once)
+        s = n * DIVISION.at_once + batch.lanes
         _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
         one_unit = q_len <= TILE.M // SPEC.G
         longest = tl.maximum(longest, tl.max(tl.where(one_unit, end_tile - first_tile, 1 << 30)))

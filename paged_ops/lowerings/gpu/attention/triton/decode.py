@@ -11,51 +11,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.shared.masks import (
-    hidden_keys,
-    next_seen_tile,
-    oldest_key,
-    ranges_at,
-    reach_of_rows,
-    stripe_offset,
-)
-from paged_ops.lowerings.gpu.attention.shared.split_merge import (
-    INTEGERS,
-    Divided,
-    load_begun,
-    merge_if_last,
-    store_begun,
-)
-from paged_ops.lowerings.gpu.attention.shared.tile import (
-    APPLIES,
-    Batch,
-    Keys,
-    Rows,
-    count_sink,
-    load_queries,
-    normalise,
-    queries_for_fp8,
-    see_tile,
-    store_padding,
-    store_rows,
-)
-from paged_ops.lowerings.gpu.attention.shared.work_split import (
-    fit_whole,
-    locate,
-    next_unit,
-    program_of,
-    sequence,
-    shares,
-)
+from paged_ops.lowerings.gpu.attention.shared import masks, split_merge, work_split
+from paged_ops.lowerings.gpu.attention.shared import tile as tiling
+from paged_ops.lowerings.gpu.attention.shared.split_merge import INTEGERS, Divided
+from paged_ops.lowerings.gpu.attention.shared.tile import APPLIES, Batch, Keys, Rows
+from paged_ops.lowerings.gpu.attention.triton import slices
 from paged_ops.lowerings.gpu.attention.triton.merge import with_merge
-from paged_ops.lowerings.gpu.attention.triton.slices import join_slices, nothing_summed, of_own_head, see_slices
 from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, join_heads, not_applied
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, join_heads, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return not_applied(spec, APPLIES) + tuning.too_large(spec.k_side.size, spec.v_side.size)
 
 
@@ -72,7 +39,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tiles, division, fan = choice
     launches = build_around((), spec, target, tiles, division)
     if not fan:
@@ -97,19 +63,15 @@ def build_around(
     return with_merge((launch, *between), tiles.programs, merged, spec, target, division)
 
 
-def split_shape(tiles: tuning.Tiles, spec: Spec) -> TileShape:
-    paired = spec.storage.paired
-    return tuning.shape(tiles.split, spec, slices=tiles.slices, paired=paired, heads=tiles.heads)
-
-
 def split_launch(
     tiles: tuning.Tiles, spec: Spec, target: Target, division: Division, fan: int, counted: bool = False
 ) -> Launch:
     """The launch of split_kernel. ``fan``: the number of parts that a program merges at a time; 0: none."""
+    shape = tuning.shape(tiles.split, spec, slices=tiles.slices, paired=spec.storage.paired, heads=tiles.heads)
     constants = {
         "SPEC": spec,
         "DIVISION": division,
-        "TILE": split_shape(tiles, spec),
+        "TILE": shape,
         "FAN": fan,
         **target.overlap(),
         **tiles.split.options(target.backend != "hip"),
@@ -122,16 +84,12 @@ def split_launch(
 @triton.jit(do_not_specialize=Numbers._fields)
 def split_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, FAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All key tiles of a share. Divided units leave parts: with FAN, whoever is last merges them (parts.py), and no
     other kernel follows; without, merge_kernel does."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         if not FAN:
@@ -152,17 +110,17 @@ def split_kernel(
     group_head = tl.arange(0, triton.next_power_of_2(G)) % G
     ranges = None
     if MASKS.ranges:
-        ranges = ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
-    batch = Batch(tensors, numbers, ranges)
+        ranges = masks.ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
 
-    start, end, share, longer = shares(p, P, batch, SPEC, DIVISION, TILE)
-    s, unit, part_tile = locate(start, batch, SPEC, DIVISION, TILE)
+    start, end, share, longer = work_split.shares(p, P, batch, SPEC, DIVISION, TILE)
+    s, unit, part_tile = work_split.locate(start, batch, SPEC, DIVISION, TILE)
     if DIVISION.whole:
-        whole = fit_whole(share, longer, P, batch, SPEC, DIVISION, TILE)
+        whole = work_split.fit_whole(share, longer, P, batch, SPEC, DIVISION, TILE)
         s = tl.where(whole, p // K, s)
         unit = tl.where(whole, p % K, unit)
         part_tile = tl.where(whole, 0, part_tile)
-    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
+    row_start, q_len, seq_len, first_tile, end_tile = work_split.sequence(s, batch, SPEC, DIVISION, N)
     if DIVISION.whole:
         start = tl.where(whole, 0, start)
         end = tl.where(whole, tl.where(s < numbers.S, end_tile - first_tile, 0), end)
@@ -174,10 +132,10 @@ def split_kernel(
         first = p
         last = p
         if (part_tile > first_tile) & (start < end):
-            first = program_of(start + first_tile - part_tile, share, longer)
-            last = program_of(start + end_tile - part_tile - 1, share, longer)
+            first = work_split.program_of(start + first_tile - part_tile, share, longer)
+            last = work_split.program_of(start + end_tile - part_tile - 1, share, longer)
         begun = Divided(first, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS), kh)
-        store_begun(tensors, p, begun, share, longer)
+        split_merge.store_begun(tensors, p, begun, share, longer)
     steps = end - start
     skipped = 0
     if MASKS.sparse:
@@ -186,11 +144,11 @@ def split_kernel(
         walk_tokens, walk_first = q_len, seq_len - q_len
         while position < end:
             if walk_tile == walk_end:
-                walk_s, walk_kh, walk_token = next_unit(walk_s, walk_kh, walk_token, walk_tokens, K, TOKENS)
-                _, walk_tokens, walk_keys, walk_tile, walk_end = sequence(walk_s, batch, SPEC, DIVISION, N)
+                walk_s, walk_kh, walk_token = work_split.next_unit(walk_s, walk_kh, walk_token, walk_tokens, K, TOKENS)
+                _, walk_tokens, walk_keys, walk_tile, walk_end = work_split.sequence(walk_s, batch, SPEC, DIVISION, N)
                 walk_first = walk_keys - walk_tokens
-            offsets = stripe_offset(walk_kh * G + group_head, numbers, MASKS)
-            seen_tile = next_seen_tile(walk_tile, walk_first + walk_token, offsets, numbers, N)
+            offsets = masks.stripe_offset(walk_kh * G + group_head, MASKS)
+            seen_tile = masks.next_seen_tile(walk_tile, walk_first + walk_token, offsets, MASKS, N)
             passed_tiles = tl.minimum(tl.minimum(seen_tile + 1, walk_end) - walk_tile, end - position)
             position += passed_tiles
             walk_tile += passed_tiles
@@ -202,7 +160,7 @@ def split_kernel(
     if SPEC.logits.alibi:
         slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
     HALVES: tl.constexpr = 2 if TILE.paired else 1
-    accs, m, l = nothing_summed(TILE)
+    accs, m, l = slices.nothing_summed(TILE)
     CONVERTED: tl.constexpr = (
         SPEC.storage.format == 0
         and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
@@ -223,9 +181,9 @@ def split_kernel(
         if tile == end_tile:
             first_step = True
             before = s
-            s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
+            s, kh, first_token = work_split.next_unit(s, kh, first_token, q_len, K, TOKENS)
             if s > before:
-                row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
+                row_start, q_len, seq_len, first_tile, end_tile = work_split.sequence(s, batch, SPEC, DIVISION, N)
             tile = first_tile
             part_tile = tile
             if tensors.k_scale is not None:
@@ -239,73 +197,75 @@ def split_kernel(
         seen = True
         if MASKS.sparse:
             # The last tile of a unit, or of a share, is always visited: results are stored there.
-            offsets = stripe_offset(kh * G + group_head, numbers, MASKS)
-            seen_tile = next_seen_tile(tile, first_i, offsets, numbers, N)
+            offsets = masks.stripe_offset(kh * G + group_head, MASKS)
+            seen_tile = masks.next_seen_tile(tile, first_i, offsets, MASKS, N)
             last = tl.minimum(end_tile - 1, tile + end - 1 - (start + step + skipped))
             skipped += tl.minimum(seen_tile, last) - tile
             tile = tl.minimum(seen_tile, last)
             seen = seen & (seen_tile == tile)  # a mask: the interpreter of triton 3.9 takes `seen` alone for an int32
-        loaded = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
+        loaded = tiling.load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
         if CONVERTED:
             if first_step:
-                q, row_factor = queries_for_fp8(loaded)
+                q, row_factor = tiling.queries_for_fp8(loaded)
         else:
             q = loaded
         i = seq_len - q_len + token
         if MASKS.ranges == 0:
-            oldest = oldest_key(first_i, numbers, MASKS)
+            oldest = masks.oldest_key(first_i, numbers, MASKS)
         elif first_step:
             last_i = seq_len - 1
-            sees = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+            sees = masks.reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
             oldest = tl.min(sees[0], 0)
         block_table = tensors.block_tables + s.to(tl.int64) * numbers.table_stride
         keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
         values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
-        offset = stripe_offset(row_head, numbers, MASKS)
+        offset = masks.stripe_offset(row_head, MASKS)
         rows_factor = factor
         if CONVERTED:
             rows_factor = factor * row_factor if TILE.W == 0 else factor * tl.reshape(row_factor, (1, 1, M))
         rows = Rows(q, i, sees, slopes, rows_factor, offset)
-        hidden = hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
+        hidden = masks.hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
         cache = Keys(seq_len, hidden, block_table, keys, values)
         if TILE.W == 0:
             acc, acc_odd = accs[0], accs[HALVES - 1]
-            acc, acc_odd, m, l = see_tile(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)
+            acc, acc_odd, m, l = tiling.see_tile(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)
             accs = (acc, acc_odd) if TILE.paired else (acc,)
         else:
-            accs, m, l = see_slices(accs, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
+            accs, m, l = slices.see_slices(accs, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
         if (tile + 1 == end_tile) | (start + step + skipped + 1 == end):
             from_start = part_tile == first_tile
             for half in tl.static_range(HALVES):
                 result, m_, l_ = accs[half], m, l
                 if TILE.W > 0:
-                    result, m_, l_ = join_slices(of_own_head(accs, half, SPEC, TILE), m, l)
+                    result, m_, l_ = slices.join_slices(slices.of_own_head(accs, half, SPEC, TILE), m, l)
                 if SPEC.logits.sinks:
                     if from_start:  # the first part includes the sink
-                        result, m_, l_ = count_sink(result, m_, l_, tl.load(tensors.sinks + row_head))
-                result, lse2 = normalise(result, m_, l_)
+                        result, m_, l_ = tiling.count_sink(result, m_, l_, tl.load(tensors.sinks + row_head))
+                result, lse2 = tiling.normalise(result, m_, l_)
                 if tensors.v_scale is not None:
                     result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
                 d = tl.arange(0, TILE.Dv // HALVES) * HALVES + half
                 if from_start & (tile + 1 == end_tile):
-                    store_rows(tensors, result, lse2, row_start + token, row_head, row_live, d, H, SPEC.v_side.size)
+                    tiling.store_rows(
+                        tensors, result, lse2, row_start + token, row_head, row_live, d, H, SPEC.v_side.size
+                    )
                 else:
                     part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * M + r
                     place = part_row[:, None] * SPEC.v_side.size + d[None, :]
                     mask = row_live[:, None] & (d < SPEC.v_side.size)[None, :]
                     tl.store(tensors.parts + place, result, mask=mask)
                     tl.store(tensors.part_lse + part_row, lse2, mask=row_live)
-            accs, m, l = nothing_summed(TILE)
+            accs, m, l = slices.nothing_summed(TILE)
     if FAN:
         first_free = tl.load(tensors.query_start_loc + numbers.S)
-        begun, share, longer = load_begun(tensors, p)
+        begun, share, longer = split_merge.load_begun(tensors, p)
         last = p
         if (start < end) & (tile + 1 < end_tile) & (tile - first_tile < end - start):
-            last = program_of(end + end_tile - tile - 2, share, longer)
+            last = work_split.program_of(end + end_tile - tile - 2, share, longer)
         left = Divided(p, last, row_start + first_token, tl.minimum(q_len - first_token, TOKENS), kh)
         if (begun.first < begun.last) | (p < last):
-            merge_if_last(tensors, p, begun, left, SPEC, TILE, FAN)
+            split_merge.merge_if_last(tensors, p, begun, left, SPEC, TILE, FAN)
         one = tl.arange(0, 1)
-        store_padding(tensors, first_free + p, numbers.T, P, one, tl.arange(0, TILE.Dv), H, SPEC.v_side.size)
+        tiling.store_padding(tensors, first_free + p, numbers.T, P, one, tl.arange(0, TILE.Dv), H, SPEC.v_side.size)
         if PDL:
             gdc_launch_dependents()  # last, as in merge_kernel

@@ -1,19 +1,16 @@
 """Batch-invariant attention: the bits of a row's results depend on that row and on what it sees, not on the batch.
 
-Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`. Keys are cut into segments at fixed positions, multiples of
-a length that follows from the row's own position: about ``SEGMENTS`` of at least ``SEGMENT`` keys. Each segment is
-computed from nothing, and the segments of a row are folded from the first to the last, in registers or from the
-workspace. One tile serves one row and many, so that each row takes the same instructions. A tile or a segment of which
-a row sees no key changes none of its bits. Kernels are compiled without fusing multiplications and additions, which the
-compiler would choose differently in each of them.
+Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`. Keys are cut into segments of ``SEGMENT`` at fixed
+positions. Each segment is computed from nothing, and the segments of a row merge from the first to the last, in
+registers or from the workspace. One tile serves one row and many, so that each row takes the same instructions. A tile
+or a segment of which a row sees no key changes none of its bits. Kernels are compiled without fusing multiplications
+and additions, which the compiler would choose differently in each of them.
 
 * ``decode_kernel`` serves sequences of few rows. Units and shares are those of shared/work_split.py; a segment belongs
   to the program in whose share it begins. A program folds the segments of a unit that begins in its share. Of a unit
   that began before, it stores the state of each segment.
 * ``merge_kernel`` folds the states of such units.
 * ``prefill_kernel`` serves the other sequences: a program folds all segments of a tile of rows.
-
-There is one loop over tiles, which folds at cuts, so that loads stay in flight.
 """
 
 from __future__ import annotations
@@ -52,21 +49,17 @@ from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launc
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
-SEGMENT = 256  # keys, at least
-SEGMENTS = 120  # of a row, about
+SEGMENT = 512  # keys
 # The workspace for states of segments, in float32s, and the bounds on the number of segments of one program.
 WORKSPACE = 16 << 20
-FEWEST_SLOTS, MOST_SLOTS = 16, SEGMENTS + 8
+FEWEST_SLOTS, MOST_SLOTS = 16, 64
 NOT_FUSED = {"enable_fp_fusion": False}
-# Elements that a program of merge_kernel folds at once, and the segments whose loads are under way together.
-MERGED, UNROLLED = tl.constexpr(1024), tl.constexpr(16)
 
 
 class Cuts(NamedTuple):
-    """Where segments begin, and what decode_kernel's programs store."""
+    """Where decode_kernel's programs may begin, and what they store."""
 
-    tiles: int  # of the shortest segments
-    span: int  # positions of rows with segments of equal length
+    tiles: int  # of a segment
     slots: int  # segments of a unit that began before, whose states a program can store
 
 
@@ -102,7 +95,7 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
     rows = min(rows, few.block_m)
     programs = 2 * target.processors or tuning.INTERPRETER_PROGRAMS
     slots = WORKSPACE // (programs * rows * spec.v_side.size)
-    cuts = Cuts(SEGMENT // few.block_n, SEGMENT * SEGMENTS, min(max(slots, FEWEST_SLOTS), MOST_SLOTS))
+    cuts = Cuts(SEGMENT // few.block_n, min(max(slots, FEWEST_SLOTS), MOST_SLOTS))
     everyone = same or shapes.T * spec.G <= rows
     return few, many, rows, programs, cuts, tuning.division(rows, shapes.S, everyone=everyone)
 
@@ -129,7 +122,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     launches = [launch(decode_kernel, few, (programs, 1, 1), "taken", "arrived", "T")]
     if not division.everyone:
         launches.append(launch(prefill_kernel, many, grid, "parts", "part_lse", "taken", "arrived", "T"))
-    launches.append(launch(merge_kernel, few._replace(num_warps=4, num_stages=1), (programs, 1, 1), *NOT_OF_MERGE))
+    launches.append(launch(merge_kernel, few._replace(num_warps=1, num_stages=1), (programs, 1, 1), *NOT_OF_MERGE))
     states = programs * (cuts.slots + 1) * rows
     size = states * (Dv + 2)
     return Launches(tuple(launches), (states * Dv, size, size))
@@ -138,221 +131,67 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 # The fields that merge_kernel does not get.
 NOT_OF_MERGE = (
     *("taken", "arrived", "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"),
-    *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
-    "table_stride",
+    *("scale", "soft_cap", "table_stride"),
 )
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
 def decode_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The segments that begin in a program's share. ``WALK``: the spec by which shares count tiles."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    MASKS: tl.constexpr = SPEC.masks
     ranges = None
-    if MASKS.ranges:
-        ranges = ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    if SPEC.masks.ranges:
+        ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     K: tl.constexpr = SPEC.K
-    G: tl.constexpr = SPEC.G
     N: tl.constexpr = TILE.N
-    TOKENS: tl.constexpr = UNIT.M // G
+    TOKENS: tl.constexpr = UNIT.M // SPEC.G
     p = tl.program_id(0)
     P = tl.num_programs(0)
-    r = tl.arange(0, TILE.M)
-    d = tl.arange(0, TILE.Dv)
-    start, end, share, longer = shares(p, P, batch, WALK, DIVISION, UNIT)
-    end = next_cut(end, share, batch, WALK, DIVISION, CUTS, UNIT)
+    start, end, share, _ = shares(p, P, batch, WALK, DIVISION, UNIT)
+    whole = too_long(share, CUTS)
+    end = next_cut(end, whole, batch, WALK, DIVISION, CUTS, UNIT)
     s, unit, passed = locate(start, batch, WALK, DIVISION, UNIT)
     row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, N)
+    to_cut = tiles_to_cut(passed, first_tile, end_tile, whole, CUTS)
+    tile = first_tile + passed + to_cut
+    position = start + to_cut
     kh = unit % K
     first_token = unit // K * TOKENS
-    segment, whole = cuts_of(first_token, q_len, seq_len, share, CUTS, TOKENS)
-    to_cut = tiles_to_cut(passed, first_tile, end_tile, segment, whole)
-    begin = first_tile + passed + to_cut
-    position = start + to_cut
-    from_start = begin == first_tile  # whether the unit began in this share
-    base = position - begin
-    first = program_of(base + first_tile, share, longer)
-    stored = first * CUTS.slots - first_stored(first, base, first_tile, segment, share, longer)
-    q, factor = queries_of(batch, kh, row_start, q_len, first_token, SPEC, TILE, TOKENS)
-    # Registers hold the queries if they are converted; otherwise they are loaded for each tile, as keys are.
-    CONVERTED: tl.constexpr = tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
-    slopes = None
-    if SPEC.logits.alibi:
-        slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
-    sees = None
-    if MASKS.ranges:
-        M: tl.constexpr = TILE.M
-        sees = (tl.zeros([M], tl.int32), tl.zeros([M], tl.int32))
-    total, m_total, l_total = nothing_seen(TILE.M, TILE.Dv, 0)
-    part, m, l = nothing_seen(TILE.M, TILE.Dv, 0)
-    tile = begin - 1
-    steps = tl.maximum(end - position, 0)
-    skipped = 0
-    if MASKS.sparse:
-        steps = visited_tiles(
-            position, end, s, kh, first_token, q_len, seq_len, begin, end_tile, segment, share, batch, SPEC, WALK,
-            DIVISION, CUTS, UNIT, TILE,
-        )  # fmt: skip
-    for step in range(steps):
-        tile += 1
+    while position < end:
         if tile == end_tile:
             before = s
             s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
             if s > before:
                 row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, N)
             tile = first_tile
-            from_start = position == position
-            segment, _ = cuts_of(first_token, q_len, seq_len, share, CUTS, TOKENS)
-            if CONVERTED:
-                q, factor = queries_of(batch, kh, row_start, q_len, first_token, SPEC, TILE, TOKENS)
-        if not CONVERTED:
-            q, factor = queries_of(batch, kh, row_start, q_len, first_token, SPEC, TILE, TOKENS)
-        token = first_token + r // G
-        row_head = kh * G + r % G
-        i = seq_len - q_len + token
-        if MASKS.ranges:
-            if (step == 0) | (tile == first_tile):
-                sees = sees_of(batch, s, i, first_token, q_len, seq_len, SPEC, TOKENS)
-        if SPEC.logits.alibi:
-            slopes = tl.load(tensors.alibi_slopes + row_head)
-        rows = Rows(q, i, sees, slopes, factor, stripe_offset(row_head, numbers, MASKS))
-        left = end - (position + step + skipped)  # tiles of the share
-        first_i = seq_len - q_len + first_token
-        seen = True
-        if MASKS.sparse:
-            last = last_to_skip_to(tile, end_tile, segment, left)
-            offsets = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, numbers, MASKS)
-            seen_tile = next_seen_tile(tile, first_i, offsets, numbers, N)
-            skipped += tl.minimum(seen_tile, last) - tile
-            left -= tl.minimum(seen_tile, last) - tile
-            tile = tl.minimum(seen_tile, last)
-            seen = seen & (seen_tile == tile)
-        cache = keys_of(batch, s, kh, seq_len, first_i, sees, SPEC)
-        part, _, m, l = see_tile(part, part, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)
-        at_end = tile + 1 == end_tile
-        if at_end | (left == 1) | ((tile + 1) % segment == 0):
-            row_live = (r < TOKENS * G) & (token < q_len)
-            if from_start:
-                folds = at_end | ((tile + 1) % segment_tiles(i, CUTS) == 0)
-                total, m_total, l_total = fold(total, m_total, l_total, part, m, l, folds)
-                if at_end:
-                    finish(tensors, total, m_total, l_total, row_start + token, row_head, kh, row_live, d, SPEC)
-                    total, m_total, l_total = nothing_seen(TILE.M, TILE.Dv, 0)
-                elif left == 1:
-                    store_state(tensors, P * CUTS.slots + p, total, m_total, l_total, r, row_live, d, SPEC, UNIT)
-                part, m, l = start_again(part, m, l, folds)
-            else:
-                store_state(tensors, stored + tile // segment, part, m, l, r, row_live, d, SPEC, UNIT)
-                part, m, l = nothing_seen(TILE.M, TILE.Dv, 0)
-
-
-@triton.jit
-def last_to_skip_to(tile, end_tile, segment, left):
-    """The last tile of a segment, of a unit and of a share is always visited, as states are folded and stored there."""
-    return tl.minimum(tl.minimum(end_tile, tile + left), (tile // segment + 1) * segment) - 1
-
-
-@triton.jit
-def visited_tiles(
-    position, end, s, kh, first_token, q_len, seq_len, tile, end_tile, segment, share, batch, SPEC: tl.constexpr,
-    WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The number of tiles that a walk with a block-sparse mask visits."""
-    K: tl.constexpr = SPEC.K
-    G: tl.constexpr = SPEC.G
-    N: tl.constexpr = TILE.N
-    MASKS: tl.constexpr = SPEC.masks
-    TOKENS: tl.constexpr = UNIT.M // G
-    steps = 0
-    while position < end:
-        if tile == end_tile:
-            s, kh, first_token = next_unit(s, kh, first_token, q_len, K, TOKENS)
-            _, q_len, seq_len, tile, end_tile = sequence(s, batch, WALK, DIVISION, N)
-            segment, _ = cuts_of(first_token, q_len, seq_len, share, CUTS, TOKENS)
-        offsets = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, batch.numbers, MASKS)
-        seen_tile = next_seen_tile(tile, seq_len - q_len + first_token, offsets, batch.numbers, N)
-        visited = tl.minimum(seen_tile, last_to_skip_to(tile, end_tile, segment, end - position))
-        position += visited + 1 - tile
-        tile = visited + 1
-        steps += 1
-    return steps
-
-
-@triton.jit
-def queries_of(
-    batch, kh, row_start, q_len, first_token, SPEC: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    """The query rows ``[M, D]`` of a unit, or of a tile of rows, and the factor of their products with keys."""
-    tensors = batch.tensors
-    G: tl.constexpr = SPEC.G
-    r = tl.arange(0, TILE.M)
-    token = first_token + r // G
-    live = (r < TOKENS * G) & (token < q_len)
-    q = load_queries(tensors.query, row_start + token, kh * G + r % G, live, SPEC, TILE.D)
-    factor = batch.numbers.scale
-    if tensors.k_scale is not None:
-        factor = batch.numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
-    converted: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
-    if converted and q.dtype == tl.bfloat16:
-        q, row_factor = queries_for_fp8(q)
-        factor *= row_factor
-    return q, factor
-
-
-@triton.jit
-def sees_of(batch, s, i, first_token, q_len, seq_len, SPEC: tl.constexpr, TOKENS: tl.constexpr):
-    """:func:`reach_of_rows` of rows at positions ``i``; those past the sequence see what its last one sees."""
-    MASKS: tl.constexpr = SPEC.masks
-    last_i = seq_len - q_len + last_token(first_token, q_len, TOKENS)
-    return reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
-
-
-@triton.jit
-def last_token(first_token, q_len, TOKENS: tl.constexpr):
-    return tl.minimum(first_token + TOKENS, q_len) - 1
-
-
-@triton.jit
-def keys_of(batch, s, kh, seq_len, first_i, sees, SPEC: tl.constexpr):
-    """:class:`Keys` of a unit whose rows begin at position ``first_i``."""
-    tensors, numbers = batch.tensors, batch.numbers
-    MASKS: tl.constexpr = SPEC.masks
-    oldest = oldest_key(first_i, numbers, MASKS)
-    if MASKS.ranges:
-        oldest = tl.min(sees[0], 0)
-    hidden = hidden_keys(oldest, first_i, 0, first_i, numbers, MASKS)
-    block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
-    keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
-    values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
-    return Keys(seq_len, hidden, block_table, keys, values)
+        stop = tl.minimum(end_tile, tile + end - position)
+        if q_len > 0:
+            see_part(
+                batch, p, s, kh, row_start, q_len, seq_len, first_token, tile, stop, tile == first_tile,
+                stop == end_tile, SPEC, CUTS, UNIT, TILE, TOKENS,
+            )  # fmt: skip
+        position += stop - tile
+        tile = stop
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
 def prefill_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of a sequence that decode_kernel does not serve. The grid is that of prefill.py."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_launch_dependents()
     K: tl.constexpr = SPEC.K
@@ -360,7 +199,7 @@ def prefill_kernel(
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     kh = tl.program_id(0) % K
     place = tl.program_id(0) // K
     tiles = tl.num_programs(0) // K
@@ -382,141 +221,133 @@ def prefill_kernel(
     first_token = (query_tile - row_start // TOKENS - s) * TOKENS
     if (first_token >= q_len) | (q_len * SPEC.G <= DIVISION.rows):
         return
-    see_all(batch, s, kh, row_start, q_len, seq_len, first_token, SPEC, CUTS, TILE, TOKENS)
+    end_tile = tl.maximum(tl.cdiv(seq_len, TILE.N), 1)
+    see_part(
+        batch, 0, s, kh, row_start, q_len, seq_len, first_token, 0, end_tile, True, True, SPEC, CUTS, UNIT, TILE, TOKENS
+    )  # fmt: skip
 
 
 @triton.jit
-def see_all(
-    batch, s, kh, row_start, q_len, seq_len, first_token, SPEC: tl.constexpr, CUTS: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
+def see_part(
+    batch, p, s, kh, row_start, q_len, seq_len, first_token,
+    first, end,  # tiles of the part; it begins at a cut, or with the unit
+    from_start, to_end,  # whether the unit begins and ends with it
+    SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """All that a tile of rows sees."""
-    numbers = batch.numbers
+    """A part of a unit: its results, or the state of all its segments if it does not end, or of each if the unit began
+    before."""
+    tensors, numbers = batch.tensors, batch.numbers
     G: tl.constexpr = SPEC.G
+    M: tl.constexpr = TILE.M
     N: tl.constexpr = TILE.N
+    DV_PAD: tl.constexpr = TILE.Dv
+    SEGMENT_TILES: tl.constexpr = CUTS.tiles
     MASKS: tl.constexpr = SPEC.masks
-    r = tl.arange(0, TILE.M)
+    r = tl.arange(0, M)
+    d = tl.arange(0, DV_PAD)
     token = first_token + r // G
-    first_i = seq_len - q_len + first_token
-    last_i = seq_len - q_len + last_token(first_token, q_len, TOKENS)
-    q, factor = queries_of(batch, kh, row_start, q_len, first_token, SPEC, TILE, TOKENS)
+    row_live = (r < TOKENS * G) & (token < q_len)
     row_head = kh * G + r % G
+    first_i = seq_len - q_len + first_token
+    last_i = seq_len - q_len + tl.minimum(first_token + TOKENS, q_len) - 1
     i = seq_len - q_len + token
+    q = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
+    factor = numbers.scale
+    if tensors.k_scale is not None:
+        factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
+    converted: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
+    if converted and q.dtype == tl.bfloat16:
+        q, row_factor = queries_for_fp8(q)
+        factor *= row_factor
     slopes = None
     if SPEC.logits.alibi:
-        slopes = tl.load(batch.tensors.alibi_slopes + row_head)
-    sees = None
-    if MASKS.ranges:
-        sees = sees_of(batch, s, i, first_token, q_len, seq_len, SPEC, TOKENS)
-    rows = Rows(q, i, sees, slopes, factor, stripe_offset(row_head, numbers, MASKS))
-    cache = keys_of(batch, s, kh, seq_len, first_i, sees, SPEC)
-    hidden = cache.hidden
+        slopes = tl.load(tensors.alibi_slopes + row_head)
+    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, MASKS)
+    oldest = oldest_key(first_i, numbers, MASKS)
     newest = seq_len
     full_end = seq_len // N
     full_first = tl.cdiv(oldest_key(last_i, numbers, MASKS), N)
+    sees = None
     if MASKS.ranges:
-        low, high = sees
+        low, high = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+        sees = (low, high)
+        oldest = tl.min(low, 0)
         newest = tl.minimum(seq_len, tl.max(high, 0))
         full_end = tl.minimum(tl.maximum(tl.min(high, 0), 0) // N, full_end)
         full_first = tl.cdiv(tl.max(low, 0), N)
     elif MASKS.causal:
         newest = tl.minimum(seq_len, last_i + 1)
         full_end = tl.minimum(tl.maximum(first_i + 1, 0) // N, full_end)
-    end = tl.cdiv(newest, N)
-    segment, _ = cuts_of(first_token, q_len, seq_len, 0, CUTS, TOKENS)
-    total, m_total, l_total = nothing_seen(TILE.M, TILE.Dv, 0)
-    part, m, l = nothing_seen(TILE.M, TILE.Dv, 0)
-    sums = total, m_total, l_total, part, m, l
-    tile = hidden.oldest // N
-    if MASKS.sparse:
-        head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, numbers, MASKS)
-        steps = 0  # counted first, so that there is one loop below, whose loads start early
-        seen = next_seen_tile(tile, first_i, head_offset, numbers, N)
-        while seen < end:
-            steps += 1
-            seen = next_seen_tile(seen + 1, first_i, head_offset, numbers, N)
-        before = tile - 1
-        for _step in range(steps):
-            tile = next_seen_tile(before + 1, first_i, head_offset, numbers, N)
-            sums = see_and_fold(sums, rows, cache, tile, before, segment, numbers, SPEC, CUTS, TILE, True)
-            before = tile
-    else:
-        if MASKS.first:
-            for tile_ in range(0, tl.minimum(end, tl.minimum(tl.cdiv(hidden.start, N), tile))):
-                sums = see_and_fold(sums, rows, cache, tile_, tile_ - 1, segment, numbers, SPEC, CUTS, TILE, True)
-            sums = fold_between(sums, i, tl.minimum(tl.cdiv(hidden.start, N), tile) - 1, tile - 1, 1, CUTS)
-        if MASKS.window or MASKS.chunk:
-            for tile_ in range(tile, tl.minimum(end, full_first)):
-                sums = see_and_fold(sums, rows, cache, tile_, tile_ - 1, segment, numbers, SPEC, CUTS, TILE, True)
-            tile = tl.maximum(tile, full_first)
-        for tile_ in range(tile, tl.minimum(end, full_end)):
-            sums = see_and_fold(sums, rows, cache, tile_, tile_ - 1, segment, numbers, SPEC, CUTS, TILE, False)
-        for tile_ in range(tl.maximum(tile, full_end), end):
-            sums = see_and_fold(sums, rows, cache, tile_, tile_ - 1, segment, numbers, SPEC, CUTS, TILE, True)
-    total, m_total, l_total, part, m, l = sums
-    total, m_total, l_total = fold(total, m_total, l_total, part, m, l, r >= 0)
-    row_live = (r < TOKENS * G) & (token < q_len)
-    d = tl.arange(0, TILE.Dv)
-    finish(batch.tensors, total, m_total, l_total, row_start + token, row_head, kh, row_live, d, SPEC)
+    hidden = hidden_keys(oldest, first_i, 0, first_i, numbers, MASKS)
+    end_seen = tl.minimum(tl.cdiv(newest, N), end)
+    block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
+    keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
+    values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
+    offset = stripe_offset(row_head, MASKS)
+    rows = Rows(q, i, sees, slopes, factor, offset)
+    cache = Keys(seq_len, hidden, block_table, keys, values)
+
+    acc, m, l = nothing_seen(M, DV_PAD, 0)
+    first_segment = first // SEGMENT_TILES
+    if MASKS.first == 0:  # segments before are not seen
+        seen_first = tl.maximum(first_segment, hidden.oldest // N // SEGMENT_TILES)
+        first_segment = tl.where(from_start, seen_first, first_segment)
+    for segment in range(first_segment, tl.cdiv(end, SEGMENT_TILES)):
+        tile = segment * SEGMENT_TILES
+        stop = tl.minimum(tile + SEGMENT_TILES, end_seen)
+        part, m_part, l_part = nothing_seen(M, DV_PAD, 0)
+        if MASKS.sparse:
+            steps = 0  # counted first, so that there is one loop below, whose loads start early
+            seen = next_seen_tile(tl.maximum(tile, hidden.oldest // N), first_i, head_offset, MASKS, N)
+            while seen < stop:
+                steps += 1
+                seen = next_seen_tile(seen + 1, first_i, head_offset, MASKS, N)
+            tile = tl.maximum(tile, hidden.oldest // N) - 1
+            for _step in range(steps):
+                tile = next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
+                part, _, m_part, l_part = see_tile(
+                    part, part, m_part, l_part, rows, cache, tile, True, numbers, SPEC, TILE, True
+                )
+        else:
+            if MASKS.first:
+                for tile_ in range(tile, tl.minimum(stop, tl.minimum(tl.cdiv(hidden.start, N), hidden.oldest // N))):
+                    part, _, m_part, l_part = see_tile(
+                        part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
+                    )
+            if MASKS.window or MASKS.chunk:
+                tile = tl.maximum(tile, hidden.oldest // N)
+                for tile_ in range(tile, tl.minimum(stop, full_first)):
+                    part, _, m_part, l_part = see_tile(
+                        part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
+                    )
+                tile = tl.maximum(tile, full_first)
+            for tile_ in range(tile, tl.minimum(stop, full_end)):
+                part, _, m_part, l_part = see_tile(
+                    part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, False
+                )
+            for tile_ in range(tl.maximum(tile, full_end), stop):
+                part, _, m_part, l_part = see_tile(
+                    part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
+                )
+        if not from_start:
+            store_state(tensors, p, 1 + segment % CUTS.slots, part, m_part, l_part, r, row_live, d, SPEC, CUTS, UNIT)
+        acc, m, l = fold(acc, m, l, part, m_part, l_part)
+    if from_start:
+        if to_end:
+            finish(tensors, acc, m, l, row_start + token, row_head, kh, row_live, d, SPEC)
+        else:
+            store_state(tensors, p, 0, acc, m, l, r, row_live, d, SPEC, CUTS, UNIT)
 
 
 @triton.jit
-def segment_tiles(i, CUTS: tl.constexpr):
-    """The tiles of a segment of rows at positions ``i``."""
-    return (1 + tl.maximum(i, 0) // CUTS.span) * CUTS.tiles
-
-
-@triton.jit
-def cuts_of(first_token, q_len, seq_len, share, CUTS: tl.constexpr, TOKENS: tl.constexpr):
-    """The tiles between two cuts of a unit's rows, and whether the unit stays whole in shares: because its rows have
-    different cuts, or because a program may have more of its segments than it can store."""
-    first_i = seq_len - q_len + first_token
-    tiles = segment_tiles(first_i, CUTS)
-    same = tiles == segment_tiles(seq_len - q_len + last_token(first_token, q_len, TOKENS), CUTS)
-    return tl.where(same, tiles, CUTS.tiles), (not same) | (share // tiles + 3 > CUTS.slots)
-
-
-@triton.jit
-def see_and_fold(
-    sums, rows, cache, tile, before, segment, numbers, SPEC: tl.constexpr, CUTS: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add a tile, after a fold if a segment has ended since the tile ``before``."""
-    sums = fold_between(sums, rows.i, before, tile, segment, CUTS)
-    total, m_total, l_total, part, m, l = sums
-    part, _, m, l = see_tile(part, part, m, l, rows, cache, tile, True, numbers, SPEC, TILE, MASKED)
-    return total, m_total, l_total, part, m, l
-
-
-@triton.jit
-def fold_between(sums, i, before, tile, segment, CUTS: tl.constexpr):
-    """Fold the segments of rows at positions ``i`` that end between two tiles. ``segment``: divides all of theirs."""
-    total, m_total, l_total, part, m, l = sums
-    if tile // segment != before // segment:
-        of_row = segment_tiles(i, CUTS)
-        folds = tile // of_row != before // of_row
-        total, m_total, l_total = fold(total, m_total, l_total, part, m, l, folds)
-        part, m, l = start_again(part, m, l, folds)
-    return total, m_total, l_total, part, m, l
-
-
-@triton.jit
-def fold(acc, m, l, part, m_part, l_part, folds):
-    """The state of all segments up to one, from the state before it and its own, for rows that ``folds``. A segment
-    without keys changes no bit."""
+def fold(acc, m, l, part, m_part, l_part):
+    """The state of all segments up to one, from the state before it and its own. A side that has seen no key changes
+    no bit of the other."""
     m_new = tl.maximum(m, m_part)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     decay = tl.exp2(m - shift)
     weight = tl.exp2(m_part - shift)
-    takes = folds & (m_part != float("-inf"))
-    acc = tl.where(takes[:, None], acc * decay[:, None] + part * weight[:, None], acc)
-    return acc, tl.where(takes, m_new, m), tl.where(takes, l * decay + l_part * weight, l)
-
-
-@triton.jit
-def start_again(part, m, l, folds):
-    """The state of a segment, for rows that ``folds`` the one that begins."""
-    return tl.where(folds[:, None], 0.0, part), tl.where(folds, float("-inf"), m), tl.where(folds, 0.0, l)
+    return acc * decay[:, None] + part * weight[:, None], m_new, l * decay + l_part * weight
 
 
 @triton.jit
@@ -531,61 +362,55 @@ def finish(tensors, acc, m, l, row_token, row_head, kh, row_live, d, SPEC: tl.co
 
 
 @triton.jit
-def store_state(tensors, state, acc, m, l, r, row_live, d, SPEC: tl.constexpr, UNIT: tl.constexpr):
+def store_state(
+    tensors, p, slot, acc, m, l, r, row_live, d, SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr
+):
     Dv: tl.constexpr = SPEC.v_side.size
-    place = tl.cast(state, tl.int64) * UNIT.M + r
+    place = (p * (CUTS.slots + 1) + slot).to(tl.int64) * UNIT.M + r
     tl.store(tensors.parts + place[:, None] * Dv + d[None, :], acc, mask=row_live[:, None] & (d < Dv)[None, :])
     tl.store(tensors.part_lse + place * 2, m, mask=row_live)
     tl.store(tensors.part_lse + place * 2 + 1, l, mask=row_live)
 
 
 @triton.jit
-def tiles_to_cut(passed, first_tile, end_tile, segment, whole):
-    """From the tile ``first_tile + passed`` of a unit to the next cut, or to the next unit if the unit stays whole."""
+def too_long(share, CUTS: tl.constexpr):
+    """Whether a share may have more segments of one unit than a program can store. Then units stay whole."""
+    return share // CUTS.tiles + 3 > CUTS.slots
+
+
+@triton.jit
+def tiles_to_cut(passed, first_tile, end_tile, whole, CUTS: tl.constexpr):
+    """From the tile ``first_tile + passed`` of a unit to the next cut, or to the next unit if units stay whole."""
     tile = first_tile + passed
     left = end_tile - tile
-    to_cut = tl.where(whole, left, tl.minimum((segment - tile % segment) % segment, left))
+    to_cut = tl.where(whole, left, tl.minimum((CUTS.tiles - tile % CUTS.tiles) % CUTS.tiles, left))
     return tl.where(passed == 0, 0, to_cut)
 
 
 @triton.jit
 def next_cut(
-    position, share, batch, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr
+    position, whole, batch, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr
 ):
     """The first cut from a position among all tiles on."""
-    TOKENS: tl.constexpr = UNIT.M // WALK.G
-    s, unit, passed = locate(position, batch, WALK, DIVISION, UNIT)
-    _, q_len, seq_len, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, UNIT.N)
-    segment, whole = cuts_of(unit // WALK.K * TOKENS, q_len, seq_len, share, CUTS, TOKENS)
-    return position + tiles_to_cut(passed, first_tile, end_tile, segment, whole)
-
-
-@triton.jit
-def first_stored(first, base, first_tile, segment, share, longer):
-    """The first segment of a unit that begins after the share of the program ``first``, where the unit begins. A tile
-    of the unit is at the position ``base + tile``."""
-    after = (first + 1) * share + tl.minimum(first + 1, longer) - base
-    return tl.maximum(tl.cdiv(after, segment), first_tile // segment + 1)
+    s, _, passed = locate(position, batch, WALK, DIVISION, UNIT)
+    _, _, _, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, UNIT.N)
+    return position + tiles_to_cut(passed, first_tile, end_tile, whole, CUTS)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
 def merge_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Folds the states of the units that several programs share: all of them except the last help. Also writes the rows
     of padding."""
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     DV_PAD: tl.constexpr = TILE.Dv
@@ -597,28 +422,49 @@ def merge_kernel(
     store_padding(tensors, first_free + p, numbers.T, P, one, tl.arange(0, DV_PAD), SPEC.heads, SPEC.v_side.size)
     start, end, share, longer = shares(p, P, batch, WALK, DIVISION, UNIT)
     s, unit, passed = locate(end - 1, batch, WALK, DIVISION, UNIT)
-    row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, TILE.N)
-    kh = unit % K
-    first_token = unit // K * TOKENS
-    segment, whole = cuts_of(first_token, q_len, seq_len, share, CUTS, TOKENS)
-    base = end - 1 - passed - first_tile
-    last_segment = (end_tile - 1) // segment
-    last = program_of(base + tl.maximum(last_segment * segment, first_tile), share, longer)
+    row_start, q_len, _, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, TILE.N)
+    base = end - 1 - passed - first_tile  # a tile's position is base + tile
+    last_segment = (end_tile - 1) // CUTS.tiles
+    last = program_of(base + tl.maximum(last_segment * CUTS.tiles, first_tile), share, longer)
     first = program_of(base + first_tile, share, longer)
-    second = first_stored(first, base, first_tile, segment, share, longer)
+    first_token = unit // K * TOKENS
+    tokens = tl.minimum(q_len - first_token, TOKENS)
     if PDL:
         gdc_wait()
-    if (start == end) | (p >= last) | whole:
+    if (start == end) | (p >= last) | too_long(share, CUTS):
         return
+    part = base, first, last, first_tile, last_segment, share, longer
+    kh = unit % K
+    if last - first < 8:
+        MOST: tl.constexpr = 1024 // DV_PAD
+        ROWS: tl.constexpr = UNIT.M if UNIT.M < MOST else MOST
+        merge_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, ROWS, DV_PAD, 8)
+    else:
+        WIDTH: tl.constexpr = 32 if DV_PAD > 32 else DV_PAD
+        merge_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, 1, WIDTH, 32)
+    if PDL:
+        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+
+
+@triton.jit
+def merge_rows(
+    tensors, p, part, row_start, tokens, kh, SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """Program p's items of a unit: ROWS packed rows by WIDTH columns each."""
+    base, first, last, first_tile, last_segment, share, longer = part
+    G: tl.constexpr = SPEC.G
     Dv: tl.constexpr = SPEC.v_side.size
-    ROWS: tl.constexpr = min(UNIT.M, max(MERGED // DV_PAD, 1))
-    d = tl.arange(0, DV_PAD)
-    rows = tl.minimum(q_len - first_token, TOKENS) * G
-    for item in range(p - first, tl.cdiv(rows, ROWS), last - first):
-        row = item * ROWS + tl.arange(0, ROWS)
-        live = row < rows
+    COLUMNS: tl.constexpr = (Dv + WIDTH - 1) // WIDTH
+    # The first segment that another program stored.
+    second = (first + 1) * share + tl.minimum(first + 1, longer) - base
+    second = tl.maximum(tl.cdiv(second, CUTS.tiles), first_tile // CUTS.tiles + 1)
+    for item in range(p - first, tl.cdiv(tokens * G, ROWS) * COLUMNS, last - first):
+        row = item // COLUMNS * ROWS + tl.arange(0, ROWS)
+        d = item % COLUMNS * WIDTH + tl.arange(0, WIDTH)
+        live = row < tokens * G
         column_live = live[:, None] & (d < Dv)[None, :]
-        place = (P * CUTS.slots + first).to(tl.int64) * UNIT.M + row
+        place = (first * (CUTS.slots + 1)).to(tl.int64) * UNIT.M + row
         m = tl.load(tensors.part_lse + place * 2, mask=live, other=0.0)
         l = tl.load(tensors.part_lse + place * 2 + 1, mask=live, other=0.0)
         acc = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live, other=0.0)
@@ -626,13 +472,10 @@ def merge_kernel(
             for n in tl.static_range(UNROLLED):  # all loads are under way before the first is needed
                 segment = begin + n
                 there = segment <= last_segment
-                place = (first * CUTS.slots + segment - second).to(tl.int64) * UNIT.M + row
+                owner = program_of(base + tl.minimum(segment, last_segment) * CUTS.tiles, share, longer)
+                place = (owner * (CUTS.slots + 1) + 1 + segment % CUTS.slots).to(tl.int64) * UNIT.M + row
                 m_part = tl.load(tensors.part_lse + place * 2, mask=live & there, other=float("-inf"))
                 l_part = tl.load(tensors.part_lse + place * 2 + 1, mask=live & there, other=0.0)
-                part = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live & there, other=0.0)
-                acc, m, l = fold(acc, m, l, part, m_part, l_part, live)
-        finish(
-            tensors, acc, m, l, row_start + first_token + row // G, kh * G + row % G, kh, live, d, SPEC
-        )  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
+                added = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live & there, other=0.0)
+                acc, m, l = fold(acc, m, l, added, m_part, l_part)
+        finish(tensors, acc, m, l, row_start + row // G, kh * G + row % G, kh, live, d, SPEC)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.shared import masks
-from paged_ops.lowerings.gpu.attention.shared import tile as tiles
+from paged_ops.lowerings.gpu.attention.shared import tile as tiling
 from paged_ops.lowerings.gpu.attention.shared.tile import APPLIES, Batch, Keys, Rows
 from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares
 from paged_ops.lowerings.gpu.attention.triton import merge
@@ -40,7 +40,6 @@ def too_large(R: int | None, P: int | None) -> list[str]:
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     if spec.rotated is None:
         return ["kv_cache: not latent"]
     return not_applied(spec, APPLIES | {"latent", "row_scales"}) + too_large(spec.v_side.size, spec.rotated.size)
@@ -53,10 +52,11 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tile, programs, division = choice
     grouped = in_groups(spec, tile.block_m)
-    shape = tile_shape(tile, spec)
+    assert spec.rotated is not None, "a latent cache"
+    P, R = (tuning.padded(size, spec.storage.dtype.itemsize) for size in (spec.rotated.size, spec.v_side.size))
+    shape = TileShape(tile.block_m, tile.block_n, P, R, 0, False)
     constants = {"SPEC": grouped, "DIVISION": division, "TILE": shape, **target.overlap()}
     launcher = launcher_of(latent_kernel, constants | tile.options(target.backend != "hip"), target.device)
     launch = Launch(launcher, (programs, 1, 1), ("T", "taken", "arrived", "value_cache"))
@@ -69,25 +69,13 @@ def in_groups(spec: Spec, rows: int) -> Spec:
     return spec._replace(K=-(-spec.heads // G), G=G, v_side=spec.v_side._replace(run=1))
 
 
-def tile_shape(tile: tuning.Tile, spec: Spec) -> TileShape:
-    """The shape of a tile; its D is the padded P."""
-    assert spec.rotated is not None, "a latent cache"
-    itemsize = spec.storage.dtype.itemsize
-    P, R = (tuning.padded(size, itemsize) for size in (spec.rotated.size, spec.v_side.size))
-    return TileShape(tile.block_m, tile.block_n, P, R, 0, False)
-
-
 @triton.jit(do_not_specialize=Numbers._fields)
 def latent_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -105,7 +93,7 @@ def latent_kernel(
     ranges = None
     if MASKS.ranges:
         ranges = masks.ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     factor = numbers.scale
     if tensors.k_scale is not None:
         factor = numbers.scale * tl.load(tensors.k_scale)
@@ -123,8 +111,8 @@ def latent_kernel(
         row_live = token < q_len
         if SPEC.heads < K * G:
             row_live = row_live & (head < SPEC.heads)
-        q_latent = tiles.load_queries(tensors.query, row_start + token, head, row_live, SPEC, R_PAD, 0, R)
-        q_rotated = tiles.load_queries(
+        q_latent = tiling.load_queries(tensors.query, row_start + token, head, row_live, SPEC, R_PAD, 0, R)
+        q_rotated = tiling.load_queries(
             tensors.query, row_start + token, head, row_live, SPEC, TILE.D, R, SPEC.rotated.size
         )
         slopes = None
@@ -138,7 +126,7 @@ def latent_kernel(
             sees = masks.reach_of_rows(batch, s, tl.minimum(i, seq_len - 1), MASKS)
             oldest = tl.min(sees[0], 0)
         block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
-        offset = masks.stripe_offset(head, numbers, MASKS)
+        offset = masks.stripe_offset(head, MASKS)
         rows = Rows((q_latent, q_rotated), i, sees, slopes, factor, offset)
         if SPEC.storage.row_scales:
             first_rotated = rotated_columns(tensors.key_cache)
@@ -146,7 +134,7 @@ def latent_kernel(
             first_rotated = tensors.key_cache + R * SPEC.rotated.d
         hidden = masks.hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
         keys = Keys(seq_len, hidden, block_table, tensors.key_cache, first_rotated)
-        acc, m, l = tiles.nothing_seen(M, R_PAD, 0)
+        acc, m, l = tiling.nothing_seen(M, R_PAD, 0)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # the last row sees no later key
             last_token = tl.minimum(first_token + TOKENS, q_len)
@@ -154,17 +142,17 @@ def latent_kernel(
         for each in range(tile, seen_end):
             seen = True
             if MASKS.sparse:
-                seen = seen & (masks.next_seen_tile(each, first_i, offset, numbers, N) == each)
+                seen = seen & (masks.next_seen_tile(each, first_i, offset, MASKS, N) == each)
             acc, m, l = see_latents(acc, m, l, rows, keys, each, seen, numbers, SPEC, TILE)
         from_start = tile == first_tile
         if SPEC.logits.sinks:
             if from_start:  # the first part includes the sink
-                acc, m, l = tiles.count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
-        result, lse2 = tiles.normalise(acc, m, l)
+                acc, m, l = tiling.count_sink(acc, m, l, tl.load(tensors.sinks + head, mask=row_live, other=0.0))
+        result, lse2 = tiling.normalise(acc, m, l)
         if tensors.k_scale is not None:
             result = result * tl.load(tensors.k_scale)
         if from_start & (stop == end_tile):
-            tiles.store_rows(tensors, result, lse2, row_start + token, head, row_live, d, SPEC.heads, R)
+            tiling.store_rows(tensors, result, lse2, row_start + token, head, row_live, d, SPEC.heads, R)
         else:
             part_row = (p * 2 + tl.where(from_start, 1, 0)).to(tl.int64) * M + r
             mask = row_live[:, None] & (d < R)[None, :]
@@ -201,23 +189,16 @@ def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
         block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=live, other=0)
     offset = j % SPEC.B
     if SPEC.storage.row_scales:
-        stored = tiles.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, tl.float32)
+        stored = tiling.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, tl.float32)
         latents = times_scales(stored, load_scales(keys.k, block, offset, live, LATENT)).to(q.dtype)
     else:
-        latents = tiles.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, q.dtype)
-    qk = tiles.dot_keys(q, latents)
+        latents = tiling.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, q.dtype)
+    qk = tiling.dot_keys(q, latents)
     if ROTATED.size > 0:
-        rotated = tiles.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
-        qk += tiles.dot_keys(q_rotated, rotated)
-    slopes, sees = rows.slopes, rows.sees
-    offset_of_row = None
-    if slopes is not None:
-        slopes = slopes[:, None]
-    if SPEC.masks.sparse:
-        offset_of_row = rows.offset[:, None]
-    if sees is not None:
-        sees = (sees[0][:, None], sees[1][:, None])
-    across = Rows(None, rows.i[:, None], sees, slopes, rows.factor, offset_of_row)
-    p, decay, m, l = tiles.masked_softmax(qk, m, l, across, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+        rotated = tiling.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
+        qk += tiling.dot_keys(q_rotated, rotated)
+    logits = tiling.masked_logits(qk, rows, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    weights, decay, m, l = tiling.softmax_steps((logits,), m, l)
+    p = weights[0]
     acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)
     return acc, m, l

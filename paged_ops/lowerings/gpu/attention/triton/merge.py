@@ -5,32 +5,18 @@ Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.shared.masks import ranges_at
+from paged_ops.lowerings.gpu.attention.shared.split_merge import Divided
 from paged_ops.lowerings.gpu.attention.shared.tile import Batch, normalise, store_padding, store_rows
 from paged_ops.lowerings.gpu.attention.shared.work_split import fit_whole, locate, program_of, sequence, shares
 from paged_ops.lowerings.gpu.launch import Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Spec, TileShape
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Pointers, Spec, TileShape
 from paged_ops.lowerings.gpu.target import Target
-
-
-class Cut(NamedTuple):
-    """A unit that shares divide: its programs first..last, which of them helps to merge and how many do, its first row,
-    its tokens, and its key/value head."""
-
-    first: Any
-    last: Any
-    helper: Any
-    helpers: Any
-    row_start: Any
-    tokens: Any
-    kh: Any
 
 
 def with_merge(
@@ -57,30 +43,16 @@ def with_merge(
 LARGEST_PLAIN, HELPERS_OF_LATENTS = tl.constexpr(tuning.LARGEST_HEAD), 8
 MANY_ROWS, HELPERS_OF_MANY = tl.constexpr(64), 4
 
-# The fields that merge_kernel does not get.
-NOT_OF_MERGE = (
-    *(
-        "taken",
-        "arrived",
-        "query",
-        "key_cache",
-        "value_cache",
-        "block_tables",
-        "alibi_slopes",
-        "sinks",
-        "k_scale",
-        "v_scale",
-    ),
-    *("scale", "soft_cap", "sparse_block", "local_blocks", "vert_stride", "first_offset", "offset_step"),
-    "table_stride",
-)
+# The fields that merge_kernel gets; and those that it does not.
+OF_MERGE = {"out", "lse", "parts", "part_lse", "seq_lens", "query_start_loc", "bidirectional_ranges", "output_scale"}
+OF_MERGE |= {"window", "chunk", "S", "T"}
+NOT_OF_MERGE = tuple({*Pointers._fields, *Numbers._fields} - OF_MERGE)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
 def merge_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the units that were divided. A unit's parts are the second part of its first program and the first parts
@@ -90,10 +62,7 @@ def merge_kernel(
     rows. Also writes the rows of padding, which no other kernel writes. What needs no waiting is done before
     split_kernel ends.
     """
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     Dv: tl.constexpr = SPEC.v_side.size
@@ -103,7 +72,7 @@ def merge_kernel(
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges)
+    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
     p = tl.program_id(0)
     program, programs = p, tl.num_programs(0)
     LATENT: tl.constexpr = DV_PAD > LARGEST_PLAIN
@@ -131,7 +100,7 @@ def merge_kernel(
     helper, helpers = p - first, last - first
     if LATENT or MANY:
         helper, helpers = helper * tl.num_programs(1) + tl.program_id(1), helpers * tl.num_programs(1)
-    cut = Cut(first, last, helper, helpers, row_start, tokens, kh)
+    cut = Divided(first, last, row_start, tokens, kh)
     if PDL:
         gdc_wait()
     if (start == end) | (left == 0):
@@ -143,46 +112,46 @@ def merge_kernel(
     WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
     if LATENT:
         if last - first < 8:
-            merge_items(tensors, cut, SPEC, TILE, 1, DV_PAD, 8, 1)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, DV_PAD, 8, 1)
         elif last - first < 16:
-            merge_items(tensors, cut, SPEC, TILE, 1, 128, 16, 1)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 128, 16, 1)
         elif GROUP > 16:
-            merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 32, 64, 2)
         # few rows: no more items than programs, and as wide as that allows
         elif last - first < 32:
-            merge_items(tensors, cut, SPEC, TILE, 1, 64, 32, 1)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 64, 32, 1)
         elif last - first < 128:
-            merge_items(tensors, cut, SPEC, TILE, 1, 32, 64, 2)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 32, 64, 2)
         else:
-            merge_items(tensors, cut, SPEC, TILE, 1, 8, 256, 1)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 8, 256, 1)
     elif MANY:
         if last - first < 8:
-            merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, ROWS, DV_PAD, 1, 4)
         elif last - first < 64:
-            merge_items(tensors, cut, SPEC, TILE, 4, WIDTH, 32, 1)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 4, WIDTH, 32, 1)
         else:
-            merge_items(tensors, cut, SPEC, TILE, 1, WIDTH, 32, 5)
-    elif cut.helpers < 8:
-        merge_items(tensors, cut, SPEC, TILE, ROWS, DV_PAD, 1, 4)
-    elif cut.helpers < 64:
-        merge_items(tensors, cut, SPEC, TILE, 1, WIDTH, 64, 1)
+            merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, WIDTH, 32, 5)
+    elif helpers < 8:
+        merge_items(tensors, cut, helper, helpers, SPEC, TILE, ROWS, DV_PAD, 1, 4)
+    elif helpers < 64:
+        merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, WIDTH, 64, 1)
     else:
-        merge_items(tensors, cut, SPEC, TILE, 1, 8, 512, 1)
+        merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, 8, 512, 1)
     if PDL:
         gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
 
 
 @triton.jit
 def merge_items(
-    tensors, cut, SPEC: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    tensors, cut, helper, helpers, SPEC: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """The items of a unit that a helper merges: an item is ROWS heads of a token by WIDTH columns."""
+    """The items of a unit that one of its helpers merges: an item is ROWS heads of a token by WIDTH columns."""
     G: tl.constexpr = SPEC.G
     HEADS: tl.constexpr = (G + ROWS - 1) // ROWS
     COLUMNS: tl.constexpr = TILE.Dv // WIDTH
     Dv: tl.constexpr = SPEC.v_side.size
-    for item in range(cut.helper, cut.tokens * (HEADS * COLUMNS), cut.helpers):
+    for item in range(helper, cut.tokens * (HEADS * COLUMNS), helpers):
         token = item // (HEADS * COLUMNS)
         g = item // COLUMNS % HEADS * ROWS + tl.arange(0, ROWS)
         d = item % COLUMNS * WIDTH + tl.arange(0, WIDTH)

@@ -10,27 +10,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops.lowerings.gpu.attention import tuning
-from paged_ops.lowerings.gpu.attention.shared.masks import (
-    first_key_tile,
-    hidden_keys,
-    next_seen_tile,
-    oldest_key,
-    ranges_at,
-    reach_of_rows,
-    seen_whole,
-    stripe_offset,
-)
-from paged_ops.lowerings.gpu.attention.shared.tile import (
-    Batch,
-    Keys,
-    Rows,
-    count_sink,
-    load_queries,
-    normalise,
-    queries_for_fp8,
-    see_tile,
-    store_rows,
-)
+from paged_ops.lowerings.gpu.attention.shared import masks
+from paged_ops.lowerings.gpu.attention.shared import tile as tiling
+from paged_ops.lowerings.gpu.attention.shared.tile import Batch, Keys, Rows
 from paged_ops.lowerings.gpu.attention.triton import decode
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec
@@ -38,7 +20,6 @@ from paged_ops.lowerings.gpu.target import Target
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    """The reasons why it does not serve these calls; empty if it does."""
     return decode.serves(spec, target)
 
 
@@ -49,7 +30,6 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
 
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
-    """The launches of a choice."""
     tiles, division = choice
     tile = tiles.prefill
     constants = {
@@ -72,14 +52,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
 @triton.jit(do_not_specialize=Numbers._fields)
 def prefill_kernel(
     tensors,  # Pointers
-    scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step, table_stride,
-    S, T,  # Numbers
+    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    numbers = Numbers(
-        scale, soft_cap, window, chunk, sparse_block, local_blocks, vert_stride, first_offset, offset_step,
-        table_stride, S, T,
-    )  # fmt: skip
+    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_launch_dependents()
     K: tl.constexpr = SPEC.K
@@ -121,63 +97,63 @@ def prefill_kernel(
     first_i = seq_len - q_len + first_token
     last_i = seq_len - q_len + tl.minimum(first_token + TOKENS, q_len) - 1
     i = seq_len - q_len + token
-    q = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
+    q = tiling.load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
     factor = numbers.scale
     if tensors.k_scale is not None:
         factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
     converted: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
     if converted and q.dtype == tl.bfloat16:
-        q, row_factor = queries_for_fp8(q)
+        q, row_factor = tiling.queries_for_fp8(q)
         factor *= row_factor
     slopes = None
     if SPEC.logits.alibi:
         slopes = tl.load(tensors.alibi_slopes + row_head)
-    head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, numbers, MASKS)
-    offset = stripe_offset(row_head, numbers, MASKS)
+    head_offset = masks.stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, MASKS)
+    offset = masks.stripe_offset(row_head, MASKS)
     DV_PAD: tl.constexpr = TILE.Dv
     acc = tl.zeros([M, DV_PAD], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
 
     # Key tiles: masked ones, until every row sees all of a tile; full ones; and masked ones to the end.
-    oldest = oldest_key(first_i, numbers, MASKS)
+    oldest = masks.oldest_key(first_i, numbers, MASKS)
     sees = None
     if MASKS.ranges:
-        batch = Batch(tensors, numbers, ranges_at(tensors.bidirectional_ranges, MASKS.ranges))
-        sees = reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
+        batch = Batch(tensors, numbers, masks.ranges_at(tensors.bidirectional_ranges, MASKS.ranges))
+        sees = masks.reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
         oldest = tl.min(sees[0], 0)
-    first_tile = first_key_tile(oldest, first_i, numbers, MASKS, N)
-    full_first, full_end, end_tile = seen_whole(sees, first_i, last_i, seq_len, first_tile, numbers, MASKS, N)
+    first_tile = masks.first_key_tile(oldest, first_i, numbers, MASKS, N)
+    full_first, full_end, end_tile = masks.seen_whole(sees, first_i, last_i, seq_len, first_tile, numbers, MASKS, N)
 
     block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
     keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
     values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
     rows = Rows(q, i, sees, slopes, factor, offset)
-    hidden = hidden_keys(oldest, first_i, first_tile, first_i, numbers, MASKS)
+    hidden = masks.hidden_keys(oldest, first_i, first_tile, first_i, numbers, MASKS)
     cache = Keys(seq_len, hidden, block_table, keys, values)
     if MASKS.window or MASKS.chunk:
         for tile in range(first_tile, full_first):
-            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
     if not MASKS.sparse:
         for tile in range(full_first, full_end):
-            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, False)
+            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, False)
     if MASKS.sparse:
         steps = 0  # counted first, so that there is one loop below, whose loads start early
-        tile = next_seen_tile(first_tile, first_i, head_offset, numbers, N)
+        tile = masks.next_seen_tile(first_tile, first_i, head_offset, MASKS, N)
         while tile < end_tile:
             steps += 1
-            tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
+            tile = masks.next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
         tile = first_tile - 1
         for _step in range(steps):
-            tile = next_seen_tile(tile + 1, first_i, head_offset, numbers, N)
-            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+            tile = masks.next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
+            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
     else:
         for tile in range(full_end, end_tile):
-            acc, _, m, l = see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
     if SPEC.logits.sinks:
-        acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
-    result, lse2 = normalise(acc, m, l)
+        acc, m, l = tiling.count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
+    result, lse2 = tiling.normalise(acc, m, l)
     if tensors.v_scale is not None:
         result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
     columns = tl.arange(0, DV_PAD)
-    store_rows(tensors, result, lse2, row_start + token, row_head, row_live, columns, H, SPEC.v_side.size)
+    tiling.store_rows(tensors, result, lse2, row_start + token, row_head, row_live, columns, H, SPEC.v_side.size)

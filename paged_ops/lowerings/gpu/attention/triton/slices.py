@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from paged_ops.lowerings.gpu.attention.shared.masks import only_seen, place_of
-from paged_ops.lowerings.gpu.attention.shared.tile import Rows, masked_logits, nothing_seen, softmax_steps
+from paged_ops.lowerings.gpu.attention.shared.tile import masked_logits, nothing_seen, softmax_steps
 from paged_ops.lowerings.gpu.fp8 import widen_pairs
 from paged_ops.lowerings.gpu.spec import SLICE
 
@@ -50,15 +50,6 @@ def see_slices(accs, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
     M: tl.constexpr = q.shape[0]
     MASKS: tl.constexpr = SPEC.masks
     place = place_of(tile, keys.hidden, MASKS, TILE.N)
-    slopes, sees = rows.slopes, rows.sees
-    offset_of_row = None
-    if slopes is not None:
-        slopes = slopes[None, None, :]
-    if SPEC.masks.sparse:
-        offset_of_row = rows.offset[None, None, :]
-    if sees is not None:
-        sees = (sees[0][None, None, :], sees[1][None, None, :])
-    across = Rows(None, rows.i[None, None, :], sees, slopes, rows.factor, offset_of_row)
     if TILE.paired:
         q_even, q_odd = tl.split(tl.reshape(q, (M, TILE.D // 2, 2)))
     logits: tl.tuple = ()
@@ -89,7 +80,7 @@ def see_slices(accs, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
                 qk = qk_
             else:
                 qk = tl.where(is_of_head(head, M, SPEC, TILE), qk_, qk)
-        logits += (masked_logits(qk, across, j[:, :, None], live[:, :, None], numbers, SPEC, True, False),)
+        logits += (masked_logits(qk, rows, j[:, :, None], live[:, :, None], numbers, SPEC, True, False, True),)
         places += ((block, offset, live),)
     weights, decay, m, l = softmax_steps(logits, m, l)
     for piece in tl.static_range(PIECES):
