@@ -11,7 +11,7 @@ TWO := -n 2 --dist worksteal
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_FX_GRAPH_CACHE=0 TORCHINDUCTOR_AUTOGRAD_CACHE=0 \
   TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 ON_CPU := not (gpu or interpreter or aot or xla or tpu or fuzz or vllm)
-INTERPRETER_TESTS := $(wildcard tests/gpu/test_*interpreter.py)
+INTERPRETER_TESTS := $(wildcard tests/gpu/test_*interpreter.py) tests/gpu/test_draw.py
 # Of each test with more than three cases, one in 8: always the same ones.
 EIGHTH := --sample 8
 

@@ -269,6 +269,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
                 attn_metadata.max_query_len,
                 self.scale,
                 vllm_plugin.context_exchange(),
+                lens=attn_metadata.lens,
                 value_cache=value_cache,
                 causal=attn_metadata.causal,
                 sinks=self._sinks,
