@@ -70,7 +70,7 @@ def call(
 
 VARIANTS = [
     # No tile of these kernels was tuned: 32 to 800 bytes of what a row sees are spilled.
-    Variant("attention-invariant-bf16", call("prefill", batch_invariant=True), PREFILL, may_spill=("cuda", "hip")),
+    Variant("attention-invariant-bf16", call("prefill", batch_invariant=True), WGMMA, may_spill=("cuda", "hip")),
     Variant(
         "attention-invariant-d256-e4m3-cap-ranges",
         call("prefill", stored=E4M3, D=256, heads=(8, 4), soft_cap=50.0, ranges=2, lse=True, batch_invariant=True),
