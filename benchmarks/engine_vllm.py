@@ -7,7 +7,7 @@ tokens are compared. Results are written after each measurement, so that a time 
 
     python benchmarks/engine_vllm.py --out DIR [--backends PAGED_OPS FLASH_ATTN TRITON_ATTN] [--seconds 540]
     python benchmarks/engine_vllm.py --out DIR --tiny            # a tiny model, to try the script, also on the CPU
-    python benchmarks/engine_vllm.py --out DIR --batch-invariant # vLLM's mode, and bits of requests alone and in a batch
+    python benchmarks/engine_vllm.py --out DIR --batch-invariant # vLLM's mode; bits of requests alone and in a batch
     python benchmarks/engine_vllm.py --out DIR --backends        # only compare the results in DIR
     python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2                        # on two GPUs
     python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2 --context-parallel 2 --shape one-kv-head
