@@ -7,6 +7,7 @@ tokens are compared. Results are written after each measurement, so that a time 
 
     python benchmarks/engine_vllm.py --out DIR [--backends PAGED_OPS FLASH_ATTN TRITON_ATTN] [--seconds 540]
     python benchmarks/engine_vllm.py --out DIR --tiny            # a tiny model, to try the script, also on the CPU
+    python benchmarks/engine_vllm.py --out DIR --batch-invariant # vLLM's mode; bits of requests alone and in a batch
     python benchmarks/engine_vllm.py --out DIR --backends        # only compare the results in DIR
     python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2                        # on two GPUs
     python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2 --context-parallel 2 --shape one-kv-head
@@ -204,6 +205,28 @@ class Engine:
             "tokens": [tokens[name] for name in names],
         }
 
+    def differing(self, lengths: Sequence[int], new_tokens: int) -> dict[str, int]:
+        """How many tokens and log-probabilities of requests alone have other bits than in one batch."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=1)
+        ids = [random.Random(i).choices(range(10, self.vocabulary), k=n) for i, n in enumerate(lengths)]
+        prompts: list[Any] = [{"prompt_token_ids": each} for each in ids]
+        together = self.llm.generate(prompts, params, use_tqdm=False)
+        alone = [self.llm.generate([each], params, use_tqdm=False)[0] for each in prompts]
+        pairs = [
+            ((x, a[x].logprob), (y, b[y].logprob))
+            for one, other in zip(alone, together, strict=True)
+            for x, a, y, b in zip(
+                one.outputs[0].token_ids,
+                one.outputs[0].logprobs,
+                other.outputs[0].token_ids,
+                other.outputs[0].logprobs,
+                strict=True,
+            )
+        ]
+        return {"logprobs": len(pairs), "differ": sum(a != b for a, b in pairs)}
+
     def kernels(self, lengths: Sequence[int], steps: int = 8) -> list[dict[str, Any]]:
         """What runs on the device in a decode step, in milliseconds a step, the longest first."""
         import torch
@@ -300,6 +323,11 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             args.cases = list(cases)
             engine.decode(lengths[:1], 16, 1)  # the prefix is in the cache from now on
         engine.decode([16] * 4, 16, 0)
+        if args.bits:
+            lengths = [3, 40, 90, 17, 64, 200] if args.tiny else [3, 40, 900, 17, 64, 2000, 5000, 1, 128, 300] * 3
+            record["alone"] = engine.differing(lengths, 16 if args.tiny else 64)
+            log(f"{backend}: alone and in a batch: {record['alone']}")
+            save()
 
         def note_compiled(result: dict[str, Any]) -> None:
             result["kernels_compiled"] = list(engine.compiled)
@@ -401,12 +429,16 @@ def main() -> None:
         "--longest", type=int, default=None, help="max_model_len; adds cases of 65536 and 131072 tokens"
     )
     parser.add_argument("--gate", default=None, help="a file to lock before measuring: engines then start side by side")
+    parser.add_argument("--bits", action="store_true", help="also compare requests alone with those in a batch")
+    parser.add_argument("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1; implies --bits")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU platform, where CPU_ATTN is its own backend")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
         args.chunk = 64
+    if args.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"], args.bits = "1", True
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     if args.one:

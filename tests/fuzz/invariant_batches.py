@@ -73,6 +73,8 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
     features = {} if number % PLANTED == 0 else MASKS[dealt(MASKS, f"masks/{seed}", number)]
     if D * K * G > 4096:
         K = 1
+    if device == "cpu":
+        G = max(1, min(G, 1024 // D))
     forms: list[Form] = []
     while len(forms) < 2:
         name = rng.choice([each for each in FORMS if Dv == D or each.startswith("separate")])
@@ -80,7 +82,7 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
             forms.append(Form.draw(rng, name, rng.choice((8, 16, 32, 64)), K, D, Dv, kind))
     if number % 2:
         forms[1] = forms[0]  # compiled once
-    path = "fused" if device != "cpu" or rng.random() < 0.75 else "torch"
+    path = "fused" if device != "cpu" or rng.random() < 0.85 else "torch"
     return Setting(dtype, kind, "", K, G, D, Dv, features, path, rng.random() < 0.5, tuple(forms))
 
 

@@ -145,6 +145,18 @@ def test_a_draw_depends_on_its_row_alone() -> None:
             assert draw(scores[at], temperature[at], keys(6)[at], **own, largest_k=largest) == together[row]
 
 
+def test_weights_of_a_draw_have_the_same_bits_in_every_place() -> None:
+    """torch's exponential over contiguous numbers, which draw takes, whatever lies around one, and with any threads."""
+    numbers = -20 * torch.rand(70_001, generator=GENERATOR)
+    expected, threads = numbers.clone().exp_(), torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        for start, size in ((0, 70_001), (1, 70_000), (5, 1), (7, 15), (33, 33), (64, 1000), (69_995, 6)):
+            place = slice(start, start + size)
+            assert torch.equal(numbers[place].clone().exp_(), expected[place])
+    torch.set_num_threads(threads)
+
+
 def test_penalties() -> None:
     scores = torch.randn(3, V, generator=GENERATOR)
     tokens = [torch.tensor([4, 5, 4, 7, 7, 7]), torch.tensor([1]), torch.tensor([2, 2, 9])]

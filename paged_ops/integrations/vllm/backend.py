@@ -125,7 +125,7 @@ class PagedOpsBackend(AttentionBackend):
             reasons.append("non-causal attention with a sliding window not supported")
         if configuration.get("use_dcp") and configuration.get("has_sliding_window"):
             reasons.append("DCP with a sliding window not supported")
-        if configuration.get("use_dcp") and vllm_plugin.is_batch_invariant():
+        if configuration.get("use_dcp") and configuration.get("use_batch_invariant"):
             reasons.append("DCP with batch invariance not supported")
         dtype, kv_cache_dtype = configuration["dtype"], configuration.get("kv_cache_dtype")
         if kv_cache_dtype in _MODEL_DTYPES and _MODEL_DTYPES[kv_cache_dtype] != dtype:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import pickle
 import subprocess
@@ -331,6 +333,40 @@ def test_a_shared_prefix_is_attended_to_once(features: str, sharing: Step, monke
     torch.testing.assert_close(output.double(), sharing.expected(**FEATURES[features]), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("features", list(FEATURES))
+def test_rows_of_a_batch_invariant_engine_have_the_bits_that_they_have_alone(
+    features: str, sharing: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a prefix is shared, which is then not read at once."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    asked, attend_ = [], vllm._attend
+    monkeypatch.setattr(vllm, "_attend", lambda *a, **kw: (asked.append(kw["batch_invariant"]), attend_(*a, **kw))[1])
+    impl, layer = make(**FEATURES[features])
+    sharing.write(impl, layer)
+    common, starts = sharing.common, sharing.common.query_start_loc.tolist()
+    together = torch.zeros(sum(QUERY_LENS), H, D)
+    metadata = builder_with_cascade().build(0, common)
+    assert metadata.prefix is not None
+    impl.forward(layer, sharing.query[: len(together)], None, None, sharing.kv_cache, metadata, together)
+    for s, (first, last) in enumerate(itertools.pairwise(starts)):
+        own = torch.tensor([0, last - first], dtype=torch.int32)
+        alone = dataclasses.replace(
+            common,
+            query_start_loc=own,
+            query_start_loc_cpu=own,
+            seq_lens=common.seq_lens[s : s + 1],
+            num_reqs=1,
+            num_actual_tokens=last - first,
+            block_table_tensor=common.block_table_tensor[s : s + 1],
+            slot_mapping=common.slot_mapping[first:last],
+        )
+        row = torch.zeros(last - first, H, D)
+        impl.forward(layer, sharing.query[first:last], None, None, sharing.kv_cache, build(alone), row)
+        assert torch.equal(row.view(torch.int32), together[first:last].view(torch.int32))
+    assert asked == [True] * (1 + len(QUERY_LENS))
+    torch.testing.assert_close(together.double(), sharing.expected(**FEATURES[features]), atol=1e-5, rtol=1e-5)
+
+
 def test_a_graph_with_a_prefix_serves_steps_that_share_nothing(sharing: Step) -> None:
     """What it reads lies where it lay, and is made anew in each step, though no prefix would pay in that one."""
     impl, layer = make()
@@ -490,6 +526,7 @@ def reasons(**changed: Any) -> list[str]:
         {"use_kv_connector": True},
         {"use_per_head_quant_scales": True},
         {"use_dcp": True},
+        {"use_batch_invariant": True},
         {"use_mm_prefix": True},
         {"use_mm_prefix": True, "has_sliding_window": True},
     ],
@@ -509,7 +546,7 @@ def test_what_is_served(served: dict[str, Any]) -> None:
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "float16 cache"),
         ({"use_non_causal": True, "has_sliding_window": True}, "window"),
-        ({"use_batch_invariant": True}, "batch invariance"),
+        ({"use_batch_invariant": True, "use_dcp": True}, "DCP with batch invariance"),
         ({"use_dcp": True, "has_sliding_window": True}, "DCP"),
     ],
 )
