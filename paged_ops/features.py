@@ -103,9 +103,9 @@ NO_MASKS = frozenset(
 
 
 def in_use(options: Any) -> frozenset[str]:
-    """The names of the fields of a NamedTuple that differ from their neutral defaults. Fields without are left out."""
-    defaults = options._field_defaults  # of the last fields
-    fields = zip(defaults.items(), options[len(options) - len(defaults) :], strict=True)
+    """Names of the fields of a NamedTuple that differ from their neutral defaults. Fields without one come first."""
+    neutrals = options._field_defaults
+    fields = zip(neutrals.items(), options[len(options) - len(neutrals) :], strict=True)
     # A list, and identity first: calls on the CPU ask this several times.
     return frozenset(
         [name for (name, neutral), value in fields if value is not neutral and (neutral is None or value != neutral)]

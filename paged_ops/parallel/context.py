@@ -159,6 +159,7 @@ def attend_with_gathered_heads(
     scale: float,
     exchange: Exchange,
     *,
+    lens: Tensor | None = None,
     value_cache: Tensor | None = None,
     causal: bool = True,
     soft_cap: float = 0.0,
@@ -175,6 +176,8 @@ def attend_with_gathered_heads(
         history_lens: int32 ``[S]``, the number of tokens before the step that this rank holds, by any sharding rule.
         max_query_len: the most tokens of a sequence in this step.
         exchange: merges the ranks' parts.
+        lens: int32 ``[S]``, ``history_lens`` with the step's own tokens, if these are in the cache and no sequence has
+            more than one. Then a rank reads its own from there, unless there are sinks.
         causal: whether the step's own tokens are masked causally.
         sinks: float32 ``[H]``, this rank's heads.
 
@@ -186,8 +189,11 @@ def attend_with_gathered_heads(
     H, group = query.shape[1], exchange.group
     every = group.all_gather(query.contiguous()).transpose(0, 1).flatten(1, 2)  # [T, W·H, D]
     options: dict[str, Any] = {"value_cache": value_cache, "soft_cap": soft_cap, **cache}
-    batch = block_tables, history_lens, query_start_loc
+    in_cache = lens is not None and sinks is None
+    batch = block_tables, lens if in_cache else history_lens, query_start_loc
     part, lse = _with_lse(every, kv_cache, *batch, scale, causal=False, **options)
+    if in_cache:
+        return exchange.of_own_heads(part, lse)[0]
     rows = torch.arange(max_query_len, dtype=torch.int32, device=query.device)
     heads = slice(group.rank * H, (group.rank + 1) * H)
     mine = part[:, heads], lse[:, heads], query

@@ -3,7 +3,8 @@
 Each rank of a sharded model runs its own ``GenerationLoop``. Given the same requests, all loops make the same
 decisions. Anything that may differ goes through rank 0: the others send it a message, and it answers all of them. A
 step has two rendezvous: one before it, about requests, and one after it, about tokens and errors. The first is skipped
-if all ranks announced at the last step that they only call the next step.
+if all ranks announced at the last step that they only call the next step. A step that is launched before the tokens of
+the one before are read has one about its errors and a later one about its tokens.
 
 The messages use gloo on the CPU, whatever the model's collectives use, so they arrive while collectives are stuck. A
 rank that dies closes its connections, which the others notice at once. A late rank is named when the time limit is

@@ -173,6 +173,8 @@ class Pool:
             batches = [self.batch() for _ in range(number)]
             wrong = torch.zeros(number, 2, dtype=torch.int64, device=self.device)
             self.compare(batches, wrong)
+        for each in (f"{self.s.dtype}, cache {self.s.kind}", f"head size {self.s.D}", f"masks {[*self.s.features]}"):
+            self.case.counts[f"batches of {each.replace('torch.', '')}"] += number
         for n, (outs, lses) in enumerate(wrong.tolist()):
             if outs or lses:
                 self.case.report(f"{outs} rows differ in out, {lses} in lse: {self.s} {batches[n]}")

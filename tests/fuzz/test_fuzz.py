@@ -15,7 +15,20 @@ import pytest
 import torch
 
 import paged_ops
-from tests.fuzz import allocator, ambient, graphs, invariant, lifecycle, loop, metadata, ops, programs, runner, threads
+from tests.fuzz import (
+    allocator,
+    ambient,
+    graphs,
+    invariant,
+    invariant_batches,
+    lifecycle,
+    loop,
+    metadata,
+    ops,
+    programs,
+    runner,
+    threads,
+)
 
 pytestmark = pytest.mark.fuzz
 
@@ -30,6 +43,7 @@ CAMPAIGNS = {
     "programs": (programs, range(2)),
     "threads": (threads, range(8)),
     "invariant": (invariant, range(12)),
+    "invariant_batches": (invariant_batches, range(1, 4)),
 }
 
 
@@ -146,3 +160,18 @@ def test_finds_a_moved_cut(path, monkeypatch):
     monkeypatch.setattr(invariant, "moved_cut", lambda *_: contextlib.nullcontext())
     results = runner.run_cases("invariant", invariant.run, [3], runner.Options(seed=1))
     assert "a cut was moved and no bit changed" in results.findings[0]["what"]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_batches_begin_with_a_moved_cut(moves, monkeypatch):
+    drawn = invariant_batches.setting_of
+    on_torch = {"path": "torch", "dtype": torch.float32, "kind": torch.float32}
+    monkeypatch.setattr(invariant_batches, "setting_of", lambda *args: dataclasses.replace(drawn(*args), **on_torch))
+    monkeypatch.setattr(invariant_batches, "BATCHES", 40)
+    if not moves:
+        monkeypatch.setattr(invariant_batches, "moved_cut", lambda *_: contextlib.nullcontext())
+    results = runner.run_cases("invariant_batches", invariant_batches.run, [0], runner.Options(seed=1))
+    assert results.counts["planted"] == 1
+    assert [each["what"].partition(":")[0] for each in results.findings] == (
+        [] if moves else ["a cut was moved and no bit changed"]
+    )

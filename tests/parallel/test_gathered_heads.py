@@ -11,7 +11,7 @@ from paged_ops.parallel.context import attend_with_gathered_heads
 from paged_ops.parallel.exchange import Exchange
 
 W, H, K, D, B = 3, 4, 1, 16, 4
-QUERY_LENS, SEQ_LENS = [1, 1, 5, 3, 0], [17, 2, 5, 30, 0]
+SEQ_LENS = [17, 2, 5, 30, 0]
 
 
 class Rank:
@@ -40,8 +40,11 @@ class Meeting:
 
 
 @pytest.mark.parametrize("features", [{}, {"soft_cap": 3.0}, {"sinks": True}, {"causal": False}], ids=str)
-def test_each_rank_has_what_the_whole_cache_gives(features):
+@pytest.mark.parametrize("QUERY_LENS", [[1, 1, 5, 3, 0], [1, 1, 1, 1, 0]], ids=["mixed", "decode"])
+def test_each_rank_has_what_the_whole_cache_gives(features, QUERY_LENS):
+    """In a decode the new tokens are in the cache, and nowhere else unless there are sinks."""
     torch.manual_seed(0)
+    is_decode = max(QUERY_LENS) == 1
     T, S = sum(QUERY_LENS), len(SEQ_LENS)
     query = torch.randn(T + 2, W * H, D)  # two rows of padding
     keys, values = ([torch.randn(n, K, D) for n in SEQ_LENS] for _ in range(2))
@@ -62,15 +65,18 @@ def test_each_rank_has_what_the_whole_cache_gives(features):
 
     new = [torch.cat([x[n - q :] for x, q, n in zip(xs, QUERY_LENS, SEQ_LENS, strict=True)]) for xs in (keys, values)]
     new = [torch.cat([x, torch.full((2, K, D), torch.nan)]) for x in new]
+    if is_decode and sinks is None:
+        new = [torch.full_like(x, torch.nan) for x in new]
     results, meeting = [None] * W, Meeting()
 
     def run(rank):
         """Token j of a sequence is at rank j % W."""
         caches = [torch.full((40, B, K, D), torch.nan) for _ in range(2)]
-        history = []
+        history, held = [], []
         for s, (q, n) in enumerate(zip(QUERY_LENS, SEQ_LENS, strict=True)):
-            mine = [j for j in range(n - q) if j % W == rank]
-            history.append(len(mine))
+            history.append(sum(j % W == rank for j in range(n - q)))
+            mine = [j for j in range(n if is_decode else n - q) if j % W == rank]
+            held.append(len(mine))
             for place, j in enumerate(mine):
                 for cache, states in zip(caches, (keys, values), strict=True):
                     cache[int(tables[s, place // B]), place % B] = states[s][j]
@@ -85,6 +91,7 @@ def test_each_rank_has_what_the_whole_cache_gives(features):
             max(QUERY_LENS),
             D**-0.5,
             Exchange(Rank(rank, meeting)),
+            lens=torch.tensor(held, dtype=torch.int32) if is_decode else None,
             value_cache=caches[1],
             **{**options, "sinks": None if sinks is None else sinks[heads]},
         )

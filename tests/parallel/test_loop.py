@@ -13,17 +13,12 @@ def stats_of(loop):
     return {name: value for name, value in vars(loop.stats).items() if name != "seconds"}
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
-def overlap(request):
-    return request.param
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_blocks": 18, "num_host_blocks": 128, "max_num_tokens": 40}, {"num_blocks": 18, "max_num_tokens": 40}],
     ids=["plain", "swaps", "computes again"],
 )
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (2, True), (4, False)])
 def test_greedy_tokens_and_decisions_equal_one_process(run_on, size, options, overlap):
     options = {**options, "overlap": overlap}
     loop = make_loop(**options)
@@ -44,7 +39,7 @@ def test_ranks_meet_once_per_step_if_nothing_happens_in_between(run_on, who):
         assert steps - generated > 10
 
 
-@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize(("noise", "overlap"), [(False, False), (True, False), (True, True)])
 def test_samples_are_those_of_rank_0(run_on, noise, overlap):
     (first, stats), *others = run_on("loop_cases.samples", 2, 60, noise=noise, overlap=overlap)
     assert len({tuple(tokens) for tokens, _ in first}) > 3
@@ -53,7 +48,7 @@ def test_samples_are_those_of_rank_0(run_on, noise, overlap):
         assert (outputs, others_stats) == (first, stats)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (2, True), (4, True)])
 def test_others_follow_rank_0(run_on, size, overlap):
     (told, steps), *others = run_on("loop_cases.follows", size, 60, overlap=overlap)
     assert told == (EXPECTED[8], EXPECTED[5], "abort", EXPECTED[3])
@@ -67,7 +62,7 @@ def test_others_take_the_ids_of_rank_0(run_on):
     assert other == (0, steps)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (4, True)])
 def test_an_abort_on_one_rank_is_one_on_all(run_on, size, overlap):
     (first, stats), *others = run_on("loop_cases.aborts", size, 60, overlap=overlap)
     for i, (tokens, reason) in enumerate(first):
@@ -80,7 +75,13 @@ def test_an_abort_on_one_rank_is_one_on_all(run_on, size, overlap):
     assert others == [(first, stats)] * (size - 1)
 
 
-@pytest.mark.parametrize(("where", "who"), [("processor", 0), ("on_token", 0), ("on_token", 1), ("everywhere", 0)])
+@pytest.mark.parametrize(
+    ("where", "who", "overlap"),
+    [
+        *(("processor", 0, False), ("on_token", 0, False), ("on_token", 1, False), ("everywhere", 0, False)),
+        *(("on_token", 1, True), ("everywhere", 0, True)),
+    ],
+)
 def test_an_error_between_collectives_is_raised_by_all_and_the_loop_goes_on(run_on, where, who, overlap):
     results = run_on("loop_cases.fails", 2, 60, where=where, who=who, overlap=overlap)
     for rank, ((kind, text, notes), seconds, again, used) in enumerate(results):
@@ -103,7 +104,7 @@ def test_an_error_while_the_next_step_runs_is_raised_by_all_and_the_loop_goes_on
         assert used == 0
 
 
-@pytest.mark.parametrize(("size", "who"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "who", "overlap"), [(2, 0, False), (2, 1, True), (4, 2, True)])
 def test_an_error_within_the_model_is_raised_by_all(run_on, size, who, overlap):
     results = run_on("loop_cases.fails", size, 60, spoils=True, where="model", who=who, overlap=overlap)
     for rank, ((kind, text, notes), seconds, again, used) in enumerate(results):

@@ -103,6 +103,11 @@ class PagedOpsBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """``VLLM_BATCH_INVARIANT=1``: yes, where the op has it."""
+        return not supports("paged_attention", _device(), batch_invariant=True)
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """An fp8 cache with a scale for each key/value head: yes."""
         return True
@@ -120,6 +125,8 @@ class PagedOpsBackend(AttentionBackend):
             reasons.append("non-causal attention with a sliding window not supported")
         if configuration.get("use_dcp") and configuration.get("has_sliding_window"):
             reasons.append("DCP with a sliding window not supported")
+        if configuration.get("use_dcp") and vllm_plugin.is_batch_invariant():
+            reasons.append("DCP with batch invariance not supported")
         dtype, kv_cache_dtype = configuration["dtype"], configuration.get("kv_cache_dtype")
         if kv_cache_dtype in _MODEL_DTYPES and _MODEL_DTYPES[kv_cache_dtype] != dtype:
             reasons.append(f"a {kv_cache_dtype} cache with a model in {dtype} not supported")
@@ -185,6 +192,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._batch_invariant = vllm_plugin.is_batch_invariant()
         self._stored_as = kv_cache_dtype if kv_cache_dtype in _FP8 else "auto"
         self._cache: Tensor | None = None
         self._warm: Tensor | None = None  # the cache that warm_up was called with
@@ -261,6 +269,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
                 attn_metadata.max_query_len,
                 self.scale,
                 vllm_plugin.context_exchange(),
+                lens=attn_metadata.lens,
                 value_cache=value_cache,
                 causal=attn_metadata.causal,
                 sinks=self._sinks,
@@ -273,7 +282,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             return
         # A group may have layers with and without a window; all have full block tables.
         ranges = attn_metadata.mm_prefix_range_tensor
-        if attn_metadata.prefix is not None and not self.sliding_window and self._slopes is None and ranges is None:
+        plain = not self.sliding_window and self._slopes is None and ranges is None and not self._batch_invariant
+        if attn_metadata.prefix is not None and plain:
             _attend_by_cascade(
                 rows,
                 key_cache,
@@ -308,6 +318,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             output_scale=scale_of_output,
             kv_cache_dtype=self._stored_as,
             bidirectional_ranges=ranges,
+            batch_invariant=self._batch_invariant,
             out=out,
         )
 

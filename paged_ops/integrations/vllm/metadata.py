@@ -42,6 +42,7 @@ class PagedOpsMetadata(AttentionMetadata):
             Gemma-4 sets it to None for layers that have none, by this name.
         history_lens: int32 ``[S]``, with context parallelism: the number of tokens before the step that this rank
             holds.
+        lens: the same with the tokens of the step, if no request has more than one.
         max_query_len: the most tokens of a request.
     """
 
@@ -54,6 +55,7 @@ class PagedOpsMetadata(AttentionMetadata):
     prefix: SharedPrefix | None = None
     mm_prefix_range_tensor: Tensor | None = None
     history_lens: Tensor | None = None
+    lens: Tensor | None = None
     max_query_len: int = 1
 
 
@@ -73,7 +75,8 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             self.supports_draft_decode_metadata_update = False  # this rank's share of the history is derived
             self._interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
             most = vllm_config.scheduler_config.max_num_seqs
-            self._history_lens = torch.zeros(most, dtype=torch.int32, device=device)  # captured graphs read these
+            # captured graphs read these: tokens before the step, and with those of the step
+            self._lens = torch.zeros(2, most, dtype=torch.int32, device=device)
         self._finder: PrefixFinder | None = None
         looks = vllm_config is not None and self._group is None and vllm_plugin.wants_cascade(vllm_config)
         if looks and _is_full_attention(kv_cache_spec):
@@ -105,7 +108,8 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             causal=common.causal,
             prefix=self._shared(common),
             mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and common.causal else None,
-            history_lens=None if self._group is None else self._history(common),
+            history_lens=None if self._group is None else self._own_lens(common, False),
+            lens=None if self._group is None or common.max_query_len > 1 else self._own_lens(common, True),
             max_query_len=common.max_query_len,
         )
 
@@ -122,13 +126,13 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         then."""
         return False
 
-    def _history(self, common: CommonAttentionMetadata) -> Tensor:
-        """Per request, the number of tokens before the step that this rank holds."""
-        lens = self._history_lens[: common.seq_lens.shape[0]]
-        history = common.seq_lens - common.query_start_loc.diff()
+    def _own_lens(self, common: CommonAttentionMetadata, with_step: bool) -> Tensor:
+        """Per request, the number of tokens that this rank holds: before the step, or with those of the step."""
+        lens = self._lens[int(with_step), : common.seq_lens.shape[0]]
+        held = common.seq_lens if with_step else common.seq_lens - common.query_start_loc.diff()
         group = self._group
         assert group is not None
-        lens.copy_(get_dcp_local_seq_lens(history, group.world_size, group.rank_in_group, self._interleave))
+        lens.copy_(get_dcp_local_seq_lens(held, group.world_size, group.rank_in_group, self._interleave))
         return lens
 
     def _shared(self, common: CommonAttentionMetadata) -> SharedPrefix | None:

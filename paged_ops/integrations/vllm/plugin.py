@@ -100,6 +100,13 @@ def wants_cascade(vllm_config: Any) -> bool:
     return _option(vllm_config, "paged_ops_cascade", False)
 
 
+def is_batch_invariant() -> bool:
+    """Whether the engine runs with ``VLLM_BATCH_INVARIANT=1``."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
 def _option(vllm_config: Any, name: str, default: bool) -> bool:
     additional = vllm_config.additional_config
     return bool(additional.get(name, default)) if isinstance(additional, dict) else default

@@ -786,3 +786,23 @@ def test_context_parallelism_is_for_layers_that_see_all(monkeypatch: pytest.Monk
     for features in ({"sliding_window": 8}, {"alibi_slopes": [1.0] * H}):
         with pytest.raises(NotImplementedError, match="decode_context_parallel_size: expected 1"):
             PagedOpsImpl(H, D, 1.0, 1, **features)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("query_lens", "is_decode"), [([1, 1, 1, 1], True), ([1, 5, 3, 12], False)])
+def test_ranks_of_context_parallelism_count_their_tokens(
+    rank: int, query_lens: list[int], is_decode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the step, and, where no request has more than one new token, with those of the step."""
+    group = SimpleNamespace(world_size=2, rank_in_group=rank)
+    monkeypatch.setattr(vllm_plugin, "context_group", lambda: group)
+    monkeypatch.setitem(globals(), "QUERY_LENS", query_lens)
+    config = engine_with_cascade(False)
+    config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=1)
+    builder = PagedOpsMetadataBuilder(FullAttentionSpec(**SPEC), ["layer"], config, torch.device("cpu"))
+    metadata = builder.build(0, Step().common)
+    held = [len(range(rank, n, 2)) for n in SEQ_LENS]
+    before = [len(range(rank, n - q, 2)) for n, q in zip(SEQ_LENS, query_lens, strict=True)]
+    assert metadata.history_lens is not None and metadata.history_lens.tolist() == before
+    assert (metadata.lens is not None) == is_decode
+    assert metadata.lens is None or metadata.lens.tolist() == held

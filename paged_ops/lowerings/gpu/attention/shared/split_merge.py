@@ -78,13 +78,10 @@ def merge_if_last(tensors, p, begun, left, SPEC: tl.constexpr, TILE: tl.constexp
     which_last = tl.sum(tl.where(is_last, n + 1, 0))  # 1: of the unit begun, 2: of the one left, 3: of both
     for which in range(0, 2):
         if (which_last >> which) & 1 == 1:
-            unit = Divided(
-                tl.where(which == 0, begun.first, left.first),
-                tl.where(which == 0, begun.last, left.last),
-                tl.where(which == 0, begun.row_start, left.row_start),
-                tl.where(which == 0, begun.tokens, left.tokens),
-                tl.where(which == 0, begun.kh, left.kh),
-            )
+            fields: tl.tuple = ()
+            for field in tl.static_range(len(begun)):
+                fields += (tl.where(which == 0, begun[field], left[field]),)
+            unit = Divided(*fields)
             merge_unit(tensors, p, unit, SPEC, TILE, FAN)
 
 
