@@ -53,6 +53,7 @@ class Rows(NamedTuple):
 class Keys(NamedTuple):
     """The keys and values that a tile of query rows may see."""
 
+    numbers: Any  # of the call
     seq_len: Any
     hidden: Any  # Hidden
     block_table: Any  # of the sequence
@@ -234,12 +235,10 @@ def normalise(acc, m, l):
 
 
 @triton.jit
-def see_tile(
-    acc, acc_odd, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Add one tile of keys to the rows: to ``acc [M, Dv]``, their maxima ``m`` and their totals ``l``. If TILE.paired,
-    acc has the even columns, acc_odd the odd ones. ``seen``: whether any row sees a key of the tile; if not, nothing is
-    loaded. MASKED: False if every row sees every key of the tile."""
+def see_tile(accs, m, l, rows, keys, tile, seen, SPEC: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Add one tile of keys to the rows: to ``accs``, which is ``[M, Dv]`` or, if TILE.paired, their even and their odd
+    columns, to their maxima ``m`` and to their totals ``l``. ``seen``: whether any row sees a key of the tile; if not,
+    nothing is loaded. MASKED: False if every row sees every key of the tile."""
     q = rows.q
     EXACT: tl.constexpr = q.dtype == tl.float32
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
@@ -265,17 +264,17 @@ def see_tile(
     else:
         k = load_tile(keys.k, block, offset, live, live, K_SIDE, TILE.D, FORMAT, q.dtype)
         qk = dot_keys(q, k)
-    logits = masked_logits(qk, rows, j[None, :], live[None, :], numbers, SPEC, MASKED, EXACT)
+    logits = masked_logits(qk, rows, j[None, :], live[None, :], keys.numbers, SPEC, MASKED, EXACT)
     weights, decay, m, l = softmax_steps((logits,), m, l)
     p = weights[0]
     if TILE.paired:
         v_even, v_odd = load_pairs(keys.v, block, offset, live, V_SIDE, TILE.Dv)
-        acc = tl.dot(p.to(tl.float16), v_even, acc * decay)
-        acc_odd = tl.dot(p.to(tl.float16), v_odd, acc_odd * decay)
+        p16 = p.to(tl.float16)
+        accs = (tl.dot(p16, v_even, accs[0] * decay), tl.dot(p16, v_odd, accs[1] * decay))
     else:
         v = load_tile(keys.v, block, offset, live, readable, V_SIDE, TILE.Dv, FORMAT, q.dtype)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay, input_precision=PRECISION)
-    return acc, acc_odd, m, l
+        accs = (tl.dot(p.to(v.dtype), v, accs[0] * decay, input_precision=PRECISION),)
+    return accs, m, l
 
 
 @triton.jit

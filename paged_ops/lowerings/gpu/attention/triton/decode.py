@@ -225,13 +225,11 @@ def split_kernel(
             rows_factor = factor * row_factor if TILE.W == 0 else factor * tl.reshape(row_factor, (1, 1, M))
         rows = Rows(q, i, sees, slopes, rows_factor, offset)
         hidden = masks.hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
-        cache = Keys(seq_len, hidden, block_table, keys, values)
+        cache = Keys(numbers, seq_len, hidden, block_table, keys, values)
         if TILE.W == 0:
-            acc, acc_odd = accs[0], accs[HALVES - 1]
-            acc, acc_odd, m, l = tiling.see_tile(acc, acc_odd, m, l, rows, cache, tile, seen, numbers, SPEC, TILE, True)
-            accs = (acc, acc_odd) if TILE.paired else (acc,)
+            accs, m, l = tiling.see_tile(accs, m, l, rows, cache, tile, seen, SPEC, TILE, True)
         else:
-            accs, m, l = slices.see_slices(accs, m, l, rows, cache, tile, seen, numbers, SPEC, TILE)
+            accs, m, l = slices.see_slices(accs, m, l, rows, cache, tile, seen, SPEC, TILE)
         if (tile + 1 == end_tile) | (start + step + skipped + 1 == end):
             from_start = part_tile == first_tile
             for half in tl.static_range(HALVES):

@@ -285,7 +285,7 @@ def see_part(
     values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
     offset = stripe_offset(row_head, MASKS)
     rows = Rows(q, i, sees, slopes, factor, offset)
-    cache = Keys(seq_len, hidden, block_table, keys, values)
+    cache = Keys(numbers, seq_len, hidden, block_table, keys, values)
 
     acc, m, l = nothing_seen(M, DV_PAD, 0)
     first_segment = first // SEGMENT_TILES
@@ -296,6 +296,7 @@ def see_part(
         tile = segment * SEGMENT_TILES
         stop = tl.minimum(tile + SEGMENT_TILES, end_seen)
         part, m_part, l_part = nothing_seen(M, DV_PAD, 0)
+        parts = (part,)
         if MASKS.sparse:
             steps = 0  # counted first, so that there is one loop below, whose loads start early
             seen = next_seen_tile(tl.maximum(tile, hidden.oldest // N), first_i, head_offset, MASKS, N)
@@ -305,30 +306,21 @@ def see_part(
             tile = tl.maximum(tile, hidden.oldest // N) - 1
             for _step in range(steps):
                 tile = next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
-                part, _, m_part, l_part = see_tile(
-                    part, part, m_part, l_part, rows, cache, tile, True, numbers, SPEC, TILE, True
-                )
+                parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile, True, SPEC, TILE, True)
         else:
             if MASKS.first:
                 for tile_ in range(tile, tl.minimum(stop, tl.minimum(tl.cdiv(hidden.start, N), hidden.oldest // N))):
-                    part, _, m_part, l_part = see_tile(
-                        part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
-                    )
+                    parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, True)
             if MASKS.window or MASKS.chunk:
                 tile = tl.maximum(tile, hidden.oldest // N)
                 for tile_ in range(tile, tl.minimum(stop, full_first)):
-                    part, _, m_part, l_part = see_tile(
-                        part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
-                    )
+                    parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, True)
                 tile = tl.maximum(tile, full_first)
             for tile_ in range(tile, tl.minimum(stop, full_end)):
-                part, _, m_part, l_part = see_tile(
-                    part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, False
-                )
+                parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, False)
             for tile_ in range(tl.maximum(tile, full_end), stop):
-                part, _, m_part, l_part = see_tile(
-                    part, part, m_part, l_part, rows, cache, tile_, True, numbers, SPEC, TILE, True
-                )
+                parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, True)
+        part = parts[0]
         if not from_start:
             store_state(tensors, p, 1 + segment % CUTS.slots, part, m_part, l_part, r, row_live, d, SPEC, CUTS, UNIT)
         acc, m, l = fold(acc, m, l, part, m_part, l_part)

@@ -133,7 +133,7 @@ def latent_kernel(
         else:
             first_rotated = tensors.key_cache + R * SPEC.rotated.d
         hidden = masks.hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
-        keys = Keys(seq_len, hidden, block_table, tensors.key_cache, first_rotated)
+        keys = Keys(numbers, seq_len, hidden, block_table, tensors.key_cache, first_rotated)
         acc, m, l = tiling.nothing_seen(M, R_PAD, 0)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # the last row sees no later key
@@ -143,7 +143,7 @@ def latent_kernel(
             seen = True
             if MASKS.sparse:
                 seen = seen & (masks.next_seen_tile(each, first_i, offset, MASKS, N) == each)
-            acc, m, l = see_latents(acc, m, l, rows, keys, each, seen, numbers, SPEC, TILE)
+            acc, m, l = see_latents(acc, m, l, rows, keys, each, seen, SPEC, TILE)
         from_start = tile == first_tile
         if SPEC.logits.sinks:
             if from_start:  # the first part includes the sink
@@ -165,7 +165,7 @@ def latent_kernel(
 
 
 @triton.jit
-def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, TILE: tl.constexpr):
+def see_latents(acc, m, l, rows, keys, tile, seen, SPEC: tl.constexpr, TILE: tl.constexpr):
     """Add one tile of latents to the rows, as ``see_tile`` of tile.py adds keys. The rows have a q ``[M, R]`` and one
     ``[M, P]``; k of the keys is their first latent column, v the first rotated one."""
     q, q_rotated = rows.q
@@ -197,7 +197,7 @@ def see_latents(acc, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
     if ROTATED.size > 0:
         rotated = tiling.load_tile(keys.v, block, offset, live, live, ROTATED, TILE.D, ROTATED_FORMAT, q.dtype)
         qk += tiling.dot_keys(q_rotated, rotated)
-    logits = tiling.masked_logits(qk, rows, j[None, :], live[None, :], numbers, SPEC, True, EXACT)
+    logits = tiling.masked_logits(qk, rows, j[None, :], live[None, :], keys.numbers, SPEC, True, EXACT)
     weights, decay, m, l = tiling.softmax_steps((logits,), m, l)
     p = weights[0]
     acc = tl.dot(p.to(latents.dtype), latents, acc * decay, input_precision=PRECISION)

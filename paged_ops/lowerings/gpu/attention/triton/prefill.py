@@ -111,7 +111,7 @@ def prefill_kernel(
     head_offset = masks.stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, MASKS)
     offset = masks.stripe_offset(row_head, MASKS)
     DV_PAD: tl.constexpr = TILE.Dv
-    acc = tl.zeros([M, DV_PAD], tl.float32)
+    accs = (tl.zeros([M, DV_PAD], tl.float32),)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
 
@@ -130,13 +130,13 @@ def prefill_kernel(
     values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
     rows = Rows(q, i, sees, slopes, factor, offset)
     hidden = masks.hidden_keys(oldest, first_i, first_tile, first_i, numbers, MASKS)
-    cache = Keys(seq_len, hidden, block_table, keys, values)
+    cache = Keys(numbers, seq_len, hidden, block_table, keys, values)
     if MASKS.window or MASKS.chunk:
         for tile in range(first_tile, full_first):
-            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+            accs, m, l = tiling.see_tile(accs, m, l, rows, cache, tile, True, SPEC, TILE, True)
     if not MASKS.sparse:
         for tile in range(full_first, full_end):
-            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, False)
+            accs, m, l = tiling.see_tile(accs, m, l, rows, cache, tile, True, SPEC, TILE, False)
     if MASKS.sparse:
         steps = 0  # counted first, so that there is one loop below, whose loads start early
         tile = masks.next_seen_tile(first_tile, first_i, head_offset, MASKS, N)
@@ -146,10 +146,11 @@ def prefill_kernel(
         tile = first_tile - 1
         for _step in range(steps):
             tile = masks.next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
-            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+            accs, m, l = tiling.see_tile(accs, m, l, rows, cache, tile, True, SPEC, TILE, True)
     else:
         for tile in range(full_end, end_tile):
-            acc, _, m, l = tiling.see_tile(acc, acc, m, l, rows, cache, tile, True, numbers, SPEC, TILE, True)
+            accs, m, l = tiling.see_tile(accs, m, l, rows, cache, tile, True, SPEC, TILE, True)
+    acc = accs[0]
     if SPEC.logits.sinks:
         acc, m, l = tiling.count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
     result, lse2 = tiling.normalise(acc, m, l)

@@ -31,7 +31,7 @@ def nothing_summed(TILE: tl.constexpr):
 
 
 @triton.jit
-def see_slices(accs, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, TILE: tl.constexpr):
+def see_slices(accs, m, l, rows, keys, tile, seen, SPEC: tl.constexpr, TILE: tl.constexpr):
     """As see_tile of tile.py, for few rows: maxima and totals are ``[W, M]``, of one slice of keys per warp. ``accs``:
     ``[W, Dv, M]`` for each head of the unit, or if TILE.paired its even columns and its odd ones. The factor of rows is
     one number, or ``[1, 1, M]``.
@@ -80,7 +80,7 @@ def see_slices(accs, m, l, rows, keys, tile, seen, numbers, SPEC: tl.constexpr, 
                 qk = qk_
             else:
                 qk = tl.where(is_of_head(head, M, SPEC, TILE), qk_, qk)
-        logits += (masked_logits(qk, rows, j[:, :, None], live[:, :, None], numbers, SPEC, True, False, True),)
+        logits += (masked_logits(qk, rows, j[:, :, None], live[:, :, None], keys.numbers, SPEC, True, False, True),)
         places += ((block, offset, live),)
     weights, decay, m, l = softmax_steps(logits, m, l)
     for piece in tl.static_range(PIECES):
