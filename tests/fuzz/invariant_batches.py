@@ -70,6 +70,8 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
     dtype, kind = DTYPES[dealt(DTYPES, f"dtypes/{seed}", number)]
     D, Dv = SIZES[dealt(SIZES, f"sizes/{seed}", number)]
     K, G = HEADS[dealt(HEADS, f"heads/{seed}", number)]
+    if number % PLANTED == 0:
+        dtype = kind = FP32  # which shows the last bits
     features = {} if number % PLANTED == 0 else MASKS[dealt(MASKS, f"masks/{seed}", number)]
     if D * K * G > 4096:
         K = 1
