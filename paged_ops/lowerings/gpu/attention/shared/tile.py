@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     tensors: Any  # Pointers
     numbers: Any  # Numbers
     ranges: Any  # addresses of the first sequence's ranges [R], padded to a power of two; None: no ranges
-    lanes: Any = None  # the first sequences [DIVISION.at_once], where work is divided: see work_split.py
+    lanes: Any = None  # of Gluon kernels that divide work: the first sequences [DIVISION.at_once]
 
 
 class Rows(NamedTuple):

@@ -1,7 +1,7 @@
 """Split-KV: the units of a batch, and the equal shares of their key tiles, one per program.
 
 A unit is a work item: a sequence, a key/value head, and one tile of packed query rows. Gluon kernels call the same
-functions: ``batch.lanes``, a vector of sequences, has a layout there.
+functions: ``batch.lanes``, a vector of sequences, has the layout that Gluon needs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ def share_index(SPEC: tl.constexpr, DIVISION: tl.constexpr):
 
 
 @triton.jit
+def sequences_of(n, batch, DIVISION: tl.constexpr):
+    """The n-th vector of sequences."""
+    if batch.lanes is None:
+        lanes = tl.arange(0, DIVISION.at_once)
+    else:
+        lanes = batch.lanes
+    return n * DIVISION.at_once + lanes
+
+
+@triton.jit
 def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.constexpr):
     """Program p's share of all key tiles, start : end; the tiles of a share; the number of shares with one more."""
     total = 0
@@ -33,7 +43,7 @@ def shares(p, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl.con
     longest = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s = n * DIVISION.at_once + batch.lanes
+        s = sequences_of(n, batch, DIVISION)
         tiles = sequence_tiles(s, batch, SPEC, DIVISION, TILE)
         total += tl.sum(tiles)
         if DIVISION.aligned:
@@ -78,7 +88,7 @@ def locate(position, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, TILE: tl
     total = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s_ = n * DIVISION.at_once + batch.lanes
+        s_ = sequences_of(n, batch, DIVISION)
         tiles = sequence_tiles(s_, batch, SPEC, DIVISION, TILE)
         passed = (total + tl.cumsum(tiles, 0) <= position) & (s_ < batch.numbers.S)
         s += tl.sum(passed.to(tl.int32))
@@ -100,7 +110,7 @@ def fit_whole(share, longer, P, batch, SPEC: tl.constexpr, DIVISION: tl.constexp
     longest = 0
     TIMES: tl.constexpr = DIVISION.times  # static_range takes no other number
     for n in tl.static_range(TIMES):
-        s = n * DIVISION.at_once + batch.lanes
+        s = sequences_of(n, batch, DIVISION)
         _, q_len, _, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, TILE.N)
         one_unit = q_len <= TILE.M // SPEC.G
         longest = tl.maximum(longest, tl.max(tl.where(one_unit, end_tile - first_tile, 1 << 30)))

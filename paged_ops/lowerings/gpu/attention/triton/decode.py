@@ -111,7 +111,7 @@ def split_kernel(
     ranges = None
     if MASKS.ranges:
         ranges = masks.ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
-    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
+    batch = Batch(tensors, numbers, ranges)
 
     start, end, share, longer = work_split.shares(p, P, batch, SPEC, DIVISION, TILE)
     s, unit, part_tile = work_split.locate(start, batch, SPEC, DIVISION, TILE)

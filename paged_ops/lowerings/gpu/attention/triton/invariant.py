@@ -150,7 +150,7 @@ def decode_kernel(
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
+    batch = Batch(tensors, numbers, ranges)
     K: tl.constexpr = SPEC.K
     N: tl.constexpr = TILE.N
     TOKENS: tl.constexpr = UNIT.M // SPEC.G
@@ -199,7 +199,7 @@ def prefill_kernel(
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
+    batch = Batch(tensors, numbers, ranges)
     kh = tl.program_id(0) % K
     place = tl.program_id(0) // K
     tiles = tl.num_programs(0) // K
@@ -402,7 +402,7 @@ def merge_kernel(
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
+    batch = Batch(tensors, numbers, ranges)
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     DV_PAD: tl.constexpr = TILE.Dv

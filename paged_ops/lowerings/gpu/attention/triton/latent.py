@@ -93,7 +93,7 @@ def latent_kernel(
     ranges = None
     if MASKS.ranges:
         ranges = masks.ranges_at(tensors.bidirectional_ranges, MASKS.ranges)
-    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
+    batch = Batch(tensors, numbers, ranges)
     factor = numbers.scale
     if tensors.k_scale is not None:
         factor = numbers.scale * tl.load(tensors.k_scale)

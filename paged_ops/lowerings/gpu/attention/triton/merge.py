@@ -72,7 +72,7 @@ def merge_kernel(
     ranges = None
     if SPEC.masks.ranges:
         ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges, tl.arange(0, DIVISION.at_once))
+    batch = Batch(tensors, numbers, ranges)
     p = tl.program_id(0)
     program, programs = p, tl.num_programs(0)
     LATENT: tl.constexpr = DV_PAD > LARGEST_PLAIN
