@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from paged_ops.lowerings.gpu.linear import product_kernel
+from paged_ops.lowerings.gpu.linear import few_row_linear_kernel
 from paged_ops.lowerings.gpu.target import FUSED
 
 ROWS = 64
@@ -59,7 +59,7 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
 
 def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: dict[str, int]) -> torch.Tensor:
     (O, C) = weight.shape
-    product_kernel[(O // tile["BN"],)](x, weight, out, ROWS, O, C, **tile, launch_pdl=True, **FUSED)
+    few_row_linear_kernel[(O // tile["BN"],)](x, weight, out, ROWS, O, C, **tile, launch_pdl=True, **FUSED)
     return out
 
 

@@ -87,7 +87,7 @@ def one_sequence():
 def test_any_number_of_programs(one_sequence, slots, features, monkeypatch):
     """Units in one part, in several, and whole because a program could not store their segments: the same bits."""
     attend, n = one_sequence
-    wanted = attend(n - 40, n, **features)  # prefill_kernel
+    wanted = attend(n - 40, n, **features)  # invariant_prefill_kernel
     monkeypatch.setattr(invariant, "FEWEST_SLOTS", slots)
     monkeypatch.setattr(invariant, "MOST_SLOTS", slots)
     for programs, rows in ((1, 1), (3, 3), (20, 1)):

@@ -183,7 +183,7 @@ def _gather_launcher(
     num_warps = _warps(BLOCK, dtype)
     constants = {"C": C, "BLOCK": BLOCK, "R": R, "W": W, "RANK": rank, "N": N}
     constants |= {"num_warps": num_warps, **target.overlap(), **_residency(target, num_warps)}
-    return Launcher(gather_kernel, constants, device), max(1, target.processors) * _PER_PROCESSOR
+    return Launcher(all_gather_kernel, constants, device), max(1, target.processors) * _PER_PROCESSOR
 
 
 def _warps(BLOCK: int, dtype: torch.dtype) -> int:
@@ -301,7 +301,7 @@ def reduce_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def gather_kernel(
+def all_gather_kernel(
     tensors,  # x [T/N, N, C], out [T/N, W, N, C], turns [R], aborted [1], places [2, R, W, C] by rank
     T,
     C: tl.constexpr,

@@ -36,7 +36,9 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     with on_device(target.device):
         for tile in tiles_of(T, O, x.dtype):
             grid = (triton.cdiv(T, tile["ROWS"]) * triton.cdiv(O, tile["BO"]),)
-            product_kernel[grid](rows, weight, bias, out, None, None, T, O, C, *strides, E=0, BE=1, **tile, **FUSED)
+            invariant_linear_kernel[grid](
+                rows, weight, bias, out, None, None, T, O, C, *strides, E=0, BE=1, **tile, **FUSED
+            )
     return out
 
 
@@ -56,7 +58,7 @@ def invariant_expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Te
     with on_device(target.device):
         for tile in tiles_of(-(-T // E), O, x.dtype):
             grid = (min(T, triton.cdiv(T, tile["ROWS"]) + E) * triton.cdiv(O, tile["BO"]),)
-            product_kernel[grid](*tensors, T, O, C, *strides, E=E, BE=BE, **tile, **FUSED)
+            invariant_linear_kernel[grid](*tensors, T, O, C, *strides, E=E, BE=BE, **tile, **FUSED)
     return out
 
 
@@ -85,7 +87,7 @@ def tile_of(T: int, O: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @triton.jit(do_not_specialize=["T"])
-def product_kernel(
+def invariant_linear_kernel(
     x,
     weight,
     bias,

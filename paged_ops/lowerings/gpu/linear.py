@@ -34,7 +34,7 @@ def few_row_linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     out = fake.few_row_linear(x, weight)
     with on_device(target.device):
-        product_kernel[(O // tile["BN"],)](rows, weight, out, T, O, C, **tile, launch_pdl=True, **FUSED)
+        few_row_linear_kernel[(O // tile["BN"],)](rows, weight, out, T, O, C, **tile, launch_pdl=True, **FUSED)
     return out
 
 
@@ -63,7 +63,7 @@ def serves_weight(weight: Tensor) -> bool:
 
 
 @triton.jit(do_not_specialize=["T"])
-def product_kernel(
+def few_row_linear_kernel(
     x,
     weight,
     out,

@@ -38,11 +38,13 @@ def write_launcher(B: int, strides: tuple[Any, ...], dtypes: tuple[torch.dtype, 
     rotated and slot_mapping."""
     named = dict(zip(("CACHE", "DENSE", "DENSE_ROTATED", "SLOTS"), strides, strict=True))
     tile = {"BLOCK_T": TOKENS, "NATIVE": target.has_fp8_cvt, "num_warps": TOKENS}
-    return Launcher(write_kernel, {"B": B, **named, **tile, **target.overlap()}, target.device, can_wait=True)
+    return Launcher(
+        write_scaled_rows_kernel, {"B": B, **named, **tile, **target.overlap()}, target.device, can_wait=True
+    )
 
 
 @triton.jit(do_not_specialize=["T"])
-def write_kernel(
+def write_scaled_rows_kernel(
     tensors,  # latent, rotated, the cache as uint8, again, slot_mapping, None, None
     T,
     B: tl.constexpr,

@@ -6,11 +6,11 @@ registers or from the workspace. One tile serves one row and many, so that each 
 or a segment of which a row sees no key changes none of its bits. Kernels are compiled without fusing multiplications
 and additions, which the compiler would choose differently in each of them.
 
-* ``decode_kernel`` serves sequences of few rows. Units and shares are those of shared/work_split.py; a segment belongs
-  to the program in whose share it begins. A program folds the segments of a unit that begins in its share. Of a unit
-  that began before, it stores the state of each segment.
-* ``merge_kernel`` folds the states of such units.
-* ``prefill_kernel`` serves the other sequences: a program folds all segments of a tile of rows.
+* ``invariant_decode_kernel`` serves sequences of few rows, by the units and shares of shared/work_split.py. A segment
+  belongs to the program in whose share it begins. A program folds the segments of a unit that begins in its share. Of a
+  unit that began before, it stores the state of each segment.
+* ``invariant_merge_kernel`` folds the states of such units.
+* ``invariant_prefill_kernel`` serves the other sequences: a program folds all segments of a tile of rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NOT_FUSED = {"enable_fp_fusion": False}
 
 
 class Cuts(NamedTuple):
-    """Where decode_kernel's programs may begin, and what they store."""
+    """Where invariant_decode_kernel's programs may begin, and what they store."""
 
     tiles: int  # of a segment
     slots: int  # segments of a unit that began before, whose states a program can store
@@ -72,7 +72,7 @@ def serves(spec: Spec, target: Target) -> list[str]:
 
 
 def tiles_of(spec: Spec, target: Target) -> tuple[tuning.Tile, tuning.Tile]:
-    """The tiles of decode_kernel and prefill_kernel: the same instructions for each row."""
+    """The tiles of invariant_decode_kernel and invariant_prefill_kernel: the same instructions for each row."""
     group = tuning.power_of_2(spec.G)
     width = tuning.padded(max(spec.k_side.size, spec.v_side.size), spec.storage.dtype.itemsize)
     if target.device.type == "cpu":
@@ -119,16 +119,18 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     def grid(numbers: Numbers) -> Grid:
         return K * (numbers.T // tokens + numbers.S + 1), 1, 1
 
-    launches = [launch(decode_kernel, few, (programs, 1, 1), "taken", "arrived", "T")]
+    launches = [launch(invariant_decode_kernel, few, (programs, 1, 1), "taken", "arrived", "T")]
     if not division.everyone:
-        launches.append(launch(prefill_kernel, many, grid, "parts", "part_lse", "taken", "arrived", "T"))
-    launches.append(launch(merge_kernel, few._replace(num_warps=1, num_stages=1), (programs, 1, 1), *NOT_OF_MERGE))
+        launches.append(launch(invariant_prefill_kernel, many, grid, "parts", "part_lse", "taken", "arrived", "T"))
+    launches.append(
+        launch(invariant_merge_kernel, few._replace(num_warps=1, num_stages=1), (programs, 1, 1), *NOT_OF_MERGE)
+    )
     states = programs * (cuts.slots + 1) * rows
     size = states * (Dv + 2)
     return Launches(tuple(launches), (states * Dv, size, size))
 
 
-# The fields that merge_kernel does not get.
+# The fields that invariant_merge_kernel does not get.
 NOT_OF_MERGE = (
     *("taken", "arrived", "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"),
     *("scale", "soft_cap", "table_stride"),
@@ -136,7 +138,7 @@ NOT_OF_MERGE = (
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
-def decode_kernel(
+def invariant_decode_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
@@ -184,13 +186,13 @@ def decode_kernel(
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
-def prefill_kernel(
+def invariant_prefill_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of a sequence that decode_kernel does not serve. The grid is that of prefill.py."""
+    """One tile of rows of a sequence that invariant_decode_kernel does not serve. The grid is that of prefill.py."""
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_launch_dependents()
@@ -203,7 +205,7 @@ def prefill_kernel(
     kh = tl.program_id(0) % K
     place = tl.program_id(0) // K
     tiles = tl.num_programs(0) // K
-    # One tile more than any batch has, so that this grid ends after decode_kernel, which runs at the same time.
+    # One tile more than any batch has: this grid ends after invariant_decode_kernel, which runs at the same time.
     if place == 0:
         if PDL:
             gdc_wait()
@@ -390,7 +392,7 @@ def next_cut(
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
-def merge_kernel(
+def invariant_merge_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
@@ -430,16 +432,16 @@ def merge_kernel(
     if last - first < 8:
         MOST: tl.constexpr = 1024 // DV_PAD
         ROWS: tl.constexpr = UNIT.M if UNIT.M < MOST else MOST
-        merge_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, ROWS, DV_PAD, 8)
+        fold_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, ROWS, DV_PAD, 8)
     else:
         WIDTH: tl.constexpr = 32 if DV_PAD > 32 else DV_PAD
-        merge_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, 1, WIDTH, 32)
+        fold_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, 1, WIDTH, 32)
     if PDL:
         gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
 
 
 @triton.jit
-def merge_rows(
+def fold_rows(
     tensors, p, part, row_start, tokens, kh, SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
