@@ -55,7 +55,7 @@ from paged_ops.generation.settings import Defaults
 from paged_ops.generation.steps import Steps
 from paged_ops.graphs import GraphMode, GraphStats
 
-WARM_UP_LIMIT = 1800.0  # seconds for which ranks wait for each other's compilation
+WARM_UP_LIMIT = 1800.0  # seconds that ranks wait for each other's compilation
 
 
 class GenerationLoop(NotCopied):

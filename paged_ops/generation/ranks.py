@@ -26,7 +26,7 @@ from paged_ops.parallel.rendezvous import ApartError, RankError, Ranks, carries,
 Result = TypeVar("Result")
 
 FOLLOW = "follow"  # the same call as rank 0
-LEAVE_LIMIT = 5.0  # seconds for which a leaving rank waits for the others
+LEAVE_LIMIT = 5.0  # seconds that a leaving rank waits for the others
 UNLIMITED = float(2**24)  # seconds
 
 

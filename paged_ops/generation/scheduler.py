@@ -21,7 +21,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.generation.request import GenerationStats, Request
 from paged_ops.metadata import Batch
 
-UNREAD = [0]  # stands for a token that the host does not know yet
+UNREAD = [0]  # a token that the host does not know yet
 Scheduled = tuple[Request, int, int]  # a request, the number of its computed tokens, and of those the step computes
 
 

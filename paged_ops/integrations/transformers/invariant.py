@@ -197,7 +197,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _softmax(x: Tensor) -> Tensor:
-    """Over the few elements of the last dimension, of which the first is the largest."""
+    """Over the few elements of the last dimension; the first is the largest."""
     less = x - x[:, :1]
     weights = exp(less) if x.device.type == "cpu" else less.exp()
     return weights / functools.reduce(torch.add, weights.split(1, -1))

@@ -68,7 +68,7 @@ from paged_ops.parallel.context import Context, groups_of_context
 from paged_ops.parallel.rendezvous import RankError, Ranks
 from paged_ops.parallel.tensor import process_group_of, repeated_heads
 
-WRAP_LIMIT = 300.0  # seconds for which ranks wait for each other during wrapping
+WRAP_LIMIT = 300.0  # seconds that ranks wait for each other during wrapping
 
 
 class PagedCausalLM:

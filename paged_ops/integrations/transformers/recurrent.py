@@ -113,7 +113,7 @@ class StateLayers:
     """All modules of a model that keep state instead of keys.
 
     Attributes:
-        layers: in the order in which the model runs them.
+        layers: in the order that the model runs them.
         specs: the specs of their states, in order, for :class:`paged_ops.cache.states.StateCache`.
         argument: the name of the model's argument for the cache.
     """

@@ -62,7 +62,7 @@ def length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modu
 
 
 def stretch(rotary: Any) -> float:
-    """The factor by which sequences may be longer than the model's positions."""
+    """How many times longer than the model's positions sequences may be."""
     parameters = rotary.config.rope_parameters
     each = parameters.values() if isinstance(rotary.rope_type, dict) else (parameters,)
     return max(one.get("factor", 1.0) if one.get("rope_type") == "dynamic" else 1.0 for one in each)

@@ -88,7 +88,7 @@ struct Steady : Worker {
     }
 };
 
-// The tiles of a span, without those of which no row sees a key.
+// The tiles of a span that have a key seen by some row.
 std::vector<Tile> tiles_of(const Attention& a, const Span& span) {
     std::vector<Tile> tiles;
     for (int64_t from = 0, to; from < span.keys; from = to) {

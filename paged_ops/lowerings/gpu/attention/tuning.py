@@ -13,7 +13,7 @@ from paged_ops.lowerings.gpu.target import Target
 LARGEST_HEAD = 256
 # The number of programs where there is no device to ask (Triton's interpreter).
 INTERPRETER_PROGRAMS = 5
-# The most packed query rows per sequence for which batches of equal lengths have their own tiles.
+# Up to this many packed query rows per sequence, batches of equal lengths have their own tiles.
 SAME_LENGTH = 64
 # The fewest rows of a tile that warpgroups multiply on sm_90 (wgmma).
 WARPGROUP_ROWS = 64

@@ -314,7 +314,7 @@ def store_item(
 
 @gluon.jit
 def skip(item, total, shared, SHAPE: gl.constexpr):
-    """Release the tiles of an item in which a consumer has no rows."""
+    """Release the tiles of an item if a consumer has no rows in it."""
     for t in range(item.tiles):
         wait_full(shared.k.ring, total + t)
         release_tile(shared.k.ring, total + t, SHAPE)

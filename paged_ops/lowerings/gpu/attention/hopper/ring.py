@@ -26,7 +26,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """``number`` barriers, each of which waits for ``arrivals``."""
+    """``number`` barriers; each waits for ``arrivals``."""
     made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(number):
         mbarrier.init(made.index(n), count=arrivals)

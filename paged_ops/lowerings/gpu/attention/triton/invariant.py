@@ -3,7 +3,7 @@
 Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`. Keys are cut into segments of ``SEGMENT`` at fixed
 positions. Each segment is computed from nothing, and the segments of a row merge from the first to the last, in
 registers or from the workspace. One tile serves one row and many, so that each row takes the same instructions. A tile
-or a segment of which a row sees no key changes none of its bits. Kernels are compiled without fusing multiplications
+or a segment changes no bit of a row that sees none of its keys. Kernels are compiled without fusing multiplications
 and additions, which the compiler would choose differently in each of them.
 
 * ``invariant_decode_kernel`` serves sequences of few rows, by the units and shares of shared/work_split.py. A segment
@@ -144,7 +144,7 @@ def invariant_decode_kernel(
     SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The segments that begin in a program's share. ``WALK``: the spec by which shares count tiles."""
+    """The segments that begin in a program's share. ``WALK``: the spec that shares count tiles by."""
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
     if PDL:
         gdc_wait()
