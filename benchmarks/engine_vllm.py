@@ -64,6 +64,15 @@ SHAPES = {
         "rope_theta": 10000.0,
     },
 }
+# Environment variables of vLLM: the engine in this process, no network, its own sampler.
+SWITCHES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
 # Name, lengths of the prompts. Decode steps are timed while all of them decode.
 DECODE = {
     "1x1024": [1024],
@@ -453,15 +462,7 @@ def main() -> None:
             continue
         log(f"{backend}: {share:.0f} s")
         arguments = [*sys.argv[1:], "--one", backend, "--seconds", str(share * 0.8)]
-        # vLLM's own switches: the engine in this process, no network, its own sampler.
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = os.environ | SWITCHES
         limit = min(share * 1.1, left)
         try:
             done = subprocess.run([sys.executable, __file__, *arguments], timeout=limit, env=environment)

@@ -28,6 +28,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine_vllm import SWITCHES
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -235,19 +237,11 @@ def main() -> None:
     if args.here:
         measure(args.engines[0], args)
         return
-    settings = {  # vLLM's own switches: the engine in this process, no network, its own sampler
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-    }
     for name in args.engines:
         with tempfile.TemporaryDirectory() as folder:
             caches = {each: str(Path(folder, each)) for each in CACHES}
             command = [sys.executable, __file__, *sys.argv[1:], "--here", "--engines", name]
-            subprocess.run(command, env={**os.environ, **settings, **caches}, check=False, timeout=args.seconds + 120)
+            subprocess.run(command, env={**os.environ, **SWITCHES, **caches}, check=False, timeout=args.seconds + 120)
 
 
 if __name__ == "__main__":
