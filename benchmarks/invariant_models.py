@@ -66,7 +66,7 @@ def requests(vocabulary: int) -> list[list[int]]:
 
 
 def generated(paged: Any, prompts: list[list[int]], loads: int = 1, blocks: int = 1600, **options: Any) -> Any:
-    """Tokens and log-probabilities of the requests, of the last of so many runs, and the loop's counters."""
+    """Tokens and log-probabilities of the requests, of the last of several runs, and the loop's counters."""
     with GenerationLoop(paged, paged.allocate_kv_cache(blocks, BLOCK), max_model_len=1600, **options) as loop:
         for _ in range(loads):
             outputs = list(loop.generate(prompts, SAMPLED))

@@ -286,7 +286,7 @@ class Pool:
         return results
 
     def compare(self, batches: list[Batch], wrong: Tensor, count: bool = True) -> None:
-        """Add the numbers of rows of which bits of out and lse differ from those alone."""
+        """Count the rows whose out or lse has other bits than alone."""
         threads = torch.get_num_threads()
         for first in range(0, len(batches), AT_ONCE):
             for n, (batch, integers) in enumerate(self.staged(batches[first : first + AT_ONCE]), first):

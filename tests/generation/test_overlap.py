@@ -301,7 +301,7 @@ def test_steps_on_two_streams_in_turn(between: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 def test_penalties_by_kernels_give_the_tokens_of_the_cpu() -> None:
-    """In turn and overlapped, beside requests without, for longer than one program reads."""
+    """In turn and overlapped, next to requests without penalties, for longer than one program reads."""
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(3))
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1}
     each = [
