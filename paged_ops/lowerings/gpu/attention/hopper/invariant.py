@@ -48,11 +48,13 @@ from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, not_ap
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
-SEGMENT, SHORTEST = 1024, 256  # keys; see segment_of
+SEGMENT, SHORTEST = 2048, 256  # keys; see segment_of
 SEGMENTS = 120  # of a row, about
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
-MERGED = tl.constexpr(1024)  # elements that a program of merge_kernel folds at once
+# Elements of a state that a program of merge_kernel folds at once, elements that it loads at once, and the columns
+# of a program if there are few sequences.
+MERGED, LOADED, COLUMNS = tl.constexpr(512), tl.constexpr(4096), 32
 # Names of spec.needs.
 APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
 
@@ -85,14 +87,17 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     M = WARPGROUP.value if same or shapes.T <= shapes.S else 2 * WARPGROUP.value
     division = tuning.division(min(rows, WARPGROUP.value), shapes.S)
-    return M, is_tma(spec, shapes), division._replace(times=0, at_once=min(division.at_once, 1024)), shapes.S
+    return M, loads_of(spec, shapes), division._replace(times=0, at_once=min(division.at_once, 1024)), shapes.S
 
 
-def is_tma(spec: Spec, shapes: Shapes) -> bool:
-    """Whether TMA can load the cache."""
-    key, value = spec.k_side, spec.v_side
-    whole = key.x == key.size and dense._matrix(key, spec) and dense._matrix(value, spec)
-    return bool(whole) and dense.has_form(spec, shapes)
+def loads_of(spec: Spec, shapes: Shapes) -> int:
+    """How the cache can be loaded: 2 by TMA, 1 by asynchronous copies of 16 bytes, 0 by elements."""
+    sides = spec.k_side, spec.v_side
+    whole = all(side.x == side.size and side.d == 1 for side in sides)
+    if whole and all(dense._matrix(side, spec) for side in sides) and dense.has_form(spec, shapes):
+        return 2
+    aligned = 16 // spec.dtype.itemsize
+    return int(whole and shapes.aligned and not any(n % aligned for side in sides for n in (side.n, side.b, side.k)))
 
 
 def segment_of(spec: Spec) -> int:
@@ -102,7 +107,7 @@ def segment_of(spec: Spec) -> int:
 
 def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
     """The tile: 128 keys, with any number of rows."""
-    if not tma:  # places that TMA would use, for a block that it could address
+    if not tma:  # a cache that TMA could address
         side = spec.k_side._replace(x=spec.k_side.size, run=1, n=128 * spec.k_side.size, b=spec.k_side.size, k=0, d=1)
         spec = spec._replace(B=128, K=1, k_side=side, v_side=side)
     shape = dense.shape_of(spec, shared_memory) if M > WARPGROUP.value else shares.shape_of(spec, M, shared_memory)
@@ -112,8 +117,9 @@ def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
-    M, tma, division, _S = choice
+    M, loads, division, S = choice
     Dv, P = spec.v_side.size, target.processors
+    tma = loads == 2
     shape = shape_of(spec, M, tma, target.shared_memory)
     if M == WARPGROUP.value:
         shape = shape._replace(registers=(240, 56))
@@ -141,10 +147,12 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     def launches(counted: bool) -> tuple[Launch, ...]:
         counter = "arrived" if counted else "taken"
         others = {"taken", "arrived"} - {counter}
-        launcher = launcher_of(invariant_kernel, {**constants, "TMA": tma, "num_warps": 4}, target.device, (counter,))
+        launcher = launcher_of(
+            invariant_kernel, {**constants, "LOADS": loads, "num_warps": 4}, target.device, (counter,)
+        )
         query = contiguous_rows if are_copied(spec) else aligned_rows
         main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
-        merged = {**constants, "num_warps": 4}
+        merged = {**constants, "SPEC": spec.for_merge(), "COLUMNS": columns, "num_warps": 1}
         without = (*others, *NOT_OF_MERGE)
         merge = Launch(launcher_of(merge_kernel, merged, target.device, without), grid, without)
         if counted:
@@ -153,8 +161,10 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         zero = Launch(launcher_of(zero_kernel, {"num_warps": 1}, target.device, without), (1, 1, 1), without)
         return zero, main, merge
 
+    columns = COLUMNS if S * spec.K <= 2 * P else Dv
+
     def grid(numbers: Numbers) -> Grid:
-        return numbers.S * spec.K, 1, 1
+        return numbers.S * spec.K * (Dv // columns), 1, 1
 
     return Launches(launches(True), (floats, size, size + COUNTERS), COUNTERS, launches(False))
 
@@ -177,7 +187,7 @@ def invariant_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer, and without TMA
-    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, TMA: gl.constexpr, PDL: gl.constexpr,
+    SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.constexpr, LOADS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Items of all sequences. ``arrived``, or ``taken``, are the counters, which are zero."""
     numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
@@ -187,7 +197,7 @@ def invariant_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if TMA:
+    if LOADS == 2:
         descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
         if SHAPE.M == WARPGROUP:
             gl.warp_specialize(
@@ -215,7 +225,7 @@ def invariant_kernel(
             [
                 (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
-                (loader, (batch, shared, SPEC, SHAPE)),
+                (loader, (batch, shared, SPEC, SHAPE, LOADS == 1)),
             ],
             [4, 1],
             SHAPE.registers,
@@ -226,7 +236,7 @@ def invariant_kernel(
                 (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
-                (loader, (batch, shared, SPEC, SHAPE)),
+                (loader, (batch, shared, SPEC, SHAPE, LOADS == 1)),
             ],
             [4, 4, 1],
             SHAPE.registers,
@@ -245,10 +255,10 @@ def zero_kernel(
 def merge_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    SPEC: tl.constexpr, PLAN: tl.constexpr, SHAPE: tl.constexpr, PDL: tl.constexpr,
+    SPEC: tl.constexpr, PLAN: tl.constexpr, SHAPE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Folds the states of one sequence and key/value head, if its segments were items. Also writes the rows of padding,
-    and zeroes the counters."""
+    """Folds COLUMNS of the states of one sequence and key/value head, if its segments were items. Also writes the rows
+    of padding, and zeroes the counters."""
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     Dv: tl.constexpr = SPEC.v_side.size
@@ -256,8 +266,10 @@ def merge_kernel(
     DIVISION: tl.constexpr = PLAN.division
     CUTS: tl.constexpr = PLAN.cuts
     p = tl.program_id(0)
-    s = p // K
-    kh = p % K
+    d = p % (Dv // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    unit = p // (Dv // COLUMNS)
+    s = unit // K
+    kh = unit % K
     first_free = tl.load(tensors.query_start_loc + S)
     store_padding(tensors, first_free + p, T, tl.num_programs(0), tl.arange(0, 1), tl.arange(0, Dv), SPEC.heads, Dv)
     row_start = tl.load(tensors.query_start_loc + s)
@@ -283,17 +295,17 @@ def merge_kernel(
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
     if (units > others) & (total * K <= CUTS.states):
-        ROWS: tl.constexpr = min(CUTS.rows, max(MERGED // Dv, 1))
+        ROWS: tl.constexpr = min(CUTS.rows, max(MERGED // COLUMNS, 1))
+        AT_ONCE: tl.constexpr = min(LOADED // (ROWS * COLUMNS), 32)
         factor = scale * LOG2E
-        d = tl.arange(0, Dv)
         for first in range(0, q_len * G, ROWS):
             row = first + tl.arange(0, ROWS)
             live = row < q_len * G
-            acc = tl.zeros([ROWS, Dv], tl.float32)
+            acc = tl.zeros([ROWS, COLUMNS], tl.float32)
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS], tl.float32)
-            for begin in range(0, units, 16):
-                for n in tl.static_range(16):  # all loads are under way before the first is needed
+            for begin in range(0, units, AT_ONCE):
+                for n in tl.static_range(AT_ONCE):  # all loads are under way before the first is needed
                     at = units - 1 - begin - n
                     there = live & (at >= 0)
                     place = (((before + at) * K + kh) * CUTS.rows).to(tl.int64) + row
