@@ -81,7 +81,7 @@ def setting_of(number: int, seed: int, device: str) -> Setting:
     while len(forms) < 2:
         name = rng.choice([each for each in FORMS if Dv == D or each.startswith("separate")])
         if name != "x_packed" or D % (16 // kind.itemsize) == 0:
-            forms.append(Form.draw(rng, name, rng.choice((8, 16, 32, 64)), K, D, Dv, kind))
+            forms.append(Form.draw(rng, name, rng.choice((1, 8, 12, 16, 32, 64)), K, D, Dv, kind))
     if number % 2:
         forms[1] = forms[0]  # compiled once
     path = "fused" if device != "cpu" or rng.random() < 0.85 else "torch"

@@ -6,7 +6,7 @@ Segments have ``SEGMENT`` keys or more, see :func:`segment_of`.
 
 An item is a tile of query rows of one key/value head. If a sequence has few rows, an item is one segment of it, so that
 the segments of a long sequence go to all multiprocessors; the item's result is the state of its segment, and
-``merge_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are in the
+``invariant_states_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are in the
 workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch; it
 changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
 
@@ -52,7 +52,7 @@ SEGMENT, SHORTEST = 2048, 256  # keys; see segment_of
 SEGMENTS = 120  # of a row, about
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
-# Elements of a state that a program of merge_kernel folds at once, elements that it loads at once, and the columns
+# Elements of a state that a program of invariant_states_kernel folds at once, elements that it loads at once, and the columns
 # of a program if there are few sequences.
 MERGED, LOADED, COLUMNS = tl.constexpr(512), tl.constexpr(4096), 32
 # Names of spec.needs.
@@ -148,17 +148,17 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         counter = "arrived" if counted else "taken"
         others = {"taken", "arrived"} - {counter}
         launcher = launcher_of(
-            invariant_kernel, {**constants, "LOADS": loads, "num_warps": 4}, target.device, (counter,)
+            invariant_items_kernel, {**constants, "LOADS": loads, "num_warps": 4}, target.device, (counter,)
         )
         query = contiguous_rows if are_copied(spec) else aligned_rows
         main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
         merged = {**constants, "SPEC": spec.for_merge(), "COLUMNS": columns, "num_warps": 1}
         without = (*others, *NOT_OF_MERGE)
-        merge = Launch(launcher_of(merge_kernel, merged, target.device, without), grid, without)
+        merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
         if counted:
             return main, merge
         without = tuple(name for name in ALL if name != "taken")
-        zero = Launch(launcher_of(zero_kernel, {"num_warps": 1}, target.device, without), (1, 1, 1), without)
+        zero = Launch(launcher_of(invariant_zero_kernel, {"num_warps": 1}, target.device, without), (1, 1, 1), without)
         return zero, main, merge
 
     columns = COLUMNS if S * spec.K <= 2 * P else Dv
@@ -183,7 +183,7 @@ ALL = (
 
 
 @gluon.jit(do_not_specialize=Numbers._fields)
-def invariant_kernel(
+def invariant_items_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,  # of the parts; None where there are fewer, and without TMA
@@ -244,7 +244,7 @@ def invariant_kernel(
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
-def zero_kernel(
+def invariant_zero_kernel(
     tensors, scale, soft_cap, window, chunk, table_stride, S, T,
 ):  # fmt: skip
     """Zeroes the counters."""
@@ -252,7 +252,7 @@ def zero_kernel(
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
-def merge_kernel(
+def invariant_states_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
     SPEC: tl.constexpr, PLAN: tl.constexpr, SHAPE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
