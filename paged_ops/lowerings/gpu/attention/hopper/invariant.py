@@ -6,9 +6,9 @@ Segments have ``SEGMENT`` keys or more, see :func:`segment_of`.
 
 An item is a tile of query rows of one key/value head. If a sequence has few rows, an item is one segment of it, so that
 the segments of a long sequence go to all multiprocessors; the item's result is the state of its segment, and
-``invariant_states_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are in the
-workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch; it
-changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
+``invariant_states_kernel`` folds the states. Otherwise the consumer folds the segments: sums of the segments so far are
+in the workspace, in L2, as registers and shared memory are full. Whether segments are items may change with the batch;
+it changes no bit, as the same operations follow each other for each row. Programs take items by a counter.
 
 Each row takes the same instructions in tiles of 64 and of 128 rows: 64 rows of one warpgroup. Multiply-adds are written
 as such, and kernels are compiled without fusing others.
@@ -52,8 +52,8 @@ SEGMENT, SHORTEST = 2048, 256  # keys; see segment_of
 SEGMENTS = 120  # of a row, about
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
-# Elements of a state that a program of invariant_states_kernel folds at once, elements that it loads at once, and the columns
-# of a program if there are few sequences.
+# Of invariant_states_kernel: elements of a state that a program folds at once, elements that it loads at once, and the
+# columns of a program if there are few sequences.
 MERGED, LOADED, COLUMNS = tl.constexpr(512), tl.constexpr(4096), 32
 # Names of spec.needs.
 APPLIES = frozenset({"causal", "lse", "batch_invariant", "float16", "bfloat16"})
