@@ -119,12 +119,16 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     """The launches of a choice."""
     M, loads, division, S = choice
     Dv, P = spec.v_side.size, target.processors
+    if M == WARPGROUP.value:  # the rows of a token lie together: programs read all heads of a segment at about one time
+        P = tuning.programs_apart(spec.K, P) or P
     tma = loads == 2
     shape = shape_of(spec, M, tma, target.shared_memory)
     if M == WARPGROUP.value:
         shape = shape._replace(registers=(240, 56))
     elif not tma:
         shape = shape._replace(registers=(208, 208, 56))
+    else:
+        shape = shape._replace(registers=(216, 216, 40))
     segment = segment_of(spec)
     rows = tuning.power_of_2(division.rows)
     cuts = Cuts(segment // shape.N, segment * SEGMENTS, rows, WORKSPACE // (rows * Dv))
@@ -152,7 +156,7 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         )
         query = contiguous_rows if are_copied(spec) else aligned_rows
         main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
-        merged = {**constants, "SPEC": spec.for_merge(), "COLUMNS": columns, "num_warps": 1}
+        merged = {**constants, "SPEC": spec.for_merge(), "COLUMNS": columns, "num_warps": 1, "maxnreg": 255}
         without = (*others, *NOT_OF_MERGE)
         merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
         if counted:
@@ -296,7 +300,7 @@ def invariant_states_kernel(
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
     if (units > others) & (total * K <= CUTS.states):
         ROWS: tl.constexpr = min(CUTS.rows, max(MERGED // COLUMNS, 1))
-        AT_ONCE: tl.constexpr = min(LOADED // (ROWS * COLUMNS), 32)
+        AT_ONCE: tl.constexpr = min(LOADED // (ROWS * COLUMNS), 16)
         factor = scale * LOG2E
         for first in range(0, q_len * G, ROWS):
             row = first + tl.arange(0, ROWS)
@@ -305,6 +309,7 @@ def invariant_states_kernel(
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS], tl.float32)
             for begin in range(0, units, AT_ONCE):
+                states: tl.tuple = ()
                 for n in tl.static_range(AT_ONCE):  # all loads are under way before the first is needed
                     at = units - 1 - begin - n
                     there = live & (at >= 0)
@@ -312,6 +317,10 @@ def invariant_states_kernel(
                     m_part = tl.load(tensors.part_lse + place * 2, mask=there, other=float("-inf"))
                     l_part = tl.load(tensors.part_lse + place * 2 + 1, mask=there, other=0.0)
                     part = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=there[:, None], other=0.0)
+                    states += ((m_part, l_part, part),)
+                tl.debug_barrier()  # else ptxas would move the loads to their uses, one after the other
+                for n in tl.static_range(AT_ONCE):
+                    m_part, l_part, part = states[n]
                     m_new, decay, weight = fold_weights(m, m_part, factor)
                     takes = m_part != float("-inf")
                     acc = tl.where(takes[:, None], tl.fma(acc, decay[:, None], part * weight[:, None]), acc)

@@ -32,7 +32,6 @@ from paged_ops.lowerings.gpu.gluon_names import load_async
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ANY_LENGTH = gl.constexpr(1 << 30)
-AHEAD = gl.constexpr(True)
 
 
 @gluon.jit
@@ -123,7 +122,7 @@ def scheduler(batch, shared, SPEC: gl.constexpr, PLAN: gl.constexpr, SHAPE: gl.c
     if batch.tensors.arrived is not None:
         counters = batch.tensors.arrived
     work = Work(units, few, programs, counters, segmented.to(gl.int32))
-    take_items(item_of, work, batch, shared, SPEC, PLAN, SHAPE, AHEAD)
+    take_items(item_of, work, batch, shared, SPEC, PLAN, SHAPE, 1 if SHAPE.M == WARPGROUP else 2)
 
 
 class Rows(NamedTuple):
@@ -173,26 +172,31 @@ def thread_sums(p):
 
 
 @gluon.jit
-def fold(total, sums, rows, folds, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS: gl.constexpr,
-         SHAPE: gl.constexpr):  # fmt: skip
-    """Fold a segment into the total of the rows that ``folds``: the new total, and its sums. A segment without keys
-    changes no bit."""
-    V_PARTS: gl.constexpr = SHAPE.v.parts
-    WIDTHS: gl.constexpr = widths_of(V_PARTS)
-    l_part = gl.convert_layout(gl.sum(sums.l, 1), sums.m.type.layout)
-    m_new, decay, weight = fold_weights(total.m, sums.m, rows.factor)
-    takes = folds & (sums.m != float("-inf"))
+def load_total(total, rows, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS: gl.constexpr, SHAPE: gl.constexpr):
+    """Begin to load the sums of the segments that were folded; 0 if there are none."""
+    WIDTHS: gl.constexpr = widths_of(SHAPE.v.parts)
     made: gl.tuple = ()
     for n in gl.static_range(len(WIDTHS)):
-        layout: gl.constexpr = sums.acc[n].type.layout
-        row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-        known = gl.convert_layout(rows.live & (total.m != float("-inf")), row_layout)[:, None]
-        at = total_at(which, layout, n, batch, SPEC, CUTS, SHAPE)
-        before = gl.load(at, mask=known, other=0.0)
+        layout: gl.constexpr = sums_layout(WIDTHS[n])
+        known = gl.convert_layout(rows.live & (total.m != float("-inf")), gl.SliceLayout(1, layout))[:, None]
+        made += (gl.load(total_at(which, layout, n, batch, SPEC, CUTS, SHAPE), mask=known, other=0.0),)
+    return made
+
+
+@gluon.jit
+def fold(total, before, acc, m, l, folds, factor, WIDTHS: gl.constexpr):
+    """Fold a segment into the total of the rows that ``folds``: the new total, and its sums. A segment without keys
+    changes no bit."""
+    l_part = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    m_new, decay, weight = fold_weights(total.m, m, factor)
+    takes = folds & (m != float("-inf"))
+    made: gl.tuple = ()
+    for n in gl.static_range(len(WIDTHS)):
+        row_layout: gl.constexpr = gl.SliceLayout(1, acc[n].type.layout)
         decays = gl.convert_layout(decay, row_layout)[:, None]
         weights = gl.convert_layout(weight, row_layout)[:, None]
-        after = gl.fma(before, decays, sums.acc[n] * weights)
-        made += (gl.where(gl.convert_layout(takes, row_layout)[:, None], after, before),)
+        after = gl.fma(before[n], decays, acc[n] * weights)
+        made += (gl.where(gl.convert_layout(takes, row_layout)[:, None], after, before[n]),)
     l = gl.where(takes, gl.fma(total.l, decay, l_part * weight), total.l)
     return Total(gl.where(takes, m_new, total.m), l), made
 
@@ -210,27 +214,6 @@ def total_at(which: gl.constexpr, layout: gl.constexpr, n: gl.constexpr, batch, 
 
 
 @gluon.jit
-def end_segment(total, sums, rows, tile, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS: gl.constexpr,
-                SHAPE: gl.constexpr):  # fmt: skip
-    """Fold the segments that begin with a tile, and start again."""
-    V_PARTS: gl.constexpr = SHAPE.v.parts
-    WIDTHS: gl.constexpr = widths_of(V_PARTS)
-    folds = tile % segment_tiles(rows.at, CUTS) == 0
-    after, made = fold(total, sums, rows, folds, which, batch, SPEC, CUTS, SHAPE)
-    accs: gl.tuple = ()
-    for n in gl.static_range(len(WIDTHS)):
-        layout: gl.constexpr = sums.acc[n].type.layout
-        row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-        stored = gl.convert_layout(folds & rows.live, row_layout)
-        gl.store(total_at(which, layout, n, batch, SPEC, CUTS, SHAPE), made[n], mask=stored[:, None])
-        accs += (gl.where(gl.convert_layout(folds, row_layout)[:, None], 0.0, sums.acc[n]),)
-    m = gl.where(folds, float("-inf"), sums.m)
-    l_folds = gl.convert_layout(folds, gl.SliceLayout(1, sums.l.type.layout))
-    l = gl.where(l_folds[:, None], 0.0, sums.l)
-    return after, State(accs, m, l)
-
-
-@gluon.jit
 def end_step(acc, p16, m, l, l_tile, decay, V_PARTS: gl.constexpr):
     """The state after a tile, from that before it with all its values."""
     decay_l = gl.convert_layout(decay, gl.SliceLayout(1, l_tile.type.layout))
@@ -238,18 +221,19 @@ def end_step(acc, p16, m, l, l_tile, decay, V_PARTS: gl.constexpr):
 
 
 @gluon.jit
-def first_step(state, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """The state after the first tile of a segment, whose values are not added yet."""
-    K_PARTS: gl.constexpr = SHAPE.k.parts
+def first_step(s, state, tile, item, rows, dtype: gl.constexpr, SPEC: gl.constexpr, SHAPE: gl.constexpr):
+    """The state after the first tile of a segment, with scores ``s``; its values are not added yet."""
+    MASKS: gl.constexpr = SPEC.masks
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
-    wait_full(shared.k.ring, at)
-    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, at, K_PARTS)])
-    release_tile(shared.k.ring, at, SHAPE)
     j = tile * SHAPE.N + gl.arange(0, SHAPE.N, gl.SliceLayout(0, s.type.layout))
-    p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, True, SPEC)
+    masked = needs_mask(tile, item.full_start, item.full_end, MASKS) | (tile == item.end_tile - 1)
+    if masked:
+        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, True, SPEC)
+    else:
+        p, m, l_tile, decay = softmax_tile(s, state.m, rows, j, item.seq_len, False, SPEC)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WIDTHS[0]), 2)
-    p16 = gl.convert_layout(p.to(shared.q_tiles[0].dtype), p_layout)
+    p16 = gl.convert_layout(p.to(dtype), p_layout)
     return end_step(state.acc, p16, m, state.l, l_tile, decay, V_PARTS)
 
 
@@ -275,6 +259,27 @@ def step(sums, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.const
     release_tile(shared.v.ring, at - 1, SHAPE)
     p16 = gl.convert_layout(p.to(sums.p16.dtype), sums.p16.type.layout)
     return end_step(acc, p16, m, sums.l, l_tile, decay, V_PARTS)
+
+
+@gluon.jit
+def end_segment(total, acc, sums, rows, tile, which: gl.constexpr, batch, SPEC: gl.constexpr, CUTS: gl.constexpr,
+                SHAPE: gl.constexpr):  # fmt: skip
+    """Fold the segments that begin with a tile, and start again."""
+    V_PARTS: gl.constexpr = SHAPE.v.parts
+    WIDTHS: gl.constexpr = widths_of(V_PARTS)
+    folds = tile % segment_tiles(rows.at, CUTS) == 0
+    before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
+    after, made = fold(total, before, acc, sums.m, sums.l, folds, rows.factor, WIDTHS)
+    accs: gl.tuple = ()
+    for n in gl.static_range(len(WIDTHS)):
+        layout: gl.constexpr = acc[n].type.layout
+        row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+        stored = gl.convert_layout(folds & rows.live, row_layout)
+        gl.store(total_at(which, layout, n, batch, SPEC, CUTS, SHAPE), made[n], mask=stored[:, None])
+        accs += (gl.where(gl.convert_layout(folds, row_layout)[:, None], 0.0, acc[n]),)
+    m = gl.where(folds, float("-inf"), sums.m)
+    l_folds = gl.convert_layout(folds, gl.SliceLayout(1, sums.l.type.layout))
+    return after, State(accs, m, gl.where(l_folds[:, None], 0.0, sums.l))
 
 
 @gluon.jit
@@ -306,6 +311,8 @@ def attend(
     """As that of consumer.py."""
     MASKS: gl.constexpr = SPEC.masks
     N: gl.constexpr = SHAPE.N
+    DTYPE: gl.constexpr = shared.q_tiles[0].dtype
+    K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
     WIDTHS: gl.constexpr = widths_of(V_PARTS)
     ROW_SLOTS: gl.constexpr = SHAPE.row_slots
@@ -321,10 +328,10 @@ def attend(
     last_i = first_i + gl.minimum(TOKENS, item.q_len - item.first_token) - 1
     segment = segment_tiles(first_i, CUTS)
     segment = gl.where(segment == segment_tiles(last_i, CUTS), segment, CUTS.tiles)
-    m = gl.full([WARPGROUP], float("-inf"), gl.float32, s_rows)
     zero = gl.full([WARPGROUP], 0.0, gl.float32, s_rows)
-    total = Total(m, zero)
-    state = State(zero_sums(WIDTHS), m, thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)))
+    nothing = zero - float("inf")
+    total = Total(nothing, zero)
+    state = State(zero_sums(WIDTHS), nothing, thread_sums(gl.full([WARPGROUP, N], 0.0, gl.float32, s_layout)))
     # Values past the sequence may be NaN: the first warpgroup zeroes them once.
     past = item.end_tile * N > item.seq_len
     if past:
@@ -336,25 +343,39 @@ def attend(
         fill(shared.newest_clean, n)
     if past:
         wait_full(shared.newest_clean, n)
+    wait_full(shared.k.ring, total_tiles)
+    s = warpgroup_mma_wait(0, deps=[multiply_keys(shared, rows.tile, total_tiles, K_PARTS)])
+    release_tile(shared.k.ring, total_tiles, SHAPE)
     t = 0  # tiles so far
+    before = state.acc
     while t < item.tiles:
         stop = gl.minimum(t + 1 + (item.end_tile - t - 1) % segment, item.tiles)
-        sums = first_step(state, total_tiles + t, item.end_tile - 1 - t, item, rows, shared, SPEC, SHAPE)
+        sums = first_step(s, state, item.end_tile - 1 - t, item, rows, DTYPE, SPEC, SHAPE)
         for u in range(t + 1, stop):
             sums = step(sums, total_tiles + u, item.end_tile - 1 - u, item, rows, shared, SPEC, SHAPE)
         t = stop
         at = total_tiles + stop - 1
         wait_full(shared.v.ring, at)
-        acc = wait_for(multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS), V_PARTS)
-        release_tile(shared.v.ring, at, SHAPE)
-        state = State(acc, sums.m, sums.l)
-        if t < item.tiles:  # the loads of the next segment are under way
+        if t < item.tiles:  # the first scores of the next segment are computed while this one is folded
+            wait_full(shared.k.ring, at + 1)
+            pending = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
+            s = multiply_keys(shared, rows.tile, at + 1, K_PARTS)
+            done = (warpgroup_mma_wait(1, deps=pending),)
+            release_tile(shared.v.ring, at, SHAPE)
             total, state = end_segment(
-                total, state, rows, item.end_tile - t, which, batch, SPEC, CUTS, SHAPE
+                total, done, sums, rows, item.end_tile - t, which, batch, SPEC, CUTS, SHAPE
             )  # fmt: skip
+            s = warpgroup_mma_wait(0, deps=[s])
+            release_tile(shared.k.ring, at + 1, SHAPE)
+        else:
+            last = multiply_values(sums.p16, shared.v, at, sums.acc, V_PARTS)
+            before = load_total(total, rows, which, batch, SPEC, CUTS, SHAPE)
+            done = wait_for(last, V_PARTS)
+            release_tile(shared.v.ring, at, SHAPE)
+            state = State(done, sums.m, sums.l)
     release(shared.item_ring, n)
     if item.oldest < 0:
-        whole, of_all = fold(total, state, rows, rows.live, which, batch, SPEC, CUTS, SHAPE)
+        whole, of_all = fold(total, before, state.acc, state.m, state.l, rows.live, factor, WIDTHS)
         seen = whole.l != 0.0
         share = gl.where(seen, 1.0 / gl.where(seen, whole.l, 1.0), 0.0)
         lse2 = gl.where(seen, gl.fma(whole.m, factor, gl.log2(gl.where(seen, whole.l, 1.0))), float("-inf"))
@@ -465,12 +486,15 @@ def loader(batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, ASYNC: gl.con
         release(shared.item_ring, n)
         for t in range(tiles):
             at = total + t
+            if ASYNC and SHAPE.stages < 3 and t > 0:  # consumers release values after the next keys
+                async_copy.wait_group(0)
+                end_loads(shared, at - 1)
             wait_empty(shared.k.ring, at)
             wait_empty(shared.v.ring, at)
             load_any(item.end_tile - 1 - t, at, places, item, batch, SPEC, SHAPE, ASYNC)
             if ASYNC:
                 async_copy.commit_group()
-                if t > 0:
+                if SHAPE.stages >= 3 and t > 0:
                     async_copy.wait_group(1)
                     end_loads(shared, at - 1)
             else:
