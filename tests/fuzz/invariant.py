@@ -87,7 +87,7 @@ class Setting:
         if device != "cpu":
             *hopper, triton = with_cuts(device)
             if hopper and self.has_hopper_kernel():
-                return max(hopper[0].SHORTEST, min(hopper[0].SEGMENT, hopper[0].SEGMENT // 8 * self.K))
+                return hopper[0].SEGMENT if self.K >= hopper[0].FEW_HEADS else hopper[0].SHORTEST
             return triton.SEGMENT
         fits = "block_sparse" not in self.features and self.latent != "rows"
         return 512 if self.path == "fused" and fits and fused.compiled() is not None else on_cpu.SEGMENT

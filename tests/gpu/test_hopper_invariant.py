@@ -116,8 +116,8 @@ def items_by_the_code(heads, tokens, lens, monkeypatch, D=128, most=None):
         ((8, 1), [1, 0, 1], [70_000, 9, 300]),
         ((16, 16), [4, 4], [2050, 5000]),
         ((32, 8), [1, 300, 1, 17], [5000, 4000, 70, 3000]),
-        ((64, 1), [1, 2, 1], [1000, 200_000, 5]),
-        ((8, 1), [3], [30721]),  # segments of its rows have two lengths
+        ((64, 1), [1, 2, 1], [3000, 200_000, 5]),
+        ((8, 1), [3], [122_881]),  # segments of its rows have two lengths
     ],
 )
 def test_each_tile_of_each_row_is_in_one_item(heads, tokens, lens, most, monkeypatch):

@@ -2,7 +2,7 @@
 
 As in triton/invariant.py, keys are cut into segments at fixed positions, each is computed from nothing, and the
 segments of a row are folded in one order: here from the last to the first, the order in which tiles are loaded.
-Segments have ``SEGMENT`` keys or more, see :func:`segment_of`.
+Segments have 1024 or 2048 keys, and more in very long sequences, see :func:`segment_of`.
 
 An item is a tile of query rows of one key/value head. If a sequence has few rows, an item is one segment of it, so that
 the segments of a long sequence go to all multiprocessors; the item's result is the state of its segment, and
@@ -48,7 +48,7 @@ from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, not_ap
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
-SEGMENT, SHORTEST = 2048, 256  # keys; see segment_of
+SEGMENT, SHORTEST, FEW_HEADS = 2048, 1024, 4  # keys, keys, key/value heads: see segment_of
 SEGMENTS = 120  # of a row, about
 WORKSPACE = 16 << 20  # of states of segments, in float32s
 COUNTERS = 4
@@ -101,8 +101,8 @@ def loads_of(spec: Spec, shapes: Shapes) -> int:
 
 
 def segment_of(spec: Spec) -> int:
-    """The keys of the shortest segments: with few heads, there are more segments for the multiprocessors."""
-    return max(SHORTEST, min(SEGMENT, SEGMENT // 8 * tuning.power_of_2(spec.K)))
+    """The keys of the shortest segments. With few heads segments are shorter, so that more multiprocessors have one."""
+    return SEGMENT if spec.K >= FEW_HEADS else SHORTEST
 
 
 def shape_of(spec: Spec, M: int, tma: bool, shared_memory: int) -> HopperShape:
