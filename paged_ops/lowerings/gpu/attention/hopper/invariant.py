@@ -34,12 +34,9 @@ from paged_ops.lowerings.gpu.attention import tuning
 from paged_ops.lowerings.gpu.attention.hopper import dense, shares
 from paged_ops.lowerings.gpu.attention.hopper.dense import HopperShape, Shared, shared_memory
 from paged_ops.lowerings.gpu.attention.hopper.head_chunks import WARPGROUP
-from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import (
-    consumer,
-    loader,
-    scheduler,
-)
+from paged_ops.lowerings.gpu.attention.hopper.invariant_roles import consumer, scheduler
 from paged_ops.lowerings.gpu.attention.hopper.launch import PARTS, HopperLaunch, aligned_rows, contiguous_rows
+from paged_ops.lowerings.gpu.attention.hopper.loader import loader
 from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.shared.segments import Cuts, fold_weights, segments_of
 from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E, Batch, store_padding, store_rows
@@ -201,35 +198,13 @@ def invariant_items_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if LOADS == 2:
-        descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
-        if SHAPE.M == WARPGROUP:
-            gl.warp_specialize(
-                [
-                    (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
-                    (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
-                    (producer, (descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page))),
-                ],
-                [4, 1],
-                SHAPE.registers,
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
-                    (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
-                    (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
-                    (producer, (descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page))),
-                ],
-                [4, 4, 1],
-                SHAPE.registers,
-            )
-    elif SHAPE.M == WARPGROUP:
+    descs = (k_desc0, k_desc1, k_desc2), (v_desc0, v_desc1, v_desc2)
+    if SHAPE.M == WARPGROUP:
         gl.warp_specialize(
             [
                 (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
-                (loader, (batch, shared, SPEC, SHAPE, LOADS == 1)),
+                (load_tiles, (descs, batch, shared, SPEC, SHAPE, LOADS)),
             ],
             [4, 1],
             SHAPE.registers,
@@ -240,11 +215,20 @@ def invariant_items_kernel(
                 (scheduler, (batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (0, batch, shared, SPEC, PLAN, SHAPE)),
                 (consumer, (1, batch, shared, SPEC, PLAN, SHAPE)),
-                (loader, (batch, shared, SPEC, SHAPE, LOADS == 1)),
+                (load_tiles, (descs, batch, shared, SPEC, SHAPE, LOADS)),
             ],
             [4, 4, 1],
             SHAPE.registers,
         )
+
+
+@gluon.jit
+def load_tiles(descs, batch, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr, LOADS: gl.constexpr):
+    """The producer's role; LOADS: see :func:`loads_of`."""
+    if LOADS == 2:
+        producer(descs, batch, shared, SPEC, SHAPE, 32 // (SHAPE.N // SHAPE.page))
+    else:
+        loader(batch, shared, SPEC, SHAPE, LOADS == 1)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
@@ -299,8 +283,9 @@ def invariant_states_kernel(
         if tensors.arrived is not None:
             tl.store(tensors.arrived + tl.arange(0, 4), 0)
     if (units > others) & (total * K <= CUTS.states):
-        ROWS: tl.constexpr = min(CUTS.rows, max(MERGED // COLUMNS, 1))
-        AT_ONCE: tl.constexpr = min(LOADED // (ROWS * COLUMNS), 16)
+        MOST: tl.constexpr = MERGED // COLUMNS
+        ROWS: tl.constexpr = CUTS.rows if CUTS.rows < MOST else MOST
+        AT_ONCE: tl.constexpr = 16 if ROWS * COLUMNS <= LOADED // 16 else LOADED // (ROWS * COLUMNS)
         factor = scale * LOG2E
         for first in range(0, q_len * G, ROWS):
             row = first + tl.arange(0, ROWS)
