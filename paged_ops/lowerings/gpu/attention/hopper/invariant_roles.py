@@ -152,7 +152,7 @@ class Total(NamedTuple):
 
 @gluon.jit
 def softmax_tile(qk, m, rows, j, seq_len, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """As that of consumer.py, with each multiply-add written as one."""
+    """As ``softmax_tile`` of consumer.py, with each multiply-add written as one."""
     MASKS: gl.constexpr = SPEC.masks
     if MASKED:
         kept = keep_seen(j[None, :], rows.low[:, None], rows.i[:, None], seq_len, MASKS)
@@ -238,7 +238,7 @@ def first_step(s, state, tile, item, rows, dtype: gl.constexpr, SPEC: gl.constex
 
 @gluon.jit
 def step(sums, at, tile, item, rows, shared, SPEC: gl.constexpr, SHAPE: gl.constexpr):
-    """As that of consumer.py."""
+    """As ``step`` of consumer.py."""
     K_PARTS: gl.constexpr = SHAPE.k.parts
     V_PARTS: gl.constexpr = SHAPE.v.parts
     MASKS: gl.constexpr = SPEC.masks
@@ -307,7 +307,7 @@ def attend(
     item, n, total_tiles, factor, which: gl.constexpr, batch, shared, SPEC: gl.constexpr, CUTS: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """As that of consumer.py."""
+    """A consumer's rows of the n-th item, whose tiles are the ``total_tiles``-th and following."""
     MASKS: gl.constexpr = SPEC.masks
     N: gl.constexpr = SHAPE.N
     DTYPE: gl.constexpr = shared.q_tiles[0].dtype
