@@ -1,7 +1,7 @@
 """Loads of keys and values to shared memory without TMA, for caches of any layout: hopper/invariant.py.
 
-Tiles lie as producer.py loads them. With rows of whole pieces of 16 bytes, a warp copies them asynchronously; else it loads
-elements, which takes longer. Letters: see dense.py.
+Tiles lie as producer.py loads them. With rows of whole pieces of 16 bytes, a warp copies them asynchronously; else it
+loads elements, which takes longer. Letters: see dense.py.
 """
 
 from __future__ import annotations
