@@ -41,7 +41,7 @@ from paged_ops.lowerings.gpu.attention.hopper.producer import producer
 from paged_ops.lowerings.gpu.attention.shared.segments import Cuts, fold_weights, segments_of
 from paged_ops.lowerings.gpu.attention.shared.tile import LOG2E, Batch, store_padding, store_rows
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
-from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, not_applied
+from paged_ops.lowerings.gpu.spec import Division, Numbers, Shapes, Spec, TileShape, not_applied
 from paged_ops.lowerings.gpu.target import Target
 
 SIZES = (64, 64), (128, 128)  # head sizes that were run on a GPU
@@ -153,7 +153,9 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
         )
         query = contiguous_rows if are_copied(spec) else aligned_rows
         main = HopperLaunch(launcher, (P, 1, 1), (*takes, counter), described, query)
-        merged = {**constants, "SPEC": spec.for_merge(), "COLUMNS": columns, "num_warps": 1, "maxnreg": 255}
+        tile = TileShape(M, shape.N, 0, Dv, 0, False)
+        merged = {"SPEC": spec.for_merge(), "PLAN": constants["PLAN"], "TILE": tile, "COLUMNS": columns}
+        merged |= {"num_warps": 1, "maxnreg": 255, "enable_fp_fusion": False, **target.overlap()}
         without = (*others, *NOT_OF_MERGE)
         merge = Launch(launcher_of(invariant_states_kernel, merged, target.device, without), grid, without)
         if counted:
@@ -243,14 +245,14 @@ def invariant_zero_kernel(
 def invariant_states_kernel(
     tensors,  # Pointers
     scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    SPEC: tl.constexpr, PLAN: tl.constexpr, SHAPE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    SPEC: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Folds COLUMNS of the states of one sequence and key/value head, if its segments were items. Also writes the rows
     of padding, and zeroes the counters."""
     K: tl.constexpr = SPEC.K
     G: tl.constexpr = SPEC.G
     Dv: tl.constexpr = SPEC.v_side.size
-    TOKENS: tl.constexpr = SHAPE.M // G
+    TOKENS: tl.constexpr = TILE.M // G
     DIVISION: tl.constexpr = PLAN.division
     CUTS: tl.constexpr = PLAN.cuts
     p = tl.program_id(0)
@@ -263,7 +265,7 @@ def invariant_states_kernel(
     row_start = tl.load(tensors.query_start_loc + s)
     q_len = tl.load(tensors.query_start_loc + s + 1) - row_start
     seq_len = tl.load(tensors.seq_lens + s)
-    _segment, units, others = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, SHAPE.N)
+    _segment, units, others = segments_of(q_len, seq_len, G, TOKENS, DIVISION.rows, CUTS, TILE.N)
     before = 0  # items of the sequences before s
     total = 0
     for start in range(0, S, DIVISION.at_once):
@@ -272,7 +274,7 @@ def invariant_states_kernel(
         row_ = tl.load(tensors.query_start_loc + s_, mask=live, other=0)
         q_ = tl.load(tensors.query_start_loc + s_ + 1, mask=live, other=0) - row_
         _, units_, _ = segments_of(
-            q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, SHAPE.N
+            q_, tl.load(tensors.seq_lens + s_, mask=live, other=0), G, TOKENS, DIVISION.rows, CUTS, TILE.N
         )  # fmt: skip
         units_ = tl.where(live, units_, 0)
         total += tl.sum(units_)
