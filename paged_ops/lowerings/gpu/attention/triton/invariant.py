@@ -435,7 +435,7 @@ def invariant_merge_kernel(
         fold_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, ROWS, DV_PAD, 8)
     else:
         WIDTH: tl.constexpr = 32 if DV_PAD > 32 else DV_PAD
-        fold_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, 1, WIDTH, 32)
+        fold_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, 1, WIDTH, 16)
     if PDL:
         gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
 
@@ -463,7 +463,8 @@ def fold_rows(
         l = tl.load(tensors.part_lse + place * 2 + 1, mask=live, other=0.0)
         acc = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live, other=0.0)
         for begin in range(second, last_segment + 1, UNROLLED):
-            for n in tl.static_range(UNROLLED):  # all loads are under way before the first is needed
+            states: tl.tuple = ()
+            for n in tl.static_range(UNROLLED):
                 segment = begin + n
                 there = segment <= last_segment
                 owner = program_of(base + tl.minimum(segment, last_segment) * CUTS.tiles, share, longer)
@@ -471,5 +472,9 @@ def fold_rows(
                 m_part = tl.load(tensors.part_lse + place * 2, mask=live & there, other=float("-inf"))
                 l_part = tl.load(tensors.part_lse + place * 2 + 1, mask=live & there, other=0.0)
                 added = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live & there, other=0.0)
+                states += ((added, m_part, l_part),)
+            tl.debug_barrier()  # all loads are under way before the first is used; ptxas would move them
+            for n in tl.static_range(UNROLLED):
+                added, m_part, l_part = states[n]
                 acc, m, l = fold(acc, m, l, added, m_part, l_part)
         finish(tensors, acc, m, l, row_start + row // G, kh * G + row % G, kh, live, d, SPEC)
