@@ -418,8 +418,8 @@ def summarise(out: Path) -> dict[str, Any]:
     return {"backends": records, "tokens": compared}
 
 
-def main() -> None:
-    """Measure every backend in a process of its own, then summarise."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options of this script; :class:`Engine` takes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--backends", nargs="*", default=["PAGED_OPS", "FLASH_ATTN", "TRITON_ATTN"])
@@ -450,7 +450,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU platform, where CPU_ATTN is its own backend")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure every backend in a process of its own, then summarise."""
+    args = make_parser().parse_args()
     if args.tiny:
         args.chunk = 64
     if args.batch_invariant:
