@@ -105,7 +105,8 @@ class Engine:
             config["max_position_embeddings"] = args.longest
         folder = tempfile.mkdtemp()
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        sizes = [1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
+        sizes = args.sizes or ([1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256])
         on_cpu = args.cpu
         self.llm = LLM(
             model=folder,
@@ -117,7 +118,7 @@ class Engine:
             tensor_parallel_size=args.tensor_parallel,
             decode_context_parallel_size=args.context_parallel,
             **({"distributed_executor_backend": "mp"} if args.tensor_parallel > 1 else {}),
-            max_num_seqs=8 if self.tiny else 256,
+            max_num_seqs=8 if self.tiny else max(sizes),
             max_num_batched_tokens=args.chunk,
             enable_prefix_caching=bool(args.sharing),
             gpu_memory_utilization=args.memory,
@@ -314,14 +315,11 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             name = backend
         engine = Engine(name, "tiny" if args.tiny else args.shape, args)
         record["start_seconds"] = time.monotonic() - started
-        if args.gate:
-            # never closed: the lock is released when the process ends
-            fcntl.flock(os.open(args.gate, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+        log(f"{backend}: engine started in {record['start_seconds']:.0f} s")
         config = engine.engine.vllm_config
         record["block_size"] = config.cache_config.block_size
         record["dtype"] = str(config.model_config.dtype)
         record["graphs"] = str(config.compilation_config.cudagraph_mode)
-        log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
         cases = (
             {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE | (LONG if args.longest else {})
         )
@@ -332,6 +330,13 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             args.cases = list(cases)
             engine.decode(lengths[:1], 16, 1)  # the prefix is in the cache from now on
         engine.decode([16] * 4, 16, 0)
+        if args.gate:
+            for case, lengths in cases.items():  # all kernels are compiled before it
+                if not args.cases or case in args.cases:
+                    engine.run([engine.add(length, 4, i) for i, length in enumerate(lengths)])
+            log(f"{backend}: at the gate")
+            # never closed: the lock is released when the process ends
+            fcntl.flock(os.open(args.gate, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
         if args.bits:
             lengths = [3, 40, 90, 17, 64, 200] if args.tiny else [3, 40, 900, 17, 64, 2000, 5000, 1, 128, 300] * 3
             record["alone"] = engine.differing(lengths, 16 if args.tiny else 64)
@@ -413,8 +418,8 @@ def summarise(out: Path) -> dict[str, Any]:
     return {"backends": records, "tokens": compared}
 
 
-def main() -> None:
-    """Measure every backend in a process of its own, then summarise."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options of this script; :class:`Engine` takes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--backends", nargs="*", default=["PAGED_OPS", "FLASH_ATTN", "TRITON_ATTN"])
@@ -423,6 +428,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--cases", nargs="+", default=None, help="only these decode cases, and no mixed load")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode")
+    parser.add_argument("--sizes", nargs="+", type=int, default=None, help="numbers of tokens of the captured graphs")
+    parser.add_argument("--layers", type=int, default=None, help="number of layers, instead of the shape's")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
@@ -443,7 +450,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="vLLM's CPU platform, where CPU_ATTN is its own backend")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure every backend in a process of its own, then summarise."""
+    args = make_parser().parse_args()
     if args.tiny:
         args.chunk = 64
     if args.batch_invariant:

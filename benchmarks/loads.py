@@ -106,15 +106,15 @@ class VLLM:
     def __init__(self, tiny: bool, backend: str) -> None:
         import engine_vllm
 
-        name, options = backend, {"chunk": CHUNK, "sharing": 1, "memory": 0.85, "cascade": False, "block_size": None}
-        options |= {"cpu": False, "dtype": "bfloat16", "graphs": "FULL_AND_PIECEWISE"}
+        arguments = ["--out", "", "--chunk", str(CHUNK), "--sharing", "1"]
+        name, options = backend, engine_vllm.make_parser().parse_args(arguments)
         started = time.perf_counter()
         if backend == "PAGED_OPS":
             from paged_ops.integrations.vllm import plugin
 
             plugin.register()
             name = plugin.name()
-        engine = engine_vllm.Engine(name, "tiny" if tiny else "llama-3-8b", argparse.Namespace(**options))
+        engine = engine_vllm.Engine(name, "tiny" if tiny else "llama-3-8b", options)
         self.model_seconds, self.start_seconds = 0.0, time.perf_counter() - started
         self.engine, self.count = engine.engine, 0
         self.lengths: dict[int, int] = {}
