@@ -25,7 +25,7 @@ struct Worker : Attention {
     const bool direct;           // whether rows can be read in place
     Buffer queries, logits;
     Buffer staged;               // copies of rows that are not contiguous or not whole vectors
-    Buffer wide;                 // a tile converted to float32
+    Buffer wide;                 // a tile converted to float32, for wide spans
     std::optional<Matrix> matrix;
     States own;                  // the state of a piece that has all keys of its span
     Buffer merged;               // a row of out
@@ -33,13 +33,13 @@ struct Worker : Attention {
     const char* at[2][2][TILE];  // [this tile or the next][keys or values]: addresses of tokens, at head 0
     const char* staged_at[2][TILE];
 
-    Worker(const Attention& attention, int64_t rows)
+    Worker(const Attention& attention, int64_t rows, bool widens)
         : Attention(attention),
           direct(c.D == D && c.Dv == Dv && c.key_strides[4] == 1 && c.value_strides[3] == 1 && c.x == c.D),
           queries(rows * D),
           logits(ROWS * TILE),
           staged(direct ? 0 : TILE * (D + Dv)),
-          wide(TILE * (D + Dv)),
+          wide(widens ? TILE * (D + Dv) : 0),
           own(rows, Dv),
           merged(Dv),
           reordered(round_up(std::max(D, Dv), 2 * WIDTH)),
@@ -50,7 +50,7 @@ struct Worker : Attention {
             staged_at[1][j] = reinterpret_cast<char*>(staged.data + TILE * D) + j * Dv * cell_bytes;
         }
         if (!direct) std::fill_n(staged.data, TILE * (D + Dv), 0.0f);
-        if (c.query_cell == BFLOAT16 && format.pair_keys && matrix_unit()) matrix.emplace(rows, D, Dv);
+        if (widens && c.query_cell == BFLOAT16 && format.pair_keys && matrix_unit()) matrix.emplace(rows, D, Dv);
     }
 
     const char* query_of(const Span& s, int64_t head, int64_t row) const {
@@ -394,26 +394,33 @@ void attend(const Call& c) {
     }
     begin.push_back(pieces.size());
     const States shared(rows, a.Dv);
-    const int threads = pieces.size() == 1 ? 1 : int(c.threads);  // always this number: OpenMP would end threads of a smaller team
-#pragma omp parallel num_threads(threads)
+    // The last rows of a prompt see the most keys. They are computed first, so that threads finish together.
+    const auto compute = [&](Worker& worker, int64_t n) {
+        const Piece& piece = pieces[pieces.size() - 1 - n];
+        const Span& span = spans[piece.span];
+        const State state = piece.row < 0 ? worker.own.at(0) : shared.at(piece.row + piece.head * span.rows * a.G);
+        worker.run(span, piece, state);
+        if (piece.row < 0) worker.merge(span, piece.head, piece.end, &state, 1);
+    };
+    const auto merge = [&](Worker& worker, int64_t n) {
+        std::vector<State> parts;
+        for (int64_t p = begin[n]; p < begin[n + 1]; p++)
+            if (pieces[p].row >= 0 && pieces[p].head == 0) parts.push_back(shared.at(pieces[p].row));
+        if (!parts.empty()) worker.merge(spans[n], 0, c.K, parts.data(), parts.size());
+    };
+    if (pieces.size() == 1 || c.threads == 1) {  // OpenMP makes system calls for one thread, too
+        Worker worker(a, most, tasks > 0);
+        for (int64_t n = 0; n < int64_t(pieces.size()); n++) compute(worker, n);
+        for (int64_t n = 0; n < int64_t(spans.size()); n++) merge(worker, n);
+        return;
+    }
+#pragma omp parallel num_threads(int(c.threads))  // always this number: OpenMP would end threads of a smaller team
     {
-        Worker worker(a, most);
-        // The last rows of a prompt see the most keys. They are computed first, so that threads finish together.
+        Worker worker(a, most, tasks > 0);
 #pragma omp for schedule(dynamic)
-        for (int64_t n = int64_t(pieces.size()) - 1; n >= 0; n--) {
-            const Piece& piece = pieces[n];
-            const Span& span = spans[piece.span];
-            const State state = piece.row < 0 ? worker.own.at(0) : shared.at(piece.row + piece.head * span.rows * a.G);
-            worker.run(span, piece, state);
-            if (piece.row < 0) worker.merge(span, piece.head, piece.end, &state, 1);
-        }
+        for (int64_t n = 0; n < int64_t(pieces.size()); n++) compute(worker, n);
 #pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < int64_t(spans.size()); n++) {
-            std::vector<State> parts;
-            for (int64_t p = begin[n]; p < begin[n + 1]; p++)
-                if (pieces[p].row >= 0 && pieces[p].head == 0) parts.push_back(shared.at(pieces[p].row));
-            if (!parts.empty()) worker.merge(spans[n], 0, c.K, parts.data(), parts.size());
-        }
+        for (int64_t n = 0; n < int64_t(spans.size()); n++) merge(worker, n);
     }
 }
 
