@@ -8,6 +8,7 @@ batch-invariant. After each rollout the model is unwrapped, so TRL trains the pl
     rollout 1: 8 completions, C of C log-probabilities are equal in one forward pass
 """
 
+import contextlib
 import itertools
 import tempfile
 
@@ -25,27 +26,36 @@ seeds = itertools.count()
 rollouts = itertools.count(1)
 
 
+@contextlib.contextmanager
+def paged_model(trainer):
+    """The trainer's model, wrapped for inference; afterwards it is as before."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        wrapper = vars(model).pop("forward", None)  # of accelerate, which converts results
+        if wrapper is not None:
+            stack.callback(setattr, model, "forward", wrapper)
+        paged = PagedCausalLM(model.eval(), batch_invariant=True)
+        stack.callback(paged.unwrap)
+        yield paged
+
+
 def rollout(prompts, trainer):
     """One completion for each prompt; TRL repeats a prompt for each of its generations."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    was_training = model.training
-    wrapper = vars(model).pop("forward", None)  # of accelerate, which converts results
     prompt_ids = [trainer.processing_class(prompt).input_ids for prompt in prompts]
-    paged = PagedCausalLM(model.eval(), batch_invariant=True)
-    with GenerationLoop(paged, paged.allocate_kv_cache(num_blocks=256)) as loop:
-        ids = [
-            loop.submit(each, SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=next(seeds), logprobs=0))
-            for each in prompt_ids
-        ]
-        found = loop.run()
-    outputs = [found[each] for each in ids]
+    with paged_model(trainer) as paged:
+        with GenerationLoop(paged, paged.allocate_kv_cache(num_blocks=256)) as loop:
+            ids = [
+                loop.submit(
+                    each, SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=next(seeds), logprobs=0)
+                )
+                for each in prompt_ids
+            ]
+            found = loop.run()
+        outputs = [found[each] for each in ids]
+        pairs = zip(prompt_ids, outputs, strict=True)
+        again = [paged.token_logprobs([*prompt, *output])[len(prompt) - 1 :] for prompt, output in pairs]
     logprobs = [[each.logprob for each in output.logprobs] for output in outputs]
-    pairs = zip(prompt_ids, outputs, strict=True)
-    again = [paged.token_logprobs([*prompt, *output])[len(prompt) - 1 :] for prompt, output in pairs]
-    paged.unwrap()
-    model.train(was_training)
-    if wrapper is not None:
-        model.forward = wrapper
     same = torch.cat(again) == torch.tensor([each for row in logprobs for each in row])
     print(
         f"rollout {next(rollouts)}: {len(outputs)} completions,"

@@ -18,7 +18,7 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -77,7 +77,9 @@ def op(
         @functools.wraps(signature)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.is_grad_enabled():
-                _refuse_grad(name, args, kwargs)
+                _refuse_grad(name, args)
+                if kwargs:
+                    _refuse_grad(name, kwargs.values())
             if _transforming():
                 _refuse_transforms(name, mutates, args, kwargs)
             return default(*args, **kwargs)
@@ -294,14 +296,16 @@ def module_of(key: str) -> ModuleType | str:
         return str(error)
 
 
-def _refuse_grad(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+def _refuse_grad(name: str, values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
                 raise RuntimeError(
-                    f"paged_ops.{name} has no backward, but an argument of shape {list(tensor.shape)} requires grad: "
+                    f"paged_ops.{name} has no backward, but an argument of shape {list(value.shape)} requires grad: "
                     "call it under torch.no_grad(), or detach the tensor"
                 )
+        elif isinstance(value, (list, tuple)):
+            _refuse_grad(name, value)
 
 
 def _transforming() -> bool:

@@ -113,10 +113,12 @@ class ModelRunner:
             mode=GraphMode.NONE,
         )
         logits = first.run_padding()
-        if logits.is_cuda:
-            try_draws(logits, self._max_num_seqs)
+        # The step is compiled while other processes compile kernels: nothing waits for these before.
+        draws = try_draws(logits, self._max_num_seqs) if logits.is_cuda else None
         place = _place(self._weights_version())
         self.graphs.capture(None if on_capture is None else lambda done, total, _: on_capture(done, total))
+        if draws is not None:
+            draws()
         self._captured_place = place
 
     def run(self, batch: Batch, input_ids: list[int] | Tensor, more_rows: Sequence[int]) -> Tensor:

@@ -157,9 +157,9 @@ def choose(
     return Choices(found, stops, _logprobs(logits, rows, found, requests))
 
 
-def try_draws(logits: Tensor, num_rows: int) -> None:
-    """Chooses tokens in every way from rows like ``logits [S, V]``: a GPU compiles the kernels that draw, and loads
-    those of torch at their first use; some of these depend on the number of rows."""
+def try_draws(logits: Tensor, num_rows: int) -> Callable[[], None]:
+    """Begins to compile the kernels that draw from rows like ``logits [S, V]`` on a GPU. The function that it returns
+    chooses tokens in every way, which loads these kernels and those of torch; some depend on the number of rows."""
     from paged_ops.lowerings.gpu.draw import draw_rows
     from paged_ops.lowerings.gpu.penalties import penalized
 
@@ -171,13 +171,16 @@ def try_draws(logits: Tensor, num_rows: int) -> None:
         draw_rows(rows, _likeliest(rows)[0], range(R), [0] * R, [1] * R, zeros, zeros, zeros)
         penalized(rows, [(r, ids.data_ptr(), 1, 0, 0) for r in range(R)], [(2.0, 1.0, 1.0)] * R, None)
 
-    warm_up([functools.partial(try_draw, each) for each in (logits[:1], logits[:1].float())])
-    for R in {1, max(1, min(num_rows, _MOST_SCORES // V))}:
-        rows = logits.new_zeros(R, V)
-        try_draw(rows)
-        try_draw(rows.float())
-        logprobs_of(rows, [0] * R, [1] * R)
-        Chosen(*_likeliest(rows), []).read()
+    def finish() -> None:
+        for R in {1, max(1, min(num_rows, _MOST_SCORES // V))}:
+            rows = logits.new_zeros(R, V)
+            try_draw(rows)
+            try_draw(rows.float())
+            logprobs_of(rows, [0] * R, [1] * R)
+            Chosen(*_likeliest(rows), []).read()
+
+    warm_up([functools.partial(try_draw, each) for each in (logits[:1], logits[:1].float())], wait=False)
+    return finish
 
 
 def _changes_scores(request: Request) -> bool:

@@ -18,14 +18,15 @@ constexpr int64_t PIECE = 128;    // minimum number of keys of a piece
 constexpr int64_t PIECES = 512;   // bounds the memory of partial results: about this many pieces per row
 constexpr float SLACK = 4;        // a row is rescaled only if a logit exceeds its current maximum by more
 
-enum class Path { DIRECT, WIDE, MATRIX };
+enum class Path { DIRECT, PAIRS, WIDE, MATRIX };
 
 // One thread: its scratch, and the computation of one piece.
 struct Worker : Attention {
     const bool direct;           // whether rows can be read in place
+    const bool pairs;            // whether few rows are multiplied as pairs of bfloat16
     Buffer queries, logits;
     Buffer staged;               // copies of rows that are not contiguous or not whole vectors
-    Buffer wide;                 // a tile converted to float32
+    Buffer wide;                 // a tile converted to float32, for wide spans
     std::optional<Matrix> matrix;
     States own;                  // the state of a piece that has all keys of its span
     Buffer merged;               // a row of out
@@ -33,13 +34,14 @@ struct Worker : Attention {
     const char* at[2][2][TILE];  // [this tile or the next][keys or values]: addresses of tokens, at head 0
     const char* staged_at[2][TILE];
 
-    Worker(const Attention& attention, int64_t rows)
+    Worker(const Attention& attention, int64_t rows, bool widens)
         : Attention(attention),
           direct(c.D == D && c.Dv == Dv && c.key_strides[4] == 1 && c.value_strides[3] == 1 && c.x == c.D),
+          pairs(c.query_cell == BFLOAT16 && c.cell == BFLOAT16 && has_pair_products()),
           queries(rows * D),
           logits(ROWS * TILE),
           staged(direct ? 0 : TILE * (D + Dv)),
-          wide(TILE * (D + Dv)),
+          wide(widens ? TILE * (D + Dv) : 0),
           own(rows, Dv),
           merged(Dv),
           reordered(round_up(std::max(D, Dv), 2 * WIDTH)),
@@ -50,7 +52,7 @@ struct Worker : Attention {
             staged_at[1][j] = reinterpret_cast<char*>(staged.data + TILE * D) + j * Dv * cell_bytes;
         }
         if (!direct) std::fill_n(staged.data, TILE * (D + Dv), 0.0f);
-        if (c.query_cell == BFLOAT16 && format.pair_keys && matrix_unit()) matrix.emplace(rows, D, Dv);
+        if (widens && c.query_cell == BFLOAT16 && format.pair_keys && matrix_unit()) matrix.emplace(rows, D, Dv);
     }
 
     const char* query_of(const Span& s, int64_t head, int64_t row) const {
@@ -77,18 +79,19 @@ struct Worker : Attention {
             }
     }
 
-    // Copies the queries of a head for the matrix unit: bfloat16 pairs in the order of parts.
-    void arrange_pairs(const Span& s, int64_t head) {
-        uint16_t* to = reinterpret_cast<uint16_t*>(matrix->queries.data);
-        for (int64_t row = 0; row < s.rows * G; row++, to += D) {
-            const char* from = query_of(s, head, row);
-            if (c.D < D) std::fill_n(to, D, 0);
-            if (format.parts == 2) std::memcpy(to, from, 2 * c.D);
-            else
-                for (int64_t d = 0; d < c.D; d++)
-                    to[place[d] / PAIRED * PAIRED + place[d] % SIDE * 2 + place[d] % PAIRED / SIDE] =
-                        load<uint16_t>(from + 2 * d);
-        }
+    // Copies the queries of a piece's heads as bfloat16 pairs in the order of parts.
+    void arrange_pairs(const Span& s, const Piece& piece, const Buffer& words) const {
+        uint16_t* to = reinterpret_cast<uint16_t*>(words.data);
+        for (int64_t head = piece.head; head < piece.end; head++)
+            for (int64_t row = 0; row < s.rows * G; row++, to += D) {
+                const char* from = query_of(s, head, row);
+                if (c.D < D) std::fill_n(to, D, 0);
+                if (format.parts == 2) std::memcpy(to, from, 2 * c.D);
+                else
+                    for (int64_t d = 0; d < c.D; d++)
+                        to[place[d] / PAIRED * PAIRED + place[d] % SIDE * 2 + place[d] % PAIRED / SIDE] =
+                            load<uint16_t>(from + 2 * d);
+            }
     }
 
     int64_t head_stride(int plane) const { return (plane ? c.value_strides[2] : c.key_strides[2]) * cell_bytes; }
@@ -122,9 +125,9 @@ struct Worker : Attention {
         const int64_t R = span.rows * G;
         const int64_t count = (piece.end - piece.head) * R;
         const bool widened = is_wide(span);
-        bool arranged = !widened || !matrix;
+        bool arranged = widened ? !matrix : !pairs;
         if (arranged) arrange(span, piece);
-        else arrange_pairs(span, piece.head);
+        else arrange_pairs(span, piece, widened ? matrix->queries : queries);
         std::fill_n(state.largest, count, -INF);
         std::fill_n(state.total, count, 0.0f);
         std::fill_n(state.values, count * Dv, 0.0f);
@@ -147,7 +150,7 @@ struct Worker : Attention {
                     next[plane] = end ? tile[plane] : rows_of(which ^ last, plane, last ? piece.head : head + 1);
                     if (!direct) tile[plane] = stage(plane, tile[plane], n);
                 }
-                Path path = widened ? Path::WIDE : Path::DIRECT;
+                Path path = widened ? Path::WIDE : pairs ? Path::PAIRS : Path::DIRECT;
                 if (widened && matrix) {
                     format.pair_keys(tile[0], matrix->keys.words(), n, D);
                     if (format.pair_values(tile[1], matrix->values.words(), n, Dv)) path = Path::MATRIX;
@@ -161,8 +164,9 @@ struct Worker : Attention {
                 for (int64_t r = 0; r < R; r += ROWS) {
                     const int64_t row = (head - piece.head) * R + r;
                     if (widened) prefetch(next, r * TILE / R, std::min(r + ROWS, R) * TILE / R);
-                    compute(path, format, span, head, r, std::min<int64_t>(ROWS, R - r), key(span, from), n, queries.data + row * D, tile,
-                         next, {state.largest + row, state.total + row, state.values + row * Dv});
+                    compute(path, format, span, head, r, std::min<int64_t>(ROWS, R - r), key(span, from), n,
+                            queries.data + row * (path == Path::PAIRS ? D / 2 : D), tile, next,
+                            {state.largest + row, state.total + row, state.values + row * Dv});
                 }
             }
         }
@@ -196,8 +200,11 @@ struct Worker : Attention {
         if (path == Path::MATRIX) matrix->multiply(row, logits.data);
         else if (widened) multiply_wide(q, count, seen);
         else
-            for (int64_t r = 0; r < count; r += 1 << size(r))
-                cells.multiply[size(r)](q + r * D, tile[0], next[0], logits.data + r * TILE, seen, D);
+            for (int64_t r = 0; r < count; r += 1 << size(r)) {
+                const bool paired = path == Path::PAIRS;
+                const auto product = paired ? MULTIPLY_PAIRS[size(r)] : cells.multiply[size(r)];
+                product(q + r * (paired ? D / 2 : D), tile[0], next[0], logits.data + r * TILE, seen, D);
+            }
         softmax(count, seen, low, high, head, row, from - span.position, state, rescale);
         if (path == Path::MATRIX) return matrix->add(logits.data, count, seen, rescale, state.values);
         // Hidden values may be NaN, and 0 * NaN is NaN: several rows share a value only if all of them see it.
@@ -394,26 +401,33 @@ void attend(const Call& c) {
     }
     begin.push_back(pieces.size());
     const States shared(rows, a.Dv);
-    const int threads = pieces.size() == 1 ? 1 : int(c.threads);  // always this number: OpenMP would end threads of a smaller team
-#pragma omp parallel num_threads(threads)
+    // The last rows of a prompt see the most keys. They are computed first, so that threads finish together.
+    const auto compute = [&](Worker& worker, int64_t n) {
+        const Piece& piece = pieces[pieces.size() - 1 - n];
+        const Span& span = spans[piece.span];
+        const State state = piece.row < 0 ? worker.own.at(0) : shared.at(piece.row + piece.head * span.rows * a.G);
+        worker.run(span, piece, state);
+        if (piece.row < 0) worker.merge(span, piece.head, piece.end, &state, 1);
+    };
+    const auto merge = [&](Worker& worker, int64_t n) {
+        std::vector<State> parts;
+        for (int64_t p = begin[n]; p < begin[n + 1]; p++)
+            if (pieces[p].row >= 0 && pieces[p].head == 0) parts.push_back(shared.at(pieces[p].row));
+        if (!parts.empty()) worker.merge(spans[n], 0, c.K, parts.data(), parts.size());
+    };
+    if (pieces.size() == 1 || c.threads == 1) {  // OpenMP makes system calls for one thread, too
+        Worker worker(a, most, tasks > 0);
+        for (int64_t n = 0; n < int64_t(pieces.size()); n++) compute(worker, n);
+        for (int64_t n = 0; n < int64_t(spans.size()); n++) merge(worker, n);
+        return;
+    }
+#pragma omp parallel num_threads(int(c.threads))  // always this number: OpenMP would end threads of a smaller team
     {
-        Worker worker(a, most);
-        // The last rows of a prompt see the most keys. They are computed first, so that threads finish together.
+        Worker worker(a, most, tasks > 0);
 #pragma omp for schedule(dynamic)
-        for (int64_t n = int64_t(pieces.size()) - 1; n >= 0; n--) {
-            const Piece& piece = pieces[n];
-            const Span& span = spans[piece.span];
-            const State state = piece.row < 0 ? worker.own.at(0) : shared.at(piece.row + piece.head * span.rows * a.G);
-            worker.run(span, piece, state);
-            if (piece.row < 0) worker.merge(span, piece.head, piece.end, &state, 1);
-        }
+        for (int64_t n = 0; n < int64_t(pieces.size()); n++) compute(worker, n);
 #pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < int64_t(spans.size()); n++) {
-            std::vector<State> parts;
-            for (int64_t p = begin[n]; p < begin[n + 1]; p++)
-                if (pieces[p].row >= 0 && pieces[p].head == 0) parts.push_back(shared.at(pieces[p].row));
-            if (!parts.empty()) worker.merge(spans[n], 0, c.K, parts.data(), parts.size());
-        }
+        for (int64_t n = 0; n < int64_t(spans.size()); n++) merge(worker, n);
     }
 }
 

@@ -18,7 +18,7 @@ struct Tile {
 
 struct Steady : Worker {
     States part;  // of one segment, if a piece has several
-    Steady(const Attention& attention, int64_t rows) : Worker(attention, rows), part(rows, Dv) {}
+    Steady(const Attention& attention, int64_t rows) : Worker(attention, rows, true), part(rows, Dv) {}
 
     static void clear(State state, int64_t rows, int64_t Dv) {
         std::fill_n(state.largest, rows, -INF);

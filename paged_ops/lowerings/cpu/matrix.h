@@ -1,6 +1,7 @@
-// bfloat16 matmuls with float32 accumulators by the matrix unit of x86 processors (AMX).
+// bfloat16 matmuls with float32 accumulators by the matrix unit of x86 processors (AMX), and dot products by their vector
+// instruction for pairs (AVX512_BF16).
 //
-// Its operands are tiles of 16 rows of 64 bytes: C[16][16] += A[16][32] B[32][16]. A row of A has 32 bfloat16. B is
+// The operands of the matrix unit are tiles of 16 rows of 64 bytes: C[16][16] += A[16][32] B[32][16]. A row of A has 32 bfloat16. B is
 // stored as [16][16][2]: row i holds pairs of rows 2i and 2i + 1. A 32-bit word holds a pair, so a tile of A or B has
 // [16][16] words.
 #pragma once
@@ -74,6 +75,45 @@ inline bool matrix_unit() {
     static const bool usable = request_matrix_unit();  // once: it is slow in a virtual machine
     return usable;
 }
+
+inline bool has_pair_products() {
+    static const bool has = __builtin_cpu_supports("avx512bf16");
+    return has;
+}
+
+// The same as multiply in tiles.h, for queries [R][D] and keys in bfloat16.
+template <int R>
+__attribute__((target("avx512bf16"))) void multiply_pairs(const float* queries, Rows keys, Rows next, float* logits,
+                                                          int64_t n, int64_t D) {
+    constexpr int KEYS = WIDTH / R;
+    const char* q = reinterpret_cast<const char*>(queries);
+    for (int64_t j = 0; j < n; j += KEYS) {
+        const char *k[KEYS], *ahead[KEYS];
+        for (int c = 0; c < KEYS; c++) {
+            k[c] = keys[std::min(j + c, n - 1)];
+            ahead[c] = next[j + c];
+        }
+        __m512 partial[WIDTH] = {};
+        for (int64_t byte = 0; byte < 2 * D; byte += sizeof(Words)) {
+            __m512bh query[R];
+            for (int r = 0; r < R; r++) query[r] = load<__m512bh>(q + r * 2 * D + byte);
+            for (int c = 0; c < KEYS; c++) {
+                const __m512bh key = load<__m512bh>(k[c] + byte);
+                __builtin_prefetch(ahead[c] + byte);
+                for (int r = 0; r < R; r++) {
+                    __m512& sum = partial[r * KEYS + c];
+                    sum = _mm512_dpbf16_ps(sum, query[r], key);
+                }
+            }
+        }
+        Floats sums[WIDTH];
+        std::memcpy(sums, partial, sizeof sums);
+        const Floats all = reduce_lanes(sums, add);
+        for (int r = 0; r < R; r++)
+            std::memcpy(logits + r * TILE + j, reinterpret_cast<const float*>(&all) + r * KEYS, KEYS * sizeof(float));
+    }
+}
+constexpr decltype(&multiply_pairs<1>) MULTIPLY_PAIRS[] = {multiply_pairs<1>, multiply_pairs<2>, multiply_pairs<4>};
 
 // Configures this thread's tiles to the full size, and restores the previous configuration at the end, as other
 // libraries rely on it. The compilers' intrinsics would declare only the first 8 bytes of the memory as used.
@@ -183,6 +223,8 @@ private:
 #else
 
 inline bool matrix_unit() { return false; }
+inline bool has_pair_products() { return false; }
+constexpr decltype(&multiply<BFloat16, 1>) MULTIPLY_PAIRS[3] = {};  // never used
 
 struct Matrix {  // never used
     Buffer queries, keys, values;

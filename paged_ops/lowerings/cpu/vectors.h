@@ -68,8 +68,8 @@ inline Floats multiply_add(float a, Floats b, Floats c) { return multiply_add(a 
 
 struct Buffer {
     float* const data;
-    explicit Buffer(int64_t floats)
-        : data(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64)))) {}
+    explicit Buffer(int64_t floats)  // none if floats is 0
+        : data(floats ? static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64))) : nullptr) {}
     ~Buffer() { ::operator delete(data, std::align_val_t(64)); }
     Buffer(const Buffer&) = delete;
     uint32_t* words() const { return reinterpret_cast<uint32_t*>(data); }

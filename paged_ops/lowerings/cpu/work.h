@@ -156,18 +156,31 @@ struct State {
 };
 
 struct States {
-    Buffer largest, total, values;
-    const int64_t width;
-    States(int64_t rows, int64_t Dv) : largest(rows), total(rows), values(rows * Dv), width(Dv) {}
-    State at(int64_t row) const { return {largest.data + row, total.data + row, values.data + row * width}; }
+    const int64_t rows, width;
+    const Buffer data;
+    States(int64_t rows, int64_t Dv) : rows(round_up(rows, WIDTH)), width(Dv), data(this->rows * (2 + Dv)) {}
+    State at(int64_t row) const {
+        return {data.data + row, data.data + rows + row, data.data + 2 * rows + row * width};
+    }
 };
+
+// The index of each column in the order of parts: a permutation of each 4 * WIDTH columns.
+struct Places {
+    int32_t of[4 * WIDTH];
+    constexpr explicit Places(int32_t parts) : of() {
+        const int32_t unit = WIDTH * parts;
+        for (int32_t d = 0; d < 4 * WIDTH; d++) of[d] = d / unit * unit + d % parts * WIDTH + d % unit / parts;
+    }
+    int64_t operator[](int64_t d) const { return d / (4 * WIDTH) * (4 * WIDTH) + of[d % (4 * WIDTH)]; }
+};
+constexpr Places PLACES[] = {Places(1), Places(2), Places(4)};  // of 1, 2 and 4 parts
 
 struct Attention {
     const Call& c;
     const Format format;
     const int64_t G, cell_bytes, unit, D, Dv;  // D and Dv rounded up to whole vectors of words
     const int64_t span;                        // maximum rows of a span
-    const std::vector<int32_t> place, query_place, out_place;  // index of each column in the order of parts
+    const Places &place, &query_place, &out_place;
 
     explicit Attention(const Call& call)
         : c(call),
@@ -178,16 +191,9 @@ struct Attention {
           D(round_up(c.D, unit)),
           Dv(round_up(c.Dv, unit)),
           span(std::max<int64_t>(std::clamp(rows() * c.H / (2 * TASKS), SPAN, MOST_SPAN) / G, 1)),
-          place(places(format.parts)),
-          query_place(places(FORMATS[c.query_cell].parts)),
-          out_place(places(FORMATS[c.out_cell].parts)) {}
-
-    std::vector<int32_t> places(int64_t parts) const {
-        std::vector<int32_t> places(std::max(D, Dv));
-        const int32_t p = parts, u = WIDTH * p;
-        for (int32_t d = 0; d < int32_t(places.size()); d++) places[d] = d / u * u + d % p * WIDTH + d % u / p;
-        return places;
-    }
+          place(PLACES[format.parts / 2]),
+          query_place(PLACES[FORMATS[c.query_cell].parts / 2]),
+          out_place(PLACES[FORMATS[c.out_cell].parts / 2]) {}
 
     int64_t rows() const {  // of all served sequences
         int64_t sum = 0;
