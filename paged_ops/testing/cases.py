@@ -86,10 +86,17 @@ def _attention_cases() -> Iterator[AttentionCase]:
             scales = {"auto": "head", "fp8": "tensor"}.get(name)
             fp8: dict[str, Any] = {"cache_dtype": stored, "kv_cache_dtype": name, "scales": scales, "form": form}
             yield case(f"{form}-{short(stored)}-{name}-fp16", dtype=torch.float16, **fp8)
-    for D in (8, 13, 24, 32, 40, 72, 80, 96, 112, 120, 128, 192, 256):
+    for D in (8, 13, 24, 32, 40, 72, 80, 96, 112, 120, 128, 192, 256, 512):
         yield case(f"d{D}", head_size=D)
         yield case(f"d{D}-fp16-decode", "decode", head_size=D, dtype=torch.float16)
-    for D, Dv in ((192, 128), (64, 80), (13, 24), (128, 64)):
+    wide: dict[str, Any] = {"head_size": 512, "num_heads": 16}  # of Gemma-4
+    yield case("d512-e5m2-bf16", "long", dtype=torch.bfloat16, cache_dtype=F8_E5M2, **wide)
+    yield case("d512-all-features-bf16", "long", dtype=torch.bfloat16, features=every, strided_query=True, **wide)
+    yield case("d512-x_packed-bf16", "speculative", dtype=torch.bfloat16, form="x_packed", **wide)
+    yield case("d512-e4m3-fp16", "speculative", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", **wide)
+    many: dict[str, Any] = {"head_size": 264, "num_heads": 80}  # GPU kernels divide the 40 of a key/value head
+    yield case("d264-h80-e4m3-fp16", "speculative", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", **many)
+    for D, Dv in ((192, 128), (64, 80), (13, 24), (128, 64), (512, 256), (64, 512)):
         yield case(f"d{D}-dv{Dv}", form="separate", head_size=D, value_head_size=Dv)
     for B in (1, 8, 16, 32, 64, 128, 544, 1056):
         yield case(f"b{B}", block_size=B, form="hnd")

@@ -19,7 +19,7 @@ from .runner import INTERPRETER, Case
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEADS = ((1, 1), (1, 7), (2, 4), (3, 5), (4, 2), (2, 16), (8, 1), (4, 4), (2, 1), (1, 71), (5, 3))  # K, G
-HEAD_SIZES = (8, 13, 16, 24, 32, 40, 64, 64, 64, 72, 80, 96, 112, 120, 128, 128, 128, 192, 256)
+HEAD_SIZES = (8, 13, 16, 24, 32, 40, 64, 64, 64, 72, 80, 96, 112, 120, 128, 128, 128, 192, 256, 512)
 BLOCK_SIZES = (1, 3, 5, 8, 16, 16, 16, 17, 24, 32, 48, 64, 128, 544)
 KINDS = ("decode", "speculative", "prefill", "chunked", "mixed", "past", "holes", "empty")
 

@@ -149,6 +149,7 @@ class Spec(NamedTuple):
     # The rotated columns of a latent cache (in bfloat16 with row_scales); None: not latent.
     rotated: Side | None
     batch_invariant: bool = False
+    groups: int = 1  # of query heads that share a key/value head; more than one: K counts groups, see divide_heads
 
     def for_merge(self) -> Spec:
         """The fields that merge_kernel uses; others are reset, so that calls share a merge_kernel."""
@@ -165,6 +166,7 @@ class Spec(NamedTuple):
             query=(),
             table=1,
             rotated=None,
+            groups=1,
         )
 
 
@@ -211,6 +213,7 @@ class TileShape(NamedTuple):
     W: int
     paired: bool  # whether 8-bit keys and values are loaded in pairs
     heads: int = 1  # key/value heads of a unit, see join_heads
+    converts: bool = True  # whether bfloat16 queries over an fp8 cache become float16, else the cache bfloat16
 
 
 class Division(NamedTuple):
@@ -333,13 +336,19 @@ def can_slice(spec: Spec) -> bool:
 def has_adjacent_heads(spec: Spec) -> bool:
     """Whether two key/value heads are adjacent in each token and have the same scales."""
     adjacent = (side.k == side.size and not side.scale for side in (spec.k_side, spec.v_side))
-    return spec.K % 2 == 0 and all(adjacent)
+    return spec.K % 2 == 0 and spec.groups == 1 and all(adjacent)
 
 
 def join_heads(spec: Spec, heads: int) -> Spec:
     """The spec with groups of ``heads`` adjacent key/value heads treated as one head."""
     k_side, v_side = (side._replace(k=heads * side.k) for side in (spec.k_side, spec.v_side))
     return spec._replace(K=spec.K // heads, G=spec.G * heads, k_side=k_side, v_side=v_side)
+
+
+def divide_heads(spec: Spec, most: int) -> Spec:
+    """The spec with the query heads of a key/value head in groups of at most ``most``, which are served like heads."""
+    groups = next(n for n in range(1, spec.G + 1) if spec.G % n == 0 and spec.G // n <= most)
+    return spec._replace(K=spec.K * groups, G=spec.G // groups, groups=groups)
 
 
 def _run(value: Tensor, B: int) -> int:

@@ -79,6 +79,8 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
         if features.get("batch_invariant"):
             reasons.append("batch_invariant: GPU kernels of latent caches cut keys by the batch; the CPU serves them")
         return reasons + latent.too_large(Dv, None if D is None or Dv is None else D - Dv)
+    if features.get("batch_invariant") and max(D or 0, Dv or 0) > tuning.WIDEST:
+        reasons.append(f"batch_invariant: GPU kernels take heads of at most {tuning.WIDEST}; the CPU serves larger")
     return reasons + tuning.too_large(D, Dv)
 
 
@@ -327,6 +329,7 @@ def describe(
     key, value, cache_format = readable(paged, stored, target)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     spec = spec_of(query, key, value, cache_format, block_tables, sparse, f, out.dtype, with_lse, of_latents)
+    spec = tuning.fit_heads(spec)
     numbers = numbers_of(f, scale, block_tables.stride(0), S, T)
     aligned = not (key.data_ptr() | value.data_ptr()) & 15
     value_cache = kv_cache if f.value_cache is None else f.value_cache

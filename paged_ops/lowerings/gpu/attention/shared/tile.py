@@ -62,6 +62,15 @@ class Keys(NamedTuple):
 
 
 @triton.jit
+def stored_head(kh, SPEC: tl.constexpr):
+    """The key/value head in the cache of a unit's head."""
+    GROUPS: tl.constexpr = SPEC.groups
+    if GROUPS > 1:
+        kh = kh // GROUPS
+    return kh
+
+
+@triton.jit
 def load_tile(
     base, block, offset, live, readable, SIDE: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
