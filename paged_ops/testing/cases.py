@@ -51,6 +51,7 @@ FEATURES: dict[str, tuple[str, Any]] = {
     "sparse": ("block_sparse", [*SPARSE]),
     "ranges": ("bidirectional_ranges", True),
     "first": ("num_first_tokens", 5),
+    "selected": ("selected_keys", (3, True)),  # keys per entry, and whether each key/value head has its own entries
 }
 
 
@@ -139,6 +140,20 @@ def _attention_cases() -> Iterator[AttentionCase]:
             yield case(f"scale{scale:g}-{batch}", batch, dtype=dtype, scale=scale)
     for name in ("window", "cap", "sparse", "ranges"):
         yield case(f"scale0-{name}", features=(FEATURES[name],), scale=0.0)
+    for batch, dtype, how in (
+        ("mixed", torch.float16, (1, False)),
+        ("decode", torch.bfloat16, (1, True)),
+        ("uneven", torch.float32, (16, False)),
+        ("holes", torch.float16, (5, True)),
+        ("padding_only", torch.float32, (1, True)),
+    ):
+        yield case(f"selected{how[0]}-{batch}-{short(dtype)}", batch, dtype=dtype, features=(("selected_keys", how),))
+    for form in FORMS:
+        chosen = (*every, FEATURES["selected"])
+        yield case(f"selected-{form}-all-features", form=form, features=chosen, dtype=torch.float16)
+    few: dict[str, Any] = {"cache_dtype": F8_E4M3, "scales": "head", "features": (FEATURES["selected"],)}
+    yield case("selected-e4m3-bf16", "decode", dtype=torch.bfloat16, **few)
+    yield case("selected-e4m3-h80-d264-fp16", "decode", dtype=torch.float16, num_heads=80, head_size=264, **few)
     yield from _latent_cases()
     yield from _invariant_cases()
     yield from _random_cases(100)
@@ -207,7 +222,7 @@ def _invariant_cases() -> Iterator[AttentionCase]:
     for batch, dtype in itertools.product(("decode", "long", "holes", "query_past_keys"), layouts.MODEL_DTYPES):
         yield case(f"{batch}-{short(dtype)}", batch, dtype=dtype)
     yield case("padding_only", "padding_only")
-    for name in FEATURES:
+    for name in FEATURES.keys() - {"selected"}:  # GPU kernels refuse it
         yield case(name, "uneven", (name,), padding=(0, 0))
         yield case(f"{name}-fp16", "mixed", (name,), dtype=torch.float16)
     for number, form in enumerate(FORMS):
@@ -407,7 +422,8 @@ COMPILED: dict[str, tuple[str, ...]] = {
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
                         "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
                         "d192-dv128", "d13", "latent-mixed-fp32", "latent-e4m3-decode-bf16", "latent-sinks",
-                        "latent-rows-decode-bf16", "invariant-decode-fp16", "invariant-window"),
+                        "latent-rows-decode-bf16", "invariant-decode-fp16", "invariant-window",
+                        "selected16-uneven-fp32", "latent-selected"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
                                  "x_packed-all-features", "h71-k1", "b544-decode", "latent-mixed-fp16",
                                  "invariant-long-fp32"),

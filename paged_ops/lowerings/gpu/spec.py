@@ -26,6 +26,7 @@ from paged_ops.lowerings.gpu.target import Target
 MASK_ARGUMENTS = frozenset(
     {
         *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
+        *("selected_keys", "selected_block_size"),
     }
 )
 # The maximum num_first_tokens, so that kernels can add a tile to it in int32.
@@ -56,6 +57,7 @@ class Pointers(NamedTuple):
     v_scale: Any  # [1] or [K]
     bidirectional_ranges: Any  # [S, R, 2]
     output_scale: Any  # [1]
+    selected_keys: Any  # [T, G, k]
 
 
 # The tensors among the keyword arguments of attention.
@@ -86,6 +88,14 @@ class Pattern(NamedTuple):
     offset_step: int = 0
 
 
+class Selection(NamedTuple):
+    """The shape of ``selected_keys [T, heads, entries]``, and the keys of an entry."""
+
+    heads: int = 1
+    entries: int = 0
+    block: int = 1
+
+
 class Masks(NamedTuple):
     """The masks of a call. Defaults are neutral."""
 
@@ -96,6 +106,8 @@ class Masks(NamedTuple):
     sparse: bool = False
     pattern: Pattern = Pattern()
     first: int = 0  # first tokens that stay visible with a window; 0: none, or no window
+    selected: bool = False
+    selection: Selection = Selection()
 
 
 class Logits(NamedTuple):
@@ -156,7 +168,7 @@ class Spec(NamedTuple):
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
         logits, storage = Logits(), Storage(torch.float32, 0, False)
         return self._replace(
-            masks=self.masks._replace(sparse=False, pattern=Pattern()),
+            masks=self.masks._replace(sparse=False, pattern=Pattern(), selected=False, selection=Selection()),
             logits=logits,
             storage=storage,
             dtype=torch.float32,
@@ -260,6 +272,10 @@ def spec_of(
     D, Dv = key.shape[3] * key.shape[4], value.shape[3]
     key_n, key_b, key_k, key_dx, key_d = key.stride()
     n, b, k, d = value.stride()
+    selection = Selection()
+    if f.selected_keys is not None:
+        _, heads, entries = f.selected_keys.shape
+        selection = Selection(heads, entries, f.selected_block_size)
     row_scales = has_row_scales(f.kv_cache_dtype)
     P, width = D - Dv, torch.bfloat16.itemsize if row_scales else 1  # elements of key per rotated element
     return Spec(
@@ -271,6 +287,8 @@ def spec_of(
             sparse is not None,
             Pattern() if sparse is None else pattern_of(sparse, H, K),
             min(f.num_first_tokens, MOST_FIRST_TOKENS) if f.sliding_window > 0 else 0,
+            f.selected_keys is not None,
+            selection,
         ),
         logits=Logits(f.soft_cap > 0, f.alibi_slopes is not None, f.sinks is not None),
         storage=Storage(key.dtype, cache_format, _paired(query, key, value, cache_format), row_scales),
