@@ -143,6 +143,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
     for batch, dtype, how in (
         ("mixed", torch.float16, (1, False)),
         ("decode", torch.bfloat16, (1, True)),
+        ("decode", torch.float16, (7, False)),
         ("uneven", torch.float32, (16, False)),
         ("holes", torch.float16, (5, True)),
         ("padding_only", torch.float32, (1, True)),
@@ -150,7 +151,7 @@ def _attention_cases() -> Iterator[AttentionCase]:
         yield case(f"selected{how[0]}-{batch}-{short(dtype)}", batch, dtype=dtype, features=(("selected_keys", how),))
     for form in FORMS:
         chosen = (*every, FEATURES["selected"])
-        yield case(f"selected-{form}-all-features", form=form, features=chosen, dtype=torch.float16)
+        yield case(f"selected-{form}-all-features", "speculative", form=form, features=chosen, dtype=torch.float16)
     few: dict[str, Any] = {"cache_dtype": F8_E4M3, "scales": "head", "features": (FEATURES["selected"],)}
     yield case("selected-e4m3-bf16", "decode", dtype=torch.bfloat16, **few)
     yield case("selected-e4m3-h80-d264-fp16", "decode", dtype=torch.float16, num_heads=80, head_size=264, **few)

@@ -40,6 +40,8 @@ REPEATED = {
         r"|long-d128-b16-nhd-(sinks|noncausal)-fp16|long-(d64-b128-separate|d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
         rf"|latent-(?!({LATENT})$).*"
         r"|window-first-(chunk|cap|alibi|sinks)-(long|prefill|query_past_keys)"
+        r"|([a-z]+-)?selected|(window-first-)?selected-(long|decode|prefill|query_past_keys|holes)"
+        r"|selected-(?!x_packed).*-all-features|selected16-.*"
         r"|scale1e-.*"  # which the interpreter takes as float64
     ),
 }
@@ -78,7 +80,7 @@ def test_matches_reference(name, case):
     "case",
     [
         *("decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode", "latent-96-16-decode-fp16"),
-        *("selected1-mixed-fp16", "latent-selected"),
+        *("selected7-decode-fp16", "latent-selected"),
     ],
 )
 def test_any_number_of_programs(case, programs, monkeypatch):
