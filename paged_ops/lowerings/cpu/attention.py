@@ -120,6 +120,8 @@ def _attend(
         checks.lengths("seq_lens", lens, M, B)
         checks.query_ranges(ranges, len(query))
         checks.needed_blocks(block_tables, lens, N, B)
+    if f.selected_keys is not None:
+        checks.distinct_entries(f.selected_keys[: starts[-1]])
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = in_use(f) <= prepared.FLASH and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []

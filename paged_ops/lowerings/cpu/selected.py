@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paged_ops import checks, masks
+from paged_ops import masks
 from paged_ops.features import Features
 from paged_ops.fp8 import dequantise_rows
 from paged_ops.layouts import PagedKV
@@ -36,7 +36,6 @@ def attend(
     """Fill the rows of ``sequences`` in out ``[T, H, Dv]`` and lse ``[T, H]``, which holds the sinks or -inf. Values of
     the batch must be valid. ``scaled_rows``: the cache, if its rows have their own scales."""
     assert f.selected_keys is not None
-    checks.distinct_entries(f.selected_keys[: query_start_loc[-1]])
     K, D, Dv = paged.num_kv_heads, paged.head_size, paged.value_head_size
     n = f.selected_keys.shape[2] * f.selected_block_size
     step = 1 if f.batch_invariant else max(1, TILE_ELEMENTS // (K * max(n * max(D, Dv), 1)))
