@@ -99,6 +99,16 @@ def at_least(least: int, **arguments: int) -> None:
             expect(False, name, f"at least {least}", value)
 
 
+def distinct_entries(selected_keys: Tensor) -> None:
+    """Check that no row of ``selected_keys [T, G, k]`` has an entry twice; negative ones are padding."""
+    entries = selected_keys.sort(-1).values
+    twice = (entries[..., 1:] == entries[..., :-1]) & (entries[..., 1:] >= 0)
+    if twice.any():
+        t, g, n = twice.nonzero()[0].tolist()
+        got = f"entry {int(entries[t, g, n])} twice in row {t}"
+        expect(False, "selected_keys", "distinct entries, or negative ones, in each row", got)
+
+
 def as_token_ids(given: Iterable[Any]) -> list[int]:
     """Token ids as Python's integers."""
     try:

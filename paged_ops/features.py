@@ -42,14 +42,16 @@ class Features(NamedTuple):
     value_head_size: int | None = None
     num_first_tokens: int = 0
     batch_invariant: bool = False
+    selected_keys: Tensor | None = None
+    selected_block_size: int = 1
 
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def check_features(f: Features, query: Tensor, S: int, block_size: int, scale: float) -> None:
+def check_features(f: Features, query: Tensor, S: int, K: int, block_size: int, scale: float) -> None:
     """Static checks of the features of a call with queries ``[T, H, D]`` of S sequences. Raises ValueError."""
-    H = query.shape[1]
+    T, H, _ = query.shape
     if type(scale) is float:
         expect(-LARGEST <= scale <= LARGEST, "scale", "a finite float32", scale)
     for name in masks.NUMBERS:
@@ -69,6 +71,11 @@ def check_features(f: Features, query: Tensor, S: int, block_size: int, scale: f
     if f.bidirectional_ranges is not None:
         ranges, device = f.bidirectional_ranges, query.device
         checks.tensor("bidirectional_ranges", ranges, (S, None, 2), torch.int32, device, "[S, R, 2]")
+    expect(f.selected_block_size >= 1, "selected_block_size", "a number of keys, at least 1", f.selected_block_size)
+    if f.selected_keys is not None:
+        checks.tensor("selected_keys", f.selected_keys, (T, None, None), torch.int32, query.device, "[T, G, k]")
+        G = f.selected_keys.shape[1]
+        expect(G == 1 or G == K, "selected_keys", f"1 or the cache's {K} key/value heads as G in [T, G, k]", G)
 
 
 def with_value_scale(f: Features, kv_cache: Tensor) -> Features:
@@ -137,7 +144,8 @@ def refuse_others(options: Features | CacheOptions, kv_cache: Tensor, applied: f
 
 
 # Pairs without a meaning: block-sparse kernels skip keys by the pattern alone; window, chunk and first tokens are
-# defined for causal attention; and without causality a range changes nothing.
+# defined for causal attention; without causality a range changes nothing; and a range or a pattern, like selected keys,
+# says by itself which keys are read.
 EXCLUSIVE = (
     ("block_sparse", "alibi_slopes"),
     ("block_sparse", "sliding_window"),
@@ -150,6 +158,9 @@ EXCLUSIVE = (
     ("bidirectional_ranges", "causal=False"),
     ("num_first_tokens", "block_sparse"),
     ("num_first_tokens", "causal=False"),
+    ("selected_keys", "block_sparse"),
+    ("selected_keys", "bidirectional_ranges"),
+    ("selected_keys", "causal=False"),
 )
 
 
@@ -214,13 +225,15 @@ def kept_keys(
         s: the sequence of the queries, or the sequence of each query ``[q]``.
         i, j: positions ``[q]`` of queries and ``[k]`` of keys.
         num_heads, num_kv_heads, block_size: H, K and the block size of the cache.
+
+    ``f.selected_keys``, if given, has the rows of these queries: ``[q, G, k]``.
     """
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, block_size)
     ranges: Sequence[Sequence[Any]] = ()
     if f.bidirectional_ranges is not None:
         of_rows = f.bidirectional_ranges[s]  # [R, 2], or [q, R, 2]
         ranges = [pair[:, None].unbind(2) for pair in of_rows.unbind(1)] if of_rows.dim() == 3 else of_rows.tolist()
-    return masks.keep(
+    kept = masks.keep(
         i,
         j,
         num_heads,
@@ -230,6 +243,10 @@ def kept_keys(
         ranges=ranges,
         **{name: getattr(f, name) for name in masks.NUMBERS},
     )
+    if f.selected_keys is None:
+        return kept
+    chosen = masks.selected(j, f.selected_keys, f.selected_block_size)  # [G, q, k]
+    return kept & chosen.repeat_interleave(num_heads // chosen.shape[0], 0)
 
 
 def key_parts(f: Features, n: int) -> list[tuple[int, int, Features]]:

@@ -56,6 +56,12 @@ def bidirectional(i: Tensor, j: Tensor, start: Tensor | int, end: Tensor | int) 
     return both & (start >= 0)
 
 
+def selected(j: Tensor, entries: Tensor, block_size: int) -> Tensor:
+    """Whether the blocks of keys at positions ``j [n]`` are among the ``entries [q, G, k]`` of a row: bool
+    ``[G, q, n]``."""
+    return (entries.transpose(0, 1)[..., None] == j.div(block_size, rounding_mode="floor")).any(2)
+
+
 class SparsePattern(NamedTuple):
     """Local blocks plus a vertical stride (Phi-3-small).
 
@@ -125,6 +131,17 @@ def block_sparse(i: Tensor, j: Tensor, offset: Tensor | int, sparse: SparsePatte
     return (qb - kb < sparse.local_blocks) | ((kb + offset) % sparse.vert_stride == 0)
 
 
+def in_order(i: Tensor, j: Tensor, is_causal: bool, **numbers: int) -> Tensor:
+    """Causality and the masks of numbers for positions that broadcast; ``numbers`` of :data:`NUMBERS`, 0 if not
+    given."""
+    kept = causal(i, j) if is_causal else torch.ones_like(i - j, dtype=torch.bool)
+    for mask, names in ARGUMENTS.items():
+        first, *others = (numbers.get(name, 0) for name in names)
+        if first:
+            kept = kept & mask(i, j, first, *others)
+    return kept
+
+
 def keep(
     i: Tensor,
     j: Tensor,
@@ -142,11 +159,7 @@ def keep(
     :data:`NUMBERS`; 0 if not given.
     """
     i, j = i[None, :, None], j[None, None, :]
-    kept = causal(i, j) if is_causal else torch.ones_like(i - j, dtype=torch.bool)
-    for mask, names in ARGUMENTS.items():
-        first, *others = (numbers.get(name, 0) for name in names)
-        if first:
-            kept = kept & mask(i, j, first, *others)
+    kept = in_order(i, j, is_causal, **numbers)
     if sparse is not None:
         offset = torch.tensor(block_sparse_offsets(sparse, num_heads, num_kv_heads), device=i.device)[:, None, None]
         kept = kept & block_sparse(i, j, offset, sparse)

@@ -134,6 +134,8 @@ def paged_attention(
     value_head_size: int | None = None,
     num_first_tokens: int = 0,
     batch_invariant: bool = False,
+    selected_keys: Tensor | None = None,
+    selected_block_size: int = 1,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
 
@@ -182,6 +184,12 @@ def paged_attention(
             positions, masks, scale, head counts, dtype, cache format and the device: not on the other sequences, their
             order, padding, blocks, the block size, strides, or how many new tokens the call has. So a token decoded
             step by step has the same bits as in one prefill. See docs/numerics.md for what that costs.
+        selected_keys: int32 ``[T, G, k]``, G = 1 or K: row t of key/value head h sees key j only if
+            ``j // selected_block_size`` is in ``selected_keys[t, h if G == K else 0]``, and only if the other masks let
+            it. Entries are positions in the sequence divided by the block size, in any order; negative entries are
+            padding, and entries past the sequence select nothing. A repeated entry is an error. The time grows with k,
+            not with the sequence (DeepSeek-V3.2's sparse attention, MiniMax-M3's block selection).
+        selected_block_size: keys per entry of ``selected_keys``, at least 1.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.
@@ -219,6 +227,8 @@ def paged_attention_with_lse(
     value_head_size: int | None = None,
     num_first_tokens: int = 0,
     batch_invariant: bool = False,
+    selected_keys: Tensor | None = None,
+    selected_block_size: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
 

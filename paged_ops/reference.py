@@ -96,7 +96,8 @@ def paged_attention_with_lse(
             logits = f.soft_cap * torch.tanh(logits / f.soft_cap)
         if f.alibi_slopes is not None:
             logits = logits + f.alibi_slopes[:, None, None].to(dtype) * (j[None, :] - i[:, None]).to(dtype)
-        kept = kept_keys(f, s, i, j, H, K, B)
+        own = f if f.selected_keys is None else f._replace(selected_keys=f.selected_keys[start:end])
+        kept = kept_keys(own, s, i, j, H, K, B)
         logits = logits.masked_fill(~kept, -torch.inf)
         summands = logits
         if f.sinks is not None:  # one more logit per head, without a value

@@ -122,7 +122,8 @@ def specs():
     for stored in (torch.bfloat16, torch.float8_e4m3fn):
         paged = layouts.paged_kv(torch.zeros(N, 2, B, K, 128).to(stored))
         query = torch.zeros(T, 32, 128, dtype=torch.bfloat16)
-        for f in (Features(), Features(batch_invariant=True)):
+        selected = Features(selected_keys=torch.zeros(T, K, 16, dtype=torch.int32))
+        for f in (Features(), Features(batch_invariant=True), selected):
             yield spec.spec_of(query, paged.key, paged.value, 0, tables, None, f, query.dtype, False)
     query = torch.zeros(T, 16, 576, dtype=torch.bfloat16)
     for columns, stored, name in (

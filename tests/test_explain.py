@@ -85,8 +85,10 @@ def described(*options):
          ["split_kernel", "prefill_kernel", "merge_kernel"], {"hopper.dense": "alibi: not applied"}),
         (["--device", "A100", "--cache-dtype", "e4m3", "--feature", "k_scale"], "triton.decode",
          ["split_kernel", "merge_kernel"], {"triton.prefill": "triton.decode comes first"}),
+        (["--feature", "selected_keys"], "triton.selected", ["selected_kernel"],
+         {"triton.decode": "selected: not applied"}),
         (["--layout", "LATENT", "--heads", "128/1", "--head-size", "576", "--value-head-size", "512"], "hopper.latent",
-         ["latent_hopper_kernel", "merge_kernel"], {"triton.decode": "head_size: at most 256"}),
+         ["latent_hopper_kernel", "merge_kernel"], {"triton.decode": "head_size: at most 512"}),
     ],
 )  # fmt: skip
 def test_described_calls_on_gpus_that_are_not_present(options, kernel, launches, against):

@@ -410,3 +410,19 @@ def test_first_tokens_stay_visible_past_the_window():
     torch.testing.assert_close(chunked.flatten(), torch.tensor([0.0, 0.5, 1.0, 3.0, 3.5, 4.5]))
     plain = reference.paged_attention_with_lse(*call)
     assert all(map(torch.equal, plain, reference.paged_attention_with_lse(*call, num_first_tokens=3)))
+
+
+def test_selected_keys_are_the_only_ones_seen():
+    """Six tokens with their positions as values: two rows name blocks of two keys, between padding."""
+    values = torch.arange(6.0).view(6, 1, 1)
+    cache = torch.stack([torch.zeros_like(values), values])[None]  # [1, 2, 6, 1, 1]
+    call = (torch.ones(2, 1, 1), cache, ints([0]), ints(6), ints(0, 2), 1.0)
+    selected = torch.tensor([[[2, -1, 0]], [[-5, 9, 1]]], dtype=torch.int32)  # the first row is at position 4
+    out, lse = reference.paged_attention_with_lse(*call, selected_keys=selected, selected_block_size=2)
+    torch.testing.assert_close(out.flatten(), torch.tensor([(0 + 1 + 4) / 3, (2 + 3) / 2]))
+    torch.testing.assert_close(lse.flatten(), torch.tensor([3.0, 2.0]).log())
+    windowed, _ = reference.paged_attention_with_lse(*call, selected_keys=selected[:, :, :1], sliding_window=2)
+    torch.testing.assert_close(windowed.flatten(), torch.tensor([0.0, 0.0]))
+    every = torch.arange(6, dtype=torch.int32).flip(0).expand(2, 1, 6)
+    plain = reference.paged_attention_with_lse(*call)
+    assert all(map(torch.equal, plain, reference.paged_attention_with_lse(*call, selected_keys=every)))

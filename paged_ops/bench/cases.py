@@ -239,6 +239,9 @@ def gpu_cases() -> list[Case]:
     cases += [Case("fp8", name, DECODE[name], cache_dtype=FP8) for name in ("64x4096", "ragged128", "8x8192")]
     many = DECODE["64x4096"]
     cases += [Case("sizes", f"64x4096 D {D}", many, head_size=D) for D in (64, 96, 192, 256)]
+    gemma4: dict[str, Any] = {"num_kv_heads": 4, "head_size": 512}  # the global layers of Gemma-4 31B
+    wide = {name: DECODE[name] for name in ("8x8192", "64x4096", "ragged128")} | PREFILL
+    cases += [Case("sizes", f"{name} D 512", seqs, **gemma4) for name, seqs in wide.items()]
     cases += [Case("sizes", f"64x4096 block {B}", many, block_size=B) for B in (32, 64, 128)]
     cases += [Case("sizes", "64x4096", many, H, K) for H, K in ((16, 8), (128, 8), (32, 2), (12, 4), (48, 1), (71, 1))]
     cases += [Case("sizes", f"64x4096 {n} tokens each", ((n, 4096),) * 64) for n in (4, 16)]

@@ -234,9 +234,9 @@ def attention_workloads(device: torch.device) -> list[Workload]:
     ]
     few = (("decode", cases.DECODE["64x4096"]), ("prefill", ((2048, 2048),)))
     made += [
-        dataclasses.replace(kind, name=f"{name} {kind.name} D {D}", seqs=seqs, head_size=D)
+        dataclasses.replace(kind, name=f"{name} {kind.name} D {D}", seqs=seqs, head_size=D, num_kv_heads=K)
         for kind in (bf16, fp8, fp32)
-        for D in (64, 256)
+        for D, K in ((64, 8), (256, 8), (512, 4))
         for name, seqs in few
     ]
     made += [

@@ -63,7 +63,7 @@ def explain(
     queried = _dtype("--dtype", dtype)
     stored = _dtype("--cache-dtype", cache_dtype) if cache_dtype else queried
     shape = {"T": sum(queries), "S": len(queries), "H": H, "K": K, "D": head_size, "Dv": value_head_size}
-    features = _features(op, H, len(queries), feature or [])
+    features = _features(op, sum(queries), H, len(queries), feature or [])
     arguments = _call(shape, queried, stored, block_size, layout, seq_len, features)
     answer = _answer(device, op, arguments, features)
     print(json_module.dumps(dataclasses.asdict(answer)) if json else answer)
@@ -121,13 +121,14 @@ def _call(
     return _meta(T, H, D, dtype=dtype), kv_cache, *batch, D**-0.5
 
 
-def _features(op: str, H: int, S: int, asked: list[str]) -> dict[str, Any]:
+def _features(op: str, T: int, H: int, S: int, asked: list[str]) -> dict[str, Any]:
     """The arguments that ``--feature`` names."""
     tensors = {
         "alibi_slopes": _meta(H),
         "sinks": _meta(H),
         **{name: _meta(1) for name in ("k_scale", "v_scale", "output_scale")},
         "bidirectional_ranges": _meta(S, 1, 2, dtype=torch.int32),
+        "selected_keys": _meta(T, 1, 2048, dtype=torch.int32),
     }
     described = ("value_cache", "value_head_size")  # by other options
     keywords = [each for each in inspect.signature(OPS[op]).parameters.values() if each.kind is each.KEYWORD_ONLY]

@@ -41,13 +41,14 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "values of another head size": {"value_cache": True, "head_size": 192, "value_head_size": 128},
     "head size 80": {"head_size": 80},
     "head size 256": {"head_size": 256},
+    "head size 512": {"head_size": 512},
     "block size 1": {"block_size": 1},
     "block size 544": {"block_size": 544},
     "71 query heads, one key/value head": {"num_heads": 71, "num_kv_heads": 1},
 }
 
 # Number of kernel variants that tests/aot compiles per AMD architecture; the first list contains the others.
-_COMPILED_FOR_AMD = {"gfx942": 46, "gfx90a": 23, "gfx950": 23, "gfx1100": 23}
+_COMPILED_FOR_AMD = {"gfx942": 49, "gfx90a": 26, "gfx950": 26, "gfx1100": 26}
 
 
 def support(
@@ -116,7 +117,7 @@ def support_page() -> str:
         "  has none.",
         f"- rocm: never run. In CI {variants} variants of the kernels are compiled for {most}: all ops, in all dtypes;",
         f"  and fewer for other architectures ({fewer}): bfloat16,",
-        "  fp8, head size 256, block-sparse, ranges and latents. Some kernels for gfx1100 spill registers.",
+        "  fp8, head sizes 256 and 512, block-sparse, ranges and latents. Some kernels for gfx1100 spill registers.",
         "- xla: by torch_xla on the CPU. The TPU kernels run in interpret mode and are compiled for v4 to v6e; they",
         "  never ran on a TPU.",
         "",

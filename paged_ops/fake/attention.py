@@ -30,7 +30,7 @@ def paged_attention(
     f = Features(**features)
     paged = _check_query_and_cache(query, kv_cache, f)
     _check_batch(block_tables, seq_lens, query_start_loc, query.device)
-    check_features(f, query, seq_lens.shape[0], paged.block_size, scale)
+    check_features(f, query, seq_lens.shape[0], paged.num_kv_heads, paged.block_size, scale)
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
 
@@ -73,7 +73,7 @@ def cascade_attention(
     checks.tensor("prefix_block_table", prefix_block_table, (1, None), torch.int32, query.device, "[1, Mp]")
     checks.tensor("prefix_len", prefix_len, (1,), torch.int32, query.device, "[1]")
     _check_batch(suffix_block_tables, suffix_lens, query_start_loc, query.device, "suffix_block_tables", "suffix_lens")
-    check_features(f, query, suffix_lens.shape[0], paged.block_size, scale)
+    check_features(f, query, suffix_lens.shape[0], paged.num_kv_heads, paged.block_size, scale)
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
 

@@ -51,6 +51,7 @@ FEATURES: dict[str, tuple[str, Any]] = {
     "sparse": ("block_sparse", [*SPARSE]),
     "ranges": ("bidirectional_ranges", True),
     "first": ("num_first_tokens", 5),
+    "selected": ("selected_keys", (3, True)),  # keys per entry, and whether each key/value head has its own entries
 }
 
 
@@ -86,10 +87,17 @@ def _attention_cases() -> Iterator[AttentionCase]:
             scales = {"auto": "head", "fp8": "tensor"}.get(name)
             fp8: dict[str, Any] = {"cache_dtype": stored, "kv_cache_dtype": name, "scales": scales, "form": form}
             yield case(f"{form}-{short(stored)}-{name}-fp16", dtype=torch.float16, **fp8)
-    for D in (8, 13, 24, 32, 40, 72, 80, 96, 112, 120, 128, 192, 256):
+    for D in (8, 13, 24, 32, 40, 72, 80, 96, 112, 120, 128, 192, 256, 512):
         yield case(f"d{D}", head_size=D)
         yield case(f"d{D}-fp16-decode", "decode", head_size=D, dtype=torch.float16)
-    for D, Dv in ((192, 128), (64, 80), (13, 24), (128, 64)):
+    wide: dict[str, Any] = {"head_size": 512, "num_heads": 16}  # of Gemma-4
+    yield case("d512-e5m2-bf16", "long", dtype=torch.bfloat16, cache_dtype=F8_E5M2, **wide)
+    yield case("d512-all-features-bf16", "long", dtype=torch.bfloat16, features=every, strided_query=True, **wide)
+    yield case("d512-x_packed-bf16", "speculative", dtype=torch.bfloat16, form="x_packed", **wide)
+    yield case("d512-e4m3-fp16", "speculative", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", **wide)
+    many: dict[str, Any] = {"head_size": 264, "num_heads": 80}  # GPU kernels divide the 40 of a key/value head
+    yield case("d264-h80-e4m3-fp16", "speculative", dtype=torch.float16, cache_dtype=F8_E4M3, scales="head", **many)
+    for D, Dv in ((192, 128), (64, 80), (13, 24), (128, 64), (512, 256), (64, 512)):
         yield case(f"d{D}-dv{Dv}", form="separate", head_size=D, value_head_size=Dv)
     for B in (1, 8, 16, 32, 64, 128, 544, 1056):
         yield case(f"b{B}", block_size=B, form="hnd")
@@ -132,6 +140,21 @@ def _attention_cases() -> Iterator[AttentionCase]:
             yield case(f"scale{scale:g}-{batch}", batch, dtype=dtype, scale=scale)
     for name in ("window", "cap", "sparse", "ranges"):
         yield case(f"scale0-{name}", features=(FEATURES[name],), scale=0.0)
+    for batch, dtype, how in (
+        ("mixed", torch.float16, (1, False)),
+        ("decode", torch.bfloat16, (1, True)),
+        ("decode", torch.float16, (7, False)),
+        ("uneven", torch.float32, (16, False)),
+        ("holes", torch.float16, (5, True)),
+        ("padding_only", torch.float32, (1, True)),
+    ):
+        yield case(f"selected{how[0]}-{batch}-{short(dtype)}", batch, dtype=dtype, features=(("selected_keys", how),))
+    for form in FORMS:
+        chosen = (*every, FEATURES["selected"])
+        yield case(f"selected-{form}-all-features", "speculative", form=form, features=chosen, dtype=torch.float16)
+    few: dict[str, Any] = {"cache_dtype": F8_E4M3, "scales": "head", "features": (FEATURES["selected"],)}
+    yield case("selected-e4m3-bf16", "decode", dtype=torch.bfloat16, **few)
+    yield case("selected-e4m3-h80-d264-fp16", "decode", dtype=torch.float16, num_heads=80, head_size=264, **few)
     yield from _latent_cases()
     yield from _invariant_cases()
     yield from _random_cases(100)
@@ -200,7 +223,7 @@ def _invariant_cases() -> Iterator[AttentionCase]:
     for batch, dtype in itertools.product(("decode", "long", "holes", "query_past_keys"), layouts.MODEL_DTYPES):
         yield case(f"{batch}-{short(dtype)}", batch, dtype=dtype)
     yield case("padding_only", "padding_only")
-    for name in FEATURES:
+    for name in [each for each in FEATURES if each != "selected"]:  # GPU kernels refuse both together
         yield case(name, "uneven", (name,), padding=(0, 0))
         yield case(f"{name}-fp16", "mixed", (name,), dtype=torch.float16)
     for number, form in enumerate(FORMS):
@@ -400,7 +423,8 @@ COMPILED: dict[str, tuple[str, ...]] = {
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
                         "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
                         "d192-dv128", "d13", "latent-mixed-fp32", "latent-e4m3-decode-bf16", "latent-sinks",
-                        "latent-rows-decode-bf16", "invariant-decode-fp16", "invariant-window"),
+                        "latent-rows-decode-bf16", "invariant-decode-fp16", "invariant-window",
+                        "selected16-uneven-fp32", "latent-selected"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
                                  "x_packed-all-features", "h71-k1", "b544-decode", "latent-mixed-fp16",
                                  "invariant-long-fp32"),

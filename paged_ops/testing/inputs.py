@@ -204,6 +204,9 @@ class AttentionCase:
                 value = memory.put(2.0 ** -torch.arange(1.0, self.num_heads + 1).remainder(8))
             elif name == "bidirectional_ranges":
                 value = self._ranges(memory, generator)
+            elif name == "selected_keys":
+                named["selected_block_size"] = value[0]
+                value = self._selected(memory, generator, T, *value)
             named[name] = value
         if self.strided_vectors:
             lens, starts = (torch.stack([vector, vector + 1], 1)[:, 0] for vector in (lens, starts))
@@ -236,6 +239,21 @@ class AttentionCase:
             order = torch.randperm(5, generator=generator)
             ranges[s] = torch.tensor([*pairs, (-1, n), (n, 0), (5, 5)])[order]
         return memory.put(ranges)
+
+    def _selected(self, memory: Memory, generator: torch.Generator, T: int, block_size: int, per_head: bool) -> Tensor:
+        """For each row and head up to 12 blocks of keys, or all but one if they are fewer, in any order. Padding
+        between them and an entry past the sequence select nothing; rows of padding select keys that do not exist."""
+        G, k = self.cache.num_kv_heads if per_head else 1, 12
+        entries = torch.full((T, G, k), 2**31 - 1, dtype=torch.int32)
+        row = 0
+        for q_len, n in self.seqs:
+            blocks = -(-n // block_size)
+            for t, g in itertools.product(range(row, row + q_len), range(G)):
+                chosen = torch.randperm(blocks, generator=generator)[: max(1, min(k - 2, blocks - 1))]
+                of_row = torch.cat([chosen, torch.tensor([blocks]), torch.full((k,), -7)])[:k]
+                entries[t, g] = of_row[torch.randperm(k, generator=generator)]
+            row += q_len
+        return memory.put(entries)
 
     def _query(self, memory: Memory, generator: torch.Generator, T: int) -> Tensor:
         H, D = self.num_heads, self.cache.head_size

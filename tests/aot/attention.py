@@ -83,6 +83,19 @@ VARIANTS = [
     Variant(
         "attention-d256-cap", call("prefill", D=256, heads=(8, 4), soft_cap=50.0, lse=True), PREFILL, may_spill=H200
     ),
+    # Accumulators of 64 rows take half of the registers, so some of the addresses are spilled; fp8 is converted there.
+    Variant(
+        "attention-d512-cap",
+        call("prefill", D=512, heads=(32, 4), soft_cap=50.0, sliding_window=1024, lse=True),
+        PREFILL,
+        may_spill=H200,
+    ),
+    Variant(
+        "attention-d512-e4m3-g40",
+        call("prefill", stored=E4M3, D=512, heads=(80, 2), per_tensor=("k_scale", "v_scale")),
+        {"hip:gfx9": SPLIT["hip:gfx9"]},
+        may_spill=(*RDNA, "cuda"),
+    ),
     Variant(
         "attention-d192-dv128", call("decode", D=192, Dv=128, heads=(32, 4)), SPLIT, may_spill=RDNA, spills={(3, 9): 8}
     ),

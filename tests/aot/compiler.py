@@ -37,7 +37,7 @@ SHARED_MEMORY = {"cuda:80": 163 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 
 NAMES = {"cuda:90": "NVIDIA H200"}  # devices with tiles of their own; elsewhere the default's are compiled
 # All other targets compile every variant. These AMD GPUs compile the variants in which they may differ from gfx942:
 # fp8, and the most registers and shared memory.
-SOME = dict.fromkeys(("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), "e4m3|e5m2|bf16|d256|sparse|ranges|latent")
+SOME = dict.fromkeys(("hip:gfx90a", "hip:gfx950", "hip:gfx1100"), "e4m3|e5m2|bf16|d256|d512|sparse|ranges|latent")
 
 
 def both(*calls):

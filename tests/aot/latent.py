@@ -45,6 +45,15 @@ def attend(
     return run
 
 
+def selecting(H: int, **options: Any) -> Any:
+    """A call in which each of four tokens names 2048 keys."""
+
+    def run() -> None:
+        attend(H, **options, selected_keys=gpu(4, 1, 2048, dtype=torch.int32))()
+
+    return run
+
+
 VARIANTS = [
     # The variants of the Gluon kernels for sm_90 are in hopper.py.
     Variant("latent-bf16-h128", attend(128), may_spill=RDNA, targets=NOT_HOPPER),
@@ -53,6 +62,7 @@ VARIANTS = [
     Variant("latent-e4m3-h32", attend(32, stored=E4M3), FROM_REGISTERS, may_spill=RDNA),
     # sm_80 converts fp8 by bits; with 16 heads that spills 8 bytes.
     Variant("latent-rows-h16", attend(16, scaled_rows=True), FROM_REGISTERS, may_spill=(*RDNA, "cuda:80")),
+    Variant("latent-selected-rows-h16", selecting(16, scaled_rows=True), {"cuda": SPLIT["cuda"][:1]}, may_spill=RDNA),
     Variant("latent-h16-b16", attend(16, dtype=FP16, B=16), SPLIT, targets=("cuda:80", "hip:gfx942")),
     Variant(
         "latent-fp32-h16", attend(16, dtype=FP32), spills={(3, 6): 8, (3, 9): 16}, targets=("cuda:90", "hip:gfx942")

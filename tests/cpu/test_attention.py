@@ -180,3 +180,40 @@ def test_half_precision_is_far_inside_the_error_budget(dtype):
         truth = reference.paged_attention(call[0].double(), *call[1:])
         plain = reference.paged_attention(*call).double()
         assert (got - truth).abs().max() <= 0.75 * (plain - truth).abs().max()
+
+
+def selected_call(q_len, n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    K, D, B = 2, 16, 16
+    cache, query = (torch.randn(*shape, generator=generator) for shape in ((8, 2, B, K, D), (q_len, 8, D)))
+    tables = torch.randperm(8, generator=generator, dtype=torch.int32)[None, : -(-n // B)]
+    entries = torch.rand(q_len, K, n, generator=generator).argsort(-1)[..., :70].to(torch.int32)
+    vectors = torch.tensor([n], dtype=torch.int32), torch.tensor([0, q_len], dtype=torch.int32)
+    return query, cache, tables, *vectors, 0.25, entries
+
+
+def test_selected_keys_have_the_same_bits_in_any_call():
+    """With batch_invariant: rows one by one, and together."""
+    *call, entries = selected_call(9, 100)
+    whole = paged_ops.paged_attention_with_lse(*call, selected_keys=entries, batch_invariant=True)
+    for row in range(9):
+        query, cache, tables, _, _, scale = call
+        one = (
+            query[row : row + 1],
+            cache,
+            tables,
+            *(torch.tensor(each, dtype=torch.int32) for each in ([92 + row], [0, 1])),
+        )
+        alone = paged_ops.paged_attention_with_lse(
+            *one, scale, selected_keys=entries[row : row + 1], batch_invariant=True
+        )
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, whole, strict=True))
+
+
+def test_repeated_entries_are_refused_before_anything_is_written():
+    *call, entries = selected_call(3, 40)
+    entries[1, 1, 5] = entries[1, 1, 0]
+    out = torch.full((3, 8, 16), 7.0)
+    with pytest.raises(ValueError, match=r"selected_keys: expected distinct entries, .* got entry \d+ twice in row 1"):
+        torch.ops.paged_ops.paged_attention.out(*call, selected_keys=entries, out=out)
+    assert (out == 7).all()

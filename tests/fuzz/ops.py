@@ -101,8 +101,10 @@ class World:
         """The keyword arguments of attention, and the features of the truth."""
         s, on = self.setting, dict(self.on)
         H = s.H
-        tensors = ("alibi_slopes", "sinks", "bidirectional_ranges")
+        tensors = ("alibi_slopes", "sinks", "bidirectional_ranges", "selected_keys")
         named: dict[str, Any] = {k: v for k, v in on.items() if k not in tensors}
+        if "selected_keys" in on:
+            named["selected_block_size"] = on["selected_keys"][0]
         self.sinks = self.slopes = None
         if "sinks" in on:
             self.sinks = named["sinks"] = self.numbers(H) * on["sinks"]
@@ -350,6 +352,16 @@ class World:
         end = np.where(self.np.random(shape) < 0.1, self.np.choice([-1, 0, -(2**31), 2**31 - 1], shape), end)
         return np.stack([start, end], -1)
 
+    def draw_selected(self, C: int, T: int) -> np.ndarray | None:
+        """Distinct entries ``[C, T, G, k]`` of C batches with padding between them, some past their sequences; None
+        where keys are not selected."""
+        if "selected_keys" not in self.on:
+            return None
+        block, per_head, k = self.on["selected_keys"]
+        G, blocks = self.setting.form.K if per_head else 1, -(-self.L // block) + 1
+        entries = self.np.random((C, T, G, max(blocks, k))).argsort(-1)[..., :k]
+        return np.where(self.np.random(entries.shape) < 0.2, self.np.choice([-1, -(2**31)], entries.shape), entries)
+
     def hostile_tables(self, shape: tuple[int, ...]) -> np.ndarray:
         hostile = np.array([2**30, -1, -(2**31), 2**31 - 1, self.store.N, 0])
         return hostile[self.np.integers(0, len(hostile), shape)]
@@ -382,11 +394,15 @@ class World:
         kinds = torch.ops.paged_ops
         ranges = self.draw_ranges(n, q)
         ranges_ = None if ranges is None else self.batch_of(ranges, torch.int32, step)
+        selected = self.draw_selected(C, T)
+        selected_ = None if selected is None else self.batch_of(selected, torch.int32, step)
         for c in range(C):
             arguments = (queries[c], self.store.kv_cache, tables_[c], lens_[c], starts_[c], s.scale)
             named = self.arguments
             if ranges_ is not None:
                 named = {**named, "bidirectional_ranges": ranges_[c]}
+            if selected_ is not None:
+                named = {**named, "selected_keys": selected_[c]}
             given = self.rng.random() < 0.3
             if given and s.with_lse:
                 kinds.paged_attention_with_lse.out(*arguments, **named, out=into_out[c], lse=into_lse[c])
@@ -412,13 +428,18 @@ class World:
         if ranges is not None:
             of_nowhere = np.zeros((1, *ranges.shape[2:]), dtype=np.int64)
             f = f._replace(ranges=self.put(np.concatenate([ranges.reshape(C * S, -1, 2), of_nowhere]))[rows[3]])
+        if selected is not None:
+            of_nowhere = np.full((1, *selected.shape[2:]), -1, dtype=np.int64)
+            of_rows = np.concatenate([selected.reshape(C * T, *selected.shape[2:]), of_nowhere])
+            f = f._replace(selected=self.put(of_rows)[rows[0]], block=self.on["selected_keys"][0])
         exact, plain = (self.expected(f, torch.stack(queries), rows, dtype) for dtype in self.dtypes())
         name = f"attention {T, S}"
         clean, sees = self.unreached(f, rows, C, T, S)
         self.compare(f"{name}: out", _stack(outs), exact[0], plain[0], exact[2], clean)
         saturates = s.fp8_output and self.poison == self.poison
         weighed = "value" in self.poison_in and (self.poison_in == "value" or self.poison != self.poison)
-        if sees is not None and weighed and not self.on.get("block_sparse") and not saturates:
+        apart = "block_sparse" in self.on or self.on.get("selected_keys", (1, False))[1]  # heads see different keys
+        if sees is not None and weighed and not apart and not saturates:
             finite = (_stack(outs).view(E4M3 if s.fp8_output else s.dtype).float().isfinite()).flatten(2).any(2)
             self.checks.append((f"{name}: wrong, finite where NaN is seen", (finite & sees).sum().double()))
         if s.with_lse:  # float32 whatever the dtype of the query

@@ -19,7 +19,7 @@ from .runner import INTERPRETER, Case
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEADS = ((1, 1), (1, 7), (2, 4), (3, 5), (4, 2), (2, 16), (8, 1), (4, 4), (2, 1), (1, 71), (5, 3))  # K, G
-HEAD_SIZES = (8, 13, 16, 24, 32, 40, 64, 64, 64, 72, 80, 96, 112, 120, 128, 128, 128, 192, 256)
+HEAD_SIZES = (8, 13, 16, 24, 32, 40, 64, 64, 64, 72, 80, 96, 112, 120, 128, 128, 128, 192, 256, 512)
 BLOCK_SIZES = (1, 3, 5, 8, 16, 16, 16, 17, 24, 32, 48, 64, 128, 544)
 KINDS = ("decode", "speculative", "prefill", "chunked", "mixed", "past", "holes", "empty")
 
@@ -161,4 +161,7 @@ def _features(rng: random.Random, B: int, longest: int) -> tuple[tuple[str, Any]
         on["sinks"] = rng.choice((1.0, 5.0))  # their standard deviation
     if "causal" not in on and "block_sparse" not in on and rng.random() < 0.3:
         on["bidirectional_ranges"] = rng.choice((0, 1, 1, 2, 3, 4, 8, 17))  # how many a sequence
+    elif "causal" not in on and "block_sparse" not in on and rng.random() < 0.15:
+        # keys per entry, whether each key/value head has its own entries, and their number
+        on["selected_keys"] = rng.choice((1, 1, 3, B)), rng.random() < 0.5, rng.choice((0, 1, 5, 17, 40))
     return tuple(on.items())

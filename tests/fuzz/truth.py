@@ -27,6 +27,8 @@ class Features(NamedTuple):
     sinks: Tensor | None = None  # [H]
     sparse: list[int] | None = None
     ranges: Tensor | None = None  # [W, R, Q, 2]: of each row's sequence
+    selected: Tensor | None = None  # [W, R, 1 or K, entries], of blocks of so many keys:
+    block: int = 1
 
 
 def seen(f: Features, i: Tensor, n: Tensor, L: int, H: int, K: int) -> Tensor:
@@ -52,6 +54,9 @@ def seen(f: Features, i: Tensor, n: Tensor, L: int, H: int, K: int) -> Tensor:
         offset = offset.to(i.device).view(1, K, 1, H // K, 1)
         qb, kb = torch.div(i, size, rounding_mode="floor"), torch.div(j, size, rounding_mode="floor")
         keep = keep & ((qb - kb < local) | ((kb + offset) % stride == 0))
+    if f.selected is not None:
+        chosen = f.selected.transpose(1, 2)[..., None] == torch.div(j, f.block, rounding_mode="floor")
+        keep = keep & chosen.any(3)[:, :, :, None]
     for q in range(0 if f.ranges is None else f.ranges.shape[2]):
         start, end = f.ranges[:, None, :, None, None, q].unbind(-1)
         keep = keep | ((start >= 0) & (start <= i) & (i < end) & (start <= j) & (j < end) & (j < n))

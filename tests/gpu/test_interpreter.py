@@ -27,7 +27,7 @@ pytestmark = pytest.mark.interpreter
 # but for those that only repeat a kernel's path: the whole suite takes an interpreter too long.
 FEW = {"paged_attention": "decode-fp16|mixed-fp32|sinks|fp8-output-fp32|padding_only-fp32"}
 LATENT = (
-    r"query_past_keys-fp32|(b1|b544|h71|96-16)-decode-fp16|latent_padded-all-features|window|ranges|sparse|sinks"
+    r"query_past_keys-fp32|(b1|b544|h71|96-16)-decode-fp16|latent_padded-all-features|window|ranges|sparse|sinks|selected"
     r"|e4m3-fp16|uneven-fp32|rows-speculative-fp32|rows-window-fp16"
 )
 REPEATED = {
@@ -40,6 +40,8 @@ REPEATED = {
         r"|long-d128-b16-nhd-(sinks|noncausal)-fp16|long-(d64-b128-separate|d128-b48-hnd|d64-b8-nhd)-noncausal-fp16"
         rf"|latent-(?!({LATENT})$).*"
         r"|window-first-(chunk|cap|alibi|sinks)-(long|prefill|query_past_keys)"
+        r"|([a-z]+-)?selected|(window-first-)?selected-(long|decode|prefill|query_past_keys|holes)"
+        r"|selected-(?!x_packed).*-all-features|selected16-.*"
         r"|scale1e-.*"  # which the interpreter takes as float64
     ),
 }
@@ -75,7 +77,11 @@ def test_matches_reference(name, case):
 
 @pytest.mark.parametrize("programs", [1, 40])
 @pytest.mark.parametrize(
-    "case", ["decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode", "latent-96-16-decode-fp16"]
+    "case",
+    [
+        *("decode-fp16", "mixed-fp32", "window-alibi", "sparse-homo_head-decode", "latent-96-16-decode-fp16"),
+        *("selected7-decode-fp16", "latent-selected"),
+    ],
 )
 def test_any_number_of_programs(case, programs, monkeypatch):
     """Shares of no tile, of less than a unit, of several units: the same numbers within the error budget."""

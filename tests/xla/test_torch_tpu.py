@@ -18,7 +18,8 @@ COMPILED = [(name, testing.case_named(name, case)) for name, cases in testing.CO
 REFUSED = [
     (name, case)
     for name, case in COMPILED
-    if ("rows" in case.name and not name.endswith("blocks")) or case.name.startswith("invariant")
+    if ("rows" in case.name and not name.endswith("blocks"))
+    or case.name.startswith(("invariant", "selected", "latent-selected"))
 ]
 CASES = [each for each in COMPILED if each not in REFUSED]
 FUNCTIONAL = [
@@ -33,10 +34,11 @@ def ids(cases):
 
 @pytest.mark.parametrize(("name", "case"), REFUSED, ids=ids(REFUSED))
 def test_refused_calls(name, case):
-    """Rows that hold their own scales, and batch invariance."""
+    """Rows that hold their own scales, batch invariance, and selected keys."""
     inputs = case.inputs()
     with pytest.raises(
-        ValueError, match=r"kv_cache_dtype: 'fp8_ds_mla' is not served through XLA|batch_invariant: XLA"
+        ValueError,
+        match=r"kv_cache_dtype: 'fp8_ds_mla' is not served through XLA|(batch_invariant|selected_keys): .*XLA",
     ):
         getattr(tpu, name)(*inputs.args, **inputs.kwargs)
 

@@ -28,14 +28,14 @@ from paged_ops.features import (
 )
 from paged_ops.fp8 import dequantise_rows, quantise
 from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
-from paged_ops.lowerings.cpu import fused, invariant, prepared, processor
+from paged_ops.lowerings.cpu import fused, invariant, prepared, processor, selected
 from paged_ops.lowerings.cpu.cache import FORMATS, bytes_of_fp8, real_of, take
 
 # The supported arguments of attention, by name, and the supported formats of the cache.
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
     *masks.NAMES,
-    *("soft_cap", "alibi_slopes", "sinks", "batch_invariant"),
+    *("soft_cap", "alibi_slopes", "sinks", "batch_invariant", "selected_keys", "selected_block_size"),
 }
 # The masks that _oldest_key and _opened bound. With any other mask, every tile applies the predicate.
 BOUNDED = frozenset({"causal", "sliding_window", "attention_chunk", "bidirectional_ranges"})
@@ -120,6 +120,8 @@ def _attend(
         checks.lengths("seq_lens", lens, M, B)
         checks.query_ranges(ranges, len(query))
         checks.needed_blocks(block_tables, lens, N, B)
+    if f.selected_keys is not None:
+        checks.distinct_entries(f.selected_keys[: starts[-1]])
     live = [s for s in range(len(ns)) if starts[s] < starts[s + 1]]
     flash = in_use(f) <= prepared.FLASH and paged.head_size == paged.value_head_size
     served = live if not empty and fused.serves(stored, f) else []
@@ -134,8 +136,9 @@ def _attend(
     if served:
         fused.attend(query, paged, stored, block_tables, ns, starts, served, scale, f, real, lse)
     rest = sorted({*live} - {*served})
-    if f.batch_invariant:
-        invariant.attend(query, paged, scaled_rows, stored, block_tables, ns, starts, rest, scale, f, real, lse)
+    if f.batch_invariant or f.selected_keys is not None:
+        attend = invariant.attend if f.selected_keys is None else selected.attend
+        attend(query, paged, scaled_rows, stored, block_tables, ns, starts, rest, scale, f, real, lse)
         rest = []
     max_len = max((ns[s] for s in rest), default=0)
     sequence: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_sequence, _flash if flash else _matmul)

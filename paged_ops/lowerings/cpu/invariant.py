@@ -60,7 +60,7 @@ def attend(
             i = torch.arange(row, stop, device="cpu") + (n - end)
             q = query[row:stop].float().view(stop - row, K, -1, D)
             state = _rows(q, i, s, n, read, scale, f, paged)
-            values, total = _normalised(state, f)
+            values, total = normalised(state, f)
             out[row:stop] = values.flatten(1, 2)
             lse[row:stop] = total.flatten(1)
 
@@ -68,8 +68,7 @@ def attend(
 def _rows(q: Tensor, i: Tensor, s: int, n: int, read: Reader, scale: float, f: Features, paged: PagedKV) -> State:
     """The rows ``q [q, K, G, D]`` at positions i of sequence s, which has n tokens."""
     rows, K, G, _ = q.shape
-    m, total = q.new_full((rows, K, G), -torch.inf), q.new_zeros(rows, K, G)
-    values = q.new_zeros(rows, K, G, paged.value_head_size)
+    m, total, values = nothing_seen(q, paged.value_head_size)
     distances = None
     for first in range(0, n, SEGMENT):
         j = torch.arange(first, first + SEGMENT, device="cpu")
@@ -79,8 +78,8 @@ def _rows(q: Tensor, i: Tensor, s: int, n: int, read: Reader, scale: float, f: F
         kept = kept.transpose(0, 1).expand(rows, K * G, SEGMENT).view(rows, K, G, SEGMENT)
         if f.alibi_slopes is not None:
             distances = (j - i[:, None]).float()[:, None, None]
-        part = _segment(q, *read(first), kept, distances, scale, f)
-        m, total, values = _merged((m, total, values), part)
+        part = segment(q, *read(first), kept, distances, scale, f)
+        m, total, values = merged((m, total, values), part)
     return m, total, values
 
 
@@ -107,7 +106,12 @@ def _read(
     return key, key[..., : paged.value_head_size]
 
 
-def _segment(
+def nothing_seen(q: Tensor, Dv: int) -> State:
+    """The state of rows ``q [q, K, G, D]`` that have seen no key."""
+    return q.new_full(q.shape[:3], -torch.inf), q.new_zeros(q.shape[:3]), q.new_zeros(*q.shape[:3], Dv)
+
+
+def segment(
     q: Tensor, k: Tensor, v: Tensor, kept: Tensor, distances: Tensor | None, scale: float, f: Features
 ) -> State:
     """The state of rows that have seen one segment; ``kept`` is ``[q, K, G, SEGMENT]``."""
@@ -123,7 +127,7 @@ def _segment(
     return m, add_halves(weights, 3)[..., 0], add_halves(products, 3)[..., 0, :]
 
 
-def _merged(before: State, after: State) -> State:
+def merged(before: State, after: State) -> State:
     """Two states of the same rows. A side that has seen no key changes no bit of the other."""
     m = torch.maximum(before[0], after[0])
     shares = [exp(side[0] - _finite(m)) for side in (before, after)]
@@ -136,7 +140,7 @@ def _merged(before: State, after: State) -> State:
     return m, total, values
 
 
-def _normalised(state: State, f: Features) -> tuple[Tensor, Tensor]:
+def normalised(state: State, f: Features) -> tuple[Tensor, Tensor]:
     """out and lse of rows, sinks included."""
     m, total, values = state
     if f.sinks is not None:

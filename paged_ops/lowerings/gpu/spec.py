@@ -26,6 +26,7 @@ from paged_ops.lowerings.gpu.target import Target
 MASK_ARGUMENTS = frozenset(
     {
         *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
+        *("selected_keys", "selected_block_size"),
     }
 )
 # The maximum num_first_tokens, so that kernels can add a tile to it in int32.
@@ -56,6 +57,7 @@ class Pointers(NamedTuple):
     v_scale: Any  # [1] or [K]
     bidirectional_ranges: Any  # [S, R, 2]
     output_scale: Any  # [1]
+    selected_keys: Any  # [T, G, k]
 
 
 # The tensors among the keyword arguments of attention.
@@ -86,6 +88,14 @@ class Pattern(NamedTuple):
     offset_step: int = 0
 
 
+class Selection(NamedTuple):
+    """The shape of ``selected_keys [T, heads, entries]``, and the keys of an entry."""
+
+    heads: int = 1
+    entries: int = 0
+    block: int = 1
+
+
 class Masks(NamedTuple):
     """The masks of a call. Defaults are neutral."""
 
@@ -96,6 +106,8 @@ class Masks(NamedTuple):
     sparse: bool = False
     pattern: Pattern = Pattern()
     first: int = 0  # first tokens that stay visible with a window; 0: none, or no window
+    selected: bool = False
+    selection: Selection = Selection()
 
 
 class Logits(NamedTuple):
@@ -149,13 +161,14 @@ class Spec(NamedTuple):
     # The rotated columns of a latent cache (in bfloat16 with row_scales); None: not latent.
     rotated: Side | None
     batch_invariant: bool = False
+    groups: int = 1  # of query heads that share a key/value head; more than one: K counts groups, see divide_heads
 
     def for_merge(self) -> Spec:
         """The fields that merge_kernel uses; others are reset, so that calls share a merge_kernel."""
         one = Side(self.v_side.size, 1, 1, 0, 0, 0, 0, 1, None)
         logits, storage = Logits(), Storage(torch.float32, 0, False)
         return self._replace(
-            masks=self.masks._replace(sparse=False, pattern=Pattern()),
+            masks=self.masks._replace(sparse=False, pattern=Pattern(), selected=False, selection=Selection()),
             logits=logits,
             storage=storage,
             dtype=torch.float32,
@@ -165,6 +178,7 @@ class Spec(NamedTuple):
             query=(),
             table=1,
             rotated=None,
+            groups=1,
         )
 
 
@@ -211,6 +225,7 @@ class TileShape(NamedTuple):
     W: int
     paired: bool  # whether 8-bit keys and values are loaded in pairs
     heads: int = 1  # key/value heads of a unit, see join_heads
+    converts: bool = True  # whether bfloat16 queries over an fp8 cache become float16, else the cache bfloat16
 
 
 class Division(NamedTuple):
@@ -257,6 +272,10 @@ def spec_of(
     D, Dv = key.shape[3] * key.shape[4], value.shape[3]
     key_n, key_b, key_k, key_dx, key_d = key.stride()
     n, b, k, d = value.stride()
+    selection = Selection()
+    if f.selected_keys is not None:
+        _, heads, entries = f.selected_keys.shape
+        selection = Selection(heads, entries, f.selected_block_size)
     row_scales = has_row_scales(f.kv_cache_dtype)
     P, width = D - Dv, torch.bfloat16.itemsize if row_scales else 1  # elements of key per rotated element
     return Spec(
@@ -268,6 +287,8 @@ def spec_of(
             sparse is not None,
             Pattern() if sparse is None else pattern_of(sparse, H, K),
             min(f.num_first_tokens, MOST_FIRST_TOKENS) if f.sliding_window > 0 else 0,
+            f.selected_keys is not None,
+            selection,
         ),
         logits=Logits(f.soft_cap > 0, f.alibi_slopes is not None, f.sinks is not None),
         storage=Storage(key.dtype, cache_format, _paired(query, key, value, cache_format), row_scales),
@@ -333,13 +354,19 @@ def can_slice(spec: Spec) -> bool:
 def has_adjacent_heads(spec: Spec) -> bool:
     """Whether two key/value heads are adjacent in each token and have the same scales."""
     adjacent = (side.k == side.size and not side.scale for side in (spec.k_side, spec.v_side))
-    return spec.K % 2 == 0 and all(adjacent)
+    return spec.K % 2 == 0 and spec.groups == 1 and all(adjacent)
 
 
 def join_heads(spec: Spec, heads: int) -> Spec:
     """The spec with groups of ``heads`` adjacent key/value heads treated as one head."""
     k_side, v_side = (side._replace(k=heads * side.k) for side in (spec.k_side, spec.v_side))
     return spec._replace(K=spec.K // heads, G=spec.G * heads, k_side=k_side, v_side=v_side)
+
+
+def divide_heads(spec: Spec, most: int) -> Spec:
+    """The spec with the query heads of a key/value head in groups of at most ``most``, which are served like heads."""
+    groups = next(n for n in range(1, spec.G + 1) if spec.G % n == 0 and spec.G // n <= most)
+    return spec._replace(K=spec.K * groups, G=spec.G // groups, groups=groups)
 
 
 def _run(value: Tensor, B: int) -> int:

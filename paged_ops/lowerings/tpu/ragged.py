@@ -50,6 +50,7 @@ NO_ROW_SCALES = (
     " latents in bfloat16 or float8_e4m3fn"
 )
 NO_INVARIANCE = "batch_invariant: XLA orders the sums of each shape as it likes, so bits follow the shape of the batch"
+NO_SELECTION = "selected_keys: not served through XLA, whose attention reads whole sequences"
 NO_LSE = (
     "the ragged kernel returns no lse, which this op needs; attend to the whole sequence in one paged_attention instead"
 )
@@ -154,6 +155,8 @@ def refuse(f: Features) -> None:
     refuse_row_scales(f.kv_cache_dtype)
     if f.batch_invariant:
         raise ValueError(NO_INVARIANCE)
+    if f.selected_keys is not None:
+        raise ValueError(NO_SELECTION)
 
 
 def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
@@ -162,6 +165,8 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
         return [NO_ROW_SCALES]
     if features.get("batch_invariant"):
         return [NO_INVARIANCE]
+    if features.get("selected_keys") is not None:
+        return [NO_SELECTION]
     if "torch_xla" in sys.modules and not runtime.on_tpu():
         return []
     if op in ("paged_attention_with_lse", "cascade_attention"):

@@ -169,6 +169,26 @@ def test_cuda_graphs_over_every_kind_of_cache(family: str) -> None:
     assert loop.graph_stats.replayed > 0
 
 
+# The heads of Gemma-4's released models: 256 in layers with a window, 512 in the others.
+GEMMA4: dict[str, Any] = dict(head_dim=256, global_head_dim=512, num_attention_heads=8, num_key_value_heads=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["eager", "compiled", "captured"])
+def test_released_head_sizes_of_gemma4(how: str) -> None:
+    torch.set_float32_matmul_precision("highest")
+    model = make_family("gemma4_text", **GEMMA4)
+    want = by_transformers(model)
+    paged = PagedCausalLM(model.to("cuda"))
+    assert {spec.head_size for spec in paged.layers} == {256, 512}
+    cache = paged.allocate_kv_cache(128, B)
+    options: dict[str, Any] = dict(max_num_seqs=8, max_num_tokens=24, max_model_len=64, compile=how == "compiled")
+    loop = GenerationLoop(paged, cache, graph_mode="FULL" if how == "captured" else "NONE", **options)
+    tokens = loop.generate(table_prompts(), SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=()))
+    assert [list(each) for each in tokens] == want
+    assert (loop.graph_stats.replayed > 0) == (how == "captured")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe", "deepseek_v3", "granitemoe"])

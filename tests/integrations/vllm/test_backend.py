@@ -482,12 +482,12 @@ def test_the_log_says_once_which_backend_serves(monkeypatch: pytest.MonkeyPatch)
     assert records[0].levelno == logging.INFO
 
 
-@pytest.mark.parametrize("size", [1, 4, 13, 20, 100, 256])
-def test_any_head_size_up_to_256(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 4, 13, 20, 100, 256, 512])
+def test_any_head_size_up_to_512(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cuda", "rocm", "cpu"):
         monkeypatch.setattr(vllm, "_device", lambda device=device: device)
         assert PagedOpsBackend.supports_head_size(size)
-        assert PagedOpsBackend.supports_head_size(257) == (device == "cpu")
+        assert PagedOpsBackend.supports_head_size(513) == (device == "cpu")
     monkeypatch.setitem(globals(), "D", size)
     step, (impl, layer) = Step(value_size=size), make()
     step.write(impl, layer)

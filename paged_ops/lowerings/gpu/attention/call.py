@@ -51,6 +51,7 @@ APPLIES = FORMATS | {
     *("soft_cap", "alibi_slopes", "sinks", "batch_invariant"),
 }
 RANGES = "bidirectional_ranges"  # the one feature with a row per sequence
+SELECTED = "selected_keys"  # the one feature with a row per token
 ABSENT = (0,) * len(OPTIONAL)  # addresses of optional tensors that are None
 
 Results = tuple[Tensor | None, Tensor | None]
@@ -75,10 +76,14 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
     D, Dv = features.get("head_size"), features.get("value_head_size")
+    if features.get("batch_invariant") and features.get(SELECTED) is not None:
+        reasons.append("batch_invariant: not with selected_keys on a GPU; the CPU serves both together")
     if features.get("layout") == Layout.LATENT:
         if features.get("batch_invariant"):
             reasons.append("batch_invariant: GPU kernels of latent caches cut keys by the batch; the CPU serves them")
         return reasons + latent.too_large(Dv, None if D is None or Dv is None else D - Dv)
+    if features.get("batch_invariant") and max(D or 0, Dv or 0) > tuning.WIDEST:
+        reasons.append(f"batch_invariant: GPU kernels take heads of at most {tuning.WIDEST}; the CPU serves larger")
     return reasons + tuning.too_large(D, Dv)
 
 
@@ -164,6 +169,8 @@ class Call:
             features = _contiguous(features)
         if checks.debug_checks():
             checks.batch(block_tables, seq_lens, query_start_loc, len(query), *signature.cache)
+            if SELECTED in features:
+                checks.distinct_entries(features[SELECTED][: int(query_start_loc[-1])])
         if out is None:
             out = query.new_empty(self.shape, dtype=self.dtype)
             lse = query.new_empty(self.shape[:2], dtype=torch.float32) if signature.with_lse else None
@@ -280,9 +287,9 @@ def _prepare(with_lse: bool, results: Results, features: dict[str, Any], argumen
     key = (
         *(with_lse, scale, min(T, 2), min(S, 2)),
         *(_kind(kv_cache), kv_cache.data_ptr() & 15),
-        *(_kind(each, T) for each in (query, *results)),
+        *(_kind(each, T) for each in (query, *results, features.get(SELECTED))),
         *(_kind(each, S) for each in (block_tables, seq_lens, query_start_loc, features.get(RANGES))),
-        *_kinds({name: each for name, each in features.items() if name != RANGES}),
+        *_kinds({name: each for name, each in features.items() if name not in (RANGES, SELECTED)}),
     )
     signature = _signatures.get(key)
     if signature is None:
@@ -319,7 +326,7 @@ def describe(
     stored, of_latents = element_dtype(kv_cache, f.kv_cache_dtype), is_latent(kv_cache)
     layout = Layout.LATENT if of_latents else None
     properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv, "layout": layout}
-    properties["batch_invariant"] = f.batch_invariant
+    properties |= {"batch_invariant": f.batch_invariant, SELECTED: f.selected_keys}
     target = target or target_of(query.device)
     for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", properties):
         raise ValueError(reason)
@@ -327,6 +334,7 @@ def describe(
     key, value, cache_format = readable(paged, stored, target)
     sparse = None if f.block_sparse is None else masks.check_block_sparse(f.block_sparse, B)
     spec = spec_of(query, key, value, cache_format, block_tables, sparse, f, out.dtype, with_lse, of_latents)
+    spec = tuning.fit_heads(spec)
     numbers = numbers_of(f, scale, block_tables.stride(0), S, T)
     aligned = not (key.data_ptr() | value.data_ptr()) & 15
     value_cache = kv_cache if f.value_cache is None else f.value_cache

@@ -12,7 +12,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from paged_ops.lowerings.gpu.attention.triton import decode, invariant, latent, prefill
+from paged_ops.lowerings.gpu.attention.triton import decode, invariant, latent, prefill, selected
 from paged_ops.lowerings.gpu.launch import Choice, Launch, Launches
 from paged_ops.lowerings.gpu.spec import Shapes, Spec
 from paged_ops.lowerings.gpu.target import Target
@@ -21,7 +21,7 @@ from paged_ops.support import Explanation
 
 def kernels_of(target: Target) -> tuple[ModuleType, ...]:
     """The modules of all kernels of a target; those in Gluon are imported only where they can run."""
-    return (*(hopper_kernels() if target.has_hopper_gluon else ()), latent, decode, prefill, invariant)
+    return (*(hopper_kernels() if target.has_hopper_gluon else ()), latent, decode, prefill, invariant, selected)
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def choose(kernels: tuple[ModuleType, ...], spec: Spec, target: Target, shapes: 
         choice = kernel.plan(spec, target, shapes)
         if not isinstance(choice, str):
             return kernel, choice
-    raise AssertionError("prefill.py or invariant.py serves whatever unsupported() lets through")
+    raise AssertionError("prefill.py, invariant.py or selected.py serves whatever unsupported() lets through")
 
 
 def launches_of(kernel: ModuleType, spec: Spec, target: Target, shapes: Shapes) -> Launches | str:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, can_slice, has_adjacent_heads
+from paged_ops.lowerings.gpu.spec import SLICE, Division, Spec, TileShape, can_slice, divide_heads, has_adjacent_heads
 from paged_ops.lowerings.gpu.target import Target
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
+# The widest heads of which a tile takes any number of rows, and the most query heads of a tile of wider ones.
+WIDEST, MOST_OF_WIDE = 256, 32
 # The number of programs where there is no device to ask (Triton's interpreter).
 INTERPRETER_PROGRAMS = 5
 # Up to this many packed query rows per sequence, batches of equal lengths have their own tiles.
@@ -76,6 +78,12 @@ def too_large(D: int | None, Dv: int | None) -> list[str]:
     return [f"{name}: at most {LARGEST_HEAD}, got {size}" for name, size in sizes.items() if (size or 0) > LARGEST_HEAD]
 
 
+def fit_heads(spec: Spec) -> Spec:
+    """The spec with so few query heads per key/value head that a tile holds their rows."""
+    wide = max(spec.k_side.size, spec.v_side.size) > WIDEST
+    return divide_heads(spec, MOST_OF_WIDE) if wide and spec.rotated is None else spec
+
+
 def shape(
     tile: Tile, spec: Spec, *, slices: int = 0, paired: bool = False, heads: int = 1, has_values: bool = True
 ) -> TileShape:
@@ -84,7 +92,10 @@ def shape(
     D, Dv, itemsize = spec.k_side.size, spec.v_side.size, spec.storage.dtype.itemsize
     wide = has_values and tile.block_m >= WARPGROUP_ROWS
     value_size = padded_values(D, Dv, itemsize) if wide else padded(Dv, itemsize)
-    return TileShape(tile.block_m, tile.block_n, padded(D, itemsize), value_size, slices, paired, heads)
+    # Conversion leaves queries in registers, where those of wide heads do not fit; loaded ones are in shared memory.
+    converts = D <= WIDEST
+    paired = paired and converts
+    return TileShape(tile.block_m, tile.block_n, padded(D, itemsize), value_size, slices, paired, heads, converts)
 
 
 def division(rows: int, S: int, short: int = -1, everyone: bool = False) -> Division:
@@ -186,6 +197,8 @@ def choose_tiles(
         of_split = two_heads if together else numbers["slices" if sliced else "split"][kind][width]
         split_n, split_warps, split_stages, per_sm, *bound = of_split
         prefill_m, prefill_n, *prefill_rest = numbers["prefill"][kind][width]
+        if int(width) > WIDEST and (split_m + 3 * split_n) * int(width) * dtype.itemsize > target.shared_memory:
+            split_stages = min(split_stages, 2)
         split = Tile(split_m, split_n, split_warps, split_stages, *bound)
         if sparse:  # whole tiles are skipped, and stepping to the next one needs registers, which larger tiles use up
             prefill_n = min(prefill_n, 64)

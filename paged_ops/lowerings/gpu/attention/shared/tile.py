@@ -62,6 +62,15 @@ class Keys(NamedTuple):
 
 
 @triton.jit
+def stored_head(kh, SPEC: tl.constexpr):
+    """The key/value head in the cache of a unit's head."""
+    GROUPS: tl.constexpr = SPEC.groups
+    if GROUPS > 1:
+        kh = kh // GROUPS
+    return kh
+
+
+@triton.jit
 def load_tile(
     base, block, offset, live, readable, SIDE: tl.constexpr, PADDED: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -236,14 +245,8 @@ def normalise(acc, m, l):
 
 @triton.jit
 def see_tile(accs, m, l, rows, keys, tile, seen, SPEC: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Add one tile of keys to the rows: to ``accs``, which is ``[M, Dv]`` or, if TILE.paired, their even and their odd
-    columns, to their maxima ``m`` and to their totals ``l``. ``seen``: whether any row sees a key of the tile; if not,
-    nothing is loaded. MASKED: False if every row sees every key of the tile."""
-    q = rows.q
-    EXACT: tl.constexpr = q.dtype == tl.float32
-    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
-    FORMAT: tl.constexpr = SPEC.storage.format
-    K_SIDE: tl.constexpr = SPEC.k_side
+    """Add one tile of keys to the rows, as :func:`see_keys`. ``seen``: whether any row sees a key of the tile; if not,
+    nothing is loaded."""
     V_SIDE: tl.constexpr = SPEC.v_side
     RUN: tl.constexpr = V_SIDE.run
     MASKS: tl.constexpr = SPEC.masks
@@ -255,6 +258,22 @@ def see_tile(accs, m, l, rows, keys, tile, seen, SPEC: tl.constexpr, TILE: tl.co
     if RUN > 1:  # up to the end of a run, which lies in one block
         begin = j // RUN * RUN
         readable = tl.max_constancy(only_seen(begin < keys.seq_len, begin, RUN, keys.hidden, MASKS), RUN)
+    return see_keys(accs, m, l, rows, keys, j, live, readable, SPEC, TILE, MASKED)
+
+
+@triton.jit
+def see_keys(
+    accs, m, l, rows, keys, j, live, readable, SPEC: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Add the keys at positions ``j [N]`` to the rows: to ``accs``, which is ``[M, Dv]`` or, if TILE.paired, their even
+    and their odd columns, to their maxima ``m`` and to their totals ``l``. ``live``: the keys that a row may see;
+    ``readable``: those that may be read, equal for a run. MASKED: False if every row sees all of them."""
+    q = rows.q
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
+    FORMAT: tl.constexpr = SPEC.storage.format
+    K_SIDE: tl.constexpr = SPEC.k_side
+    V_SIDE: tl.constexpr = SPEC.v_side
     block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=readable, other=0)
     offset = j % SPEC.B
     if TILE.paired:

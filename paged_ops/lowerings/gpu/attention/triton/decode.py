@@ -23,7 +23,7 @@ from paged_ops.lowerings.gpu.target import Target
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
-    return not_applied(spec, APPLIES) + tuning.too_large(spec.k_side.size, spec.v_side.size)
+    return not_applied(spec, APPLIES | {"groups"}) + tuning.too_large(spec.k_side.size, spec.v_side.size)
 
 
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice | str:
@@ -155,14 +155,15 @@ def split_kernel(
             steps += 1
     factor = numbers.scale
     if tensors.k_scale is not None:
-        factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
+        factor = numbers.scale * tl.load(tensors.k_scale + tiling.stored_head(kh, SPEC) * SPEC.k_side.scale)
     slopes = None
     if SPEC.logits.alibi:
         slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
     HALVES: tl.constexpr = 2 if TILE.paired else 1
     accs, m, l = slices.nothing_summed(TILE)
     CONVERTED: tl.constexpr = (
-        SPEC.storage.format == 0
+        TILE.converts
+        and SPEC.storage.format == 0
         and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
         and tensors.query.dtype.element_ty == tl.bfloat16
     )
@@ -187,7 +188,7 @@ def split_kernel(
             tile = first_tile
             part_tile = tile
             if tensors.k_scale is not None:
-                factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
+                factor = numbers.scale * tl.load(tensors.k_scale + tiling.stored_head(kh, SPEC) * SPEC.k_side.scale)
             if SPEC.logits.alibi:
                 slopes = tl.load(tensors.alibi_slopes + kh * G + r % G)
         token = first_token + r // G
@@ -217,8 +218,9 @@ def split_kernel(
             sees = masks.reach_of_rows(batch, s, tl.minimum(i, last_i), MASKS)
             oldest = tl.min(sees[0], 0)
         block_table = tensors.block_tables + s.to(tl.int64) * numbers.table_stride
-        keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
-        values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
+        kv_head = tiling.stored_head(kh, SPEC).to(tl.int64)
+        keys = tensors.key_cache + kv_head * SPEC.k_side.k
+        values = tensors.value_cache + kv_head * SPEC.v_side.k
         offset = masks.stripe_offset(row_head, MASKS)
         rows_factor = factor
         if CONVERTED:
@@ -241,7 +243,7 @@ def split_kernel(
                         result, m_, l_ = tiling.count_sink(result, m_, l_, tl.load(tensors.sinks + row_head))
                 result, lse2 = tiling.normalise(result, m_, l_)
                 if tensors.v_scale is not None:
-                    result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
+                    result = result * tl.load(tensors.v_scale + tiling.stored_head(kh, SPEC) * SPEC.v_side.scale)
                 d = tl.arange(0, TILE.Dv // HALVES) * HALVES + half
                 if from_start & (tile + 1 == end_tile):
                     tiling.store_rows(

@@ -53,14 +53,18 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
 
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     tile, programs, division = choice
-    grouped = in_groups(spec, tile.block_m)
-    assert spec.rotated is not None, "a latent cache"
-    P, R = (tuning.padded(size, spec.storage.dtype.itemsize) for size in (spec.rotated.size, spec.v_side.size))
-    shape = TileShape(tile.block_m, tile.block_n, P, R, 0, False)
-    constants = {"SPEC": grouped, "DIVISION": division, "TILE": shape, **target.overlap()}
+    grouped, own = in_groups(spec, tile.block_m), shape(tile, spec)
+    constants = {"SPEC": grouped, "DIVISION": division, "TILE": own, **target.overlap()}
     launcher = launcher_of(latent_kernel, constants | tile.options(target.backend != "hip"), target.device)
     launch = Launch(launcher, (programs, 1, 1), ("T", "taken", "arrived", "value_cache"))
-    return merge.with_merge((launch,), programs, shape, grouped, target, division)
+    return merge.with_merge((launch,), programs, own, grouped, target, division)
+
+
+def shape(tile: tuning.Tile, spec: Spec) -> TileShape:
+    """The shape of a tile over latents: D is that of the rotated columns."""
+    assert spec.rotated is not None, "a latent cache"
+    P, R = (tuning.padded(size, spec.storage.dtype.itemsize) for size in (spec.rotated.size, spec.v_side.size))
+    return TileShape(tile.block_m, tile.block_n, P, R, 0, False)
 
 
 def in_groups(spec: Spec, rows: int) -> Spec:
@@ -166,16 +170,8 @@ def latent_kernel(
 
 @triton.jit
 def see_latents(acc, m, l, rows, keys, tile, seen, SPEC: tl.constexpr, TILE: tl.constexpr):
-    """Add one tile of latents to the rows, as ``see_tile`` of tile.py adds keys. The rows have a q ``[M, R]`` and one
-    ``[M, P]``; k of the keys is their first latent column, v the first rotated one."""
-    q, q_rotated = rows.q
-    EXACT: tl.constexpr = q.dtype == tl.float32
-    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
+    """Add one tile of latents to the rows, as ``see_tile`` of tile.py adds keys."""
     N: tl.constexpr = TILE.N
-    LATENT: tl.constexpr = SPEC.v_side
-    ROTATED: tl.constexpr = SPEC.rotated
-    FORMAT: tl.constexpr = SPEC.storage.format
-    ROTATED_FORMAT: tl.constexpr = 0 if SPEC.storage.row_scales else SPEC.storage.format
     MASKS: tl.constexpr = SPEC.masks
     tile = masks.place_of(tile, keys.hidden, MASKS, N)
     j = tile * N + tl.arange(0, N)
@@ -187,6 +183,20 @@ def see_latents(acc, m, l, rows, keys, tile, seen, SPEC: tl.constexpr, TILE: tl.
         block = tl.load(keys.block_table + (tile * N // SPEC.B) * SPEC.table, mask=exists, other=0)
     else:
         block = tl.load(keys.block_table + (j // SPEC.B) * SPEC.table, mask=live, other=0)
+    return see_latent_keys(acc, m, l, rows, keys, j, live, block, SPEC, TILE)
+
+
+@triton.jit
+def see_latent_keys(acc, m, l, rows, keys, j, live, block, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Add the latents at positions ``j [N]``, in ``block``, to the rows. The rows have a q ``[M, R]`` and one
+    ``[M, P]``; k of the keys is their first latent column, v the first rotated one."""
+    q, q_rotated = rows.q
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else None
+    LATENT: tl.constexpr = SPEC.v_side
+    ROTATED: tl.constexpr = SPEC.rotated
+    FORMAT: tl.constexpr = SPEC.storage.format
+    ROTATED_FORMAT: tl.constexpr = 0 if SPEC.storage.row_scales else SPEC.storage.format
     offset = j % SPEC.B
     if SPEC.storage.row_scales:
         stored = tiling.load_tile(keys.k, block, offset, live, live, LATENT, TILE.Dv, FORMAT, tl.float32)

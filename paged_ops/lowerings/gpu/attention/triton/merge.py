@@ -31,16 +31,16 @@ def with_merge(
         **target.overlap(),
         **tuning.Tile(tile.M, tile.N, 4, 1).options(target.backend != "hip"),
     }
-    helpers = HELPERS_OF_LATENTS if tile.Dv > tuning.LARGEST_HEAD else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
+    helpers = HELPERS_OF_WIDE if tile.Dv > NARROW else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
     merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, helpers, 1), NOT_OF_MERGE)
     to_lse = P * 2 * tile.M * spec.v_side.size
     to_taken = to_lse + P * 2 * tile.M
     return Launches((*launches, merge), (to_lse, to_taken, to_taken + 4))
 
 
-# The number of programs that merge the parts of one program, where values are wider (latents) or rows many: one
+# The number of programs that merge the parts of one program, where values are wide (latents) or rows many: one
 # program took too long.
-LARGEST_PLAIN, HELPERS_OF_LATENTS = tl.constexpr(tuning.LARGEST_HEAD), 8
+NARROW, HELPERS_OF_WIDE = tl.constexpr(256), 8
 MANY_ROWS, HELPERS_OF_MANY = tl.constexpr(64), 4
 
 # The fields that merge_kernel gets; and those that it does not.
@@ -75,9 +75,9 @@ def merge_kernel(
     batch = Batch(tensors, numbers, ranges)
     p = tl.program_id(0)
     program, programs = p, tl.num_programs(0)
-    LATENT: tl.constexpr = DV_PAD > LARGEST_PLAIN
+    WIDE: tl.constexpr = DV_PAD > NARROW
     MANY: tl.constexpr = TILE.M >= MANY_ROWS
-    if LATENT or MANY:  # programs along axis 1 share what one program of the first launch leaves
+    if WIDE or MANY:  # programs along axis 1 share what one program of the first launch leaves
         program, programs = p * tl.num_programs(1) + tl.program_id(1), programs * tl.num_programs(1)
     one = tl.arange(0, 1)
     d = tl.arange(0, DV_PAD)
@@ -98,7 +98,7 @@ def merge_kernel(
     row_start += first_token
     tokens = tl.minimum(q_len - first_token, TOKENS)
     helper, helpers = p - first, last - first
-    if LATENT or MANY:
+    if WIDE or MANY:
         helper, helpers = helper * tl.num_programs(1) + tl.program_id(1), helpers * tl.num_programs(1)
     cut = Divided(first, last, row_start, tokens, kh)
     if PDL:
@@ -110,7 +110,7 @@ def merge_kernel(
     GROUP: tl.constexpr = triton.next_power_of_2(G)
     ROWS: tl.constexpr = GROUP if GROUP < MOST else MOST  # in triton 3.5 (torch 2.9) min() would give a tensor
     WIDTH: tl.constexpr = DV_PAD if DV_PAD < 32 else 32
-    if LATENT:
+    if WIDE:
         if last - first < 8:
             merge_items(tensors, cut, helper, helpers, SPEC, TILE, 1, DV_PAD, 8, 1)
         elif last - first < 16:

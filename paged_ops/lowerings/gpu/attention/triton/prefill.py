@@ -100,9 +100,9 @@ def prefill_kernel(
     q = tiling.load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
     factor = numbers.scale
     if tensors.k_scale is not None:
-        factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
-    converted: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
-    if converted and q.dtype == tl.bfloat16:
+        factor = numbers.scale * tl.load(tensors.k_scale + tiling.stored_head(kh, SPEC) * SPEC.k_side.scale)
+    is_fp8: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
+    if TILE.converts and is_fp8 and q.dtype == tl.bfloat16:
         q, row_factor = tiling.queries_for_fp8(q)
         factor *= row_factor
     slopes = None
@@ -126,8 +126,9 @@ def prefill_kernel(
     full_first, full_end, end_tile = masks.seen_whole(sees, first_i, last_i, seq_len, first_tile, numbers, MASKS, N)
 
     block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
-    keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
-    values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
+    kv_head = tiling.stored_head(kh, SPEC).to(tl.int64)
+    keys = tensors.key_cache + kv_head * SPEC.k_side.k
+    values = tensors.value_cache + kv_head * SPEC.v_side.k
     rows = Rows(q, i, sees, slopes, factor, offset)
     hidden = masks.hidden_keys(oldest, first_i, first_tile, first_i, numbers, MASKS)
     cache = Keys(numbers, seq_len, hidden, block_table, keys, values)
@@ -155,6 +156,6 @@ def prefill_kernel(
         acc, m, l = tiling.count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
     result, lse2 = tiling.normalise(acc, m, l)
     if tensors.v_scale is not None:
-        result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
+        result = result * tl.load(tensors.v_scale + tiling.stored_head(kh, SPEC) * SPEC.v_side.scale)
     columns = tl.arange(0, DV_PAD)
     tiling.store_rows(tensors, result, lse2, row_start + token, row_head, row_live, columns, H, SPEC.v_side.size)
