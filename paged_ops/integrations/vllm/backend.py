@@ -16,7 +16,6 @@ B tokens per block.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +33,6 @@ from paged_ops.integrations.vllm.metadata import PagedOpsMetadata, PagedOpsMetad
 from paged_ops.lowerings.warm_up import Ahead, prepare
 from paged_ops.ops import reshape_and_cache
 from paged_ops.parallel.context import attend_with_gathered_heads
-from paged_ops.parallel.exchange import Exchange
 from paged_ops.support import supports
 
 _MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -231,9 +229,8 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         """
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: expected none, because output has one scale, got a tensor")
-        exchange = None if attn_metadata is None else attn_metadata.exchange
-        if kv_cache is not self._warm and self._can_warm_up(query, kv_cache, exchange):
-            self.warm_up(layer, query, key, value, kv_cache, output, output_scale, exchange)
+        if kv_cache is not self._warm and self._can_warm_up(query, kv_cache):
+            self.warm_up(layer, query, kv_cache, output, output_scale)
         if attn_metadata is None:
             if self.sliding_window and getattr(layer, "mm_prefix_clamp_sliding_window", False):
                 raise NotImplementedError(
@@ -324,52 +321,34 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             out=out,
         )
 
-    def _can_warm_up(self, query: Tensor, kv_cache: Tensor, exchange: Exchange | None) -> bool:
-        """Whether this is a GPU with a cache, outside of a capture, and the stride of rows is known. The same on all
-        ranks."""
+    def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
+        """Whether this is a GPU with a cache, outside of a capture, and the stride of rows is known."""
         is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
-        if not is_ready or (self.dcp_world_size > 1 and exchange is None):
+        if not is_ready or self.dcp_world_size > 1:
             return False
         from paged_ops.lowerings.gpu.target import capturing
 
         return not capturing(query.device)
 
     def warm_up(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        exchange: Exchange | None = None,
+        self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
     ) -> None:
         """Compile and load the kernels of the engine's steps: see :func:`paged_ops.warm_up`.
 
         The engine runs the model with its cache before it takes requests, in every mode. :meth:`forward` calls this
         then, so no request waits for a compiler; Triton caches the kernels for later starts. Kernels for requests of
-        equal lengths are skipped: only drafts need them, in graphs that are captured before requests arrive. With an
-        ``exchange``, decodes, other steps, and whole prompts have kernels of their own; all ranks call this together.
+        equal lengths are skipped: only drafts need them, in graphs that are captured before requests arrive.
         """
         assert self._largest_batch is not None
         most_tokens, most_sequences = self._largest_batch
         T, S = min(7, most_tokens), min(3, most_sequences)
-        used = (query, output) if exchange is None else (query, output, key, value)
-        rows, out, *new = (each.new_empty_strided((T, *each.shape[1:]), each.stride()) for each in used)
-        keys, values = new or (rows[:0], rows[:0])
+        rows = query.new_empty_strided((T, *query.shape[1:]), query.stride())
+        out = output.new_empty_strided((T, *output.shape[1:]), output.stride())
         nothing = torch.zeros(S + 1, dtype=torch.int32, device=query.device)
         no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
         step = PagedOpsMetadata(T, nothing, nothing[:S], nothing[:S, None], no_slots)
-        steps = [step]
-        if exchange is not None:
-            kinds = (nothing[:S], 1), (nothing[:S], 2), (None, 2)
-            steps = [replace(step, exchange=exchange, lens=lens, max_query_len=most) for lens, most in kinds]
-        calls = [
-            functools.partial(self._attend, layer, rows, keys, values, kv_cache, each, out, output_scale)
-            for each in steps
-        ]
-        Ahead(calls, max_num_tokens=most_tokens, max_num_seqs=most_sequences).finish()
+        attend = functools.partial(self._attend, layer, rows, rows[:0], rows[:0], kv_cache, step, out, output_scale)
+        Ahead([attend], max_num_tokens=most_tokens, max_num_seqs=most_sequences).finish()
         self._warm = kv_cache
 
     def do_kv_cache_update(

@@ -34,7 +34,6 @@ from vllm.v1.kv_cache_interface import (
 from paged_ops.integrations.vllm import backend as vllm
 from paged_ops.integrations.vllm import plugin as vllm_plugin
 from paged_ops.integrations.vllm.backend import PagedOpsBackend, PagedOpsImpl, PagedOpsMetadataBuilder
-from paged_ops.parallel.exchange import Exchange
 
 H, K, D, B, N = 4, 2, 16, 8, 64
 QUERY_LENS, SEQ_LENS = [1, 5, 3, 12], [30, 5, 17, 41]
@@ -733,31 +732,17 @@ def test_kernels_of_all_steps_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(vllm, "_attend", record)
     monkeypatch.setattr(vllm, "Ahead", Recorded)
-    impl.warm_up(layer, query, query, query, step.kv_cache, torch.empty(5, H, D))
+    impl.warm_up(layer, query, step.kv_cache, torch.empty(5, H, D))
     assert seen == [(7, 3), "finished"]
-
-    seen.clear()
-    attend = vllm.attend_with_gathered_heads
-
-    def gathered(*args: Any, **options: Any) -> Tensor:
-        lens, longest = args[5], args[7]
-        seen.append((longest, lens is None))
-        return attend(*args, **options)
-
-    monkeypatch.setattr(vllm, "attend_with_gathered_heads", gathered)
-    exchange = Exchange(SimpleNamespace(size=1, rank=0, all_gather=lambda mine: mine[None]))
-    new = fused[:, -D:].view(5, 1, D)
-    impl.warm_up(layer, query, new, new, step.kv_cache, torch.empty(5, H, D), None, exchange)
-    assert seen == [(1, False), (2, False), (2, True), "finished"]
     torch.testing.assert_close(step.kv_cache, before, atol=0, rtol=0, equal_nan=True)
 
 
 def test_a_new_cache_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step, (impl, layer) = Step(), make()
     calls = []
-    monkeypatch.setattr(PagedOpsImpl, "_can_warm_up", lambda self, query, kv_cache, exchange: bool(kv_cache.numel()))
+    monkeypatch.setattr(PagedOpsImpl, "_can_warm_up", lambda self, query, kv_cache: bool(kv_cache.numel()))
 
-    def warm_up(self: PagedOpsImpl, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, *args: Any):
+    def warm_up(self: PagedOpsImpl, layer: Any, query: Tensor, kv_cache: Tensor, *args: Any) -> None:
         calls.append(kv_cache)
         self._warm = kv_cache
 
