@@ -105,8 +105,7 @@ class Engine:
             config["max_position_embeddings"] = args.longest
         folder = tempfile.mkdtemp()
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
-        sizes = args.sizes or ([1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256])
+        sizes = [1, 2, 4, 8] if self.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256]
         on_cpu = args.cpu
         self.llm = LLM(
             model=folder,
@@ -118,7 +117,7 @@ class Engine:
             tensor_parallel_size=args.tensor_parallel,
             decode_context_parallel_size=args.context_parallel,
             **({"distributed_executor_backend": "mp"} if args.tensor_parallel > 1 else {}),
-            max_num_seqs=8 if self.tiny else max(sizes),
+            max_num_seqs=8 if self.tiny else 256,
             max_num_batched_tokens=args.chunk,
             enable_prefix_caching=bool(args.sharing),
             gpu_memory_utilization=args.memory,
@@ -315,11 +314,14 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             name = backend
         engine = Engine(name, "tiny" if args.tiny else args.shape, args)
         record["start_seconds"] = time.monotonic() - started
-        log(f"{backend}: engine started in {record['start_seconds']:.0f} s")
+        if args.gate:
+            # never closed: the lock is released when the process ends
+            fcntl.flock(os.open(args.gate, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
         config = engine.engine.vllm_config
         record["block_size"] = config.cache_config.block_size
         record["dtype"] = str(config.model_config.dtype)
         record["graphs"] = str(config.compilation_config.cudagraph_mode)
+        log(f"{backend}: engine started in {record['start_seconds']:.0f} s, blocks of {record['block_size']}")
         cases = (
             {"4 ragged": [3, 40, 90, 17], "2x64": [64, 64]} if args.tiny else DECODE | (LONG if args.longest else {})
         )
@@ -330,13 +332,6 @@ def measure(backend: str, args: argparse.Namespace) -> None:
             args.cases = list(cases)
             engine.decode(lengths[:1], 16, 1)  # the prefix is in the cache from now on
         engine.decode([16] * 4, 16, 0)
-        if args.gate:
-            for case, lengths in cases.items():  # all kernels are compiled before it
-                if not args.cases or case in args.cases:
-                    engine.run([engine.add(length, 4, i) for i, length in enumerate(lengths)])
-            log(f"{backend}: at the gate")
-            # never closed: the lock is released when the process ends
-            fcntl.flock(os.open(args.gate, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
         if args.bits:
             lengths = [3, 40, 90, 17, 64, 200] if args.tiny else [3, 40, 900, 17, 64, 2000, 5000, 1, 128, 300] * 3
             record["alone"] = engine.differing(lengths, 16 if args.tiny else 64)
@@ -428,8 +423,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--cases", nargs="+", default=None, help="only these decode cases, and no mixed load")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode")
-    parser.add_argument("--sizes", nargs="+", type=int, default=None, help="numbers of tokens of the captured graphs")
-    parser.add_argument("--layers", type=int, default=None, help="number of layers, instead of the shape's")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
