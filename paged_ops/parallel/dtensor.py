@@ -101,6 +101,8 @@ def _head_dim(argument: str, given: dict[str, Any]) -> int | None:
     value = given[argument]
     if argument in _SCALES:
         return None if value.numel() == 1 else 0
+    if argument == "selected_keys":  # one list for all heads, or one per key/value head
+        return None if value.shape[1] == 1 else 1
     if argument in _CACHES:
         if given["kv_cache"].dim() == 3:  # latents: all heads share them
             return None

@@ -91,7 +91,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_finds_what_is_wrong(name, monkeypatch):
     monkeypatch.setattr(paged_ops, name, broken(name, WRONG[name]))
-    results = runner.run_cases("ops", ops.run, range(4), runner.Options(seed=0))
+    results = runner.run_cases("ops", ops.run, range(5), runner.Options(seed=0))
     what = "attention " if name.startswith("paged") else {"copy_blocks": "memory after copy_blocks"}.get(name, name)
     assert any(line.startswith(what) for each in results.findings for line in each["what"].splitlines())
 
