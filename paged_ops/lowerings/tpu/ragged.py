@@ -209,8 +209,8 @@ def _kernel_reasons(asked: dict[str, Any]) -> list[str]:
             reasons.append(reason)
 
     def given(name: str) -> bool:
-        value = asked.get(name)
-        return value is not None and (isinstance(value, (Tensor, Sequence)) or value != 0)
+        value, neutral = asked.get(name), Features._field_defaults.get(name)
+        return value is not None and (isinstance(value, (Tensor, Sequence)) or value not in (0, neutral))
 
     for name in Features._fields:
         refuse_if(given(name) and name not in KERNEL_ARGUMENTS, f"the ragged kernel has no {name}")
