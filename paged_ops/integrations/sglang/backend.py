@@ -2,7 +2,7 @@
 
 ::
 
-    python -m sglang.launch_server --model-path MODEL --attention-backend paged_ops --page-size 16
+    sglang serve --model-path MODEL --attention-backend paged_ops --page-size 16
 
 A layer's cache is SGLang's: keys and values ``[slots, K, D]`` in two tensors, which the ops take as ``[N, B, K, D]``.
 Block tables come from the first slot of each page in ``req_to_token``. Nothing waits for the device.
@@ -86,7 +86,7 @@ class PagedOpsAttentionBackend(AttentionBackend):
         self._has_window_pool = len(pools) == 2
         self._step: Step | None = None
         self._captured: Step | None = None  # buffers of the largest batch, which graphs read
-        self._served: set[int] = set()  # layers that were looked at
+        self._served: set[int] = set()  # layers that passed _check_layer
 
     # A step
 
@@ -99,11 +99,11 @@ class PagedOpsAttentionBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
-        S = forward_batch.batch_size
-        starts = torch.zeros(S + 1, dtype=torch.int32, device=self._device)
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
         if mode.is_decode():
-            torch.arange(S + 1, dtype=torch.int32, device=self._device, out=starts)
+            starts = torch.arange(forward_batch.batch_size + 1, **ints)
         elif mode in _PROMPTS:
+            starts = torch.zeros(forward_batch.batch_size + 1, **ints)
             torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=starts[1:])
         else:
             _refuse("forward_mode", "EXTEND, MIXED or DECODE", mode.name)
@@ -190,7 +190,7 @@ class PagedOpsAttentionBackend(AttentionBackend):
             ValueError: for a layer or an argument that is not served.
         """
         if layer.layer_id not in self._served:
-            self._look_at(layer)
+            self._check_layer(layer)
         unknown = [name for name, value in kwargs.items() if value is not None and value is not False]
         if unknown:
             _refuse("attention", "q, k, v and sinks", ", ".join(unknown))
@@ -227,10 +227,10 @@ class PagedOpsAttentionBackend(AttentionBackend):
         return out.view(-1, layer.tp_q_head_num * Dv)
 
     def support_triton(self) -> bool:
-        """Whether SGLang's own Triton kernels can be used beside it."""
+        """Whether SGLang's own Triton kernels can be used next to it."""
         return self._device.type != "cpu"
 
-    def _look_at(self, layer: Any) -> None:
+    def _check_layer(self, layer: Any) -> None:
         """Refuse a layer that is not served, before anything is written."""
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             kind = "cross attention" if layer.is_cross_attention else layer.attn_type.value

@@ -33,9 +33,14 @@ def with_merge(
     }
     helpers = HELPERS_OF_WIDE if tile.Dv > NARROW else HELPERS_OF_MANY if tile.M >= MANY_ROWS else 1
     merge = Launch(launcher_of(merge_kernel, constants, target.device), (P, helpers, 1), NOT_OF_MERGE)
-    to_lse = P * 2 * tile.M * spec.v_side.size
-    to_taken = to_lse + P * 2 * tile.M
-    return Launches((*launches, merge), (to_lse, to_taken, to_taken + 4))
+    return Launches((*launches, merge), workspace(P, tile.M, spec.v_side.size))
+
+
+def workspace(P: int, M: int, Dv: int) -> tuple[int, int, int]:
+    """The workspace in which each of P programs leaves up to two parts of M rows: see Launches."""
+    to_lse = P * 2 * M * Dv
+    to_taken = to_lse + P * 2 * M
+    return to_lse, to_taken, to_taken + 4
 
 
 # The number of programs that merge the parts of one program, where values are wide (latents) or rows many: one

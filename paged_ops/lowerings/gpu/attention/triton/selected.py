@@ -20,7 +20,7 @@ from paged_ops.lowerings.gpu.attention.shared import tile as tiling
 from paged_ops.lowerings.gpu.attention.shared.split_merge import Divided
 from paged_ops.lowerings.gpu.attention.shared.tile import APPLIES, Keys, Rows
 from paged_ops.lowerings.gpu.attention.triton import latent
-from paged_ops.lowerings.gpu.attention.triton.merge import merge_items
+from paged_ops.lowerings.gpu.attention.triton.merge import merge_items, workspace
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.scaled_rows import rotated_columns
 from paged_ops.lowerings.gpu.spec import Numbers, Pointers, Shapes, Spec, not_applied
@@ -74,15 +74,13 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     launch = Launch(launcher_of(selected_kernel, constants, target.device, without), grid, without)
     if parts == 1:
         return Launches((launch,), (0, 0, 0))
-    to_lse = units * parts * 2 * shape.M * spec.v_side.size
-    to_taken = to_lse + units * parts * 2 * shape.M
     constants = {"SPEC": spec.for_merge(), "TILE": shape._replace(N=1, D=0), "PARTS": parts, **overlap, "num_warps": 4}
     merge = Launch(
         launcher_of(merge_selected_kernel, constants, target.device),
         lambda numbers: (numbers.T * K, spec.G, 1),
         NOT_OF_MERGE,
     )
-    return Launches((launch, merge), (to_lse, to_taken, to_taken + 4))
+    return Launches((launch, merge), workspace(units * parts, shape.M, spec.v_side.size))
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
