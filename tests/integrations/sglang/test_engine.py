@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +71,48 @@ def serve(tmp_path: Path, loads: list[list[list[int]]], **engine: Any) -> list[l
 
 @pytest.mark.parametrize(("name", "page_size"), [("llama", 16), ("qwen3", 1), ("gemma2", 64), ("gemma3", 16)])
 def test_tokens_of_generate(tmp_path: Path, name: str, page_size: int) -> None:
-    """Prompts in chunks of 64 tokens, next to decodes; then again, with their prefixes from the cache."""
+    """Prompts in chunks of 64 tokens, and decodes; then again, with their prefixes from the cache."""
     model, asked = model_of(name, tmp_path / "model"), prompts()
     wanted = [dense(model, prompt) for prompt in asked]
     model_path = str(tmp_path / "model")
-    first, again = serve(tmp_path, [asked, asked], model_path=model_path, page_size=page_size, chunked_prefill_size=64)
+    mixed = name == "llama"  # prompts and decodes in one step; otherwise they take turns
+    options = {"page_size": page_size, "chunked_prefill_size": 64, "enable_mixed_chunk": mixed}
+    first, again = serve(tmp_path, [asked, asked], model_path=model_path, **options)
     assert [each["tokens"] for each in first] == wanted
     assert [each["tokens"] for each in again] == wanted
     assert sum(each["cached"] for each in again) > 100
+
+
+def test_the_server_as_the_page_types_it(tmp_path: Path) -> None:
+    """The command of docs/vllm.md, with the options for a CPU, answers over HTTP."""
+    (typed,) = re.findall(r"^sglang (serve .*)$", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE)
+    model, prompt = model_of("llama", tmp_path / "model"), prompts()[0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    of_cpu = "--device cpu --dtype float32 --skip-tokenizer-init --grammar-backend none --disable-cuda-graph"
+    command = typed.replace("MODEL", str(tmp_path / "model")).split()
+    command += [*of_cpu.split(), "--max-total-tokens", "4096", "--port", str(port)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    params = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompt, "sampling_params": params}).encode()
+    with (tmp_path / "log").open("w") as log:
+        program = str(Path(sys.executable).parent / "sglang")
+        server = subprocess.Popen([program, *command], cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            answer = None
+            end = time.monotonic() + 180
+            while answer is None and server.poll() is None and time.monotonic() < end:
+                request = urllib.request.Request(
+                    f"http://127.0.0.1:{port}/generate", body, {"Content-Type": "application/json"}
+                )
+                try:
+                    with urllib.request.urlopen(request, timeout=60) as response:
+                        answer = json.load(response)
+                except OSError:  # it is starting
+                    time.sleep(1)
+        finally:
+            server.terminate()
+            server.wait(60)
+    assert answer is not None, (tmp_path / "log").read_text()[-3000:]
+    assert answer["output_ids"] == dense(model, prompt)
