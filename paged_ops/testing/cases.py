@@ -223,7 +223,7 @@ def _invariant_cases() -> Iterator[AttentionCase]:
     for batch, dtype in itertools.product(("decode", "long", "holes", "query_past_keys"), layouts.MODEL_DTYPES):
         yield case(f"{batch}-{short(dtype)}", batch, dtype=dtype)
     yield case("padding_only", "padding_only")
-    for name in [each for each in FEATURES if each != "selected"]:  # GPU kernels refuse both together
+    for name in FEATURES:
         yield case(name, "uneven", (name,), padding=(0, 0))
         yield case(f"{name}-fp16", "mixed", (name,), dtype=torch.float16)
     for number, form in enumerate(FORMS):
@@ -241,6 +241,10 @@ def _invariant_cases() -> Iterator[AttentionCase]:
     yield case("latent-fp32", "uneven", **latent)
     yield case("latent-window-sinks-fp16", "speculative", ("window", "sinks"), dtype=torch.float16, **latent)
     yield case("latent-e4m3-fp16", "decode", cache_dtype=F8_E4M3, scales="tensor", dtype=torch.float16, **latent)
+    yield case("latent-selected", "uneven", ("selected",), **latent)
+    real: dict[str, Any] = {"form": "latent", "num_kv_heads": 1, "head_size": 576, "value_head_size": 512}
+    yield case("latent-h40-d576-fp16", "decode", num_heads=40, dtype=torch.float16, **real)
+    yield case("h80-k2-d264-fp16", "decode", num_heads=80, num_kv_heads=2, head_size=264, dtype=torch.float16)
     yield case("latent-rows-fp16", "speculative", **dataclasses.asdict(_scaled_rows("latent", 16, torch.float16)))
 
 

@@ -65,7 +65,7 @@ class Setting:
         dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16)[: 2 if device == INTERPRETER else 3])
         dtype = torch.float32 if plain else dtype  # which shows the last bits
         kind = rng.choice((dtype, dtype, dtype, E4M3, E5M2))
-        latent = "" if plain or device != "cpu" else rng.choice(("", "", "", "", "plain", "rows"))
+        latent = "" if plain else rng.choice(("", "", "", "", "plain", "rows"))
         (K, G), D = rng.choice(HEADS), rng.choice(SIZES)
         Dv = D
         if latent:

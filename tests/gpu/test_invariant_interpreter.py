@@ -34,7 +34,8 @@ CASES = (
     ),
     *("chunk", "cap-fp16", "alibi", "sinks-fp16", "sparse", "ranges-fp16", "first-fp16", "first", "hnd-all-features"),
     *("x_packed-e5m2-fp16", "interleaved-e5m2-fp16", "nhd-e4m3-fp16", "h71-k1-d64", "h5-k1-d13", "d192-dv128-fp16"),
-    "fp8-output-fp16",
+    *("fp8-output-fp16", "selected-fp16", "latent-fp32", "latent-window-sinks-fp16", "latent-e4m3-fp16"),
+    *("latent-rows-fp16", "latent-selected", "latent-h40-d576-fp16", "h80-k2-d264-fp16"),
 )
 
 
@@ -94,6 +95,40 @@ def test_any_number_of_programs(one_sequence, slots, features, monkeypatch):
         monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
         got = attend(n - rows, n, **features)
         assert all(torch.equal(a, b[-rows:]) for a, b in zip(got, wanted, strict=True)), programs
+
+
+@pytest.mark.parametrize(
+    ("H", "K", "D", "features"),
+    [(6, 2, 16, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -3.0])}), (17, 1, 24, {"value_head_size": 16})],
+)
+def test_selected_keys_in_any_number_of_programs(H, K, D, features, monkeypatch):
+    """Segments of a list in one program, and in one program each; rows alone, and together, with padding."""
+    torch.manual_seed(0)
+    n, rows, k, B = 200, 3, 150, 16
+    blocks = -(-n // B)
+    latent = "value_head_size" in features
+    query, kv_cache = torch.randn(rows, H, D), torch.randn(blocks, *((B, D) if latent else (2, B, K, D)))
+    table = torch.randperm(blocks).int()[None]
+    lists = torch.stack([torch.randperm(n - rows)[:k] for _ in range(rows * K)]).view(rows, K, k).int()
+    lists[2, :, 50:130] = -1
+
+    def attend(first, end, padding, programs):
+        monkeypatch.setattr(tuning, "INTERPRETER_PROGRAMS", programs)
+        call.forget()
+        ints = torch.tensor([n - rows + end]).int(), torch.tensor([0, end - first]).int()
+        padded = [torch.nn.functional.pad(each[first:end], (0, 0, 0, 0, 0, padding)) for each in (query, lists)]
+        given = {"batch_invariant": True, "selected_keys": padded[1], **features}
+        out, lse = gpu.paged_attention_with_lse(padded[0], kv_cache, table, *ints, 0.25, **given)
+        assert not out[end - first :].any() and (lse[end - first :] == -torch.inf).all()
+        return out[: end - first], lse[: end - first]
+
+    with campaign.ordered_matmuls():
+        together = attend(0, rows, 1, 1)
+        for first, programs in ((0, 1000), (1, 1), (2, 1000)):
+            alone = attend(first, first + 1, 1, programs)
+            assert all(torch.equal(a, b[first : first + 1]) for a, b in zip(alone, together, strict=True))
+        monkeypatch.setattr(invariant, "SEGMENT", 32)
+        assert not all(map(torch.equal, attend(2, rows, 0, 1), [each[2:] for each in together]))
 
 
 def test_other_cuts_give_other_bits(one_sequence, monkeypatch):

@@ -76,14 +76,8 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     if device == "cuda" and cache_dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         reasons.append(f"cache_dtype: {cache_dtype} is the fp8 of ROCm's gfx94x, on cuda float8_e4m3fn or float8_e5m2")
     D, Dv = features.get("head_size"), features.get("value_head_size")
-    if features.get("batch_invariant") and features.get(SELECTED) is not None:
-        reasons.append("batch_invariant: not with selected_keys on a GPU; the CPU serves both together")
     if features.get("layout") == Layout.LATENT:
-        if features.get("batch_invariant"):
-            reasons.append("batch_invariant: GPU kernels of latent caches cut keys by the batch; the CPU serves them")
         return reasons + latent.too_large(Dv, None if D is None or Dv is None else D - Dv)
-    if features.get("batch_invariant") and max(D or 0, Dv or 0) > tuning.WIDEST:
-        reasons.append(f"batch_invariant: GPU kernels take heads of at most {tuning.WIDEST}; the CPU serves larger")
     return reasons + tuning.too_large(D, Dv)
 
 
@@ -326,7 +320,6 @@ def describe(
     stored, of_latents = element_dtype(kv_cache, f.kv_cache_dtype), is_latent(kv_cache)
     layout = Layout.LATENT if of_latents else None
     properties = {"cache_dtype": stored, "head_size": D, "value_head_size": Dv, "layout": layout}
-    properties |= {"batch_invariant": f.batch_invariant, SELECTED: f.selected_keys}
     target = target or target_of(query.device)
     for reason in unsupported("paged_attention", "rocm" if torch.version.hip else "cuda", properties):
         raise ValueError(reason)

@@ -9,13 +9,15 @@ and additions, which the compiler would choose differently in each of them.
 * ``invariant_decode_kernel`` serves sequences of few rows, by the units and shares of shared/work_split.py. A segment
   belongs to the program in whose share it begins. A program folds the segments of a unit that begins in its share. Of a
   unit that began before, it stores the state of each segment.
-* ``invariant_merge_kernel`` folds the states of such units.
+* ``invariant_merge_kernel`` of invariant_merge.py folds the states of such units.
 * ``invariant_prefill_kernel`` serves the other sequences: a program folds all segments of a tile of rows.
+
+Over latents, groups of query heads replace key/value heads, as in latent.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -35,16 +37,26 @@ from paged_ops.lowerings.gpu.attention.shared.tile import (
     Batch,
     Keys,
     Rows,
-    count_sink,
     load_queries,
-    normalise,
     nothing_seen,
     queries_for_fp8,
     see_tile,
-    store_padding,
-    store_rows,
+    stored_head,
 )
-from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, program_of, sequence, shares
+from paged_ops.lowerings.gpu.attention.shared.work_split import locate, next_unit, sequence, shares
+from paged_ops.lowerings.gpu.attention.triton import latent
+from paged_ops.lowerings.gpu.attention.triton.invariant_merge import (
+    NOT_FUSED,
+    Cuts,
+    finish,
+    fold,
+    invariant_merge_kernel,
+    next_cut,
+    not_of_merge,
+    store_state,
+    tiles_to_cut,
+    too_long,
+)
 from paged_ops.lowerings.gpu.launch import Choice, Grid, Launch, Launches, launcher_of
 from paged_ops.lowerings.gpu.spec import Numbers, Shapes, Spec, not_applied
 from paged_ops.lowerings.gpu.target import Target
@@ -53,30 +65,31 @@ SEGMENT = 512  # keys
 # The workspace for states of segments, in float32s, and the bounds on the number of segments of one program.
 WORKSPACE = 16 << 20
 FEWEST_SLOTS, MOST_SLOTS = 16, 64
-NOT_FUSED = {"enable_fp_fusion": False}
-
-
-class Cuts(NamedTuple):
-    """Where invariant_decode_kernel's programs may begin, and what they store."""
-
-    tiles: int  # of a segment
-    slots: int  # segments of a unit that began before, whose states a program can store
+# Bytes of shared memory per multiprocessor that hold two stages of 32 keys of wide heads.
+LARGE_MEMORY = 160 << 10
 
 
 def serves(spec: Spec, target: Target) -> list[str]:
     """The reasons why it does not serve these calls; empty if it does."""
     if not spec.batch_invariant:
         return ["batch_invariant: not asked for"]
-    applied = not_applied(spec, APPLIES | {"batch_invariant"})
-    return applied + tuning.too_large(spec.k_side.size, spec.v_side.size)
+    if spec.rotated is None:
+        sizes = tuning.too_large(spec.k_side.size, spec.v_side.size)
+    else:
+        sizes = latent.too_large(spec.v_side.size, spec.rotated.size)
+    return not_applied(spec, APPLIES | {"batch_invariant", "groups", "latent", "row_scales"}) + sizes
 
 
 def tiles_of(spec: Spec, target: Target) -> tuple[tuning.Tile, tuning.Tile]:
     """The tiles of invariant_decode_kernel and invariant_prefill_kernel: the same instructions for each row."""
     group = tuning.power_of_2(spec.G)
-    width = tuning.padded(max(spec.k_side.size, spec.v_side.size), spec.storage.dtype.itemsize)
+    size = spec.v_side.size if spec.rotated else max(spec.k_side.size, spec.v_side.size)
+    width = tuning.padded(size, spec.storage.dtype.itemsize)
     if target.device.type == "cpu":
-        tile = tuning.Tile(max(64, group), 32, 4, 1)
+        tile = tuning.Tile(max(16 if spec.rotated else 64, group), 32, 4, 1)
+    elif width > tuning.WIDEST:  # two accumulators of so many columns are in registers
+        large = target.shared_memory >= LARGE_MEMORY and spec.dtype.itemsize == 2
+        tile = tuning.Tile(max(16, group), *((32, 8, 2) if large else (16, 8 if spec.dtype.itemsize == 2 else 4, 1)))
     elif spec.dtype.itemsize == 4:
         tile = tuning.Tile(max(16, group), 32 if width <= 128 else 16, 4, 1)
     elif not target.is_hopper:
@@ -88,8 +101,14 @@ def tiles_of(spec: Spec, target: Target) -> tuple[tuning.Tile, tuning.Tile]:
     return tile, tile
 
 
+def units_of(spec: Spec) -> Spec:
+    """The spec with groups of query heads as key/value heads, if it is latent."""
+    return latent.in_groups(spec, 16 if spec.dtype.itemsize == 4 else 32) if spec.rotated else spec
+
+
 def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
     """The choice for any batch."""
+    spec = units_of(spec)
     few, many = tiles_of(spec, target)
     rows, same = tuning.rows_of(shapes.T, shapes.S, spec.G)
     rows = min(rows, few.block_m)
@@ -103,15 +122,19 @@ def plan(spec: Spec, target: Target, shapes: Shapes) -> Choice:
 def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launches:
     """The launches of a choice."""
     few, many, rows, programs, cuts, division = choice
+    spec = units_of(spec)
     walk = spec
     if spec.masks.first:  # segments are counted from the first token on, seen or not
         walk = spec._replace(masks=spec.masks._replace(window=False, chunk=False, first=0))
-    unit = tuning.shape(few, spec)._replace(M=rows)  # its rows, in a tile that may have more
+    shape = latent.shape if spec.rotated else tuning.shape
+    unit = shape(few, spec)._replace(M=rows)  # its rows, in a tile that may have more
     constants = {"SPEC": spec, "WALK": walk, "DIVISION": division, "CUTS": cuts, "UNIT": unit}
     is_cuda = target.backend != "hip"
 
     def launch(kernel: Any, tile: tuning.Tile, grid: Any, *without: str) -> Launch:
-        own = {"TILE": tuning.shape(tile, spec), **tile.options(is_cuda), **target.overlap(), **NOT_FUSED}
+        if spec.rotated:
+            without += ("value_cache",)
+        own = {"TILE": shape(tile, spec), **tile.options(is_cuda), **target.overlap(), **NOT_FUSED}
         return Launch(launcher_of(kernel, {**constants, **own}, target.device, without), grid, without)
 
     K, tokens, Dv = spec.K, many.block_m // spec.G, spec.v_side.size
@@ -123,18 +146,11 @@ def build(choice: Choice, spec: Spec, target: Target, shapes: Shapes) -> Launche
     if not division.everyone:
         launches.append(launch(invariant_prefill_kernel, many, grid, "parts", "part_lse", "taken", "arrived", "T"))
     launches.append(
-        launch(invariant_merge_kernel, few._replace(num_warps=1, num_stages=1), (programs, 1, 1), *NOT_OF_MERGE)
+        launch(invariant_merge_kernel, few._replace(num_warps=1, num_stages=1), (programs, 1, 1), *not_of_merge(spec))
     )
     states = programs * (cuts.slots + 1) * rows
     size = states * (Dv + 2)
     return Launches(tuple(launches), (states * Dv, size, size))
-
-
-# The fields that invariant_merge_kernel does not get.
-NOT_OF_MERGE = (
-    *("taken", "arrived", "query", "key_cache", "value_cache", "block_tables", "alibi_slopes", "k_scale"),
-    *("scale", "soft_cap", "table_stride"),
-)
 
 
 @triton.jit(do_not_specialize=Numbers._fields)
@@ -250,20 +266,27 @@ def see_part(
     token = first_token + r // G
     row_live = (r < TOKENS * G) & (token < q_len)
     row_head = kh * G + r % G
+    if SPEC.heads < SPEC.K * G:
+        row_live = row_live & (row_head < SPEC.heads)
+    stored = stored_head(kh, SPEC)
     first_i = seq_len - q_len + first_token
     last_i = seq_len - q_len + tl.minimum(first_token + TOKENS, q_len) - 1
     i = seq_len - q_len + token
-    q = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
+    if SPEC.rotated is not None:
+        q = latent.load_latent_queries(tensors, row_start + token, row_head, row_live, SPEC, TILE)
+    else:
+        q = load_queries(tensors.query, row_start + token, row_head, row_live, SPEC, TILE.D)
     factor = numbers.scale
     if tensors.k_scale is not None:
-        factor = numbers.scale * tl.load(tensors.k_scale + kh * SPEC.k_side.scale)
-    converted: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
-    if converted and q.dtype == tl.bfloat16:
-        q, row_factor = queries_for_fp8(q)
-        factor *= row_factor
+        factor = numbers.scale * tl.load(tensors.k_scale + stored * SPEC.k_side.scale)
+    if SPEC.rotated is None:
+        FP8: tl.constexpr = SPEC.storage.format == 0 and tensors.key_cache.dtype.element_ty.primitive_bitwidth == 8
+        if FP8 and q.dtype == tl.bfloat16:
+            q, row_factor = queries_for_fp8(q)
+            factor *= row_factor
     slopes = None
     if SPEC.logits.alibi:
-        slopes = tl.load(tensors.alibi_slopes + row_head)
+        slopes = tl.load(tensors.alibi_slopes + row_head, mask=row_live, other=0.0)
     head_offset = stripe_offset(kh * G + tl.arange(0, triton.next_power_of_2(G)) % G, MASKS)
     oldest = oldest_key(first_i, numbers, MASKS)
     newest = seq_len
@@ -283,8 +306,11 @@ def see_part(
     hidden = hidden_keys(oldest, first_i, 0, first_i, numbers, MASKS)
     end_seen = tl.minimum(tl.cdiv(newest, N), end)
     block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
-    keys = tensors.key_cache + kh.to(tl.int64) * SPEC.k_side.k
-    values = tensors.value_cache + kh.to(tl.int64) * SPEC.v_side.k
+    if SPEC.rotated is not None:
+        keys, values = tensors.key_cache, latent.first_rotated(tensors.key_cache, SPEC)
+    else:
+        keys = tensors.key_cache + stored.to(tl.int64) * SPEC.k_side.k
+        values = tensors.value_cache + stored.to(tl.int64) * SPEC.v_side.k
     offset = stripe_offset(row_head, MASKS)
     rows = Rows(q, i, sees, slopes, factor, offset)
     cache = Keys(numbers, seq_len, hidden, block_table, keys, values)
@@ -308,20 +334,20 @@ def see_part(
             tile = tl.maximum(tile, hidden.oldest // N) - 1
             for _step in range(steps):
                 tile = next_seen_tile(tile + 1, first_i, head_offset, MASKS, N)
-                parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile, True, SPEC, TILE, True)
+                parts, m_part, l_part = see(parts, m_part, l_part, rows, cache, tile, SPEC, TILE, True)
         else:
             if MASKS.first:
                 for tile_ in range(tile, tl.minimum(stop, tl.minimum(tl.cdiv(hidden.start, N), hidden.oldest // N))):
-                    parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, True)
+                    parts, m_part, l_part = see(parts, m_part, l_part, rows, cache, tile_, SPEC, TILE, True)
             if MASKS.window or MASKS.chunk:
                 tile = tl.maximum(tile, hidden.oldest // N)
                 for tile_ in range(tile, tl.minimum(stop, full_first)):
-                    parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, True)
+                    parts, m_part, l_part = see(parts, m_part, l_part, rows, cache, tile_, SPEC, TILE, True)
                 tile = tl.maximum(tile, full_first)
             for tile_ in range(tile, tl.minimum(stop, full_end)):
-                parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, False)
+                parts, m_part, l_part = see(parts, m_part, l_part, rows, cache, tile_, SPEC, TILE, False)
             for tile_ in range(tl.maximum(tile, full_end), stop):
-                parts, m_part, l_part = see_tile(parts, m_part, l_part, rows, cache, tile_, True, SPEC, TILE, True)
+                parts, m_part, l_part = see(parts, m_part, l_part, rows, cache, tile_, SPEC, TILE, True)
         part = parts[0]
         if not from_start:
             store_state(tensors, p, 1 + segment % CUTS.slots, part, m_part, l_part, r, row_live, d, SPEC, CUTS, UNIT)
@@ -334,147 +360,11 @@ def see_part(
 
 
 @triton.jit
-def fold(acc, m, l, part, m_part, l_part):
-    """The state of all segments up to one, from the state before it and its own. A side that has seen no key changes
-    no bit of the other."""
-    m_new = tl.maximum(m, m_part)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    decay = tl.exp2(m - shift)
-    weight = tl.exp2(m_part - shift)
-    return acc * decay[:, None] + part * weight[:, None], m_new, l * decay + l_part * weight
-
-
-@triton.jit
-def finish(tensors, acc, m, l, row_token, row_head, kh, row_live, d, SPEC: tl.constexpr):
-    """Store the results of rows that have seen all their keys."""
-    if SPEC.logits.sinks:
-        acc, m, l = count_sink(acc, m, l, tl.load(tensors.sinks + row_head))
-    result, lse2 = normalise(acc, m, l)
-    if tensors.v_scale is not None:
-        result = result * tl.load(tensors.v_scale + kh * SPEC.v_side.scale)
-    store_rows(tensors, result, lse2, row_token, row_head, row_live, d, SPEC.heads, SPEC.v_side.size)
-
-
-@triton.jit
-def store_state(
-    tensors, p, slot, acc, m, l, r, row_live, d, SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr
-):
-    Dv: tl.constexpr = SPEC.v_side.size
-    place = (p * (CUTS.slots + 1) + slot).to(tl.int64) * UNIT.M + r
-    tl.store(tensors.parts + place[:, None] * Dv + d[None, :], acc, mask=row_live[:, None] & (d < Dv)[None, :])
-    tl.store(tensors.part_lse + place * 2, m, mask=row_live)
-    tl.store(tensors.part_lse + place * 2 + 1, l, mask=row_live)
-
-
-@triton.jit
-def too_long(share, CUTS: tl.constexpr):
-    """Whether a share may have more segments of one unit than a program can store. Then units stay whole."""
-    return share // CUTS.tiles + 3 > CUTS.slots
-
-
-@triton.jit
-def tiles_to_cut(passed, first_tile, end_tile, whole, CUTS: tl.constexpr):
-    """From the tile ``first_tile + passed`` of a unit to the next cut, or to the next unit if units stay whole."""
-    tile = first_tile + passed
-    left = end_tile - tile
-    to_cut = tl.where(whole, left, tl.minimum((CUTS.tiles - tile % CUTS.tiles) % CUTS.tiles, left))
-    return tl.where(passed == 0, 0, to_cut)
-
-
-@triton.jit
-def next_cut(
-    position, whole, batch, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr
-):
-    """The first cut from a position among all tiles on."""
-    s, _, passed = locate(position, batch, WALK, DIVISION, UNIT)
-    _, _, _, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, UNIT.N)
-    return position + tiles_to_cut(passed, first_tile, end_tile, whole, CUTS)
-
-
-@triton.jit(do_not_specialize=Numbers._fields)
-def invariant_merge_kernel(
-    tensors,  # Pointers
-    scale, soft_cap, window, chunk, table_stride, S, T,  # Numbers
-    SPEC: tl.constexpr, WALK: tl.constexpr, DIVISION: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Folds the states of the units that several programs share: all of them except the last help. Also writes the rows
-    of padding."""
-    numbers = Numbers(scale, soft_cap, window, chunk, table_stride, S, T)
-    ranges = None
-    if SPEC.masks.ranges:
-        ranges = ranges_at(tensors.bidirectional_ranges, SPEC.masks.ranges)
-    batch = Batch(tensors, numbers, ranges)
-    K: tl.constexpr = SPEC.K
-    G: tl.constexpr = SPEC.G
-    DV_PAD: tl.constexpr = TILE.Dv
-    TOKENS: tl.constexpr = UNIT.M // G
-    p = tl.program_id(0)
-    P = tl.num_programs(0)
-    first_free = tl.load(tensors.query_start_loc + numbers.S)
-    one = tl.arange(0, 1)
-    store_padding(tensors, first_free + p, numbers.T, P, one, tl.arange(0, DV_PAD), SPEC.heads, SPEC.v_side.size)
-    start, end, share, longer = shares(p, P, batch, WALK, DIVISION, UNIT)
-    s, unit, passed = locate(end - 1, batch, WALK, DIVISION, UNIT)
-    row_start, q_len, _, first_tile, end_tile = sequence(s, batch, WALK, DIVISION, TILE.N)
-    base = end - 1 - passed - first_tile  # a tile's position is base + tile
-    last_segment = (end_tile - 1) // CUTS.tiles
-    last = program_of(base + tl.maximum(last_segment * CUTS.tiles, first_tile), share, longer)
-    first = program_of(base + first_tile, share, longer)
-    first_token = unit // K * TOKENS
-    tokens = tl.minimum(q_len - first_token, TOKENS)
-    if PDL:
-        gdc_wait()
-    if (start == end) | (p >= last) | too_long(share, CUTS):
-        return
-    part = base, first, last, first_tile, last_segment, share, longer
-    kh = unit % K
-    if last - first < 8:
-        MOST: tl.constexpr = 1024 // DV_PAD
-        ROWS: tl.constexpr = UNIT.M if UNIT.M < MOST else MOST
-        fold_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, ROWS, DV_PAD, 8)
+def see(accs, m, l, rows, keys, tile, SPEC: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Add one tile of keys, or of latents, to the rows."""
+    if SPEC.rotated is not None:
+        acc, m, l = latent.see_latents(accs[0], m, l, rows, keys, tile, True, SPEC, TILE)
+        accs = (acc,)
     else:
-        WIDTH: tl.constexpr = 32 if DV_PAD > 32 else DV_PAD
-        fold_rows(tensors, p, part, row_start + first_token, tokens, kh, SPEC, CUTS, UNIT, 1, WIDTH, 16)
-    if PDL:
-        gdc_launch_dependents()  # last: kernels that start now may overwrite, without waiting, all that was read
-
-
-@triton.jit
-def fold_rows(
-    tensors, p, part, row_start, tokens, kh, SPEC: tl.constexpr, CUTS: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNROLLED: tl.constexpr,
-):  # fmt: skip
-    """Program p's items of a unit: ROWS packed rows by WIDTH columns each."""
-    base, first, last, first_tile, last_segment, share, longer = part
-    G: tl.constexpr = SPEC.G
-    Dv: tl.constexpr = SPEC.v_side.size
-    COLUMNS: tl.constexpr = (Dv + WIDTH - 1) // WIDTH
-    # The first segment that another program stored.
-    second = (first + 1) * share + tl.minimum(first + 1, longer) - base
-    second = tl.maximum(tl.cdiv(second, CUTS.tiles), first_tile // CUTS.tiles + 1)
-    for item in range(p - first, tl.cdiv(tokens * G, ROWS) * COLUMNS, last - first):
-        row = item // COLUMNS * ROWS + tl.arange(0, ROWS)
-        d = item % COLUMNS * WIDTH + tl.arange(0, WIDTH)
-        live = row < tokens * G
-        column_live = live[:, None] & (d < Dv)[None, :]
-        place = (first * (CUTS.slots + 1)).to(tl.int64) * UNIT.M + row
-        m = tl.load(tensors.part_lse + place * 2, mask=live, other=0.0)
-        l = tl.load(tensors.part_lse + place * 2 + 1, mask=live, other=0.0)
-        acc = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live, other=0.0)
-        for begin in range(second, last_segment + 1, UNROLLED):
-            states: tl.tuple = ()
-            for n in tl.static_range(UNROLLED):
-                segment = begin + n
-                there = segment <= last_segment
-                owner = program_of(base + tl.minimum(segment, last_segment) * CUTS.tiles, share, longer)
-                place = (owner * (CUTS.slots + 1) + 1 + segment % CUTS.slots).to(tl.int64) * UNIT.M + row
-                m_part = tl.load(tensors.part_lse + place * 2, mask=live & there, other=float("-inf"))
-                l_part = tl.load(tensors.part_lse + place * 2 + 1, mask=live & there, other=0.0)
-                added = tl.load(tensors.parts + place[:, None] * Dv + d[None, :], mask=column_live & there, other=0.0)
-                states += ((added, m_part, l_part),)
-            tl.debug_barrier()  # all loads are under way before the first is used; ptxas would move them
-            for n in tl.static_range(UNROLLED):
-                added, m_part, l_part = states[n]
-                acc, m, l = fold(acc, m, l, added, m_part, l_part)
-        finish(tensors, acc, m, l, row_start + row // G, kh * G + row % G, kh, live, d, SPEC)
+        accs, m, l = see_tile(accs, m, l, rows, keys, tile, True, SPEC, TILE, MASKED)
+    return accs, m, l

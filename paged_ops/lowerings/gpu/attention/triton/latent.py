@@ -115,10 +115,7 @@ def latent_kernel(
         row_live = token < q_len
         if SPEC.heads < K * G:
             row_live = row_live & (head < SPEC.heads)
-        q_latent = tiling.load_queries(tensors.query, row_start + token, head, row_live, SPEC, R_PAD, 0, R)
-        q_rotated = tiling.load_queries(
-            tensors.query, row_start + token, head, row_live, SPEC, TILE.D, R, SPEC.rotated.size
-        )
+        q = load_latent_queries(tensors, row_start + token, head, row_live, SPEC, TILE)
         slopes = None
         if SPEC.logits.alibi:
             slopes = tl.load(tensors.alibi_slopes + head, mask=row_live, other=0.0)
@@ -131,13 +128,9 @@ def latent_kernel(
             oldest = tl.min(sees[0], 0)
         block_table = tensors.block_tables + tl.cast(s, tl.int64) * numbers.table_stride
         offset = masks.stripe_offset(head, MASKS)
-        rows = Rows((q_latent, q_rotated), i, sees, slopes, factor, offset)
-        if SPEC.storage.row_scales:
-            first_rotated = rotated_columns(tensors.key_cache)
-        else:
-            first_rotated = tensors.key_cache + R * SPEC.rotated.d
+        rows = Rows(q, i, sees, slopes, factor, offset)
         hidden = masks.hidden_keys(oldest, first_i, first_tile, seq_len - q_len, numbers, MASKS)
-        keys = Keys(numbers, seq_len, hidden, block_table, tensors.key_cache, first_rotated)
+        keys = Keys(numbers, seq_len, hidden, block_table, tensors.key_cache, first_rotated(tensors.key_cache, SPEC))
         acc, m, l = tiling.nothing_seen(M, R_PAD, 0)
         seen_end = stop
         if MASKS.causal and MASKS.ranges == 0:  # the last row sees no later key
@@ -166,6 +159,25 @@ def latent_kernel(
         s, group, first_token = next_unit(s, group, first_token, q_len, K, TOKENS)
         row_start, q_len, seq_len, first_tile, end_tile = sequence(s, batch, SPEC, DIVISION, N)
         tile = first_tile
+
+
+@triton.jit
+def load_latent_queries(tensors, row_token, row_head, row_live, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """The latent columns ``[M, R]`` of packed query rows, and their rotated ones ``[M, P]``."""
+    R: tl.constexpr = SPEC.v_side.size
+    latents = tiling.load_queries(tensors.query, row_token, row_head, row_live, SPEC, TILE.Dv, 0, R)
+    rotated = tiling.load_queries(tensors.query, row_token, row_head, row_live, SPEC, TILE.D, R, SPEC.rotated.size)
+    return latents, rotated
+
+
+@triton.jit
+def first_rotated(key_cache, SPEC: tl.constexpr):
+    """The address of the first rotated column of the cache."""
+    if SPEC.storage.row_scales:
+        first = rotated_columns(key_cache)
+    else:
+        first = key_cache + SPEC.v_side.size * SPEC.rotated.d
+    return first
 
 
 @triton.jit
