@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.compiler.compiler import make_backend
 
 MOST_PROCESSES = 16
 # A kernel that takes longer than this many seconds is compiled by the process that waits for it.
@@ -48,6 +49,7 @@ class Job(NamedTuple):
     module: str
     name: str
     target: tuple[str, Any, int]  # backend, architecture, threads of a warp
+    compiler: str  # its version in Triton's keys, which a process computes once
     kind: type  # of the tuple of tensors
     places: tuple[Place | None, ...]
     numbers: tuple[tuple[type, bool], ...]  # whether an int needs 64 bits
@@ -70,6 +72,7 @@ def job_of(
         kernel.fn.__module__,
         kernel.fn.__name__,
         (target.backend, target.arch, target.warp_size),
+        make_backend(target).hash(),
         type(tensors),
         tuple(None if each is None else Place(each.dtype, address % 16 == 0) for each, address in places),
         tuple(map(_width, numbers)),
