@@ -109,10 +109,10 @@ def exactly(file: Any, count: int) -> bytes | None:
 
 def run(message: bytes, out: int) -> None:
     """Compile one job, answer, and end the process."""
-    number, folder, variables, job = pickle.loads(message)
+    number, environment, job = pickle.loads(message)
     error = None
     try:
-        os.environ.update(variables, TRITON_CACHE_DIR=folder)
+        os.environ.update(environment)
         compile_job(job)
     except BaseException as failure:
         error = f"{job.name}: {type(failure).__name__}: {failure}"
