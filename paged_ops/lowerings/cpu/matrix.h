@@ -88,10 +88,11 @@ __attribute__((target("avx512bf16"))) void multiply_pairs(const float* queries, 
     constexpr int KEYS = WIDTH / R;
     const char* q = reinterpret_cast<const char*>(queries);
     for (int64_t j = 0; j < n; j += KEYS) {
-        const char *k[KEYS], *ahead[KEYS];
+        const char *k[KEYS], *near[KEYS], *far[KEYS];
         for (int c = 0; c < KEYS; c++) {
             k[c] = keys[std::min(j + c, n - 1)];
-            ahead[c] = next[j + c];
+            near[c] = j + KEYS < n ? keys[std::min(j + KEYS + c, n - 1)] : next[c];
+            far[c] = next[j + c];
         }
         __m512 partial[WIDTH] = {};
         for (int64_t byte = 0; byte < 2 * D; byte += sizeof(Words)) {
@@ -99,7 +100,8 @@ __attribute__((target("avx512bf16"))) void multiply_pairs(const float* queries, 
             for (int r = 0; r < R; r++) query[r] = load<__m512bh>(q + r * 2 * D + byte);
             for (int c = 0; c < KEYS; c++) {
                 const __m512bh key = load<__m512bh>(k[c] + byte);
-                __builtin_prefetch(ahead[c] + byte);
+                __builtin_prefetch(near[c] + byte);
+                __builtin_prefetch(far[c] + byte, 0, SECOND_LEVEL);
                 for (int r = 0; r < R; r++) {
                     __m512& sum = partial[r * KEYS + c];
                     sum = _mm512_dpbf16_ps(sum, query[r], key);
