@@ -223,7 +223,8 @@ struct Worker : Attention {
                 } else {
                     const Rows values = {tile[1].at + begin, tile[1].offset};
                     const Rows ahead = {next[1].at + begin, next[1].offset};
-                    cells.accumulate[log2](weights, factor + r, values, ahead, acc, end - begin, Dv);
+                    const auto add = path == Path::PAIRS ? ACCUMULATE_PAIRS[log2] : cells.accumulate[log2];
+                    add(weights, factor + r, values, ahead, acc, end - begin, Dv);
                 }
                 std::fill_n(factor + r, 1 << log2, 1.0f);
             };
