@@ -66,7 +66,7 @@ print(json.dumps({
 
 @pytest.mark.aot
 def test_first_launches_find_what_was_compiled(tmp_path):
-    """Also if torch.compile has meanwhile chosen the ptxas of torch's wheel, whose version differs from Triton's own."""
+    """Also if torch.compile has meanwhile chosen the ptxas of torch's wheel, of another version than Triton's."""
     ptxas = tmp_path / "ptxas"
     own = launch.triton.knobs.nvidia.ptxas.path
     ptxas.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo another one\nexec {own} "$@"\n')

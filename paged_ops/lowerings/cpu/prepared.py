@@ -33,12 +33,15 @@ def signature(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...
     """Everything that the static checks of a call depend on: shapes, strides, dtypes and numbers. All tensors are on
     the CPU: else the dispatcher would call another lowering. Written out, as a loop takes longer."""
     a, b, c, d, e, scale = args
-    # fmt: off
-    key = (
-        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), c.dtype, c.shape, c.stride(),
-        d.dtype, d.shape, d.stride(), e.dtype, e.shape, e.stride(), scale,
-    )
-    # fmt: on
+    try:
+        # fmt: off
+        key = (
+            a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), c.dtype, c.shape, c.stride(),
+            d.dtype, d.shape, d.stride(), e.dtype, e.shape, e.stride(), scale,
+        )
+        # fmt: on
+    except AttributeError:  # None in place of a tensor: the checks refuse it
+        return ()
     return key + forms(keywords) if keywords else key
 
 

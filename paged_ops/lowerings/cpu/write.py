@@ -67,8 +67,16 @@ def repeat(op: str, args: tuple[Any, ...], options: dict[str, Any], _: tuple[Any
 def _signature(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """As :func:`paged_ops.lowerings.cpu.prepared.signature`."""
     a, b, c, d = args
-    key = op, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), c.dtype, c.shape, c.stride()
-    return *key, d.dtype, d.shape, d.stride(), *forms(options)
+    try:
+        # fmt: off
+        key = (
+            op, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(),
+            c.dtype, c.shape, c.stride(), d.dtype, d.shape, d.stride(),
+        )
+        # fmt: on
+    except AttributeError:  # None in place of a tensor: the checks refuse it
+        return ()
+    return key + forms(options) if options else key
 
 
 def first(op: str, args: tuple[Any, ...], options: dict[str, Any], cells: PagedKV) -> bool:
