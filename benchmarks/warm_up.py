@@ -145,7 +145,7 @@ def measure(mode: str, layers: int, num_steps: int) -> dict[str, Any]:
         "mode": mode,
         "layers": layers,
         "phases": {name: round(value, 2) for name, value in phases.items()},
-        "warm_up": {"compiled": len(warm["compiled"]), "loaded": len(warm["loaded"]), "graphs": warm["graphs"]},
+        "warm_up": {**warm, "loaded": len(warm["loaded"])},
         "first": {"seconds": sum(first), "slowest": sorted(first)[-5:], **since(warm, after)},
         "second": {"seconds": sum(second), "slowest": sorted(second)[-5:], **since(after, counted.counts())},
         "stats": stats,
@@ -169,7 +169,7 @@ def count(name: str, num_steps: int) -> dict[str, Any]:
     stats = {name: value for name, value in vars(loop.stats).items() if isinstance(value, int)}
     return {
         "model": name,
-        "warm_up": {"compiled": len(warm["compiled"]), "loaded": len(warm["loaded"]), "graphs": warm["graphs"]},
+        "warm_up": {**warm, "loaded": len(warm["loaded"])},
         "later": {"seconds": time.perf_counter() - started, **since(warm, counted.counts())},
         "stats": stats,
         "device": torch.cuda.get_device_name(),

@@ -198,23 +198,22 @@ def _repeated(
     it returns what the op returns, or None if the kernel must check the call. ``results``: those of an ``.out``
     overload, which are not in kwargs.
     """
-    repeat: Callable[..., Any] | None = None
-    found = False
+    is_list, returns = schema.endswith("[]"), not (out or schema.endswith("()"))
+
+    def at_first(*args: Any) -> Any:
+        nonlocal repeat
+        repeat = getattr(find(), "repeat", None) or (lambda *args: None)
+        return repeat(*args)
+
+    repeat: Callable[..., Any] = at_first
 
     def kernel_repeated(*args: Any, **kwargs: Any) -> Any:
-        nonlocal repeat, found
-        if not found:
-            repeat, found = getattr(find(), "repeat", None), True
-        if repeat is None:
-            return kernel(*args, **kwargs)
-        results = tuple([kwargs.pop(name) for name in out])
+        results = tuple([kwargs.pop(name) for name in out]) if out else ()
         done = repeat(args, kwargs, results)
         if done is None:
             kwargs.update(zip(out, results, strict=True))
             return kernel(*args, **kwargs)
-        if out or schema.endswith("()"):
-            return None
-        return [done] if schema.endswith("[]") else done
+        return ([done] if is_list else done) if returns else None
 
     return kernel_repeated
 

@@ -119,11 +119,13 @@ def test_a_long_batch_has_few_pieces():
     testing.check(OP, call(((8, 20000), (4, 9000)), dtype=torch.bfloat16))
 
 
-def test_bits_do_not_depend_on_the_number_of_threads():
-    inputs = call(((1, 1300), (5, 700), (1, 257)), ("sinks",)).inputs()
+@pytest.mark.parametrize("seqs", [((1, 1300), (5, 700), (1, 257)), ((1, 1200),), ((2, 1000),)])
+def test_bits_do_not_depend_on_the_number_of_threads(seqs):
+    """A single short sequence is divided by heads, too."""
+    inputs = call(seqs, ("sinks",)).inputs()
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 5):
+        for threads in (1, 2, 3, 5, 7):
             torch.set_num_threads(threads)
             results.append(paged_ops.paged_attention_with_lse(*inputs.args, **inputs.kwargs))
     finally:

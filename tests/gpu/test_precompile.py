@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 # Run as a process of its own, which believes in an sm_90. Prints what became of calls before and after warming up.
 PROGRAM = """
-import functools, json, os
+import functools, json, os, sys
 import torch
 from tests.aot import compiler as aot
 aot.install("cuda:90")
@@ -45,6 +45,7 @@ attend = functools.partial(gpu.paged_attention, query, kv_cache, tables, lens, s
 more = aot.gpu(16, 32, 128), kv_cache, *(aot.gpu(*s, dtype=torch.int32) for s in ((16, 64), (16,), (17,))), 0.1
 folder = os.environ["TRITON_CACHE_DIR"]
 ahead = Ahead([write, attend], sizes=[(16, 16)])
+os.environ["TRITON_PTXAS_PATH"] = sys.argv[1]
 precompile.wait_for(ahead._states, 150)
 before = sorted(os.listdir(folder))
 assert not aot.launched
@@ -65,8 +66,13 @@ print(json.dumps({
 
 @pytest.mark.aot
 def test_first_launches_find_what_was_compiled(tmp_path):
+    """Also if torch.compile has meanwhile chosen the ptxas of torch's wheel, of another version than Triton's."""
+    ptxas = tmp_path / "ptxas"
+    own = launch.triton.knobs.nvidia.ptxas.path
+    ptxas.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo another one\nexec {own} "$@"\n')
+    ptxas.chmod(0o755)
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM, str(ptxas)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -220,7 +226,7 @@ print(sorted(keys.items()))
 
 
 def job(name):
-    return precompile.Job("paged_ops.lowerings.gpu.cache", name, ("cuda", 90, 32), tuple, (), (), (), ())
+    return precompile.Job("paged_ops.lowerings.gpu.cache", name, ("cuda", 90, 32), "", tuple, (), (), (), ())
 
 
 def test_a_kernel_that_does_not_compile_is_left_to_its_launch():

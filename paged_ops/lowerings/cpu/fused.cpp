@@ -16,6 +16,7 @@
 constexpr int ROWS = SIDE;        // rows computed together
 constexpr int64_t PIECE = 128;    // minimum number of keys of a piece
 constexpr int64_t PIECES = 512;   // bounds the memory of partial results: about this many pieces per row
+constexpr int64_t SHARED = 1 << 19;  // multiply-adds from which a short sequence is divided by heads
 constexpr float SLACK = 4;        // a row is rescaled only if a logit exceeds its current maximum by more
 
 enum class Path { DIRECT, PAIRS, WIDE, MATRIX };
@@ -222,7 +223,8 @@ struct Worker : Attention {
                 } else {
                     const Rows values = {tile[1].at + begin, tile[1].offset};
                     const Rows ahead = {next[1].at + begin, next[1].offset};
-                    cells.accumulate[log2](weights, factor + r, values, ahead, acc, end - begin, Dv);
+                    const auto add = path == Path::PAIRS ? ACCUMULATE_PAIRS[log2] : cells.accumulate[log2];
+                    add(weights, factor + r, values, ahead, acc, end - begin, Dv);
                 }
                 std::fill_n(factor + r, 1 << log2, 1.0f);
             };
@@ -369,19 +371,24 @@ void attend(const Call& c) {
     if (c.batch_invariant) return attend_steadily(c);
     const Attention a(c);
     std::vector<Span> spans;
-    int64_t pairs = 0, tasks = 0, most = 0;  // tasks: heads of wide spans; most: rows of a state
+    int64_t keys = 0, pairs = 0, tasks = 0, most = 0;  // tasks: heads of wide spans; most: rows of a state
     for (int64_t n = 0; n < c.num_sequences; n++) {
         const int64_t s = c.sequences[n], end = c.query_start_loc[s + 1];
         for (int64_t start = c.query_start_loc[s]; start < end; start += a.span) {
             spans.push_back({s, start, std::min(a.span, end - start), c.seq_lens[s] - end + start, c.seq_lens[s], 0, 0});
             Span& span = spans.back();
             const auto [from, to] = a.keys_of(span);
+            keys += to - from;
             pairs += (to - from) * span.rows;
             tasks += a.is_wide(span) ? c.K : 0;
             most = std::max(most, span.rows * a.G * (a.is_wide(span) ? 1 : c.K));
         }
     }
     const int64_t length = round_up(std::max(PIECE, pairs / PIECES), TILE);
+    // All heads of a token are adjacent in memory. With many rows, one head at a time fits the processor's cache. A few short
+    // sequences are divided by heads, too, so that each thread has work; this changes no bit.
+    const bool few = int64_t(spans.size()) + keys / length < 2 * c.threads && pairs * c.H * (c.D + c.Dv) >= SHARED;
+    const int64_t heads = few ? (c.K + c.threads - 1) / c.threads : c.K;
     std::vector<Piece> pieces;
     std::vector<int64_t> begin;  // the first piece of each span
     int64_t rows = 0;
@@ -389,11 +396,11 @@ void attend(const Call& c) {
         const auto [from, to] = a.keys_of(spans[n]);
         const int64_t count = spans[n].rows * c.H;
         begin.push_back(pieces.size());
-        // All heads of a token are adjacent in memory. With many rows, one head at a time fits the processor's cache.
         const bool wide = a.is_wide(spans[n]), whole = wide && tasks >= TASKS;
-        const int64_t heads = wide ? 1 : c.K;
+        const int64_t step = wide ? 1 : heads;
         const auto add = [&](int64_t first, int64_t last, int64_t row) {
-            for (int64_t head = 0; head < c.K; head += heads) pieces.push_back({n, first, last, row, head, head + heads});
+            for (int64_t head = 0; head < c.K; head += step)
+                pieces.push_back({n, first, last, row, head, std::min(head + step, c.K)});
         };
         if (whole || to - from <= length) add(from, to, -1);
         else
@@ -424,10 +431,13 @@ void attend(const Call& c) {
 #pragma omp parallel num_threads(int(c.threads))  // always this number: OpenMP would end threads of a smaller team
     {
         Worker worker(a, most, tasks > 0);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
         for (int64_t n = 0; n < int64_t(pieces.size()); n++) compute(worker, n);
-#pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < int64_t(spans.size()); n++) merge(worker, n);
+        if (rows) {
+#pragma omp barrier
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t n = 0; n < int64_t(spans.size()); n++) merge(worker, n);
+        }
     }
 }
 

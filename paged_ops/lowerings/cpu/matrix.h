@@ -88,10 +88,11 @@ __attribute__((target("avx512bf16"))) void multiply_pairs(const float* queries, 
     constexpr int KEYS = WIDTH / R;
     const char* q = reinterpret_cast<const char*>(queries);
     for (int64_t j = 0; j < n; j += KEYS) {
-        const char *k[KEYS], *ahead[KEYS];
+        const char *k[KEYS], *near[KEYS], *far[KEYS];
         for (int c = 0; c < KEYS; c++) {
             k[c] = keys[std::min(j + c, n - 1)];
-            ahead[c] = next[j + c];
+            near[c] = j + KEYS < n ? keys[std::min(j + KEYS + c, n - 1)] : next[c];
+            far[c] = next[j + c];
         }
         __m512 partial[WIDTH] = {};
         for (int64_t byte = 0; byte < 2 * D; byte += sizeof(Words)) {
@@ -99,7 +100,8 @@ __attribute__((target("avx512bf16"))) void multiply_pairs(const float* queries, 
             for (int r = 0; r < R; r++) query[r] = load<__m512bh>(q + r * 2 * D + byte);
             for (int c = 0; c < KEYS; c++) {
                 const __m512bh key = load<__m512bh>(k[c] + byte);
-                __builtin_prefetch(ahead[c] + byte);
+                __builtin_prefetch(near[c] + byte);
+                __builtin_prefetch(far[c] + byte, 0, SECOND_LEVEL);
                 for (int r = 0; r < R; r++) {
                     __m512& sum = partial[r * KEYS + c];
                     sum = _mm512_dpbf16_ps(sum, query[r], key);
@@ -114,6 +116,52 @@ __attribute__((target("avx512bf16"))) void multiply_pairs(const float* queries, 
     }
 }
 constexpr decltype(&multiply_pairs<1>) MULTIPLY_PAIRS[] = {multiply_pairs<1>, multiply_pairs<2>, multiply_pairs<4>};
+
+// acc[r] = rescale[r] acc[r] + weights[r] . v for R rows, n values in bfloat16 and W vectors of words from column d on; two
+// values at once, with pairs of weights. An odd last value is paired with a zero.
+template <int R, int W>
+__attribute__((target("avx512bf16"))) inline void add_pairs(const uint32_t (*weights)[TILE / 2], const float* rescale,
+                                                            Rows values, Rows next, float* acc, int64_t n, int64_t Dv,
+                                                            int64_t d) {
+    constexpr __mmask32 UPPER = 0xaaaaaaaa;
+    __m512 s[R][2 * W];
+    for (int r = 0; r < R; r++)
+        for (int w = 0; w < 2 * W; w++) s[r][w] = __m512(load<Floats>(acc + r * Dv + d + w * WIDTH) * rescale[r]);
+    for (int64_t j = 0; j < n; j += 2)
+        for (int w = 0; w < W; w++) {
+            const int64_t byte = 2 * d + w * int64_t(sizeof(Words)), last = std::min(j + 1, n - 1);
+            const __m512i one = load<__m512i>(values[j] + byte);
+            const __m512i two = last > j ? load<__m512i>(values[last] + byte) : __m512i{};
+            __builtin_prefetch(next[j] + byte, 0, SECOND_LEVEL);
+            __builtin_prefetch(next[last] + byte, 0, SECOND_LEVEL);
+            const auto even = bits<__m512bh>(_mm512_mask_blend_epi16(UPPER, one, _mm512_slli_epi32(two, 16)));
+            const auto odd = bits<__m512bh>(_mm512_mask_blend_epi16(UPPER, _mm512_srli_epi32(one, 16), two));
+            for (int r = 0; r < R; r++) {
+                const auto pair = bits<__m512bh>(_mm512_set1_epi32(int(weights[r][j / 2])));
+                s[r][2 * w] = _mm512_dpbf16_ps(s[r][2 * w], pair, even);
+                s[r][2 * w + 1] = _mm512_dpbf16_ps(s[r][2 * w + 1], pair, odd);
+            }
+        }
+    for (int r = 0; r < R; r++)
+        for (int w = 0; w < 2 * W; w++) store(acc + r * Dv + d + w * WIDTH, Floats(s[r][w]));
+}
+
+// The same as accumulate in tiles.h, for values in bfloat16. Weights are rounded to bfloat16.
+template <int R>
+__attribute__((target("avx512bf16"))) void accumulate_pairs(const float* weights, const float* rescale, Rows values,
+                                                            Rows next, float* acc, int64_t n, int64_t Dv) {
+    uint32_t pairs[R][TILE / 2];
+    for (int r = 0; r < R; r++)
+        for (int64_t j = 0; j < n; j += SIDE) {
+            const __mmask16 some = n - j >= SIDE ? 0xffff : (1 << (n - j)) - 1;
+            const __m256bh half = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, weights + r * TILE + j));
+            std::memcpy(pairs[r] + j / 2, &half, sizeof half);
+        }
+    int64_t d = 0;
+    for (; d + 2 * PAIRED <= Dv; d += 2 * PAIRED) add_pairs<R, 2>(pairs, rescale, values, next, acc, n, Dv, d);
+    for (; d < Dv; d += PAIRED) add_pairs<R, 1>(pairs, rescale, values, next, acc, n, Dv, d);
+}
+constexpr decltype(&accumulate_pairs<1>) ACCUMULATE_PAIRS[] = {accumulate_pairs<1>, accumulate_pairs<2>, accumulate_pairs<4>};
 
 // Configures this thread's tiles to the full size, and restores the previous configuration at the end, as other
 // libraries rely on it. The compilers' intrinsics would declare only the first 8 bytes of the memory as used.
@@ -225,6 +273,7 @@ private:
 inline bool matrix_unit() { return false; }
 inline bool has_pair_products() { return false; }
 constexpr decltype(&multiply<BFloat16, 1>) MULTIPLY_PAIRS[3] = {};  // never used
+constexpr decltype(&accumulate<BFloat16, 1>) ACCUMULATE_PAIRS[3] = {};  // never used
 
 struct Matrix {  // never used
     Buffer queries, keys, values;

@@ -6,7 +6,6 @@ The checks in Python take 0.1 ms, longer than the C++ function needs for a short
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,29 +24,43 @@ FLASH = (masks.NAMES - {"block_sparse"}) | {
 MATRIX_ROWS = 32
 _prepared: dict[Any, Prepared] = {}  # by signature
 MOST_PREPARED = 1024
+_ONE, _TWO = (None,), (None, None)  # results that are not given
 # Features that are tensors of numbers, one per head, or of ranges.
 VECTORS = ("k_scale", "v_scale", "alibi_slopes", "sinks", "bidirectional_ranges")
 
 
-def signature(args: Iterable[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """Everything that the static checks of a call depend on: shapes, strides, dtypes, devices and numbers."""
-    parts: list[Any] = []
-    for value in args:
-        if isinstance(value, Tensor):
-            parts += (value.dtype, value.shape, value.stride(), value.device)
-        else:
-            parts.append(tuple(value) if isinstance(value, list) else value)
-    if keywords:
-        parts += keywords
-        parts += signature(keywords.values(), {})
-    return tuple(parts)
+def signature(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+    """Everything that the static checks of a call depend on: shapes, strides, dtypes and numbers. All tensors are on
+    the CPU: else the dispatcher would call another lowering. Written out, as a loop takes longer."""
+    a, b, c, d, e, scale = args
+    try:
+        # fmt: off
+        key = (
+            a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), c.dtype, c.shape, c.stride(),
+            d.dtype, d.shape, d.stride(), e.dtype, e.shape, e.stride(), scale,
+        )
+        # fmt: on
+    except AttributeError:  # None in place of a tensor: the checks refuse it
+        return ()
+    return key + forms(keywords) if keywords else key
+
+
+def forms(keywords: dict[str, Any]) -> tuple[Any, ...]:
+    """What the static checks depend on, of arguments with names."""
+    return *keywords, *map(_form, keywords.values())
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.stride()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def repeat(args: tuple[Any, ...], features: dict[str, Any], results: tuple[Tensor, ...]) -> Tensor | None:
     """The result of a call whose signature was prepared; None if it was not, if a value of the batch is invalid, or if
     the given result may share memory with another tensor. See :func:`paged_ops.registry._repeated`."""
     known = _prepared.get(signature(args, features))
-    done = None if known is None else known.attend(args, features, results or (None,))
+    done = None if known is None else known.attend(args, features, results or _ONE)
     return None if done is None else done[0]
 
 
@@ -56,7 +69,7 @@ def repeat_with_lse(
 ) -> tuple[Tensor, ...] | None:
     """:func:`repeat` with lse."""
     known = _prepared.get(signature(args, features))
-    return None if known is None else known.attend(args, features, results or (None, None))
+    return None if known is None else known.attend(args, features, results or _TWO)
 
 
 def first(
@@ -92,13 +105,14 @@ def flash_serves_long(flash: bool, dtype: torch.dtype) -> bool:
 class Prepared:
     """A checked call without its addresses and values. The C++ function checks the values of each batch."""
 
-    __slots__ = ("_K", "_call", "_constants", "_vectors", "out_shape")
+    __slots__ = ("_K", "_alike", "_call", "_constants", "_vectors", "out_shape")
 
     def __init__(self, query: Tensor, paged: PagedKV, stored: torch.dtype, args: tuple[Any, ...], f: Features) -> None:
         kv_cache, block_tables, seq_lens, query_start_loc, scale = args
         values = kv_cache if f.value_cache is None else f.value_cache
         self._call = fused.described(query, paged, stored, block_tables, len(seq_lens), scale, f, query.dtype)
         self._K, self.out_shape = paged.num_kv_heads, (*query.shape[:2], paged.value_head_size)
+        self._alike = query.shape == self.out_shape and query.is_contiguous()
         self._vectors = [name for name in VECTORS if getattr(f, name) is not None]
         inputs = query, kv_cache, values, block_tables, seq_lens, query_start_loc
         where = paged.key.data_ptr() - kv_cache.data_ptr(), paged.value.data_ptr() - values.data_ptr()
@@ -111,9 +125,9 @@ class Prepared:
         tensor; then nothing was written."""
         query, kv_cache, block_tables, seq_lens, query_start_loc, _ = args
         value_cache = features.get("value_cache")
-        out, lse = (*results, None)[:2]
-        if out is None:
-            out = query.new_empty(self.out_shape)
+        out, lse = results if len(results) == 2 else (results[0], None)
+        if out is None:  # empty_like is faster
+            out = torch.empty_like(query) if self._alike else query.new_empty(self.out_shape)
         elif not (out.shape == self.out_shape and out.dtype == query.dtype and out.is_contiguous()):
             return None
         if len(results) == 2:

@@ -76,21 +76,28 @@ struct Rows {
     const char* operator[](int64_t j) const { return at[j] + offset; }
 };
 
-// logits[r][j] = q[r] . k[j] for R rows and n keys; the rest of the last vector is arbitrary. Prefetches `next`.
+// Rows often have a stride of 4096 bytes: the first-level cache then holds 8 of them, so the next tile is prefetched
+// into the second level.
+constexpr int SECOND_LEVEL = 2;
+
+// logits[r][j] = q[r] . k[j] for R rows and n keys; the rest of the last vector is arbitrary. Prefetches `next`, and the
+// keys that follow into the first level.
 template <class Cell, int R>
 void multiply(const float* q, Rows keys, Rows next, float* logits, int64_t n, int64_t D) {
     constexpr int KEYS = WIDTH / R, P = Cell::PARTS;
     for (int64_t j = 0; j < n; j += KEYS) {
-        const char *k[KEYS], *ahead[KEYS];
+        const char *k[KEYS], *near[KEYS], *far[KEYS];
         for (int c = 0; c < KEYS; c++) {
             k[c] = keys[std::min(j + c, n - 1)];
-            ahead[c] = next[j + c];
+            near[c] = j + KEYS < n ? keys[std::min(j + KEYS + c, n - 1)] : next[c];
+            far[c] = next[j + c];
         }
         Floats partial[WIDTH] = {};
         for (int64_t d = 0; d < D; d += WIDTH * P)
             for (int c = 0; c < KEYS; c++) {
                 const Words words = load<Words>(k[c] + d * 4 / P);
-                __builtin_prefetch(ahead[c] + d * 4 / P);
+                __builtin_prefetch(near[c] + d * 4 / P);
+                __builtin_prefetch(far[c] + d * 4 / P, 0, SECOND_LEVEL);
                 for (int p = 0; p < P; p++) {
                     const Floats key = Cell::part(words, p);
                     for (int r = 0; r < R; r++) {
@@ -117,7 +124,7 @@ inline void add(const float* weights, const float* rescale, Rows values, Rows ne
         for (int w = 0; w < W; w++) {
             const int64_t byte = d * 4 / P + w * sizeof(Words);
             const Words words = load<Words>(values[j] + byte);
-            __builtin_prefetch(next[j] + byte);
+            __builtin_prefetch(next[j] + byte, 0, SECOND_LEVEL);
             for (int p = 0; p < P; p++) {
                 const Floats value = Cell::part(words, p);
                 for (int r = 0; r < R; r++) {

@@ -17,7 +17,7 @@ import torch
 
 from paged_ops import cpp
 from paged_ops.layouts import PagedKV
-from paged_ops.lowerings.cpu.prepared import MOST_PREPARED, extent, signature
+from paged_ops.lowerings.cpu.prepared import MOST_PREPARED, extent, forms
 
 
 class Plane(ctypes.Structure):
@@ -46,7 +46,7 @@ _prepared: dict[Any, tuple[Write, tuple[int, ...]]] = {}
 def repeat(op: str, args: tuple[Any, ...], options: dict[str, Any], _: tuple[Any, ...] = ()) -> bool | None:
     """Write by a prepared write. None, with nothing written, if none was prepared, if a slot is out of range, or if a
     cache may share memory with another tensor. See :func:`paged_ops.registry._repeated`."""
-    known = _prepared.get((op, signature(args, options)))
+    known = _prepared.get(_signature(op, args, options))
     function = compiled()
     if known is None or function is None:
         return None
@@ -62,6 +62,21 @@ def repeat(op: str, args: tuple[Any, ...], options: dict[str, Any], _: tuple[Any
         *known[1],
     )
     return None if function(known[0], tensors) else True
+
+
+def _signature(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """As :func:`paged_ops.lowerings.cpu.prepared.signature`."""
+    a, b, c, d = args
+    try:
+        # fmt: off
+        key = (
+            op, a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(),
+            c.dtype, c.shape, c.stride(), d.dtype, d.shape, d.stride(),
+        )
+        # fmt: on
+    except AttributeError:  # None in place of a tensor: the checks refuse it
+        return ()
+    return key + forms(options) if options else key
 
 
 def first(op: str, args: tuple[Any, ...], options: dict[str, Any], cells: PagedKV) -> bool:
@@ -86,7 +101,7 @@ def first(op: str, args: tuple[Any, ...], options: dict[str, Any], cells: PagedK
     constants = *map(extent, (*rows, kv_cache, values, slots)), *where, values.data_ptr() - kv_cache.data_ptr()
     if len(_prepared) >= MOST_PREPARED:
         _prepared.clear()
-    _prepared[op, signature(args, options)] = write, constants
+    _prepared[_signature(op, args, options)] = write, constants
     return repeat(op, args, options) is not None
 
 

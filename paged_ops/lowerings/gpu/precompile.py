@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.compiler.compiler import make_backend
 
 MOST_PROCESSES = 16
 # A kernel that takes longer than this many seconds is compiled by the process that waits for it.
@@ -48,6 +49,7 @@ class Job(NamedTuple):
     module: str
     name: str
     target: tuple[str, Any, int]  # backend, architecture, threads of a warp
+    compiler: str  # its version in Triton's keys, which a process computes once
     kind: type  # of the tuple of tensors
     places: tuple[Place | None, ...]
     numbers: tuple[tuple[type, bool], ...]  # whether an int needs 64 bits
@@ -70,6 +72,7 @@ def job_of(
         kernel.fn.__module__,
         kernel.fn.__name__,
         (target.backend, target.arch, target.warp_size),
+        make_backend(target).hash(),
         type(tensors),
         tuple(None if each is None else Place(each.dtype, address % 16 == 0) for each, address in places),
         tuple(map(_width, numbers)),
@@ -140,7 +143,8 @@ class _State:
     """Of a job: when it is done, why the kernel does not compile, and in which folder of Triton's cache it is. Done
     without either: it is left to this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment  # Triton's variables, for the process that compiles
         self.done = threading.Event()
         self.sent = False
         self.error: str | None = None
@@ -182,11 +186,13 @@ class Compiler:
         self._server.wait()
 
     def submit(self, jobs: Collection[Job]) -> list[_State]:
-        """Compile what is not known yet, in this order."""
+        """Compile what is not known yet, in this order, in the environment of now: torch.compile changes it."""
+        environment = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+        environment["TRITON_CACHE_DIR"] = triton.knobs.cache.dir
         with self._lock:
             for job in jobs:
                 if job not in self.states:
-                    self.states[job] = _State()
+                    self.states[job] = _State(environment)
                     self._waiting.append(job)
             self._send()
             return [self.states[job] for job in jobs]
@@ -209,13 +215,11 @@ class Compiler:
 
     def _send(self) -> None:
         """As many jobs as there may be processes."""
-        folder = triton.knobs.cache.dir
-        variables = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
         while self._waiting and len(self._running) < self.processes:
             job = self._waiting.popleft()
             state = self.states[job]
-            state.sent, state.folder = True, folder
-            message = pickle.dumps((self._next, folder, variables, job))
+            state.sent, state.folder = True, state.environment["TRITON_CACHE_DIR"]
+            message = pickle.dumps((self._next, state.environment, job))
             self._running[self._next] = job
             self._next += 1
             try:

@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
+from triton.compiler.compiler import make_backend
 
 from paged_ops.lowerings.gpu.precompile import HEADER, Job, Place
 from paged_ops.lowerings.gpu.target import FUSED, TRITON, settled
@@ -108,10 +109,10 @@ def exactly(file: Any, count: int) -> bytes | None:
 
 def run(message: bytes, out: int) -> None:
     """Compile one job, answer, and end the process."""
-    number, folder, variables, job = pickle.loads(message)
+    number, environment, job = pickle.loads(message)
     error = None
     try:
-        os.environ.update(variables, TRITON_CACHE_DIR=folder)
+        os.environ.update(environment)
         compile_job(job)
     except BaseException as failure:
         error = f"{job.name}: {type(failure).__name__}: {failure}"
@@ -126,7 +127,12 @@ def answer(out: int, number: int, error: str | None) -> None:
 
 def compile_job(job: Job) -> Any:
     """Compile a kernel into Triton's cache, as its first launch would."""
-    triton.runtime.driver.set_active(Driver(GPUTarget(*job.target)))
+    target = GPUTarget(*job.target)
+    triton.runtime.driver.set_active(Driver(target))
+    # The version of ptxas is part of the key. Inductor may change which ptxas is used, after the other process has read
+    # the version of one and before it launches this kernel.
+    backend: Any = type(make_backend(target))
+    backend.hash = lambda self: job.compiler
     kernel = settled(getattr(importlib.import_module(job.module), job.name))
     memory = torch.empty(256, dtype=torch.uint8, device="cpu")
     memory = memory[-memory.data_ptr() % 16 :][:128]
