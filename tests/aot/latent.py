@@ -10,7 +10,7 @@ from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES
 from paged_ops.lowerings import gpu as lowering
 from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 from tests.aot.attention import BF16, E4M3, FP16, FP32, MASKS, RDNA, SPLIT
-from tests.aot.compiler import TARGETS, Variant, gpu
+from tests.aot.compiler import TARGETS, Variant, both, gpu
 
 PATTERNS = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16.*\}, \{", r"ldmatrix.*x4\.trans", "setmaxnreg"
 FROM_REGISTERS = {"cuda:90": PATTERNS} if OLDEST_GLUON <= TRITON <= NEWEST_KNOWN else {}
@@ -54,6 +54,23 @@ def selecting(H: int, **options: Any) -> Any:
     return run
 
 
+def indexing(
+    heads: int, dtype: torch.dtype = BF16, stored: torch.dtype | None = None, T: int = 4, **options: Any
+) -> Any:
+    """The indexer with heads of 128: of 2048 keys, or of 16 blocks."""
+
+    def run() -> None:
+        k, S = 16 if options.get("per_head") else 2048, 4
+        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
+        named = {} if stored is None else {"k_scale": gpu(1, dtype=FP32)}
+        if not options.get("per_head"):
+            named |= {"weights": gpu(T, heads, dtype=FP32), "relu": True}
+        cache = gpu(8, 64, 128, dtype=stored or dtype)
+        lowering.select_keys(gpu(T, heads, 128, dtype=dtype), cache, tables, lens, starts, k, **named, **options)
+
+    return run
+
+
 VARIANTS = [
     # The variants of the Gluon kernels for sm_90 are in hopper.py.
     Variant("latent-bf16-h128", attend(128), may_spill=RDNA, targets=NOT_HOPPER),
@@ -75,6 +92,19 @@ VARIANTS = [
         "latent-h71-masks",
         attend(71, 9, soft_cap=50.0, per_head=("alibi_slopes", "sinks"), **MASKS),
         spills={(3, 5): 256, (3, 6): 24, (3, 7): 48, (3, 8): 448, (3, 9): 928},
+        targets=("cuda:90",),
+    ),
+    # The indexers of DeepSeek-V3.2 (decode and prompts) and of MiniMax-M3.
+    Variant(
+        "latent-index-bf16-h64",
+        both(indexing(64), indexing(64, T=64)),
+        {"cuda:90": (r"wgmma\.mma_async", r"cp\.async")},
+        targets=("cuda:90", "hip:gfx942"),
+    ),
+    Variant("latent-index-e4m3-h64", indexing(64, stored=E4M3), targets=("cuda:80",)),
+    Variant(
+        "latent-index-blocks",
+        indexing(4, T=64, per_head=True, pool="max", block_size=128, local_blocks=1),
         targets=("cuda:90",),
     ),
 ]

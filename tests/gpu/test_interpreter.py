@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from paged_ops import layouts, registry, testing
 from paged_ops.features import Features, kept_keys
 from paged_ops.lowerings import cpu, gpu
+from paged_ops.lowerings.gpu import indexer
 from paged_ops.lowerings.gpu.attention import call as attention
 from paged_ops.lowerings.gpu.attention import tuning
 
@@ -25,7 +26,10 @@ pytestmark = pytest.mark.interpreter
 
 # paged_attention differs from the form with lse in what it stores: a few cases tell. The others run in all their cases
 # but for those that only repeat a kernel's path: the whole suite takes an interpreter too long.
-FEW = {"paged_attention": "decode-fp16|mixed-fp32|sinks|fp8-output-fp32|padding_only-fp32"}
+FEW = {
+    "paged_attention": "decode-fp16|mixed-fp32|sinks|fp8-output-fp32|padding_only-fp32",
+    "select_keys": "(dsa|msa)-(query_past_keys|padding_only)-exact",  # others: test_index_tiles
+}
 LATENT = (
     r"query_past_keys-fp32|(b1|b544|h71|96-16)-decode-fp16|latent_padded-all-features|window|ranges|sparse|sinks|selected"
     r"|e4m3-fp16|uneven-fp32|rows-speculative-fp32|rows-window-fp16"
@@ -92,6 +96,28 @@ def test_any_number_of_programs(case, programs, monkeypatch):
         testing.check("paged_attention_with_lse", named, "cpu", gpu.paged_attention_with_lse)
     finally:
         attention.forget()
+
+
+LATENT_24 = testing.CacheSpec("latent", 1, 24)
+E4M3_24 = testing.CacheSpec("latent", 1, 24, dtype=torch.float16, cache_dtype=testing.F8_E4M3, scales="tensor")
+INDEXED = {
+    "dsa": (LATENT_24, 40, True, {"weights": torch.float32, "relu": True}),
+    "msa": (LATENT_24, 7, True, {"per_head": True, "pool": "max", "block_size": 8, "local_blocks": 2}),
+    "e4m3": (E4M3_24, 7, False, {"relu": True, "local_blocks": 1}),
+    "mean": (LATENT_24, 7, False, {"pool": "mean", "block_size": 5, "causal": False}),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_index_tiles(name, monkeypatch):
+    """Several groups of rows, programs per sequence, and tiles of maxima and of listed entries; many equal scores."""
+    monkeypatch.setattr(indexer, "WORKSPACE", 1 << 14)
+    monkeypatch.setattr(indexer, "INTERPRETER_AT_ONCE", 64)
+    cache, k, exact, options = INDEXED[name]
+    case = testing.IndexCase(
+        name, ((2, 400), (1, 130), (0, 9), (2, 1)), cache, 3, tuple(options.items()), k=k, exact=exact
+    )
+    testing.check("select_keys", case, "cpu", gpu.select_keys)
 
 
 @pytest.mark.parametrize(("programs", "heads"), [(3, (71, 1)), (20, (8, 2)), (70, (6, 1))])

@@ -1,0 +1,431 @@
+"""The indexer on GPUs: one kernel scores keys, a second one selects the best k of each list.
+
+Letters as in :mod:`paged_ops.ops`; also in kernels: N keys of a tile, TOK tokens of a program, HP heads padded to a
+power of two, M = TOK * HP columns of a tile, LISTS lists of a program, E entries of a tile.
+
+**Scores.** A program has TOK adjacent tokens. It loads tiles of keys through the block table, once for all heads. Keys
+are the rows of the matmul and heads its columns, so few heads are padded to 16 at most, and the sum over heads needs
+two shuffles. Axis 1 of the grid divides the tiles of a sequence. The result is stored as int32 in the order of the
+scores, with the largest of each CHUNK entries. Decode of 64 sequences of 131072 tokens with 64 heads of 128 in bfloat16
+reads 2.1 GB of keys, does 137 GFLOP, and writes 36 MB.
+
+**Selection.** One program per list. The k-th largest maximum of a chunk is a bound: at least k entries reach it. The
+program lists the entries that do (about 2360 of 131072 independent scores, for k = 2048 and chunks of 16), and finds
+the k-th largest of them. Both searches halve an interval of integers until k numbers are above, in at most 32 passes
+over the maxima, and over the listed entries. The list is in the order of positions: entries above the k-th largest are
+taken, and of those equal to it the first. So the program reads scores of chunks that reach the bound once (8 MB in the
+decode above), and maxima (2 MB) in each pass, from the L1 and L2 caches. In the worst case, where the bound excludes
+nothing, each pass reads all entries.
+
+**Workspace.** 8 bytes per entry and 4 per chunk for each list. Rows are processed in groups that need at most WORKSPACE
+bytes: the number of launches depends on T, G and the columns of the block table, not on values.
+
+Not run on a GPU yet: the numbers above are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from paged_ops import checks, fake
+from paged_ops.features import POOLS, IndexOptions, dtype_name, refuse_others
+from paged_ops.layouts import element_dtype
+from paged_ops.lowerings.gpu.attention.shared import tile as tiling
+from paged_ops.lowerings.gpu.cache import FORMATS, together
+from paged_ops.lowerings.gpu.fp8 import stored_format
+from paged_ops.lowerings.gpu.launch import launcher_of
+from paged_ops.lowerings.gpu.spec import Side
+from paged_ops.lowerings.gpu.target import Target, target_of
+
+APPLIES = (FORMATS - {"fp8_ds_mla"}) | frozenset(IndexOptions._fields)
+WORKSPACE = 224 << 20
+# What one tile holds, at most.
+MOST_HEADS, WIDEST, LARGEST_BLOCK = 128, 256, 256
+CHUNK = 16
+# Programs of the first kernel per multiprocessor, so that uneven sequences do not leave many idle.
+PROGRAMS = 4
+INTERPRETER_PROGRAMS = 5
+# Entries that the second kernel loads at once, and fewer in the interpreter, to have several tiles.
+AT_ONCE, INTERPRETER_AT_ONCE = 8192, 256
+
+NEVER = tl.constexpr(-(2**31))  # the order of an entry that a row does not see: below that of -inf
+ALWAYS = tl.constexpr(2**31 - 1)  # of an entry that always wins
+
+
+class Pointers(NamedTuple):
+    """The tensors of the kernels."""
+
+    selected: Any  # [T, G, k]
+    scores: Any  # [rows * G, width] int32
+    listed: Any  # [rows * G, width] int32
+    maxima: Any  # [rows * G, width / CHUNK] int32
+    query: Any  # [T, Hi, Di]
+    cache: Any  # [N, B, Di]
+    block_tables: Any  # [S, M]
+    seq_lens: Any  # [S]
+    query_start_loc: Any  # [S + 1]
+    weights: Any  # [T, Hi], or None
+    k_scale: Any  # [1], or None
+
+
+class Spec(NamedTuple):
+    """What the kernels are compiled for; one constant."""
+
+    heads: int
+    per_head: bool
+    key: Side  # the index cache [N, B, Di]
+    B: int
+    query: tuple[int, ...]  # strides
+    weights: tuple[int, ...]  # strides; (): no weights
+    table: int  # stride from one block of a sequence to the next
+    format: int  # of fp8 bits, see fp8.py
+    relu: bool
+    pool: int  # index in POOLS
+    block: int  # keys of an entry
+    local_blocks: int
+    causal: bool
+    has_scale: bool
+    dtypes: tuple[str, ...]  # of query, cache and weights
+
+
+class Tile(NamedTuple):
+    """The sizes of a tile; one constant."""
+
+    TOK: int
+    HP: int
+    D: int  # head size, padded to a power of two
+    E: int
+    BLOCK: int  # keys of an entry, padded to a power of two
+    CHUNK: int
+    S_AT_ONCE: int  # sequences that are loaded at once, to find that of a token
+
+
+NUMBERS = ("scale", "S", "table_stride", "first", "stop", "width", "k")
+
+
+def select_keys(
+    index_query: Tensor,
+    index_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    k: int,
+    *,
+    out: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    batch = block_tables, seq_lens, query_start_loc
+    selected = fake.select_keys(index_query, index_cache, *batch, k, out=out, **options)
+    o = IndexOptions(**options)
+    refuse_others(o, index_cache, APPLIES, "the indexer on a GPU")
+    for reason in too_large(index_query.shape[1], index_query.shape[2], o.block_size):
+        raise ValueError(reason)
+    (T, G, _), (S, M), (N, B, _) = selected.shape, block_tables.shape, index_cache.shape
+    if not (T and S and M and index_cache.numel()):
+        return selected.fill_(-1)
+    if checks.debug_checks():
+        checks.batch(*batch, T, N, B)
+    target = target_of(index_query.device)
+    spec = spec_of(index_query, index_cache, block_tables, o, target)
+    tile, launch = tile_of(spec, T, S, target)
+    width = -(-(M * B) // (o.block_size * tile.E)) * tile.E  # entries of a list in whole tiles
+    per_row = G * width * (2 + 1 / tile.CHUNK)  # elements of the workspace
+    most = int(WORKSPACE / 4 / G / (2 + 1 / tile.CHUNK)) // tile.E * tile.E * o.block_size
+    fits = f"at most {most} tokens per sequence for G = {G} on a GPU"
+    checks.expect(4 * per_row <= WORKSPACE, "block_tables", fits, f"{M} blocks of {B} tokens")
+    rows = int(WORKSPACE / 4 / per_row)
+    rows = min(T, rows // tile.TOK * tile.TOK or rows)
+    work = index_query.new_empty(int(rows * per_row), dtype=torch.int32)
+    entries = rows * G * width
+    scores, listed, maxima = work.split([entries, entries, entries // tile.CHUNK])
+    cache, lens, starts = _readable(index_cache, o, target), together(seq_lens), together(query_start_loc)
+    tensors = Pointers(
+        selected, scores, listed, maxima, index_query, cache, block_tables, lens, starts, o.weights, o.k_scale
+    )
+    is_interpreter = target.backend == "interpreter"
+    programs = INTERPRETER_PROGRAMS if is_interpreter else PROGRAMS * target.processors
+    at_once = INTERPRETER_AT_ONCE if is_interpreter else AT_ONCE
+    shared = {"SPEC": spec, "TILE": tile, **target.overlap()}
+    score = launcher_of(scores_kernel, {**shared, **launch}, target.device)
+    select = launcher_of(select_kernel, {**shared, "AT_ONCE": at_once, "num_warps": 16}, target.device)
+    for first in range(0, T, rows):
+        stop = min(first + rows, T)
+        numbers = (float(o.scale), S, block_tables.stride(0), first, stop, width, k)
+        groups = -(-(stop - first) // tile.TOK)
+        score((groups, max(1, min(-(-programs // groups), width // tile.E, 65535)), 1), tensors, numbers)
+        select(((stop - first) * G, 1, 1), tensors, numbers)
+    return selected
+
+
+def too_large(heads: int | None, Di: int | None, block_size: int | None) -> list[str]:
+    """The reasons why no tile fits these sizes; None: not known."""
+    sizes = (
+        ("index_query", "heads", heads, MOST_HEADS),
+        ("index_query", "columns", Di, WIDEST),
+        ("block_size", "keys", block_size, LARGEST_BLOCK),
+    )
+    return [
+        f"{name}: a GPU takes at most {most} {what}, got {size}"
+        for name, what, size, most in sizes
+        if size and size > most
+    ]
+
+
+def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: IndexOptions, target: Target) -> Spec:
+    _, B, Di = index_cache.shape
+    n, b, d = index_cache.stride()
+    cache = _readable(index_cache, o, target)
+    dtypes = [each.dtype for each in (index_query, cache, o.weights) if each is not None]
+    stored = stored_format(element_dtype(index_cache, o.kv_cache_dtype), index_cache.dtype, target)
+    return Spec(
+        heads=index_query.shape[1],
+        per_head=o.per_head,
+        key=Side(Di, Di, 1, n, b, 0, 0, d, None),
+        B=B,
+        query=index_query.stride(),
+        weights=() if o.weights is None else o.weights.stride(),
+        table=block_tables.stride(1),
+        format=stored if cache.dtype == torch.uint8 else 0,
+        relu=o.relu,
+        pool=POOLS.index(o.pool),
+        block=o.block_size,
+        local_blocks=o.local_blocks,
+        causal=o.causal,
+        has_scale=o.k_scale is not None,
+        dtypes=tuple(map(dtype_name, dtypes)),
+    )
+
+
+def _readable(index_cache: Tensor, o: IndexOptions, target: Target) -> Tensor:
+    """The cache for the kernel: fp8 as its dtype where the target converts it, else as bytes."""
+    stored = element_dtype(index_cache, o.kv_cache_dtype)
+    if not stored_format(stored, index_cache.dtype, target):
+        return index_cache
+    return index_cache.view(stored if target.has_fp8_cvt else torch.uint8)
+
+
+def tile_of(spec: Spec, T: int, S: int, target: Target) -> tuple[Tile, dict[str, int]]:
+    """The tile, and the options of its launch."""
+    heads = triton.next_power_of_2(spec.heads)
+    # Tokens share loaded keys if there are several per sequence; 16 is the narrowest matmul.
+    tokens = max(64, 2 * heads) // heads if T > 4 * S else 1
+    heads = max(heads, -(-16 // tokens))
+    itemsize = 4 if spec.dtypes[0] == "float32" else 2
+    D, block = max(16, triton.next_power_of_2(spec.key.size)), triton.next_power_of_2(spec.block)
+    keys = 64 if itemsize == 4 or tokens * heads > 128 or D > 128 else 128
+    stages = 3 if target.backend == "cuda" else 2
+    if target.backend == "interpreter":
+        keys = 32
+    keys = max(keys, block)
+    columns = tokens * heads
+    while stages > 1 and (columns + stages * keys) * D * itemsize > target.shared_memory:
+        stages -= 1
+    entries = keys // block
+    tile = Tile(tokens, heads, D, entries, block, min(CHUNK, entries), min(triton.next_power_of_2(S), 256))
+    return tile, {"num_warps": 8 if columns * keys > 64 * 128 else 4, "num_stages": stages}
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def scores_kernel(
+    tensors,  # Pointers
+    scale, S, table_stride, first, stop, width, k,  # NUMBERS
+    SPEC: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Scores of the tokens of one program from ``first`` on, over its share of the tiles of their sequences."""
+    if PDL:
+        gdc_wait()
+    TOK: tl.constexpr = TILE.TOK
+    HP: tl.constexpr = TILE.HP
+    E: tl.constexpr = TILE.E
+    BLOCK: tl.constexpr = TILE.BLOCK
+    CHUNK: tl.constexpr = TILE.CHUNK
+    N: tl.constexpr = E * BLOCK
+    HEADS: tl.constexpr = SPEC.heads
+    SIDE: tl.constexpr = SPEC.key
+    block_size: tl.constexpr = SPEC.block
+    HL: tl.constexpr = HP if SPEC.per_head else 1  # lists of a token, padded
+    G: tl.constexpr = HEADS if SPEC.per_head else 1
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    t0 = first + tl.program_id(0) * TOK
+    m = tl.arange(0, TOK * HP)
+    t, h = t0 + m // HP, m % HP
+    live = (t < stop) & (h < HEADS)
+    d = tl.arange(0, TILE.D)
+    row = t.to(tl.int64) * SPEC.query[0] + h * SPEC.query[1]
+    q = tl.load(
+        tensors.query + row[:, None] + (d * SPEC.query[2])[None, :],
+        mask=live[:, None] & (d < SIDE.size)[None, :],
+        other=0.0,
+    )  # [M, D]
+    weight = tl.where(live, 1.0, 0.0)  # [M]
+    if len(SPEC.weights) > 0:
+        where = t.to(tl.int64) * SPEC.weights[0] + h * SPEC.weights[1]
+        weight = tl.load(tensors.weights + where, mask=live, other=0.0).to(tl.float32)
+    factor = scale
+    if SPEC.has_scale:
+        factor = scale * tl.load(tensors.k_scale)
+    x = tl.arange(0, TOK * HL)
+    token, head = t0 + x // HL, x % HL  # of a list
+    list_ = ((token - first) * G + head).to(tl.int64)
+    y = tl.arange(0, N)
+
+    last = tl.minimum(sequence_of(tl.minimum(t0 + TOK, stop) - 1, tensors.query_start_loc, S, TILE.S_AT_ONCE), S - 1)
+    begin = sequence_of(t0, tensors.query_start_loc, S, TILE.S_AT_ONCE)
+    for each in range(0, last + 1 - begin):  # from 0: else Triton 3.7 does not see that keys are contiguous
+        s = begin + each
+        i, seen = sees(token, s, tensors, SPEC.causal)  # [LISTS]
+        seen = tl.where((token < stop) & (head < G), seen, 0)
+        keys = tl.max(seen, 0)
+        table = tensors.block_tables + tl.cast(s, tl.int64) * table_stride
+        own = tl.where(i >= 0, i // block_size, -1)
+        for tile in range(part, tl.cdiv(keys, E * block_size), parts):
+            j = (tile * E + y // BLOCK) * block_size + y % BLOCK  # positions of keys
+            exists = (y % BLOCK < block_size) & (j < keys)
+            block = tl.load(table + (j // SPEC.B) * SPEC.table, mask=exists, other=0)
+            key = tiling.load_tile(tensors.cache, block, j % SPEC.B, exists, exists, SIDE, TILE.D, SPEC.format, q.dtype)
+            score = tiling.dot_keys(key, q) * factor  # [N, M]
+            if SPEC.relu:
+                score = tl.where(score < 0.0, 0.0, score)  # keeps NaN
+            if not SPEC.per_head:
+                score = tl.where(live[None, :], score, 0.0) * weight[None, :]
+                score = tl.sum(tl.reshape(score, (N, TOK, HP)), 2)
+            score = tl.where(score == score, score, float("-inf"))  # [N, LISTS]
+            visible = exists[:, None] & (j[:, None] < seen[None, :])
+            e = tile * E + tl.arange(0, E)
+            if SPEC.pool == 1:
+                score = tl.max(tl.reshape(tl.where(visible, score, float("-inf")), (E, BLOCK, TOK * HL)), 1)
+            elif SPEC.pool == 2:
+                total = tl.sum(tl.reshape(tl.where(visible, score, 0.0), (E, BLOCK, TOK * HL)), 1)
+                count = tl.minimum(tl.maximum(seen[None, :] - (e * block_size)[:, None], 1), block_size)
+                score = total / count.to(tl.float32)
+                score = tl.where(score == score, score, float("-inf"))
+            order = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+            order = order ^ ((order >> 31) & 0x7FFFFFFF)
+            if SPEC.local_blocks > 0:
+                away = own[None, :] - e[:, None]
+                order = tl.where((away >= 0) & (away < SPEC.local_blocks), ALWAYS, order)
+            order = tl.where((e * block_size)[:, None] < seen[None, :], order, NEVER)  # [E, LISTS]
+            mine = seen > 0
+            tl.store(tensors.scores + list_[None, :] * width + e[:, None], order, mask=mine[None, :])
+            largest = tl.max(tl.reshape(order, (E // CHUNK, CHUNK, TOK * HL)), 1)
+            chunk = tile * (E // CHUNK) + tl.arange(0, E // CHUNK)
+            tl.store(tensors.maxima + list_[None, :] * (width // CHUNK) + chunk[:, None], largest, mask=mine[None, :])
+    if PDL:
+        gdc_launch_dependents()  # last: the next kernel reads what was written here
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def select_kernel(
+    tensors,  # Pointers
+    scale, S, table_stride, first, stop, width, k,  # NUMBERS
+    SPEC: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One list."""
+    if PDL:
+        gdc_wait()
+    CHUNK: tl.constexpr = TILE.CHUNK
+    CHUNKS: tl.constexpr = AT_ONCE // CHUNK
+    G: tl.constexpr = SPEC.heads if SPEC.per_head else 1
+    list_ = tl.program_id(0).to(tl.int64)
+    t = first + tl.program_id(0) // G
+    s = sequence_of(t, tensors.query_start_loc, S, TILE.S_AT_ONCE)
+    count = tl.full((), 0, tl.int32)
+    if s < S:
+        count = tl.cdiv(sees(t, s, tensors, SPEC.causal)[1], SPEC.block)
+    scores = tensors.scores + list_ * width
+    listed = tensors.listed + list_ * width
+    maxima = tensors.maxima + list_ * (width // CHUNK)
+    out = tensors.selected + (first.to(tl.int64) * G + list_) * k
+    at = tl.arange(0, AT_ONCE)
+    if count > k:
+        chunks = tl.cdiv(count, CHUNK)
+        largest = tl.full((AT_ONCE,), NEVER, tl.int32)
+        for x in range(0, chunks, AT_ONCE):
+            largest = tl.maximum(largest, tl.load(maxima + x + at, mask=x + at < chunks, other=NEVER))
+        most = tl.max(largest, 0).to(tl.int64)
+        least = tl.full((), NEVER, tl.int64)
+        if chunks > k:
+            least = kth_largest(maxima, maxima, chunks, k, least, most, AT_ONCE, False)
+        n = tl.full((), 0, tl.int32)
+        chunk, entry = tl.arange(0, CHUNKS), tl.arange(0, CHUNK)
+        for x in range(0, chunks, CHUNKS):
+            top = tl.load(maxima + x + chunk, mask=x + chunk < chunks, other=NEVER)
+            e = tl.reshape((x + chunk)[:, None] * CHUNK + entry[None, :], (AT_ONCE,))
+            read = tl.reshape(tl.broadcast_to((top >= least)[:, None], (CHUNKS, CHUNK)), (AT_ONCE,)) & (e < count)
+            order = tl.load(scores + e, mask=read, other=NEVER)
+            keep = read & (order >= least)
+            tl.store(listed + n + tl.cumsum(keep.to(tl.int32), 0) - 1, e, mask=keep)
+            n += tl.sum(keep.to(tl.int32), 0)
+        tl.debug_barrier()
+        kth = kth_largest(scores, listed, n, k, least, most, AT_ONCE, True)
+        above = tl.zeros((AT_ONCE,), tl.int32)
+        for x in range(0, n, AT_ONCE):
+            order = tl.load(scores + tl.load(listed + x + at, mask=x + at < n, other=0), mask=x + at < n, other=NEVER)
+            above += (order > kth).to(tl.int32)
+        equal = k - tl.sum(above, 0)  # of the entries that are equal to the k-th largest, those that are taken
+        written = tl.full((), 0, tl.int32)
+        for x in range(0, n, AT_ONCE):
+            exists = x + at < n
+            e = tl.load(listed + x + at, mask=exists, other=0)
+            order = tl.load(scores + e, mask=exists, other=NEVER)
+            is_equal = exists & (order == kth)
+            rank = tl.cumsum(is_equal.to(tl.int32), 0)
+            take = exists & ((order > kth) | (is_equal & (rank <= equal)))
+            tl.store(out + written + tl.cumsum(take.to(tl.int32), 0) - 1, e, mask=take)
+            equal -= tl.sum(is_equal.to(tl.int32), 0)
+            written += tl.sum(take.to(tl.int32), 0)
+    else:
+        for x in range(0, k, AT_ONCE):
+            tl.store(out + x + at, tl.where(x + at < count, x + at, -1), mask=x + at < k)
+    if PDL:
+        gdc_launch_dependents()  # last: the next kernel overwrites the workspace
+
+
+@triton.jit
+def sequence_of(t, starts, S, AT_ONCE: tl.constexpr):
+    """The sequence of token t: the number of sequences that end at or before it. S for padding."""
+    ends = tl.zeros((AT_ONCE,), tl.int32)
+    for x in range(0, S, AT_ONCE):
+        s = x + tl.arange(0, AT_ONCE)
+        end = tl.load(starts + 1 + s, mask=s < S, other=2**31 - 1)
+        ends += (end <= t).to(tl.int32)
+    return tl.sum(ends, 0)
+
+
+@triton.jit
+def sees(t, s, tensors, CAUSAL: tl.constexpr):
+    """The positions of tokens t in sequence s, and the number of keys that they see: 0 for tokens of others."""
+    start, end = tl.load(tensors.query_start_loc + s), tl.load(tensors.query_start_loc + s + 1)
+    seq_len = tl.load(tensors.seq_lens + s)
+    i = seq_len - end + t
+    seen = tl.minimum(tl.maximum(i + 1, 0), seq_len) if CAUSAL else i * 0 + seq_len
+    return i, tl.where((t >= start) & (t < end), seen, 0)
+
+
+@triton.jit
+def kth_largest(values, places, n, k, least, most, AT_ONCE: tl.constexpr, PLACED: tl.constexpr):
+    """The k-th largest of n int32 numbers, or a smaller one that only k numbers reach. It is from ``least`` to
+    ``most``, both int64. PLACED: the numbers are those at ``places [n]``; else the first n."""
+    end = most + 1
+    at = tl.arange(0, AT_ONCE)
+    while end - least > 1:
+        middle = least + (end - least) // 2
+        above = tl.zeros((AT_ONCE,), tl.int32)
+        for x in range(0, n, AT_ONCE):
+            place = x + at
+            if PLACED:
+                place = tl.load(places + x + at, mask=x + at < n, other=0)
+            number = tl.load(values + place, mask=x + at < n, other=NEVER)
+            above += ((number >= middle) & (x + at < n)).to(tl.int32)
+        reached = tl.sum(above, 0)
+        if reached >= k:
+            least = middle
+        if reached <= k:  # if it is k, the search ends
+            end = tl.where(reached == k, middle + 1, middle)
+    return least
