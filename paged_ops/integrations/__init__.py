@@ -1,1 +1,4 @@
-"""Models of other libraries on paged_ops. Each module imports its library, so none is imported here."""
+"""Models of other libraries on paged_ops. Each package imports its library, so none is imported here.
+
+``expanded``: prompts over latent caches, for all of them.
+"""

@@ -55,9 +55,10 @@ def windowed() -> Any:
 def latent() -> Any:
     import transformers
 
+    from paged_ops.integrations import expanded
     from paged_ops.integrations.transformers import latent as attention
 
-    attention.WINDOW = 16 * 64
+    expanded.WINDOW = 16 * 64
     attention.expands = lambda new, tokens, sizes: new >= attention.FEWEST_TOKENS
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, vocab_size=V)
     heads = dict(num_attention_heads=16, num_key_value_heads=16, q_lora_rank=64, kv_lora_rank=512)

@@ -16,6 +16,7 @@ B tokens per block.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,7 @@ from paged_ops.ops import reshape_and_cache
 from paged_ops.parallel.context import attend_with_gathered_heads
 from paged_ops.support import supports
 
-_MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _attend = torch.ops.paged_ops.paged_attention.out
 _attend_by_cascade = torch.ops.paged_ops.cascade_attention.out
@@ -46,7 +47,7 @@ class PagedOpsBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *_MODEL_DTYPES, *_FP8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *MODEL_DTYPES, *_FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -80,7 +81,7 @@ class PagedOpsBackend(AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Whether the ops serve it on this device."""
-        return not supports("paged_attention", _device(), head_size=head_size)
+        return not supports("paged_attention", device(), head_size=head_size)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -105,7 +106,7 @@ class PagedOpsBackend(AttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         """``VLLM_BATCH_INVARIANT=1``: yes, where the op has it."""
-        return not supports("paged_attention", _device(), batch_invariant=True)
+        return not supports("paged_attention", device(), batch_invariant=True)
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
@@ -128,15 +129,58 @@ class PagedOpsBackend(AttentionBackend):
         if configuration.get("use_dcp") and configuration.get("use_batch_invariant"):
             reasons.append("DCP with batch invariance not supported")
         dtype, kv_cache_dtype = configuration["dtype"], configuration.get("kv_cache_dtype")
-        if kv_cache_dtype in _MODEL_DTYPES and _MODEL_DTYPES[kv_cache_dtype] != dtype:
+        if kv_cache_dtype in MODEL_DTYPES and MODEL_DTYPES[kv_cache_dtype] != dtype:
             reasons.append(f"a {kv_cache_dtype} cache with a model in {dtype} not supported")
         capability = configuration.get("device_capability")
-        if kv_cache_dtype in _FP8 and current_platform.is_cuda() and capability is not None and capability < (8, 9):
+        is_fp8 = str(kv_cache_dtype).startswith("fp8")
+        if is_fp8 and current_platform.is_cuda() and capability is not None and capability < (8, 9):
             reasons.append("an fp8 cache before compute capability 8.9 not supported")
         return reasons
 
 
-class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
+class CompilesAhead:
+    """For the attention of a layer: its kernels are compiled before the engine takes requests.
+
+    The engine runs the model with its cache before that. The attention calls :meth:`compile_ahead` then, so no request
+    waits for a compiler; Triton caches the kernels for later starts. Kernels for requests of equal lengths are skipped:
+    only drafts need them, in graphs that are captured before requests arrive.
+    """
+
+    dcp_world_size: int
+    _warm: Tensor | None = None  # the cache that kernels were compiled for
+
+    def prepare(self) -> None:
+        """Start what compiles, which takes seconds, while the model is loaded."""
+        self._largest_batch = vllm_plugin.largest_batch()
+        if self._largest_batch is not None and current_platform.is_cuda():
+            prepare()
+
+    def can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
+        """Whether this is a GPU with a cache, outside of a capture, and the stride of rows is known."""
+        is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
+        if not is_ready or self.dcp_world_size > 1:
+            return False
+        from paged_ops.lowerings.gpu.target import capturing
+
+        return not capturing(query.device)
+
+    def compile_ahead(self, kv_cache: Tensor, *calls: Callable[[int, Tensor, Tensor, Tensor], Any]) -> None:
+        """Compile and load the kernels of the engine's steps: see :func:`paged_ops.warm_up`.
+
+        Args:
+            kv_cache: the engine's.
+            calls: each attends to it, given a number of rows, block tables, lengths and query starts.
+        """
+        assert self._largest_batch is not None
+        most_tokens, most_sequences = self._largest_batch
+        T, S = min(7, most_tokens), min(3, most_sequences)
+        nothing = torch.zeros(S + 1, dtype=torch.int32, device=kv_cache.device)
+        attends = [functools.partial(call, T, nothing[:S, None], nothing[:S], nothing) for call in calls]
+        Ahead(attends, max_num_tokens=most_tokens, max_num_seqs=most_sequences).finish()
+        self._warm = kv_cache
+
+
+class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
     """The attention of one layer. Arguments as vLLM's ``Attention`` gives them.
 
     Args:
@@ -195,10 +239,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         self._batch_invariant = vllm_plugin.is_batch_invariant()
         self._stored_as = kv_cache_dtype if kv_cache_dtype in _FP8 else "auto"
         self._cache: Tensor | None = None
-        self._warm: Tensor | None = None  # the cache that warm_up was called with
-        self._largest_batch = vllm_plugin.largest_batch()
-        if self._largest_batch is not None and current_platform.is_cuda():
-            prepare()  # its start, which takes seconds, overlaps with the loading of the model
+        self.prepare()
         self._sinks: Tensor | None = None
         self._slopes: Tensor | None = None
 
@@ -229,7 +270,7 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         """
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: expected none, because output has one scale, got a tensor")
-        if kv_cache is not self._warm and self._can_warm_up(query, kv_cache):
+        if kv_cache is not self._warm and self.can_warm_up(query, kv_cache):
             self.warm_up(layer, query, kv_cache, output, output_scale)
         if attn_metadata is None:
             if self.sliding_window and getattr(layer, "mm_prefix_clamp_sliding_window", False):
@@ -322,35 +363,19 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
             out=out,
         )
 
-    def _can_warm_up(self, query: Tensor, kv_cache: Tensor) -> bool:
-        """Whether this is a GPU with a cache, outside of a capture, and the stride of rows is known."""
-        is_ready = self._largest_batch is not None and query.is_cuda and kv_cache.numel() and query.shape[0] > 1
-        if not is_ready or self.dcp_world_size > 1:
-            return False
-        from paged_ops.lowerings.gpu.target import capturing
-
-        return not capturing(query.device)
-
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None
     ) -> None:
-        """Compile and load the kernels of the engine's steps: see :func:`paged_ops.warm_up`.
+        """Compile the kernels of the engine's steps: see :class:`CompilesAhead`."""
 
-        The engine runs the model with its cache before it takes requests, in every mode. :meth:`forward` calls this
-        then, so no request waits for a compiler; Triton caches the kernels for later starts. Kernels for requests of
-        equal lengths are skipped: only drafts need them, in graphs that are captured before requests arrive.
-        """
-        assert self._largest_batch is not None
-        most_tokens, most_sequences = self._largest_batch
-        T, S = min(7, most_tokens), min(3, most_sequences)
-        rows = query.new_empty_strided((T, *query.shape[1:]), query.stride())
-        out = output.new_empty_strided((T, *output.shape[1:]), output.stride())
-        nothing = torch.zeros(S + 1, dtype=torch.int32, device=query.device)
-        no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
-        step = PagedOpsMetadata(T, nothing, nothing[:S], nothing[:S, None], no_slots)
-        attend = functools.partial(self._attend, layer, rows, rows[:0], rows[:0], kv_cache, step, out, output_scale)
-        Ahead([attend], max_num_tokens=most_tokens, max_num_seqs=most_sequences).finish()
-        self._warm = kv_cache
+        def attend(T: int, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> None:
+            rows = query.new_empty_strided((T, *query.shape[1:]), query.stride())
+            out = output.new_empty_strided((T, *output.shape[1:]), output.stride())
+            no_slots = torch.empty(0, dtype=torch.int64, device=query.device)
+            step = PagedOpsMetadata(T, query_start_loc, seq_lens, block_tables, no_slots)
+            self._attend(layer, rows, rows[:0], rows[:0], kv_cache, step, out, output_scale)
+
+        self.compile_ahead(kv_cache, attend)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -386,6 +411,6 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata]):
         return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
 
 
-def _device() -> str:
+def device() -> str:
     """The engine's device, as a name for :func:`paged_ops.supports`."""
     return "rocm" if current_platform.is_rocm() else current_platform.device_type

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends import registry
 
 NAME = "PAGED_OPS"
-_CLASS_PATH = "paged_ops.integrations.vllm.PagedOpsBackend"
+_CLASS_PATH = "paged_ops.integrations.vllm.Backend"
 logger = init_logger("vllm.paged_ops")  # vLLM shows the messages of loggers below its own
 
 
@@ -50,8 +50,8 @@ def member() -> Any:
 def replace_cpu_backend() -> None:
     """Use this backend on vLLM's CPU platform, which offers no choice. Call it in each process of the engine.
 
-    It serves the layers of decoders. Encoders, cross attention and latent attention (MLA) keep vLLM's own backends, as
-    does an engine with ``CPU_ATTN``.
+    It serves the layers of decoders, with latents (MLA) or without. Encoders and cross attention keep vLLM's own
+    backends, as does an engine with ``CPU_ATTN`` or ``CPU_MLA``.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -64,13 +64,14 @@ def replace_cpu_backend() -> None:
         asked_for = selected_backend and selected_backend.is_overridden() and selected_backend.get_path() == _CLASS_PATH
         selected = None if asked_for else selected_backend
         layer = attn_selector_config
-        if selected is not None or layer.attn_type != "decoder" or layer.use_mla or layer.use_sparse:
+        if selected is not None or layer.attn_type != "decoder" or layer.use_sparse:
             return of_platform(cls, selected, attn_selector_config, *args, **kw)
-        backend = registry.resolve_obj_by_qualname(_CLASS_PATH)
+        path = f"paged_ops.integrations.vllm.PagedOps{'MLA' if layer.use_mla else ''}Backend"
+        backend = registry.resolve_obj_by_qualname(path)
         reasons = backend.validate_configuration(device_capability=None, **layer._asdict())
         if reasons:
             raise ValueError(f"{name()} is not valid for this configuration. Reasons: {reasons}")
-        return _CLASS_PATH
+        return path
 
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
@@ -79,6 +80,14 @@ def name() -> str:
     """The name of the backend in vLLM's table: ``PAGED_OPS``, or ``CUSTOM`` in versions without new names."""
     members = registry.AttentionBackendEnum
     return NAME if NAME in members.__members__ else members.CUSTOM.name
+
+
+def serves_latents() -> bool:
+    """Whether the model of the engine being created has latent attention (MLA)."""
+    from vllm.config import vllm as config
+
+    current = config.get_current_vllm_config_or_none()
+    return current is not None and current.model_config is not None and bool(current.model_config.use_mla)
 
 
 def largest_batch() -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from paged_ops.cache import KVCache  # noqa: E402
 from paged_ops.fp8 import dequantise_rows, quantise_rows  # noqa: E402
 from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
+from paged_ops.integrations import expanded as expanded_latents  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM  # noqa: E402
 from paged_ops.integrations.transformers import latent as latent_attention  # noqa: E402
 from paged_ops.integrations.transformers.projections import fuse_projections  # noqa: E402
@@ -75,12 +76,12 @@ def test_many_new_tokens_attend_by_keys_of_all_heads(name: str, window: int, mon
         return new > 3
 
     def counted(*arguments: Any) -> Any:
-        windows.append(len(arguments[6]))
+        windows.append(len(arguments[4]))
         return attend(*arguments)
 
     monkeypatch.setattr(latent_attention, "expands", expands)
     monkeypatch.setattr(latent_attention, "FEWEST_TOKENS", 2)
-    monkeypatch.setattr(latent_attention, "WINDOW", window)
+    monkeypatch.setattr(expanded_latents, "WINDOW", window)
     monkeypatch.setattr(latent_attention, "_expanded", counted)
     kv_cache = paged.allocate_kv_cache(64, 5, num_host_blocks=64)
     loop = GenerationLoop(paged, kv_cache, max_num_seqs=16, max_num_tokens=40)
@@ -143,7 +144,7 @@ def step_of(lens: list[int], new: list[int], padding: int = 0) -> Any:
 def test_the_runs_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours that attend in the same way do so together, if the keys of all heads are not too many."""
     monkeypatch.setattr(latent_attention, "expands", lambda new, tokens, sizes: new > 100)
-    monkeypatch.setattr(latent_attention, "WINDOW", 1000 * H)
+    monkeypatch.setattr(expanded_latents, "WINDOW", 1000 * H)
     module = make_model("v3").model.layers[0].self_attn
     runs = functools.partial(latent_attention.runs_of, module=module, block_size=16)
     step = step_of([500, 700, 300, 400, 5000, 3000, 0], [1, 2, 200, 400, 1500, 1, 0], 7)
@@ -176,7 +177,7 @@ def test_many_windows_round_little(monkeypatch: pytest.MonkeyPatch) -> None:
         linear = torch.nn.Linear(R, H * 2 * size, bias=False, dtype=dtype)
         linear.weight.data.copy_(weight)
         module = SimpleNamespace(kv_lora_rank=R, qk_nope_head_dim=size, v_head_dim=size, kv_b_proj=linear)
-        monkeypatch.setattr(latent_attention, "WINDOW", window * H)
+        monkeypatch.setattr(expanded_latents, "WINDOW", window * H)
         states = (each.to(dtype) for each in (query, latent, rotated, cache))
         step = metadata.pool(0), metadata, 0.02
         with torch.no_grad():

@@ -1,11 +1,14 @@
 """A plugin of vLLM, loaded in all processes of the engines under test: our backend on the CPU platform.
 
 That platform has no slots for a cache whose tokens are sharded over ranks; what a GPU's kernel computes stands in.
+For its own latent attention it turns chunks, prefixes and block sizes off, unless the CPU has AMX; ours has them all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from paged_ops.integrations.vllm import plugin as vllm_plugin
 
 def register() -> None:
     """Called by vLLM, in some processes more than once."""
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.triton_utils import dispatcher
     from vllm.utils import cpu_triton_utils
 
@@ -44,5 +48,27 @@ def register() -> None:
         slot_mapping.fill_(-1)
         slot_mapping[: len(rows)] = torch.where(mine, blocks * B + within, -1)
 
+    check = CpuPlatform.check_and_update_config.__func__
+    if check.__module__ != __name__:
+
+        def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+            own = str(vllm_config.attention_config.backend).endswith("CPU_MLA")
+            model = vllm_config.model_config
+            with pretended_amx(model is not None and model.use_mla and not own):
+                check(cls, vllm_config)
+
+        CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     cpu_triton_utils._compute_slot_mapping_kernel_impl = slots
     dispatcher.register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": slots})
+
+
+@contextlib.contextmanager
+def pretended_amx(pretend: bool) -> Iterator[None]:
+    """Whether the platform believes that the CPU has AMX."""
+    before = torch.cpu._is_amx_tile_supported
+    if pretend:
+        torch.cpu._is_amx_tile_supported = lambda: True
+    try:
+        yield
+    finally:
+        torch.cpu._is_amx_tile_supported = before

@@ -39,7 +39,11 @@ def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
         **case.engine,
     }
     llm = LLM(model=str(folder / case.model), **options)
-    prefixes = llm.collective_rpc(note_prefixes)[0] if case.engine.get("additional_config") else []
+    additional = case.engine.get("additional_config", {})
+    prefixes = llm.collective_rpc(note_prefixes)[0] if "paged_ops_cascade" in additional else []
+    expanded = (
+        llm.collective_rpc(expand_from, args=(additional["expand_from"],))[0] if "expand_from" in additional else []
+    )
     started = time.monotonic()
     tokens, cached = [], []
     for round_of_prompts in case.rounds:
@@ -62,6 +66,7 @@ def generate(folder: Path, case: cases.Case) -> dict[str, Any]:
         "cached": cached,
         "preemptions": counters.get("vllm:num_preemptions", 0),
         "prefixes": sorted({int(length) for length in prefixes}),
+        "expanded": expanded,
         "drafted": counters.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": counters.get("vllm:spec_decode_num_accepted_tokens", 0),
         "backends": sorted({name for names in llm.collective_rpc(implementations) for name in names}),
@@ -89,6 +94,27 @@ def note_prefixes(worker: Any) -> list[int]:
 
     vllm._attend_by_cascade = attend
     return lengths
+
+
+def expand_from(worker: Any, fewest: int) -> list[list[int]]:
+    """From now on expand prompts of so many tokens; the decodes and the prompts of each step that has some, as they
+    come."""
+    from paged_ops.integrations import expanded
+    from paged_ops.integrations.vllm import latent
+
+    steps: list[list[int]] = []
+    build = latent.PagedOpsMLAMetadataBuilder.build
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = build(self, *args, **kwargs)
+        if metadata.num_prefills:
+            steps.append([metadata.num_decodes, metadata.num_prefills])
+        return metadata
+
+    expanded.FEWEST_TOKENS, expanded.OVERHEAD, expanded.WINDOW = fewest, 0, 64 * 4
+    expanded.saved = lambda new, tokens, sizes: 1
+    latent.PagedOpsMLAMetadataBuilder.build = noting
+    return steps
 
 
 def implementations(worker: Any) -> list[str]:

@@ -484,7 +484,7 @@ def test_the_log_says_once_which_backend_serves(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("size", [1, 4, 13, 20, 100, 256, 512])
 def test_any_head_size_up_to_512(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cuda", "rocm", "cpu"):
-        monkeypatch.setattr(vllm, "_device", lambda device=device: device)
+        monkeypatch.setattr(vllm, "device", lambda device=device: device)
         assert PagedOpsBackend.supports_head_size(size)
         assert PagedOpsBackend.supports_head_size(513) == (device == "cpu")
     monkeypatch.setitem(globals(), "D", size)
@@ -608,7 +608,7 @@ def test_a_version_without_new_names_knows_it_as_custom(another: str | None, mon
     monkeypatch.setattr(vllm_plugin.logger, "warning", lambda message, *args: said.append(message % args))
     for _ in range(2):
         vllm_plugin.register()
-    assert custom.path == (another or "paged_ops.integrations.vllm.PagedOpsBackend")
+    assert custom.path == (another or "paged_ops.integrations.vllm.Backend")
     assert PagedOpsBackend.get_name() == "CUSTOM"
     assert bool(said) == bool(another)
     assert all("CUSTOM is another.Backend" in message for message in said)
@@ -630,7 +630,7 @@ def test_the_configuration_reaches_an_engine_that_is_spawned() -> None:
     saved = b"".join(dumps(config) for dumps in (pickle.dumps, cloudpickle.dumps))
     done = subprocess.run([sys.executable, "-c", code], input=saved, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    expected = f"{PagedOpsBackend.get_name()} paged_ops.integrations.vllm.PagedOpsBackend"
+    expected = f"{PagedOpsBackend.get_name()} paged_ops.integrations.vllm.Backend"
     assert done.stdout.decode().splitlines()[-2:] == [expected] * 2
 
 
@@ -660,7 +660,14 @@ def test_on_the_cpu_it_serves_decoders() -> None:
     assert chosen("CUSTOM") == "PagedOpsBackend"
     assert chosen(PagedOpsBackend.get_name()) == "PagedOpsBackend"
     assert chosen(has_sink=True, has_sliding_window=True, kv_cache_dtype="fp8") == "PagedOpsBackend"
+    assert chosen(use_mla=True, head_size=576) == chosen("CUSTOM", use_mla=True) == "PagedOpsMLABackend"
     assert chosen("CPU_ATTN") == "CPUAttentionBackend"
+
+
+@pytest.mark.usefixtures("replaced")
+@pytest.mark.skipif(not vllm_has_mla_on_the_cpu(), reason="vLLM 0.26 has no latent attention on the CPU")
+def test_on_the_cpu_latents_keep_vllms_own_backend_if_asked_for() -> None:
+    assert chosen("CPU_MLA", use_mla=True) == "CPUMLABackend"
 
 
 @pytest.mark.usefixtures("replaced")
@@ -668,8 +675,6 @@ def test_on_the_cpu_it_serves_decoders() -> None:
 def test_on_the_cpu_other_layers_keep_vllms_own_backends(selected: str | None) -> None:
     for attn_type in ("encoder", "encoder_only", "encoder_decoder"):
         assert chosen(selected, attn_type=attn_type) == "CPUAttentionBackend"
-    if vllm_has_mla_on_the_cpu():
-        assert "MLABackend" in chosen(selected, use_mla=True)
     with pytest.raises(NotImplementedError, match="Sparse"):
         chosen(selected, use_sparse=True)
 
@@ -740,7 +745,7 @@ def test_kernels_of_all_steps_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
 def test_a_new_cache_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step, (impl, layer) = Step(), make()
     calls = []
-    monkeypatch.setattr(PagedOpsImpl, "_can_warm_up", lambda self, query, kv_cache: bool(kv_cache.numel()))
+    monkeypatch.setattr(PagedOpsImpl, "can_warm_up", lambda self, query, kv_cache: bool(kv_cache.numel()))
 
     def warm_up(self: PagedOpsImpl, layer: Any, query: Tensor, kv_cache: Tensor, *args: Any) -> None:
         calls.append(kv_cache)

@@ -111,7 +111,8 @@ def result(served: dict[str, dict[str, Any]], backend: str, name: str) -> dict[s
 
 @pytest.mark.parametrize("name", OURS)
 def test_layers_attend_with_our_backend(name: str, served: dict[str, dict[str, Any]]) -> None:
-    assert result(served, "ours", name)["backends"] == ["PagedOpsImpl"]
+    expected = "PagedOpsMLAImpl" if cases.CASES[name].model.startswith("deepseek") else "PagedOpsImpl"
+    assert result(served, "ours", name)["backends"] == [expected]
 
 
 @pytest.mark.parametrize("name", [name for name in cases.CASES if name not in OURS])
@@ -165,6 +166,7 @@ def test_cases_are_not_all_alike(served: dict[str, dict[str, Any]]) -> None:
 
 def test_prefixes_are_found_in_the_cache(served: dict[str, dict[str, Any]]) -> None:
     assert sum(cached >= 96 for cached in result(served, "ours", "prefix_caching")["cached"]) >= 5
+    assert sum(cached >= 64 for cached in result(served, "ours", "deepseek_chunks_and_prefixes")["cached"]) >= 3
 
 
 def test_a_shared_prefix_is_read_once(served: dict[str, dict[str, Any]]) -> None:
@@ -172,8 +174,15 @@ def test_a_shared_prefix_is_read_once(served: dict[str, dict[str, Any]]) -> None
     assert 320 in result(served, "ours", "shared_prefix")["prefixes"]
 
 
+def test_long_prompts_attend_by_keys_of_all_heads(served: dict[str, dict[str, Any]]) -> None:
+    """Next to decodes, too."""
+    steps = result(served, "ours", "deepseek_by_heads")["expanded"]
+    assert any(decodes for decodes, _ in steps) and any(prompts > 1 for _, prompts in steps)
+
+
 def test_requests_are_preempted(served: dict[str, dict[str, Any]]) -> None:
-    assert result(served, "ours", "preemption")["preemptions"] > 0
+    for name in ("preemption", "deepseek_preemption"):
+        assert result(served, "ours", name)["preemptions"] > 0
 
 
 def test_drafts_are_verified(served: dict[str, dict[str, Any]]) -> None:
