@@ -43,7 +43,8 @@ class NoArgumentsError(ValueError):
 
 
 class CacheSpec(NamedTuple):
-    """The sizes of one layer's cache, and its window and chunk in tokens; 0 is off."""
+    """The sizes of one layer's cache, and its window and chunk in tokens; 0 is off. A cache of index keys has no
+    values: ``value_head_size`` 0."""
 
     num_kv_heads: int
     head_size: int
@@ -51,6 +52,14 @@ class CacheSpec(NamedTuple):
     window: int
     chunk: int
     latent: bool = False  # rows of R + P (head_size) columns; the first R (value_head_size) are also the values
+
+
+class Index(NamedTuple):
+    """The result of an indexer for the tokens of a step: T tokens, Hi heads of size Di."""
+
+    query: Tensor  # [T, Hi, Di]
+    key: Tensor  # [T, Di]
+    weights: Tensor | None  # [T, Hi], float32
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,9 @@ class Attending:
     window: int
     chunk: int
     latent: bool = False
+    selects: bool = False  # it sees selected keys alone
+    index_cache: int | None = None  # the cache of its index keys, of a module with an indexer
+    index_place: int | None = None
     pool: int = 0  # index, in a cache with one pool per window or chunk
     context: Any = None  # the handle of a Context, with context parallelism
     batch_invariant: bool = False
@@ -101,6 +113,8 @@ class _Call:
     cache: int
     writes: bool
     reach: tuple[int, int]
+    selects: bool
+    index_cache: int | None = None
 
 
 @dataclass
@@ -133,8 +147,11 @@ class Probe:
     def begin_step(self) -> None:
         self._called.clear()
 
-    def attend(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Attending, Tensor]:
-        """How ``module`` attends, and its cache.
+    def attend(
+        self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, selected: Any = None
+    ) -> tuple[Attending, Tensor]:
+        """How ``module`` attends, and its cache. ``selected``: the keys it sees, or the :class:`Index` of its indexer;
+        None is all.
 
         Raises:
             ValueError: it attends twice in a step, its keys change their shape, or its mask is neither causal nor
@@ -148,16 +165,23 @@ class Probe:
             )
         self._called.add(module)
         if module not in self.calls:
-            self.calls[module] = self._first_call(name, module, key, value, mask)
+            self.calls[module] = self._first_call(name, module, key, value, mask, selected)
         call = self.calls[module]
         if self._sizes(module, key, value) != self.specs[call.cache][:3]:
             raise ValueError(f"keys and values of one shape in every step, but {name} changes them")
         return self.attending(call), self.caches[call.cache]
 
     def attending(self, call: _Call) -> Attending:
-        latent, batch_invariant = self.specs[call.cache].latent, self.batch_invariant
         return Attending(
-            call.cache, call.cache, call.writes, *call.reach, latent=latent, batch_invariant=batch_invariant
+            call.cache,
+            call.cache,
+            call.writes,
+            *call.reach,
+            latent=self.specs[call.cache].latent,
+            selects=call.selects,
+            index_cache=call.index_cache,
+            index_place=call.index_cache,
+            batch_invariant=self.batch_invariant,
         )
 
     def reaches(self) -> list[tuple[int, int]]:
@@ -173,18 +197,29 @@ class Probe:
         K, D, Dv = key.shape[1], key.shape[3], value.shape[3]
         return (K, D + Dv, D) if is_latent(module) else (K, D, Dv)
 
-    def _first_call(self, name: str, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> _Call:
-        reach = self._reach(name, mask)
+    def _first_call(
+        self, name: str, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, selected: Any
+    ) -> _Call:
+        reach, selects = self._reach(name, mask), selected is not None
+        if selects and reach != (0, 0):
+            raise ValueError(f"no window or chunk where keys are selected, but {name} has {reach}")
         for other in self.calls.values():
             if _same(key, other.key) and _same(value, other.value):
-                return _Call(name, key, value, other.cache, False, reach)
+                return _Call(name, key, value, other.cache, False, reach, selects)
         K, D, Dv = self._sizes(module, key, value)
         layout = Layout.LATENT if is_latent(module) else self.layout
         shape = (self.num_blocks, self.block_size, K, D)
         cache = allocate_kv_cache(layout, *shape, key.dtype, key.device, value_head_size=Dv)
         self.caches.append(cache)
         self.specs.append(CacheSpec(K, D, Dv, *reach, is_latent(module)))
-        return _Call(name, key, value, len(self.caches) - 1, True, reach)
+        call = _Call(name, key, value, len(self.caches) - 1, True, reach, selects)
+        if isinstance(selected, Index):
+            Di = selected.key.shape[1]
+            sizes = self.num_blocks, self.block_size, 1, Di
+            self.caches.append(allocate_kv_cache(layout, *sizes, key.dtype, key.device, value_head_size=0))
+            self.specs.append(CacheSpec(1, Di, 0, *reach))
+            call.index_cache = len(self.caches) - 1
+        return call
 
     def _reach(self, name: str, mask: Any) -> tuple[int, int]:
         if mask is None:
