@@ -33,6 +33,7 @@ from paged_ops.ops import (
     paged_attention,
     paged_attention_with_lse,
     reshape_and_cache,
+    select_keys,
     swap_blocks,
 )
 from paged_ops.support import Explanation, explain, supports
@@ -45,6 +46,7 @@ __all__ = [  # noqa: RUF022 - by topic, as in docs/api
     "paged_attention_with_lse",
     "cascade_attention",
     "merge_attention_states",
+    "select_keys",
     "BlockSparse",
     # Cache ops
     "reshape_and_cache",

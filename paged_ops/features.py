@@ -92,6 +92,24 @@ class CacheOptions(NamedTuple):
     kv_cache_dtype: str = "auto"
 
 
+class IndexOptions(NamedTuple):
+    """The keyword arguments of :func:`paged_ops.select_keys`, for fakes and lowerings: ``IndexOptions(**kwargs)``."""
+
+    weights: Tensor | None = None
+    scale: float = 1.0
+    relu: bool = False
+    per_head: bool = False
+    pool: str = "none"
+    block_size: int = 1
+    local_blocks: int = 0
+    causal: bool = True
+    k_scale: Tensor | None = None
+    kv_cache_dtype: str = "auto"
+
+
+POOLS = ("none", "max", "mean")
+
+
 # Arguments of attention that do not change which keys are visible. All others, including future ones, count as masks.
 NO_MASKS = frozenset(
     {
@@ -128,7 +146,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_others(options: Features | CacheOptions, kv_cache: Tensor, applied: frozenset[str], where: str) -> None:
+def refuse_others(
+    options: Features | CacheOptions | IndexOptions, kv_cache: Tensor, applied: frozenset[str], where: str
+) -> None:
     """Raise ValueError if a call uses an argument or cache format that a lowering does not support.
 
     Args:

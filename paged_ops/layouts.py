@@ -403,24 +403,25 @@ def check_storage(dtype: torch.dtype, kv_cache_dtype: str) -> None:
         expect(dtype in agreeing, "dtype", f"torch.uint8 or {agreeing[1]} ({kv_cache_dtype=})", dtype)
 
 
-def element_dtype(kv_cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
-    """The dtype of a cache's elements: its own, or for uint8 storage the one that ``kv_cache_dtype`` names."""
+def element_dtype(kv_cache: Tensor, kv_cache_dtype: str, argument: str = "kv_cache") -> torch.dtype:
+    """The dtype of a cache's elements: its own, or for uint8 storage the one that ``kv_cache_dtype`` names. Errors call
+    the cache by the name of its ``argument``."""
     _known(kv_cache_dtype)
     if has_row_scales(kv_cache_dtype):
-        expect(kv_cache.dtype == torch.uint8, "kv_cache", f"uint8 ({kv_cache_dtype=})", kv_cache)
+        expect(kv_cache.dtype == torch.uint8, argument, f"uint8 ({kv_cache_dtype=})", kv_cache)
         return torch.float8_e4m3fn  # of the latent columns
     if kv_cache_dtype == "auto":
         allowed = (*MODEL_DTYPES, *FP8_DTYPES)
         expect(
             kv_cache.dtype in allowed,
-            "kv_cache",
+            argument,
             "float32, float16, bfloat16 or float8 (uint8 needs kv_cache_dtype='fp8_e4m3' or 'fp8_e5m2')",
             kv_cache,
         )
         return kv_cache.dtype
     agreeing = _FP8[kv_cache_dtype]
     expect(
-        kv_cache.dtype in (torch.uint8, *agreeing), "kv_cache", f"uint8 or {agreeing[0]} ({kv_cache_dtype=})", kv_cache
+        kv_cache.dtype in (torch.uint8, *agreeing), argument, f"uint8 or {agreeing[0]} ({kv_cache_dtype=})", kv_cache
     )
     return agreeing[0] if kv_cache.dtype == torch.uint8 else kv_cache.dtype
 

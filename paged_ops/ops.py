@@ -1,5 +1,7 @@
 """Every op, declared once: signature, mutated arguments, and meaning. :mod:`paged_ops.registry` finds the rest.
 
+Longer than 500 lines, as every op is here, with all that its user needs to know.
+
 Letters, one legend for the whole project: T tokens of the batch (padded), S sequences (padded), H query heads,
 K key/value heads, D head size, Dv value head size (= D unless stated), N blocks in the cache, B tokens per block,
 M columns of a block table, P pairs of blocks; of a latent cache R compressed and P rotated columns.
@@ -234,6 +236,67 @@ def paged_attention_with_lse(
 
     Rows of padding have lse -inf, sinks or not. Two calls over disjoint keys combine exactly by
     :func:`merge_attention_states`.
+    """
+
+
+@op(out=("out",))
+def select_keys(
+    index_query: Tensor,
+    index_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    k: int,
+    *,
+    weights: Tensor | None = None,
+    scale: float = 1.0,
+    relu: bool = False,
+    per_head: bool = False,
+    pool: str = "none",
+    block_size: int = 1,
+    local_blocks: int = 0,
+    causal: bool = True,
+    k_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Tensor:
+    """The indexer of sparse attention: for each row, the k keys, or blocks of keys, with the largest scores.
+
+    The result is the ``selected_keys`` of :func:`paged_attention`. Letters, besides those above: Hi heads of the
+    indexer, Di their size, G lists per row. For row t at position i, over the keys j that it sees (``j <= i``)::
+
+        score[t, h, j] = act(scale * index_query[t, h] . (k_scale * index_cache[j]))        act: relu or identity
+        score[t, j]    = sum_h weights[t, h] * score[t, h, j]                               G = 1; without weights, 1
+        score[t, h, j]                                                                      per_head: G = Hi
+        score[.., e]   = the largest score, or the mean, of the keys of block e that the row sees          pool
+
+    Scores and sums are float32, and the selection is exact for them: of equal scores the lower position wins. NaN
+    counts as -inf. A row that sees at most k entries gets all of them. On a GPU no value is read on the host, so calls
+    can be captured in graphs. The workspace is at most 256 MiB, whatever the batch.
+
+    Args:
+        index_query: ``[T, Hi, Di]``, float32, float16 or bfloat16, any strides.
+        index_cache: ``[N, B, Di]``, one key per token for all heads, in the query's dtype or fp8, any strides. It has
+            the blocks of the sequence's other caches; :func:`latent_cache_write` with P = 0 writes it.
+        block_tables, seq_lens, query_start_loc: as in :func:`paged_attention`.
+        k: the number of entries per list, at least 1.
+        weights: ``[T, Hi]``, float32 or the query's dtype; not with ``per_head``.
+        scale: factor of the scores before the activation.
+        relu: replace negative scores by 0 before the sum over heads.
+        per_head: one list per head instead of one for all heads.
+        pool: "none", or "max" or "mean" over blocks of ``block_size`` keys. Then entries are positions divided by
+            ``block_size``.
+        block_size: keys per entry, ``selected_block_size`` of attention; 1 without a pool. Independent of B.
+        local_blocks: the blocks that always win: the row's own and those before it, ``local_blocks`` in total, at most
+            k. 0: none, not even the row's own.
+        causal: see keys ``j <= i``; False: every ``j < seq_len``.
+        k_scale: float32 ``[1]`` of an fp8 cache.
+        kv_cache_dtype: what uint8 storage holds.
+
+    Returns:
+        int32 ``[T, G, k]``: ascending, distinct entries, then -1. Rows of padding are -1.
+
+    Sources: the lightning indexer of DeepSeek-V3.2 (``relu``, ``weights``), the block selection of MiniMax-M3
+    (``per_head``, ``pool="max"``, ``local_blocks``).
     """
 
 

@@ -6,7 +6,7 @@ Same names, arguments and letters as :mod:`paged_ops.ops`. The reference compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +148,72 @@ def cascade_attention(
     )
     out, _ = merge_attention_states(*prefix, *suffix)
     return out if output_scale is None else quantise(out, output_scale, torch.float8_e4m3fn)
+
+
+@without_autocast
+def select_keys(
+    index_query: Tensor,
+    index_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    k: int,
+    *,
+    per_head: bool = False,
+    local_blocks: int = 0,
+    **options: Any,
+) -> Tensor:
+    T, heads, _ = index_query.shape
+    out = index_query.new_full((T, heads if per_head else 1, k), -1, dtype=torch.int32)
+    batch = block_tables, seq_lens, query_start_loc
+    for t, own, scores in index_scores(index_query, index_cache, *batch, per_head=per_head, **options):
+        for g, of_list in enumerate(scores.tolist()):
+            # Local blocks first, then the largest scores, of equal ones the lower position
+            order = sorted(range(len(of_list)), key=lambda e: (not own - local_blocks < e <= own, -of_list[e], e))
+            chosen = sorted(order[:k])
+            out[t, g, : len(chosen)] = out.new_tensor(chosen)
+    return out
+
+
+def index_scores(
+    index_query: Tensor,
+    index_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    weights: Tensor | None = None,
+    scale: float = 1.0,
+    relu: bool = False,
+    per_head: bool = False,
+    pool: str = "none",
+    block_size: int = 1,
+    causal: bool = True,
+    k_scale: Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Iterator[tuple[int, int, Tensor]]:
+    """For each row of a sequence: its index, the block that it is in, and the scores ``[G, entries]`` of the entries
+    that it sees, in float32 or, for a float64 query, in float64. NaN is -inf."""
+    wide = torch.promote_types(index_query.dtype, torch.float32)
+    paged = _numbers(index_cache, None, None, kv_cache_dtype, wide)
+    starts = query_start_loc.tolist()
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        keys = _read_sequence(paged, block_tables[s], seq_len, k_scale, None, wide)[0][:, 0]  # [n, Di]
+        for t in range(starts[s], starts[s + 1]):
+            i = seq_len - starts[s + 1] + t
+            seen = keys[: max(i + 1, 0)] if causal else keys
+            scores = index_query[t].to(wide) @ seen.T * scale  # [Hi, n]
+            if relu:
+                scores = scores.relu()
+            if not per_head:
+                of_row = scores.new_ones(len(scores)) if weights is None else weights[t].to(wide)
+                scores = (of_row @ scores)[None]  # [G, n]
+            scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+            if pool != "none":
+                blocks = scores.split(block_size, 1) if len(seen) else ()
+                pooled = [each.amax(1) if pool == "max" else each.mean(1) for each in blocks]
+                scores = torch.stack(pooled, 1) if pooled else scores
+            yield t, i // block_size, scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:

@@ -12,13 +12,15 @@ import torch
 
 import paged_ops
 from paged_ops import layouts, lowerings, masks, registry, testing
-from paged_ops.features import Features
+from paged_ops.features import Features, IndexOptions
 from paged_ops.lowerings.cpu import attention as cpu
 from paged_ops.lowerings.cpu import prepared
 
 PLAIN = {name: inspect.signature(op).parameters for name, op in registry.OPS.items()}
-CACHED = [(name, key) for name in PLAIN if "kv_cache_dtype" in PLAIN[name] for key in registry.LOWERINGS]
-ATTENTION = [(name, key) for name in PLAIN if "query_start_loc" in PLAIN[name] for key in registry.LOWERINGS]
+LOWERED = [(name, key) for key in registry.LOWERINGS for name in PLAIN if hasattr(registry.module_of(key), name)]
+CACHED = [(name, key) for name, key in LOWERED if "kv_cache_dtype" in PLAIN[name]]
+INDEXER = [(name, key) for name, key in LOWERED if name == "select_keys"]
+ATTENTION = [(name, key) for name, key in LOWERED if "query_start_loc" in PLAIN[name] and (name, key) not in INDEXER]
 
 
 def with_field(cls, name, neutral):
@@ -40,7 +42,7 @@ def fp8_inputs(op):
     """A call over a cache whose dtype is float8_e4m3fn."""
     for case in testing.CASES[op]:
         inputs = case.inputs()
-        kv_cache = inputs.args[[*PLAIN[op]].index("kv_cache")]
+        (kv_cache,) = (inputs.args[n] for n, name in enumerate(PLAIN[op]) if name in ("kv_cache", "index_cache"))
         if kv_cache.dtype == torch.float8_e4m3fn:
             return inputs
     raise AssertionError(f"no case of {op} over float8_e4m3fn")
@@ -52,6 +54,16 @@ def test_lowerings_refuse_a_made_up_mask(op, key, monkeypatch):
     replace_everywhere(monkeypatch, Features, with_field(Features, "dilation", 1))
     with pytest.raises(ValueError, match=r"^dilation: not supported by"):
         lowering(*inputs.args, **inputs.kwargs, dilation=2)
+    if key == "CPU":
+        lowering(*inputs.args, **inputs.kwargs)
+
+
+@pytest.mark.parametrize(("op", "key"), INDEXER)
+def test_lowerings_refuse_a_made_up_option_of_the_indexer(op, key, monkeypatch):
+    lowering, inputs = registry.lowering(op, key), testing.CASES[op][0].inputs()
+    replace_everywhere(monkeypatch, IndexOptions, with_field(IndexOptions, "temperature", 1.0))
+    with pytest.raises(ValueError, match=r"^temperature: not supported by"):
+        lowering(*inputs.args, **inputs.kwargs, temperature=0.5)
     if key == "CPU":
         lowering(*inputs.args, **inputs.kwargs)
 

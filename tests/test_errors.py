@@ -29,6 +29,8 @@ SWAP = ("swap_blocks", "nhd-fp32")
 GATHER = ("gather_kv", "nhd-fp32")
 LATENT = ("paged_attention", "latent-mixed-fp32")
 LATENT_FP8 = ("paged_attention", "latent-e4m3-fp16")
+INDEX = ("select_keys", "dsa-decode-fp32")
+INDEX_FP8 = ("select_keys", "e4m3-auto-fp16")
 LATENT_WRITE = ("latent_cache_write", "latent-fp32")
 LATENT_FP8_WRITE = ("latent_cache_write", "latent-e4m3-tensor-bf16")
 ROWS = ("paged_attention", "latent-rows-decode-bf16")
@@ -160,6 +162,31 @@ STATIC = [
     (ATTEND, "selected_keys", ones(61, 3, 2, dtype=i32), r"selected_keys: expected 1 or the cache's 2 key/value heads as G in \[T, G, k\], got 3"),
     (ATTEND, "selected_keys", ones(61, 1, 2, dtype=torch.int64), r"selected_keys: expected int32, got a int64 tensor"),
     (ATTEND, "selected_block_size", 0, r"selected_block_size: expected a number of keys, at least 1, got 0"),
+    # select_keys
+    (INDEX, "index_query", lambda t: t[0], r"index_query: expected 3 dimensions \[T, Hi, Di\], got .*\[4, 32\]"),
+    (INDEX, "index_query", lambda t: t.double(), r"index_query: expected float32 or float16 or bfloat16, got a float64"),
+    (INDEX, "index_query", lambda t: t[:, :0], r"index_query: expected at least one head in \[T, Hi, Di\], got .*0, 32\]"),
+    (INDEX, "index_query", lambda t: t[..., :16], r"index_cache: expected 16 in dimension 2 of \[N, B, Di\], got .*32\]"),
+    (INDEX, "index_cache", lambda t: t[0], r"index_cache: expected 3 dimensions \[N, B, Di\], got .*\[16, 32\]"),
+    (INDEX, "index_cache", lambda t: t.half(), r"index_cache: expected the query's torch.float32, or fp8, got a float16"),
+    (INDEX, "index_cache", lambda t: t.to(torch.uint8), r"index_cache: expected float32, .*\(uint8 needs kv_cache_dtype"),
+    (INDEX, "index_cache", meta, r"index_cache: expected a tensor on cpu, got .* on meta"),
+    (INDEX, "seq_lens", lambda t: t.long(), r"seq_lens: expected int32, got a int64 tensor"),
+    (INDEX, "k", 0, r"k: expected at least 1, got 0"),
+    (INDEX, "pool", "sum", r"pool: expected one of \('none', 'max', 'mean'\), got 'sum'"),
+    (INDEX, "block_size", 8, r"block_size: expected 1 with pool='none', got 8"),
+    (INDEX, "block_size", 0, r"block_size: expected at least 1, got 0"),
+    (INDEX, "local_blocks", -1, r"local_blocks: expected at least 0, got -1"),
+    (INDEX, "local_blocks", 13, r"local_blocks: expected at most k = 12, as these blocks always win, got 13"),
+    (INDEX, "scale", 1e39, r"scale: expected a finite float32, got 1e\+39"),
+    (INDEX, "weights", ones(8), r"weights: expected 2 dimensions \[T, Hi\], got .*\[8\]"),
+    (INDEX, "weights", ones(8, 3), r"weights: expected 4 in dimension 1 of \[T, Hi\], got .*\[8, 3\]"),
+    (INDEX, "weights", ones(8, 4, dtype=f16), r"weights: expected float32, got a float16 tensor"),
+    (INDEX, "per_head", True, r"weights: expected None with per_head, which sums no heads, got a float32"),
+    (INDEX, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
+    (INDEX, "kv_cache_dtype", "fp8", r"index_cache: expected uint8 or torch.float8_e4m3fn .*, got a float32"),
+    (INDEX, "kv_cache_dtype", "fp8_ds_mla", r"kv_cache_dtype: expected another format than 'fp8_ds_mla', .* got 'fp8_ds_mla'"),
+    (INDEX_FP8, "k_scale", ones(2), r"k_scale: expected 1 in dimension 0 of \[1\], got .*\[2\]"),
     (ATTEND, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
     (ATTEND, "block_sparse", [16, 1], r"block_sparse: expected 7 numbers .*, got 2"),
     (ATTEND, "block_sparse", paged_ops.BlockSparse(24, 1, 1), r"block_sparse.block_size: expected a positive multiple .* 16, got 24"),
@@ -309,6 +336,9 @@ VALUES = [
     (ATTEND, "query_start_loc", lambda t: t.flip(0), r"query_start_loc: expected non-decreasing offsets, got"),
     (ATTEND, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks of the cache in .*, got 10"),
     (ATTEND, "block_tables", lambda t: -t - 1, r"block_tables: expected ids .*, got -"),
+    (INDEX, "seq_lens", lambda t: t * 100, r"seq_lens: expected lengths that \d+ blocks of 16 tokens can hold, in"),
+    (INDEX, "query_start_loc", lambda t: t * 2, r"query_start_loc: expected rows of query in \[0, 9\), got"),
+    (INDEX, "block_tables", lambda t: -t - 1, r"block_tables: expected ids .*, got -"),
     (GATHER, "block_tables", lambda t: t + 1000, r"block_tables: expected ids of the \d+ blocks"),
     (GATHER, "seq_lens", lambda t: t + 999, r"seq_lens: expected lengths"),
     (CASCADE, "prefix_block_table", lambda t: t + 1000, r"^prefix_block_table: expected ids of the \d+ blocks of the cache in"),
@@ -376,6 +406,8 @@ SUPPORT = [
     ("paged_attention", "rocm", {"cache_dtype": torch.float8_e4m3fnuz, "k_scale": True}, []),
     ("gather_kv", "cuda", {}, []),
     ("latent_cache_write", "cuda", {}, []),
+    ("select_keys", "cpu", {"pool": "max", "k_scale": True, "cache_dtype": torch.float8_e4m3fn}, []),
+    ("select_keys", "xla", {}, ["paged_ops.select_keys: no lowering for XLA yet"]),
     ("paged_attention", "cpu", {"num_kv_heads": 2}, ["num_kv_heads: expected 1 in the LATENT layout, got 2"]),
     ("paged_attention", "cpu", {"value_head_size": 600}, ["value_head_size: expected at most head_size = R + P = 576 in"]),
     ("paged_attention", "cpu", {"value_cache": True}, ["value_cache: expected None, as the cache of the LATENT layout"]),

@@ -213,5 +213,20 @@ Tensor(out0!) out, Tensor(out1!) lse) -> ()
 paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *,
 Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()
 
+paged_ops::select_keys(Tensor index_query, Tensor index_cache, Tensor block_tables, Tensor seq_lens, Tensor
+query_start_loc, SymInt k, *, Tensor? weights=None, float scale=1., bool relu=False, bool per_head=False, str
+pool="none", SymInt block_size=1, SymInt local_blocks=0, bool causal=True, Tensor? k_scale=None, str
+kv_cache_dtype="auto") -> Tensor
+
+paged_ops::select_keys.out(Tensor index_query, Tensor index_cache, Tensor block_tables, Tensor seq_lens,
+Tensor query_start_loc, SymInt k, *, Tensor? weights=None, float scale=1., bool relu=False, bool
+per_head=False, str pool="none", SymInt block_size=1, SymInt local_blocks=0, bool causal=True, Tensor?
+k_scale=None, str kv_cache_dtype="auto", Tensor(out0!) out) -> ()
+
+paged_ops::select_keys.list(Tensor index_query, Tensor index_cache, Tensor block_tables, Tensor seq_lens,
+Tensor query_start_loc, SymInt k, *, Tensor? weights=None, float scale=1., bool relu=False, bool
+per_head=False, str pool="none", SymInt block_size=1, SymInt local_blocks=0, bool causal=True, Tensor?
+k_scale=None, str kv_cache_dtype="auto") -> Tensor[]
+
 paged_ops::swap_blocks(Tensor[] src_caches, Tensor(a1!)[] dst_caches, Tensor block_mapping) -> ()""",
     )

@@ -426,3 +426,50 @@ def test_selected_keys_are_the_only_ones_seen():
     every = torch.arange(6, dtype=torch.int32).flip(0).expand(2, 1, 6)
     plain = reference.paged_attention_with_lse(*call)
     assert all(map(torch.equal, plain, reference.paged_attention_with_lse(*call, selected_keys=every)))
+
+
+def select(query, keys, k, **options):
+    """The lists of one sequence whose last tokens have the indexer's queries ``[q, Hi, 1]``."""
+    used = -(-len(keys) // 2)
+    index_cache = torch.full((used + 1, 2, 1), NAN)
+    table = ints(*range(used, 0, -1), 10**6)[None]  # blocks run backwards
+    for j, key in enumerate(keys):
+        index_cache[used - j // 2, j % 2, 0] = key
+    query = torch.tensor(query, dtype=torch.float32)[..., None]
+    return reference.select_keys(query, index_cache, table, ints(len(keys)), ints(0, len(query)), k, **options).tolist()
+
+
+def test_select_keys():
+    keys = [3, 9, -5, 9, 4]
+    assert select([[1]], keys, 2) == [[[1, 3]]]  # ascending, not by score
+    assert select([[1]], keys, 1) == [[[1]]]  # of two equal scores the lower position
+    assert select([[-1]], keys, 2) == [[[0, 2]]]
+    assert select([[1]], keys, 7) == [[[0, 1, 2, 3, 4, -1, -1]]]
+    assert select([[1], [1]], keys, 2) == [[[1, 3]], [[1, 3]]]
+    assert select([[0]] * 5, keys, 2) == [[[0, -1]], [[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]]  # a row sees itself
+    assert select([[-1]] * 2, [1, 0, -2], 1, causal=False) == [[[2]], [[2]]]
+    assert select([[-1]] * 3, [5, 4], 1) == [[[-1]], [[0]], [[1]]]  # the first row is before position 0
+    assert select([[1]], [NAN, -INF, -INF], 2) == [[[0, 1]]]  # NaN is not above a number, and counts as -inf
+    assert select([[1]], [NAN, 1, -INF], 2) == [[[0, 1]]]
+
+
+def test_select_keys_sums_heads_by_weight():
+    keys = [3, -2, 1]
+    weights = torch.tensor([[1.0, 2.0]])
+    assert select([[1, -1]], keys, 1, weights=weights, relu=True) == [[[1]]]  # 3, 2 * 2, 1
+    assert select([[1, -1]], keys, 1, weights=weights) == [[[1]]]  # -3, 2, -1
+    assert select([[1, -1]], keys, 1, weights=torch.tensor([[1.0, 0.0]])) == [[[0]]]
+    assert select([[1, -1]], keys, 1, relu=True) == [[[0]]]  # 3, 2, 1
+    assert select([[1, -1]], keys, 1, relu=True, scale=-1.0) == [[[0]]]  # scaled before the activation
+    assert select([[1, -1]], keys, 1, per_head=True) == [[[0], [1]]]
+
+
+def test_select_keys_pools_blocks():
+    keys = [5, 0, 3, 3, 1, 1, 4]
+    assert select([[1]], keys, 2, pool="max", block_size=2) == [[[0, 3]]]  # of 5, 3, 1, 4
+    assert select([[1]], keys, 2, pool="mean", block_size=2) == [[[1, 3]]]  # of 2.5, 3, 1, and the one key of the last
+    assert select([[1], [1]], keys, 1, pool="max", block_size=3) == [[[0]], [[0]]]
+    assert select([[1], [1]], keys, 1, pool="max", block_size=3, local_blocks=1) == [[[1]], [[2]]]
+    assert select([[1]], keys, 2, pool="max", block_size=2, local_blocks=2) == [[[2, 3]]]
+    assert select([[1]], keys, 3, pool="max", block_size=2, local_blocks=2) == [[[0, 2, 3]]]
+    assert select([[-1]], [-INF, 0, 0, 0], 1, local_blocks=1) == [[[3]]]  # wins over infinity

@@ -11,6 +11,7 @@ from paged_ops.fake.attention import (
     paged_attention_with_lse,
 )
 from paged_ops.fake.cache import copy_blocks, gather_kv, latent_cache_write, reshape_and_cache, swap_blocks
+from paged_ops.fake.indexer import select_keys
 from paged_ops.fake.models import (
     all_gather_columns,
     all_reduce,
@@ -39,5 +40,6 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "reshape_and_cache",
+    "select_keys",
     "swap_blocks",
 ]

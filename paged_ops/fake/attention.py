@@ -29,7 +29,7 @@ def paged_attention(
 ) -> Tensor:
     f = Features(**features)
     paged = _check_query_and_cache(query, kv_cache, f)
-    _check_batch(block_tables, seq_lens, query_start_loc, query.device)
+    check_batch(block_tables, seq_lens, query_start_loc, query.device)
     check_features(f, query, seq_lens.shape[0], paged.num_kv_heads, paged.block_size, scale)
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
@@ -72,7 +72,7 @@ def cascade_attention(
     paged = _check_query_and_cache(query, kv_cache, f)
     checks.tensor("prefix_block_table", prefix_block_table, (1, None), torch.int32, query.device, "[1, Mp]")
     checks.tensor("prefix_len", prefix_len, (1,), torch.int32, query.device, "[1]")
-    _check_batch(suffix_block_tables, suffix_lens, query_start_loc, query.device, "suffix_block_tables", "suffix_lens")
+    check_batch(suffix_block_tables, suffix_lens, query_start_loc, query.device, "suffix_block_tables", "suffix_lens")
     check_features(f, query, suffix_lens.shape[0], paged.num_kv_heads, paged.block_size, scale)
     return result("out", out, query, _output_shape(query, paged), _output_dtype(query, f))
 
@@ -93,7 +93,7 @@ def _check_query_and_cache(query: Tensor, kv_cache: Tensor, f: Features) -> Page
     return paged
 
 
-def _check_batch(
+def check_batch(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,

@@ -103,6 +103,8 @@ def _head_dim(argument: str, given: dict[str, Any]) -> int | None:
         return None if value.numel() == 1 else 0
     if argument == "selected_keys":  # one list for all heads, or one per key/value head
         return None if value.shape[1] == 1 else 1
+    if argument == "index_query":  # one list for all heads needs all of them
+        return 1 if given.get("per_head") else None
     if argument in _CACHES:
         if given["kv_cache"].dim() == 3:  # latents: all heads share them
             return None

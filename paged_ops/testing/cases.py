@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paged_ops import layouts, masks
-from paged_ops.features import EXCLUSIVE
+from paged_ops.features import EXCLUSIVE, IndexOptions
 from paged_ops.testing.inputs import (
     F8_E4M3,
     F8_E5M2,
@@ -22,6 +22,7 @@ from paged_ops.testing.inputs import (
     CacheSpec,
     CascadeCase,
     GatherCase,
+    IndexCase,
     LatentWriteCase,
     MergeCase,
     WriteCase,
@@ -349,6 +350,47 @@ def _gather_cases() -> Iterator[GatherCase]:
     yield GatherCase("padding-only", ())
 
 
+def _index_cases() -> Iterator[IndexCase]:
+    def case(name: str, batch: str = "mixed", *, B: int = 16, **changes: Any) -> IndexCase:
+        sizes: dict[str, Any] = {"form": "latent", "num_kv_heads": 1, "head_size": 32, "num_heads": 4, **changes}
+        named = IndexOptions._fields[: IndexOptions._fields.index("k_scale")]
+        chosen = tuple((each, sizes.pop(each)) for each in named if each in sizes)
+        sizes["block_size"] = B  # of the cache
+        spec = {key: sizes.pop(key) for key in list(sizes) if key in CacheSpec.__dataclass_fields__}
+        return IndexCase(name, BATCHES[batch], CacheSpec(**spec), features=chosen, **sizes)
+
+    dsa: dict[str, Any] = {"weights": torch.float32, "relu": True}
+    msa: dict[str, Any] = {"per_head": True, "pool": "max", "block_size": 8, "local_blocks": 2, "k": 5}
+    for number, batch in enumerate(BATCHES):
+        dtype = layouts.MODEL_DTYPES[number % 3]
+        yield case(f"dsa-{batch}-{short(dtype)}", batch, dtype=dtype, **dsa)
+        yield case(f"dsa-{batch}-exact", batch, exact=True, dtype=layouts.MODEL_DTYPES[(number + 1) % 3], **dsa)
+        yield case(f"msa-{batch}-exact", batch, exact=True, dtype=dtype, **msa)
+        yield case(f"msa-{batch}-{short(dtype)}", batch, dtype=layouts.MODEL_DTYPES[(number + 2) % 3], **msa)
+    yield case("sum-of-heads", exact=True)
+    yield case("per-head-fp16", per_head=True, dtype=torch.float16)
+    yield case("mean-exact", "long", pool="mean", block_size=4, exact=True, **dsa)
+    yield case("mean-per-head-fp16", pool="mean", per_head=True, block_size=5, local_blocks=1, dtype=torch.float16)
+    yield case("max-of-sums-bf16", "long", pool="max", block_size=16, local_blocks=3, dtype=torch.bfloat16, **dsa)
+    yield case("local-keys-exact", local_blocks=3, exact=True, **dsa)
+    yield case("noncausal-exact", causal=False, exact=True, **dsa)
+    yield case("noncausal-msa", "query_past_keys", causal=False, **msa)
+    yield case("weights-fp16", "decode", weights=torch.float16, relu=True, dtype=torch.float16, strided_query=True)
+    yield case("weights-bf16-exact", weights=torch.bfloat16, relu=True, dtype=torch.bfloat16, exact=True)
+    for k in (1, 100, 700, 1000):
+        yield case(f"k{k}-exact", "long", k=k, exact=True, **dsa)
+    yield case("k100-msa-b48", "long", B=48, k=100, block_size=8, local_blocks=9, pool="max", per_head=True)
+    for B, Di, heads in ((1, 24, 1), (48, 128, 64), (64, 13, 5), (544, 64, 3)):
+        yield case(f"b{B}-d{Di}-h{heads}-exact", B=B, head_size=Di, num_heads=heads, exact=True, **dsa)
+        yield case(f"b{B}-d{Di}-h{heads}-fp16", "long", B=B, head_size=Di, num_heads=heads, **dsa)
+    yield case("padded-fp16", form="latent_padded", dtype=torch.float16, **dsa)
+    for stored, name in ((F8_E4M3, "auto"), (F8_E5M2, "auto"), (torch.uint8, "fp8"), (torch.uint8, "fp8_e5m2")):
+        fp8: dict[str, Any] = {"cache_dtype": stored, "kv_cache_dtype": name}
+        yield case(f"{short(stored)}-{name}-fp16", dtype=torch.float16, scales="tensor", **fp8, **dsa)
+        yield case(f"{short(stored)}-{name}-exact", "decode", dtype=torch.bfloat16, exact=True, **fp8, **msa)
+    yield case("no-padding-exact", "decode", padding=(0, 0), exact=True, **dsa)
+
+
 def _blocks_cases(swap: bool) -> Iterator[BlocksCase]:
     for form, dtype in itertools.product(FORMS, (torch.float32, torch.bfloat16, F8_E4M3, torch.uint8)):
         yield BlocksCase(f"{form}-{short(dtype)}", swap, CacheSpec(form, head_size=32, cache_dtype=dtype))
@@ -399,6 +441,7 @@ CASES: dict[str, list[Case]] = {
     "paged_attention_with_lse": list(_attention_cases()),
     "merge_attention_states": list(_merge_cases()),
     "cascade_attention": list(_cascade_cases()),
+    "select_keys": list(_index_cases()),
     "copy_blocks": list(_blocks_cases(swap=False)),
     "swap_blocks": list(_blocks_cases(swap=True)),
     "gather_kv": list(_gather_cases()),
@@ -430,6 +473,7 @@ COMPILED: dict[str, tuple[str, ...]] = {
                                  "invariant-long-fp32"),
     "merge_attention_states": ("fp32-d32-h1", "bf16-d128-h4", "all-empty"),
     "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8", "latent-e4m3", "latent-rows"),
+    "select_keys": ("dsa-mixed-fp16", "msa-decode-exact", "e4m3-auto-fp16"),
     "copy_blocks": ("nhd-fp32", "x_packed-bf16", "latent-bf16", "latent-rows", "device-mapping", "no-caches"),
     "swap_blocks": ("nhd-fp32", "hnd-bf16", "both-roles"),
     "gather_kv": ("nhd-fp32", "x_packed-e4m3-tensor-fp16", "uint8-fp8_e5m2", "capacity-20", "latent-bf16",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,7 +50,9 @@ def ulp(dtype: torch.dtype, at: float) -> float:
 # The error budget: twice the error of the reference in the same dtype, plus a floor.
 #   out   one ulp of the output's dtype at the largest |v|: rounding of an average of values
 #   lse   4 ulp of float32 at the largest |lse|: exponentials in base 2, one multiplication by ln 2, one logarithm
+#   scores of select_keys   4 ulp of float32 at the largest score: another order of the sum over heads
 LSE_ULPS = 4
+SCORE_ULPS = 4
 
 
 def assert_close(name: str, got: Tensor, plain: Tensor, truth: Tensor, largest: float) -> None:
@@ -91,9 +93,51 @@ def assert_result(op: str, inputs: Inputs, before: Inputs, results: Any) -> None
             assert_same_bytes(name, got, want)
         return
     wide = clone_inputs(before, "cpu", wide=True)
+    if op == "select_keys":
+        assert_selected(_tensors(results)[0], plain, before, wide)
+        return
     truth = function(*wide.args, **wide.kwargs)
     for name, got, near, exact in zip(outs, _tensors(results), _tensors(plain), _tensors(truth), strict=True):
         assert_close(name, got, near, exact, inputs.largest)
+
+
+def scores_of(call: Inputs) -> Iterator[tuple[int, int, Tensor]]:
+    """The scores of a call of select_keys by the reference."""
+    others = {name: value for name, value in call.kwargs.items() if name != "local_blocks"}
+    return reference.index_scores(*call.args[:5], **others)
+
+
+def assert_selected(got: Tensor, plain: Tensor, inputs: Inputs, wide: Inputs) -> None:
+    """Raise AssertionError unless the entries ``got [T, G, k]`` are a correct selection for ``inputs`` (``wide``: with
+    a float64 query): distinct, ascending, as many as there are, and no omitted entry has a larger score than a chosen
+    one, but for rounding. If float32 holds all scores exactly, they must be ``plain``, the reference's entries.
+    """
+    k, local_blocks = inputs.args[5], inputs.kwargs.get("local_blocks", 0)
+    near, exact = ({row[0]: row[1:] for row in scores_of(call)} for call in (clone_inputs(inputs, "cpu"), wide))
+    errors = [(near[t][1].double() - exact[t][1]).abs().flatten() for t in exact]
+    error = float(torch.cat([torch.zeros(1, dtype=torch.float64), *errors]).nan_to_num(0.0).max())
+    if error == 0:
+        assert_same_bytes("entries of exact scores", got, plain)
+    largest = max((float(scores.abs().max()) for _, scores in exact.values() if scores.numel()), default=0.0)
+    # Each score of the op may be off by twice the reference's error and a rounding, and a comparison has two scores.
+    slack = 0.0 if error == 0 else 2 * (2 * error + SCORE_ULPS * ulp(torch.float32, largest))
+    assert (got.shape, got.dtype) == (plain.shape, torch.int32), f"{got.dtype} {list(got.shape)}"
+    for t, of_token in enumerate(got.tolist()):
+        own, scores = exact.get(t, (0, torch.empty(got.shape[1], 0)))
+        count = min(k, scores.shape[1])
+        local = {e for e in range(scores.shape[1]) if own - local_blocks < e <= own}
+        for g, entries in enumerate(of_token):
+            chosen, rest = entries[:count], entries[count:]
+            where = f"row {t}, list {g}: {entries}"
+            assert chosen == sorted(set(chosen)), f"expected ascending and distinct entries in {where}"
+            assert set(rest) <= {-1}, f"expected -1 after {count} entries in {where}"
+            assert set(chosen) <= set(range(scores.shape[1])), f"expected {scores.shape[1]} entries at most in {where}"
+            assert local <= set(chosen), f"expected the blocks {sorted(local)} in {where}"
+            ranked = scores[g].tolist()
+            least = min((ranked[e] for e in chosen if e not in local), default=torch.inf)
+            omitted = [(ranked[e], e) for e in range(len(ranked)) if e not in chosen]
+            best, e = max(omitted, default=(-torch.inf, -1))
+            assert best <= least + slack, f"entry {e} has score {best}, more than {least} + {slack}, in {where}"
 
 
 def assert_same_bytes(name: str, got: Tensor, want: Tensor) -> None:

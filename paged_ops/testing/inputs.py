@@ -173,7 +173,7 @@ class AttentionCase:
         named = spec.scale_arguments(memory, generator)
         slots = _live_slots(tables.cpu(), lens.cpu(), spec.block_size)
         K = spec.num_kv_heads
-        key = torch.randn(len(slots), K, spec.head_size, generator=generator)
+        key = self._random(generator, len(slots), K, spec.head_size)
         value = torch.randn(len(slots), K, spec.value_size, generator=generator)
         on_host: dict[str, Any] = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
         host = kv_cache.cpu(), None if value_cache is None else value_cache.cpu()
@@ -220,6 +220,10 @@ class AttentionCase:
         scale = self.cache.head_size**-0.5 if self.scale is None else self.scale
         return Inputs((query, kv_cache, tables, lens, starts, scale), named, memory, largest)
 
+    def _random(self, generator: torch.Generator, *shape: int) -> Tensor:
+        """Numbers of queries and keys."""
+        return torch.randn(shape, generator=generator)
+
     def _ranges(self, memory: Memory, generator: torch.Generator) -> Tensor:
         """Two ranges per sequence; the first contains a row. They may overlap and end past the sequence. Also padding
         that would make more keys visible if it were read."""
@@ -257,7 +261,7 @@ class AttentionCase:
 
     def _query(self, memory: Memory, generator: torch.Generator, T: int) -> Tensor:
         H, D = self.num_heads, self.cache.head_size
-        values = torch.randn(T, H, D, generator=generator).to(self.cache.dtype)
+        values = self._random(generator, T, H, D).to(self.cache.dtype)
         if not self.strided_query:
             return memory.put(values)
         fused = memory.nan(
@@ -299,6 +303,32 @@ class CascadeCase(AttentionCase):
         put = made.memory.put
         args = (query, kv_cache, put(tables[-1:]), put(lens[-1:]), put(tables[:-1]), put(lens[:-1]), put(starts[:-1]))
         return Inputs((*args, scale), made.kwargs, made.memory, made.largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexCase(AttentionCase):
+    """select_keys with keyword arguments ``features``; the value of ``weights`` is its dtype.
+
+    With ``exact`` numbers, all scores are small integers: float32 holds them exactly, and many are equal.
+    """
+
+    k: int = 12
+    exact: bool = False
+
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        memory, generator = Memory(device), torch.Generator().manual_seed(self.seed)
+        T, N, tables, lens, starts = self.batch(memory, generator)
+        index_cache, _, named, _ = self.filled_cache(memory, generator, N, tables, lens)
+        query = self._query(memory, generator, T)
+        named |= {"scale": 1.0 if self.exact else self.cache.head_size**-0.5, **dict(self.features)}
+        if named.get("weights"):
+            named["weights"] = memory.put(self._random(generator, T, self.num_heads).to(named["weights"]))
+        return Inputs((query, index_cache, tables, lens, starts, self.k), named, memory)
+
+    def _random(self, generator: torch.Generator, *shape: int) -> Tensor:
+        if self.exact:
+            return torch.randint(-1, 2, shape, generator=generator).float()
+        return AttentionCase._random(self, generator, *shape)
 
 
 @dataclasses.dataclass(frozen=True)

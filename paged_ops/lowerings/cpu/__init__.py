@@ -5,6 +5,7 @@ from paged_ops.lowerings.collectives import all_gather_columns, all_reduce, all_
 from paged_ops.lowerings.cpu.attention import merge_attention_states, paged_attention, paged_attention_with_lse
 from paged_ops.lowerings.cpu.cache import copy_blocks, gather_kv, latent_cache_write, reshape_and_cache, swap_blocks
 from paged_ops.lowerings.cpu.explain import explain
+from paged_ops.lowerings.cpu.indexer import select_keys
 from paged_ops.lowerings.cpu.linear import (
     few_row_linear,
     invariant_expert_linear,
@@ -30,5 +31,6 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "reshape_and_cache",
+    "select_keys",
     "swap_blocks",
 ]

@@ -53,7 +53,7 @@ def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_m
     if has_row_scales(given.kv_cache_dtype):
         _write([(kv_cache, lambda rows: quantise_rows(latent[rows], rotated[rows]))], slot_mapping)
         return
-    cells, R = _storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
+    cells, R = storage(kv_cache)[:, :, None], latent.shape[1]  # [N, B, 1, R + P]
     parts = ((cells[..., :R], latent), (cells[..., R:], rotated))
     views = PagedKV(*(each for each, _ in parts))
     if write.first("latent_cache_write", (latent, rotated, kv_cache, slot_mapping), options, views):
@@ -142,7 +142,7 @@ def gather_kv(
 
 
 def _copy_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
-    src, dst = _storage(src), _storage(dst)
+    src, dst = storage(src), storage(dst)
     block_bytes = src[0].numel() * src.element_size()
     for pairs in mapping.split(max(1, COPY_BYTES // block_bytes)):
         dst.index_copy_(0, pairs[:, 1], src.index_select(0, pairs[:, 0]))
@@ -157,13 +157,13 @@ def real_of(cells: Tensor, stored: torch.dtype) -> Tensor:
     return table.index_select(0, cells.flatten().int()).view(cells.shape)
 
 
-def _storage(cache: Tensor) -> Tensor:
+def storage(cache: Tensor) -> Tensor:
     """An fp8 cache as bytes: torch indexes few float8 dtypes."""
     return cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache
 
 
 def bytes_of_fp8(paged: PagedKV) -> PagedKV:
-    return PagedKV(_storage(paged.key), _storage(paged.value))
+    return PagedKV(storage(paged.key), storage(paged.value))
 
 
 def take(cache: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
