@@ -106,9 +106,12 @@ def attention(
         kv_cache = kv_caches.caches[noted.place] if isinstance(kv_caches, LayerCaches) else kv_caches[noted.cache]
     pool = attention_metadata.pool(noted.pool if attention_metadata.other_pools else 0)
     if isinstance(selected, Index):
-        of_layer = kv_caches.caches if isinstance(kv_caches, (LayerCaches, Probe)) else kv_caches
-        place = noted.index_cache if of_layer is kv_caches else noted.index_place
-        selected = indexers.select(module, selected, of_layer[place], pool, attention_metadata)
+        assert noted.index_cache is not None, "the probe run allocated one"
+        if isinstance(kv_caches, LayerCaches):
+            index_cache = kv_caches.caches[noted.index_place]
+        else:
+            index_cache = (kv_caches.caches if isinstance(kv_caches, Probe) else kv_caches)[noted.index_cache]
+        selected = indexers.select(module, selected, index_cache, pool, attention_metadata)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     features: dict[str, Any] = {
         "sliding_window": noted.window,

@@ -29,14 +29,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from paged_ops.integrations.transformers.probe import Index
+from paged_ops.integrations.transformers.trial import LENGTHS
 from paged_ops.integrations.transformers.wrapping import Wrapping
 from paged_ops.metadata import AttentionMetadata, PoolMetadata
 from paged_ops.ops import latent_cache_write, select_keys
 
 _DSA = ("wq_b", "wk", "k_norm", "weights_proj", "index_topk", "qk_rope_head_dim")
 _MSA = ("q_proj", "k_proj", "q_norm", "k_norm", "topk_blocks", "local_blocks", "block_size")
+# Other kinds, and why they are refused.
+_REFUSED = {
+    "Qwen4ExpTextQSAIndexer": "its keys are means of several tokens",
+    "Glm5NextTextIndexer": "its keys are weighted means of several tokens",
+    "DeepseekV4Indexer": "its keys are compressed, as are the keys and values of its layers: one per several tokens",
+}
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")  # functions of a model's module
 _TOKENS, _SELECTED, _BLOCK = 48, 8, 2  # of the comparison: tokens, selected keys or blocks, keys per block
 _TOLERANCE = 1e-3  # of the largest score: the two sums round differently
@@ -51,7 +59,7 @@ def budget(indexer: Any) -> int:
     return int(indexer.index_topk if _is_dsa(indexer) else indexer.topk_blocks * indexer.block_size)
 
 
-def install(wrapping: Wrapping, model: nn.Module, length: int | None) -> bool:
+def install(wrapping: Wrapping, model: PreTrainedModel, length: int | None) -> bool:
     """Let the model's indexers return an :class:`Index`, or select everything if no sequence of ``length`` tokens is
     longer than their budget. Returns whether there are any.
 
@@ -61,15 +69,17 @@ def install(wrapping: Wrapping, model: nn.Module, length: int | None) -> bool:
     of_model = [module for module in model.modules() if has_indexer(module)]
     for module in of_model:
         indexer: Any = module.indexer
-        selects_all = _is_known(indexer) and length is not None and length <= budget(indexer)
+        kind: Any = type(indexer)
+        selects_all = _is_known(indexer) and length is not None and max(length, *LENGTHS) <= budget(indexer)
         if selects_all:
-            wrapping.retype(indexer, _retyped(type(indexer), _select_all))
+            wrapping.retype(indexer, _retyped(kind, _select_all))
             continue
-        wrapping.set_attribute(indexer, "paged_form", _form_of(indexer, type(model).__name__))
-        wrapping.retype(indexer, _retyped(type(indexer), _dsa if _is_dsa(indexer) else _msa))
+        wrapping.set_attribute(indexer, "paged_form", _form_of(indexer, model))
+        wrapping.retype(indexer, _retyped(kind, _dsa if _is_dsa(indexer) else _msa))
     for module in model.modules() if of_model else ():
         if hasattr(module, "skip_topk"):  # it returns what it selected, for the layers after it
-            wrapping.retype(module, _sharing(type(module)))
+            of_attention: Any = type(module)
+            wrapping.retype(module, _sharing(of_attention))
     return bool(of_model)
 
 
@@ -152,15 +162,15 @@ def _sharing(kind: Any) -> type:
 # Which form an indexer has: the one whose scores agree with its choice
 
 
-def _form_of(indexer: Any, model: str) -> tuple[Callable[..., Any], bool]:
+def _form_of(indexer: Any, model: PreTrainedModel) -> tuple[Callable[..., Any], bool]:
     """The function that rotates queries and keys, and whether it rotates their last columns (or the first)."""
     kind: Any = type(indexer)
-    if not _is_known(indexer):
-        raise _refusal(indexer, model, "it has other parts")
+    if not _is_known(indexer) or kind.__name__ in _REFUSED:
+        raise _refusal(indexer, model, _REFUSED.get(kind.__name__, "it has other parts"))
     family: Any = sys.modules[kind.__module__]
     rotations = [getattr(family, name) for name in _ROTATIONS if hasattr(family, name)]
     try:
-        inputs, chosen = _own_choice(indexer)
+        inputs, chosen = _own_choice(indexer, model.device, model.dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # it takes other arguments
@@ -171,10 +181,10 @@ def _form_of(indexer: Any, model: str) -> tuple[Callable[..., Any], bool]:
     raise _refusal(indexer, model, "it selects other keys")
 
 
-def _refusal(indexer: Any, model: str, reason: str) -> ValueError:
+def _refusal(indexer: Any, model: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(
         "model: expected indexers that score one key per token, as those of DeepSeek-V3.2 or MiniMax-M3, got"
-        f" {type(indexer).__name__} in {model}: {reason}"
+        f" {type(indexer).__name__} in {type(model).__name__}: {reason}"
     )
 
 
@@ -199,11 +209,11 @@ class _Inputs(NamedTuple):
 
 
 @torch.no_grad()
-def _own_choice(indexer: Any) -> tuple[_Inputs, Tensor]:
+def _own_choice(indexer: Any, device: torch.device, dtype: torch.dtype) -> tuple[_Inputs, Tensor]:
     """Random inputs, and which keys the indexer's own code selects for them with a small budget: ``[1, T, k]``, or
     blocks ``[1, Hi, T, k]``."""
-    first = indexer.wk if _is_dsa(indexer) else indexer.k_proj
-    device, dtype, generator = first.weight.device, first.weight.dtype, torch.Generator("cpu").manual_seed(0)
+    columns_of_token = (indexer.wk if _is_dsa(indexer) else indexer.k_proj).in_features
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def random(columns: int) -> Tensor:
         shape = 1, _TOKENS, columns
@@ -214,10 +224,10 @@ def _own_choice(indexer: Any) -> tuple[_Inputs, Tensor]:
     embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
     positions = torch.arange(_TOKENS, device=device)
     if not _is_dsa(indexer):
-        inputs = _Inputs(random(first.in_features), None, embeddings)
+        inputs = _Inputs(random(columns_of_token), None, embeddings)
         with _changed(indexer, topk_blocks=_SELECTED, block_size=_BLOCK):
             return inputs, indexer(inputs.hidden_states, embeddings, None, positions[None])
-    inputs = _Inputs(random(first.in_features), random(indexer.wq_b.in_features), embeddings)
+    inputs = _Inputs(random(columns_of_token), random(indexer.wq_b.in_features), embeddings)
     visible = (positions[None] <= positions[:, None])[None]
     with _changed(indexer, index_topk=_SELECTED):
         return inputs, indexer(*inputs, visible, positions[None], past_key_values=None)
@@ -229,7 +239,7 @@ def _agrees(indexer: Any, form: tuple[Callable[..., Any], bool], inputs: _Inputs
     one."""
     positions = torch.arange(_TOKENS, device=chosen.device)
     with _changed(indexer, paged_form=form):
-        index = _dsa(indexer, *inputs) if _is_dsa(indexer) else _msa(indexer, inputs[0], inputs[2])
+        index = (_dsa if _is_dsa(indexer) else _msa)(indexer, **inputs._asdict())
     scores = torch.einsum("thd,jd->htj", index.query.float(), index.key.float())
     if index.weights is not None:
         scores = (torch.relu(scores) * index.weights.T[:, :, None]).sum(0, keepdim=True)

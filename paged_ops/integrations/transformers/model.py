@@ -158,7 +158,7 @@ class PagedCausalLM:
         def wrap() -> None:
             probes.append(self._wrap(freezes, latent and context is None))
             if of_context is not None:
-                refuse_context(model, self.states, probes[0].reaches())
+                refuse_context(model, self.states, probes[0])
 
         try:
             if (together := everyone or self.process_group) is None:
@@ -398,9 +398,9 @@ class PagedCausalLM:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             caches: list[int] = []
             for module in modules:
-                each, place = attending[module], len(caches)
-                caches += [each.cache] if each.index_cache is None else [each.cache, each.index_cache]
-                self._wrapping.note(module, dataclasses.replace(each, place=place, index_place=place + 1))
+                how, place = attending[module], len(caches)
+                caches += [how.cache] if how.index_cache is None else [how.cache, how.index_cache]
+                self._wrapping.note(module, dataclasses.replace(how, place=place, index_place=place + 1))
             for place, each in enumerate(keeping):
                 each.position = place
             places = [each.index for each in keeping]

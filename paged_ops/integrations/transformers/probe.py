@@ -74,7 +74,7 @@ class Attending:
     latent: bool = False
     selects: bool = False  # it sees selected keys alone
     index_cache: int | None = None  # the cache of its index keys, of a module with an indexer
-    index_place: int | None = None
+    index_place: int = 0  # index among the caches of its decoder layer
     pool: int = 0  # index, in a cache with one pool per window or chunk
     context: Any = None  # the handle of a Context, with context parallelism
     batch_invariant: bool = False
@@ -180,7 +180,6 @@ class Probe:
             latent=self.specs[call.cache].latent,
             selects=call.selects,
             index_cache=call.index_cache,
-            index_place=call.index_cache,
             batch_invariant=self.batch_invariant,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -85,12 +85,11 @@ def refuse_layers(model: Any, states: StateLayers | None, has_indexers: bool) ->
             raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
 
 
-def refuse_context(model: Any, states: StateLayers | None, reaches: Sequence[tuple[int, int]]) -> None:
-    """Refuse context parallelism if no layer's tokens would be sharded, or not all layers attend.
-
-    ``reaches``: the window and the chunk of each cache.
-    """
-    name = type(model).__name__
+def refuse_context(model: Any, states: StateLayers | None, probe: Probe) -> None:
+    """Refuse context parallelism if no layer's tokens would be sharded, not all layers attend, or keys are selected."""
+    name, reaches = type(model).__name__, probe.reaches()
+    if any(call.selects for call in probe.calls.values()):
+        raise ValueError(f"context: expected a model whose layers see all keys, got {name}, whose indexers select keys")
     if states is not None:
         raise ValueError(f"context: expected a model whose layers all attend, got {name}, whose layers keep state")
     if (0, 0) not in reaches:

@@ -18,13 +18,15 @@ from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM, indexers  # noqa: E402
 from paged_ops.integrations.transformers.continuous_batching import attention as attention_of_batches  # noqa: E402
-from tests.integrations.transformers.model_families import SIZES, make_model  # noqa: E402
+from tests.integrations.transformers.model_families import OVERRIDES, SIZES, make_model  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=8, stop_token_ids=())
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "glm_moe_dsa": {},
-    "minimax_m3_vl_text": dict(index_topk_blocks=2, index_block_size=2, index_local_blocks=1),
+    "minimax_m3_vl_text": dict(
+        index_topk_blocks=3, index_block_size=2, layer_types=["full_attention", *["minimax_m3_sparse"] * 3]
+    ),
     "axk2": {},
     "hy_v4": dict(indexer_types=["full", "full", "shared", "shared"]),
     "dots3_note_text": {},
@@ -32,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 INDEX_CACHES = {
     "deepseek_v32": 4,
     "glm_moe_dsa": 2,
-    "minimax_m3_vl_text": 2,
+    "minimax_m3_vl_text": 3,
     "axk2": 4,
     "hy_v4": 2,
     "dots3_note_text": 2,
@@ -41,6 +43,14 @@ INDEX_CACHES = {
 
 def model_of(family: str, **changes: Any) -> Any:
     return make_model(family, **{**FAMILIES[family], **changes})
+
+
+def two_layers_of(family: str) -> Any:
+    """With an indexer and without: the first or the last layer."""
+    changes = {
+        name: value[:2] for name, value in {**OVERRIDES[family], **FAMILIES[family]}.items() if type(value) is list
+    }
+    return model_of(family, num_hidden_layers=2, **changes)
 
 
 @functools.cache
@@ -102,7 +112,7 @@ def test_tokens_differ_when_the_selection_is_ignored(family: str, monkeypatch: p
     paged = PagedCausalLM(model_of(family))
     monkeypatch.setattr(indexers, "select", everything)
     texts = generate(paged)
-    assert texts[0] == expected(family)[0], "one token, which sees no more than it would select"
+    assert texts[0][:5] == expected(family)[0][:5], "so few tokens are all selected"
     assert sum(a != b for a, b in zip(texts[2:], expected(family)[2:], strict=True)) >= 2
 
 
@@ -121,20 +131,22 @@ def test_tokens_differ_when_index_keys_do_not_move_with_their_blocks(family: str
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", pytest.param("minimax_m3_vl_text", marks=pytest.mark.slow)])
 def test_compiled_layers(family: str) -> None:
-    paged = PagedCausalLM(model_of(family)).compile_layers(backend="eager")
+    paged = PagedCausalLM(model := two_layers_of(family)).compile_layers(backend="eager")
     loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 5), max_num_seqs=8, max_num_tokens=24)
     loop.warm_up()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert loop.generate(prompts(), GREEDY) == expected(family)
+    texts = loop.generate(prompts(), GREEDY)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before, "no recompiles after the warm-up"
+    paged.unwrap()
+    assert texts == generate_by_transformers(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
 def test_compiled_whole_without_copies(family: str) -> None:
-    paged = PagedCausalLM(model_of(family, num_hidden_layers=2))
+    paged = PagedCausalLM(two_layers_of(family))
     want = generate(paged)
     kv_cache = paged.allocate_kv_cache(64, 5)
     with CompileReport(kv_cache.layers) as report:
@@ -163,16 +175,15 @@ def test_tokens_equal_generate_in_cuda_graphs(family: str, how: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_index_keys_where_all_keys_are_selected(family: str) -> None:
-    model = model_of(family)
-    most = 4 if family.startswith("minimax") else 8
-    paged = PagedCausalLM(model, max_model_len=most)
+    model = model_of(family, index_topk_blocks=4) if family.startswith("minimax") else model_of(family)
+    paged = PagedCausalLM(model, max_model_len=8)
     assert all(spec.value_head_size for spec in paged.layers)
     loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 4))
-    (tokens,) = loop.generate([[7, 9]], SamplingParams(max_new_tokens=most - 2, stop_token_ids=()))
+    (tokens,) = loop.generate([[7, 9]], SamplingParams(max_new_tokens=6, stop_token_ids=()))
     model = paged.unwrap()
-    whole = model.generate(torch.tensor([[7, 9]]), max_new_tokens=most - 2, do_sample=False, eos_token_id=None)
+    whole = model.generate(torch.tensor([[7, 9]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert whole[0, 2:].tolist() == tokens
-    assert not all(spec.value_head_size for spec in PagedCausalLM(model, max_model_len=most + 1).layers)
+    assert not all(spec.value_head_size for spec in PagedCausalLM(model, max_model_len=9).layers)
 
 
 def test_keys_and_values_of_all_heads_with_selected_keys() -> None:
@@ -233,9 +244,6 @@ def test_an_indexer_that_selects_other_keys_is_refused(family: str, monkeypatch:
     with pytest.raises(ValueError, match=rf"model: expected indexers that .*, got {kind.__name__}.*other keys"):
         PagedCausalLM(model)
     assert not any("paged_form" in vars(module) for module in model.modules())
-    monkeypatch.setattr(kind, "forward", lambda self: None)
-    with pytest.raises(ValueError, match=rf"got {kind.__name__} in {type(model).__name__}: TypeError"):
-        PagedCausalLM(model)
 
 
 @pytest.mark.parametrize("family", ["qwen4_exp_text", "deepseek_v4"])
