@@ -41,9 +41,10 @@ _DSA = ("wq_b", "wk", "k_norm", "weights_proj", "index_topk", "qk_rope_head_dim"
 _MSA = ("q_proj", "k_proj", "q_norm", "k_norm", "topk_blocks", "local_blocks", "block_size")
 # Other kinds, and why they are refused.
 _REFUSED = {
-    "Qwen4ExpTextQSAIndexer": "its keys are means of several tokens",
-    "Glm5NextTextIndexer": "its keys are weighted means of several tokens",
-    "DeepseekV4Indexer": "its keys are compressed, as are the keys and values of its layers: one per several tokens",
+    "Qwen4ExpTextQSAIndexer": "it keeps one key per several tokens, their mean, in a cache of another length",
+    "Glm5NextTextIndexer": "it keeps one key per several tokens, their weighted mean",
+    "DeepseekV4Indexer": "it keeps one compressed key per several tokens, as do the layers themselves",
+    "MistralLarge4TextIndexer": "its queries depend on positions and on other inputs",
 }
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")  # functions of a model's module
 _TOKENS, _SELECTED, _BLOCK = 48, 8, 2  # of the comparison: tokens, selected keys or blocks, keys per block

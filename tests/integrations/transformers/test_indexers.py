@@ -5,6 +5,8 @@ selected, with shared prefixes, chunks and swaps.
 """
 
 import functools
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from paged_ops.generation import GenerationLoop, SamplingParams  # noqa: E402
 from paged_ops.inspection import CompileReport  # noqa: E402
 from paged_ops.integrations.transformers import PagedCausalLM, indexers  # noqa: E402
 from paged_ops.integrations.transformers.continuous_batching import attention as attention_of_batches  # noqa: E402
+from paged_ops.integrations.transformers.refusals import refuse_context  # noqa: E402
+from paged_ops.integrations.transformers.wrapping import Wrapping  # noqa: E402
 from tests.integrations.transformers.model_families import OVERRIDES, SIZES, make_model  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=8, stop_token_ids=())
@@ -121,14 +125,13 @@ def test_tokens_differ_when_index_keys_do_not_move_with_their_blocks(family: str
     paged = PagedCausalLM(model_of(family))
     kept = [layer for layer, spec in enumerate(paged.layers) if spec.value_head_size]
     texts = []
-    for num_blocks, moved in ((64, None), (22, None), (22, kept)):
-        kv_cache = paged.allocate_kv_cache(num_blocks, 5, num_host_blocks=64)
-        if moved is not None:
-            kv_cache.by_block = lambda layers: [layers[layer] for layer in kept]
+    for moved in (range(len(paged.layers)), kept):
+        kv_cache = paged.allocate_kv_cache(22, 5, num_host_blocks=64)
+        kv_cache.by_block = lambda layers, moved=moved: [layers[layer] for layer in moved]
         loop = GenerationLoop(paged, kv_cache, max_num_seqs=8, max_num_tokens=24)
         texts.append(loop.generate(prompts(), SamplingParams(max_new_tokens=20, stop_token_ids=())))
-        assert (loop.stats.swapped_out > 0) == (num_blocks == 22)
-    assert texts[0] == texts[1] != texts[2]
+        assert loop.stats.swapped_out > 0
+    assert texts[0] != texts[1] and [text[:8] for text in texts[0]] == expected(family)
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", pytest.param("minimax_m3_vl_text", marks=pytest.mark.slow)])
@@ -249,10 +252,45 @@ def test_an_indexer_that_selects_other_keys_is_refused(family: str, monkeypatch:
 @pytest.mark.parametrize("family", ["qwen4_exp_text", "deepseek_v4"])
 def test_other_indexers_are_refused_by_name(family: str) -> None:
     model = make_model(family)
-    with pytest.raises(
-        ValueError, match=r"model: expected indexers that score one key per token, .*, got .*Indexer in"
-    ):
+    with pytest.raises(ValueError, match=r"model: expected indexers that score one key per token, .*: it keeps one"):
         PagedCausalLM(model)
+
+
+class OfOneIndexer(torch.nn.Module):
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, indexer: torch.nn.Module) -> None:
+        super().__init__()
+        self.indexer = indexer
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "rotated", "reason"),
+    [
+        ("mistral_large4", "MistralLarge4Text", 8, "its queries depend on positions"),
+        ("glm5_next", "Glm5NextText", 0, "it keeps one key per several tokens"),
+    ],
+)
+def test_indexers_of_models_with_images_are_refused(
+    family: str, prefix: str, rotated: int, reason: str
+) -> None:
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    sizes: dict[str, Any] = dict(hidden_size=32, index_n_heads=2, index_head_dim=16, qk_rope_head_dim=rotated)
+    config = getattr(transformers, f"{prefix}Config")(**sizes)
+    model: Any = OfOneIndexer(getattr(modeling, f"{prefix}Indexer")(config, 0))
+    with pytest.raises(ValueError, match=rf"got {prefix}Indexer in OfOneIndexer: {reason}"):
+        indexers.install(Wrapping(model), model, 4096)
+
+
+def test_a_context_is_refused() -> None:
+    probe: Any = SimpleNamespace(calls={0: SimpleNamespace(selects=True)}, reaches=lambda: [(0, 0)])
+    with pytest.raises(ValueError, match="context: expected a model whose layers see all keys"):
+        refuse_context(object(), None, probe)
+
+
+def test_batch_invariance_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch_invariant: expected a model of .*DeepseekV32Indexer"):
+        PagedCausalLM(model_of("deepseek_v32"), batch_invariant=True)
 
 
 def test_generate_batch_refuses_selected_keys() -> None:
