@@ -108,7 +108,7 @@ def attention(
     if isinstance(selected, Index):
         assert noted.index_cache is not None, "the probe run allocated one"
         if isinstance(kv_caches, LayerCaches):
-            index_cache = kv_caches.caches[noted.index_place]
+            index_cache = kv_caches.caches[noted.place + 1]
         else:
             index_cache = (kv_caches.caches if isinstance(kv_caches, Probe) else kv_caches)[noted.index_cache]
         selected = indexers.select(module, selected, index_cache, pool, attention_metadata)

@@ -387,20 +387,16 @@ class PagedCausalLM:
         kinds: dict[Any, Callable[..., Any]] = {}
         for layer, (modules, keeping) in layers.items():
             noted = [attending[module] for module in modules]
-            reaches = tuple(
-                (each.window, each.chunk, each.writes, each.pool, each.selects, each.index_cache is None)
-                for each in noted
-            )
+            forms = tuple(each.form for each in noted)
             fusion = getattr(layer, "paged_fusion", None)
             fused = None if fusion is None else (fusion.attention is None, fusion.mlp is None)
-            kind = type(layer), fused, reaches, tuple((each.keys, each.continues) for each in keeping)
+            kind = type(layer), fused, forms, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
             caches: list[int] = []
-            for module in modules:
-                how, place = attending[module], len(caches)
-                caches += [how.cache] if how.index_cache is None else [how.cache, how.index_cache]
-                self._wrapping.note(module, dataclasses.replace(how, place=place, index_place=place + 1))
+            for module, how in zip(modules, noted, strict=True):
+                self._wrapping.note(module, dataclasses.replace(how, place=len(caches)))
+                caches += how.caches
             for place, each in enumerate(keeping):
                 each.position = place
             places = [each.index for each in keeping]

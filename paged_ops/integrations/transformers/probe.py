@@ -73,11 +73,19 @@ class Attending:
     chunk: int
     latent: bool = False
     selects: bool = False  # it sees selected keys alone
-    index_cache: int | None = None  # the cache of its index keys, of a module with an indexer
-    index_place: int = 0  # index among the caches of its decoder layer
+    index_cache: int | None = None  # of a module with an indexer: of its index keys, next to ``cache`` in its layer
     pool: int = 0  # index, in a cache with one pool per window or chunk
     context: Any = None  # the handle of a Context, with context parallelism
     batch_invariant: bool = False
+
+    @property
+    def caches(self) -> list[int]:
+        return [self.cache] if self.index_cache is None else [self.cache, self.index_cache]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Modules of one form share compiled code."""
+        return self.window, self.chunk, self.writes, self.pool, self.selects, len(self.caches)
 
 
 @dataclass

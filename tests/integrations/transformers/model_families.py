@@ -252,7 +252,7 @@ UNBUILT = {"gemma4_assistant": "drafts for a Gemma 4 and attends to that model's
 
 # Layer types that the config of a family names and its tiny model does not have, and why.
 LEFT_OUT = {
-    "dots3_note_text": "its full layers have indexers, or none of them has",
+    "dots3_note_text": "all of its full layers have indexers, or none has one",
     "qwen4_exp_text": "refused for its other attention",
     "deepseek_v4": "refused for its other attention",
 }

@@ -271,9 +271,7 @@ class OfOneIndexer(torch.nn.Module):
         ("glm5_next", "Glm5NextText", 0, "it keeps one key per several tokens"),
     ],
 )
-def test_indexers_of_models_with_images_are_refused(
-    family: str, prefix: str, rotated: int, reason: str
-) -> None:
+def test_indexers_of_models_with_images_are_refused(family: str, prefix: str, rotated: int, reason: str) -> None:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     sizes: dict[str, Any] = dict(hidden_size=32, index_n_heads=2, index_head_dim=16, qk_rope_head_dim=rotated)
     config = getattr(transformers, f"{prefix}Config")(**sizes)
