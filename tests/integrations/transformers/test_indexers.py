@@ -120,6 +120,23 @@ def test_tokens_differ_when_the_selection_is_ignored(family: str, monkeypatch: p
     assert sum(a != b for a, b in zip(texts[2:], expected(family)[2:], strict=True)) >= 2
 
 
+def test_of_equal_scores_the_first_keys_are_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few heads, relu makes many scores 0. transformers then takes any keys; here it takes the first ones."""
+    model, ties, topk = model_of("deepseek_v32", index_n_heads=4), [], torch.Tensor.topk
+
+    def stable(scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+        if k != 8:  # of experts, or all keys
+            return topk(scores, k, dim, **options)
+        values, indices = scores.sort(dim=dim, descending=True, stable=True)
+        ties.append(scores.shape[-1] > k and bool((values[..., k - 1] == values[..., k]).any()))
+        return SimpleNamespace(indices=indices[..., :k])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", stable)
+        want = generate_by_transformers(model)
+    assert any(ties) and generate(PagedCausalLM(model)) == want
+
+
 @pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
 def test_tokens_differ_when_index_keys_do_not_move_with_their_blocks(family: str) -> None:
     paged = PagedCausalLM(model_of(family))
