@@ -210,23 +210,25 @@ class Probe:
         reach, selects = self._reach(name, mask), selected is not None
         if selects and reach != (0, 0):
             raise ValueError(f"no window or chunk where keys are selected, but {name} has {reach}")
-        for other in self.calls.values():
-            if _same(key, other.key) and _same(value, other.value):
-                return _Call(name, key, value, other.cache, False, reach, selects)
-        K, D, Dv = self._sizes(module, key, value)
-        layout = Layout.LATENT if is_latent(module) else self.layout
-        shape = (self.num_blocks, self.block_size, K, D)
-        cache = allocate_kv_cache(layout, *shape, key.dtype, key.device, value_head_size=Dv)
-        self.caches.append(cache)
-        self.specs.append(CacheSpec(K, D, Dv, *reach, is_latent(module)))
-        call = _Call(name, key, value, len(self.caches) - 1, True, reach, selects)
+        whose = [other for other in self.calls.values() if _same(key, other.key) and _same(value, other.value)]
+        if whose:
+            call = _Call(name, key, value, whose[0].cache, False, reach, selects)
+        else:
+            sizes = self._sizes(module, key, value)
+            cache = self._allocate(CacheSpec(*sizes, *reach, is_latent(module)), key)
+            call = _Call(name, key, value, cache, True, reach, selects)
         if isinstance(selected, Index):
-            Di = selected.key.shape[1]
-            sizes = self.num_blocks, self.block_size, 1, Di
-            self.caches.append(allocate_kv_cache(layout, *sizes, key.dtype, key.device, value_head_size=0))
-            self.specs.append(CacheSpec(1, Di, 0, *reach))
-            call.index_cache = len(self.caches) - 1
+            call.index_cache = self._allocate(CacheSpec(1, selected.key.shape[1], 0, *reach), key)
         return call
+
+    def _allocate(self, spec: CacheSpec, key: Tensor) -> int:
+        """One more cache; returns its index."""
+        layout = Layout.LATENT if spec.latent else self.layout
+        sizes = self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_size
+        options: dict[str, Any] = {"value_head_size": spec.value_head_size}
+        self.caches.append(allocate_kv_cache(layout, *sizes, key.dtype, key.device, **options))
+        self.specs.append(spec)
+        return len(self.caches) - 1
 
     def _reach(self, name: str, mask: Any) -> tuple[int, int]:
         if mask is None:
