@@ -205,9 +205,14 @@ def kv_cache_shape(
 
     If ``value_head_size`` Dv differs from D, the cache is joined: NHD ``[N, B, K, D + Dv]``, HND ``[N, K, B, D + Dv]``;
     INTERLEAVED and X_PACKED have no such form. LATENT is ``[N, B, D]`` with D = R + P, K = 1, and Dv = R if given; with
-    ``kv_cache_dtype="fp8_ds_mla"``, which needs D = 576 and R = 512, it is ``[N, B, 656]`` bytes.
+    ``kv_cache_dtype="fp8_ds_mla"``, which needs D = 576 and R = 512, it is ``[N, B, 656]`` bytes. If Dv is 0, the cache
+    has keys alone, those of an indexer: ``[N, B, D]`` with K = 1, in all layouts but X_PACKED.
     """
     N, B, K, D = num_blocks, block_size, num_kv_heads, head_size
+    if value_head_size == 0:
+        expect(K == 1, "num_kv_heads", "1 where value_head_size is 0, as in the cache of an indexer", K)
+        expect(_layout(layout) is not Layout.X_PACKED, "layout", "another where value_head_size is 0", _layout(layout))
+        return N, B, D
     row_scales = has_row_scales(kv_cache_dtype)
     if row_scales:
         latent, whole = f"LATENT with kv_cache_dtype={FP8_DS_MLA!r}", ROW_LATENT + ROW_ROTATED
@@ -258,7 +263,8 @@ def allocate_kv_cache(
 ) -> Tensor:
     """A zeroed cache of one layer as the ops take it. Split x-packed and joined ones in the compiled function.
 
-    ``kv_cache_dtype`` is what uint8 storage will hold; only ``"fp8_ds_mla"`` changes the shape.
+    ``kv_cache_dtype`` is what uint8 storage will hold; only ``"fp8_ds_mla"`` changes the shape. Keys alone, of an
+    indexer next to such latents, are bfloat16.
     """
     at_least(0, num_blocks=num_blocks)
     at_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
@@ -267,8 +273,15 @@ def allocate_kv_cache(
     check_storage(dtype, kv_cache_dtype)
     stored = (*MODEL_DTYPES, *FP8_DTYPES, torch.uint8)
     expect(dtype in stored, "dtype", "float32, float16, bfloat16, a float8 or uint8", describe_setting(dtype))
+    if value_head_size == 0:
+        layout, dtype = Layout.LATENT, index_dtype(dtype, kv_cache_dtype)
     with torch.inference_mode(False):  # an inference tensor cannot be written outside of inference mode
         return kv_cache_view(layout, torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+
+
+def index_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
+    """The dtype of an indexer's keys next to a cache of ``dtype``."""
+    return torch.bfloat16 if has_row_scales(kv_cache_dtype) else dtype
 
 
 def split_kv_cache(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple[Tensor, Tensor]:

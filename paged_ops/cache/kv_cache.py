@@ -32,6 +32,7 @@ from paged_ops.layouts import (
     check_storage,
     get_default_layout,
     has_row_scales,
+    index_dtype,
     kv_cache_shape,
     split_kv_cache,
 )
@@ -55,7 +56,8 @@ class KVCache(BlockAllocator):
         block_size: B tokens per block, any number from 1.
         num_kv_heads: K, one number or one for each layer.
         head_size: D, one number or one for each layer.
-        value_head_size: Dv, one number or one for each layer; D when None. With LATENT, whose D is R + P, it is R.
+        value_head_size: Dv, one number or one for each layer; D when None. With LATENT, whose D is R + P, it is R. 0 is
+            a layer of keys alone ``[N, B, D]``, those of an indexer.
         dtype: float32, float16, bfloat16, a float8, or uint8 (fp8 bits; ops then need a ``kv_cache_dtype``).
         kv_cache_dtype: what uint8 storage will hold, for the ops' argument of this name. ``"fp8_ds_mla"`` makes latent
             rows that hold their scales, ``[N, B, 656]``: with LATENT, D 576 and Dv 512.
@@ -175,14 +177,15 @@ class KVCache(BlockAllocator):
         check_storage(dtype, kv_cache_dtype)
         latent = layout is not None and Layout(layout) is Layout.LATENT
 
-        def elements(K: int, D: int, Dv: int) -> int:
+        def of_token(K: int, D: int, Dv: int) -> int:
+            if Dv == 0:
+                return K * D * index_dtype(dtype, kv_cache_dtype).itemsize
             if has_row_scales(kv_cache_dtype):
                 chosen = Layout.NHD if layout is None else layout  # which is refused
                 return kv_cache_shape(chosen, 1, 1, K, D, value_head_size=Dv, kv_cache_dtype=kv_cache_dtype)[2]
-            return K * (D if latent else D + Dv)
+            return K * (D if latent else D + Dv) * dtype.itemsize
 
-        token = sum(elements(*each) for each in sizes)
-        return num_bytes // (block_size * dtype.itemsize * token)
+        return num_bytes // (block_size * sum(of_token(*each) for each in sizes))
 
     @property
     def pools(self) -> tuple[KVCache, ...]:
@@ -277,7 +280,7 @@ def _layer_sizes(
         if len(values) != num_layers:
             raise ValueError(f"{name}: expected a number, or one for each of {num_layers} layers, got {len(values)}")
         for value in values:
-            at_least(1, **{name: value})
+            at_least(0 if name == "value_head_size" else 1, **{name: value})
         return values
 
     head_sizes = of_layers("head_size", head_size)

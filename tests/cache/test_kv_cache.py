@@ -747,6 +747,38 @@ def test_latent_layers() -> None:
         KVCache(1, 5, 3, 1, 40, value_head_size=41, layout="LATENT")
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "INTERLEAVED", "LATENT"])
+def test_layers_of_keys_alone(layout: str) -> None:
+    """The keys of an indexer, next to the cache of its layer: they are moved with it."""
+    K = 1 if layout == "LATENT" else 2
+    sizes = {"num_kv_heads": [K, 1], "head_size": [16, 8], "value_head_size": [16, 0], "layout": layout}
+    cache = KVCache(2, 5, 3, num_host_blocks=2, **sizes)
+    assert cache.layers[1].shape == (5, 3, 8) and cache.host_layers[1].shape == (2, 3, 8)
+    assert cache.nbytes == sum(layer.nbytes for layer in cache.layers)
+    arguments = {"num_layers": 2, "block_size": 3, "dtype": torch.float32, **sizes}
+    assert KVCache.num_blocks_for(cache.nbytes, **arguments) == 5
+    assert KVCache.num_blocks_for(cache.nbytes - 1, **arguments) == 4
+    cache.admit("a", [1, 2])  # a full block would stay on the device
+    cache.commit("a", 2)
+    written = [layer.normal_().clone() for layer in cache.layers]
+    blocks = cache.block_ids("a")
+    cache.swap_out("a")
+    for layer in cache.layers:
+        layer.zero_()
+    cache.swap_in("a")
+    for layer, before in zip(cache.layers, written, strict=True):
+        assert torch.equal(layer[cache.block_ids("a")], before[blocks])
+
+
+def test_keys_alone_next_to_rows_with_scales() -> None:
+    sizes = {"num_kv_heads": 1, "head_size": [576, 128], "value_head_size": [512, 0]}
+    options = {"layout": "LATENT", "kv_cache_dtype": "fp8_ds_mla"}
+    cache = KVCache(2, 5, 64, **sizes, **options, dtype=torch.uint8)
+    assert [(layer.shape[2], layer.dtype) for layer in cache.layers] == [(656, torch.uint8), (128, torch.bfloat16)]
+    assert KVCache.num_blocks_for(cache.nbytes, 2, 64, dtype=torch.uint8, **sizes, **options) == 5
+    assert KVCache.num_blocks_for(cache.nbytes - 1, 2, 64, dtype=torch.uint8, **sizes, **options) == 4
+
+
 def test_sizes_by_layer() -> None:
     sizes = {"num_kv_heads": [2, 1, 4], "head_size": [8, 16, 4], "value_head_size": [8, 8, 12]}
     cache = KVCache(3, 5, 3, **sizes, dtype=torch.float16, num_host_blocks=2)
@@ -770,7 +802,9 @@ def test_sizes_by_layer() -> None:
     [
         ({"head_size": [8]}, "head_size: expected a number, or one for each of 2 layers, got 1"),
         ({"num_kv_heads": [1, 2, 3]}, "num_kv_heads: expected a number, or one for each of 2 layers, got 3"),
-        ({"value_head_size": [8, 0]}, "value_head_size: expected at least 1, got 0"),
+        ({"value_head_size": [8, -1]}, "value_head_size: expected at least 0, got -1"),
+        ({"value_head_size": [8, 0], "num_kv_heads": 2}, "num_kv_heads: expected 1 where value_head_size is 0"),
+        ({"value_head_size": [8, 0], "layout": "X_PACKED"}, "layout: expected another where value_head_size is 0"),
         ({"value_head_size": 16, "layout": "X_PACKED"}, "layout: expected NHD or HND where value_head_size 16 is not"),
         ({"value_head_size": 16, "layout": "INTERLEAVED"}, "layout: expected NHD or HND .* got INTERLEAVED"),
     ],

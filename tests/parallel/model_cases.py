@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -14,10 +15,14 @@ from paged_ops.integrations.transformers import PagedCausalLM, sharded
 from paged_ops.integrations.transformers.projections import fuse_projections, split_projections
 from paged_ops.parallel.tensor import local_of
 from tests.integrations.transformers.latent_configs import CONFIGS as LATENT_CONFIGS
+from tests.integrations.transformers.model_families import tiny_config
 from tests.integrations.transformers.tiny_configs import CONFIGS, SEEDS, prompts
 
 LIMIT = 60.0
 GREEDY = SamplingParams(max_new_tokens=8)
+INDEXED = {
+    name: functools.partial(tiny_config, name, vocab_size=256) for name in ("deepseek_v32", "minimax_m3_vl_text")
+}
 TEXTS = [prompt for prompt in prompts() if len(prompt) in (1, 5, 13, 24, 33)]
 
 
@@ -25,7 +30,7 @@ def make(name: str, folder: str, rank: int, **changes: Any) -> str:
     """The path of a tiny model, written by rank 0."""
     path = os.path.join(folder, "-".join([name, *map(str, changes.values())]))
     if rank == 0 and not os.path.exists(path):
-        config = (CONFIGS | LATENT_CONFIGS)[name]()
+        config = (CONFIGS | LATENT_CONFIGS | INDEXED)[name]()
         for attribute, value in changes.items():
             setattr(config, attribute, value)
         torch.manual_seed(SEEDS.get(name, 3))

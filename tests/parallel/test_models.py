@@ -45,6 +45,19 @@ def test_latents_are_whole_on_each_rank(run_on, folder):
     check(run_on("model_cases.serves", 2, 60, name="minicpm3", folder=folder, how=how), 1, 3, head_size=40)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "head_size"),
+    [
+        ("deepseek_v32", 1, (24, 16) * 4),
+        # transformers shards its experts only
+        pytest.param("minimax_m3_vl_text", (2, 2, 1, 2, 2, 1), 16, marks=pytest.mark.slow),
+    ],
+)
+def test_index_keys_are_whole_on_each_rank(run_on, folder, name, heads, head_size):
+    """So all ranks select the same keys."""
+    check(run_on("model_cases.serves", 2, 60, name=name, folder=folder), heads, head_size=head_size)
+
+
 @pytest.mark.parametrize("how", ["layers fused", "whole"])
 def test_compiled_tokens_equal_those_of_one_process(run_on, folder, how):
     check(run_on("model_cases.serves", 2, 150, name="llama", folder=folder, how=(how,)), 1, 6)

@@ -2,7 +2,8 @@
 
 - ``model``: wraps a model; ``wrapping``: undoes it; ``attention_function``: called by its layers
 - ``probe``, ``trial``: run a few tokens to detect the caches and masks that a model needs; ``refusals``: the errors
-- ``latent``, ``own_attention``, ``recurrent`` and ``state_steps``, ``rotary``, ``prompt_ranges``: kinds of layers
+- ``latent``, ``indexers``, ``own_attention``, ``recurrent`` and ``state_steps``, ``rotary``, ``prompt_ranges``: kinds
+  of layers
 - ``all_reduce_fusion`` finds all-reduces to fuse in a sharded model, ``fused_layers`` has the forwards with them
 - ``invariant``: layers for ``batch_invariant``; ``scoring``: log-probabilities of given tokens
 - ``projections``: fused and overlapping linear layers; ``weights``: detects changed weights and adapters

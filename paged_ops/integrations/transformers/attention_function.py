@@ -15,15 +15,14 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from paged_ops.integrations.transformers import latent
-from paged_ops.integrations.transformers.probe import NoArgumentsError, Probe, request_mask
+from paged_ops.integrations.transformers import indexers, latent
+from paged_ops.integrations.transformers.probe import Index, NoArgumentsError, Probe, request_mask
 from paged_ops.integrations.transformers.wrapping import NAME, UNDO, LayerCaches
 from paged_ops.layouts import split_joined_cache, split_kv_cache
 from paged_ops.metadata import AttentionMetadata
 from paged_ops.ops import paged_attention, reshape_and_cache
 from paged_ops.parallel.context import attend, context_of
 
-_SLICES_MASKS = ("mpt", "deepseek_v32", "glm_moe_dsa")  # types of models
 PROBE = "paged_ops_probe"  # the implementation during wrapping, when masks are examined
 
 
@@ -45,8 +44,10 @@ def attention(
     output_attentions: bool | None = None,
     position_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    indices: Index | Tensor | None = None,
+    block_indices: Index | Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention of one layer, as transformers calls it: write the new keys and values, then attend.
 
     Args:
@@ -59,9 +60,11 @@ def attention(
         scaling: by default ``D ** -0.5``.
         sliding_window: ignored: the window comes from the model's mask, examined when the model was wrapped.
         softcap, s_aux: soft cap of the logits, sinks ``[H]``; None is off.
+        indices, block_indices: of a layer with an indexer its result, of a layer that shares it the selected keys;
+            None, or none per token, is all.
 
     Returns:
-        ``[1, T, H, Dv]`` and no attention weights.
+        ``[1, T, H, Dv]``, and no attention weights but the selected keys ``[T, G, k]``, if keys are selected.
 
     Raises:
         ValueError: a paged cache cannot serve the call: masks, dropout, attention weights, non-causal attention.
@@ -88,8 +91,11 @@ def attention(
             raise ValueError(f"{name}: expected none with paged attention, which is causal, and got it; leave it out")
     if query.shape[0] != 1:
         raise ValueError(f"query: expected the batch as one row [1, H, T, D], got {list(query.shape)}")
+    selected = block_indices if indices is None else indices
+    if isinstance(selected, Tensor) and not selected.shape[-1]:
+        selected = None
     if isinstance(kv_caches, Probe):
-        noted, kv_cache = kv_caches.attend(module, key, value, attention_mask)
+        noted, kv_cache = kv_caches.attend(module, key, value, attention_mask, selected)
     else:
         if not hasattr(module, "paged_attending"):
             raise ValueError(
@@ -99,6 +105,13 @@ def attention(
         noted = module.paged_attending
         kv_cache = kv_caches.caches[noted.place] if isinstance(kv_caches, LayerCaches) else kv_caches[noted.cache]
     pool = attention_metadata.pool(noted.pool if attention_metadata.other_pools else 0)
+    if isinstance(selected, Index):
+        assert noted.index_cache is not None, "the probe run allocated one"
+        if isinstance(kv_caches, LayerCaches):
+            index_cache = kv_caches.caches[noted.place + 1]
+        else:
+            index_cache = (kv_caches.caches if isinstance(kv_caches, Probe) else kv_caches)[noted.index_cache]
+        selected = indexers.select(module, selected, index_cache, pool, attention_metadata)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     features: dict[str, Any] = {
         "sliding_window": noted.window,
@@ -111,10 +124,12 @@ def attention(
         features["alibi_slopes"] = alibi_slopes
     if noted.batch_invariant:
         features["batch_invariant"] = True
+    if selected is not None:
+        features.update(selected_keys=selected, selected_block_size=indexers.block_size_of(module))
     starts = attention_metadata.query_start_loc
     if noted.latent:
         step = pool, attention_metadata, scale
-        return latent.attend(module, query, key, value, kv_cache, *step, writes=noted.writes, **features), None
+        return latent.attend(module, query, key, value, kv_cache, *step, writes=noted.writes, **features), selected
     rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))
     value_cache = None
     if key.shape[3] != value.shape[3]:
@@ -128,7 +143,7 @@ def attention(
     context = context_of(attention_metadata, noted.pool if attention_metadata.other_pools else 0)
     if context is None:
         batch: tuple[Any, ...] = pool.block_tables, attention_metadata.seq_lens, starts, scale
-        return paged_attention(rows, kv_cache, *batch, **features)[None], None
+        return paged_attention(rows, kv_cache, *batch, **features)[None], selected
     batch = pool.block_tables, starts, scale, context, noted.context
     return attend(rows, rows_of_key, rows_of_value, kv_cache, *batch, **features)[None], None
 
@@ -145,7 +160,9 @@ def no_mask(*args: Any, allow_is_bidirectional_skip: bool = False, **kwargs: Any
             "attention_mask: expected causal, windowed or chunked attention, got a model that attends to later tokens,"
             " which paged attention does not do"
         )
-    if getattr(kwargs.get("config"), "model_type", None) in _SLICES_MASKS:
+    config = kwargs.get("config")
+    of_indexers = "indexed_attention" in (getattr(config, "layer_types", None) or ())
+    if of_indexers or getattr(config, "model_type", None) == "mpt":
         return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=kwargs["device"])
     return None
 

@@ -135,6 +135,9 @@ def attention(
         )
     if attention_mask is not None:
         raise ValueError("attention_mask: expected none with paged attention, which is causal, and got it")
+    for name in ("indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: expected none in generate_batch, which keeps no index keys; use PagedCausalLM")
     if value.shape[-1] != key.shape[-1]:
         raise ValueError(f"value: expected head size {key.shape[-1]}, the keys', got {value.shape[-1]}")
     rows_of_query, rows_of_key, rows_of_value = (states[0].transpose(0, 1) for states in (query, key, value))

@@ -140,7 +140,7 @@ def attend(
     rows = query[0].transpose(0, 1)
     batch = Batch(pool.block_tables, metadata.seq_lens, metadata.query_start_loc)
     by_position = any(features[name] for name in ("sliding_window", "attention_chunk"))
-    if by_position or features["bidirectional_ranges"] is not None:
+    if by_position or any(features.get(name) is not None for name in ("bidirectional_ranges", "selected_keys")):
         return _absorbed(module, rows, kv_cache, batch, scale, features)[None]
     runs = runs_of(metadata, module, kv_cache.shape[1])
     if len(runs) == 1 and not runs[0].windows:

@@ -33,6 +33,7 @@ from paged_ops.cache.kv_cache import KVCache
 from paged_ops.cache.shard import UNSHARDED
 from paged_ops.cache.states import StateCache
 from paged_ops.checks import expect
+from paged_ops.integrations.transformers import indexers
 from paged_ops.integrations.transformers.all_reduce_fusion import LAST_NORMS, AllReduceReport, Watch
 from paged_ops.integrations.transformers.attention_function import PROBE
 from paged_ops.integrations.transformers.generation_config import GenerationFields
@@ -41,7 +42,6 @@ from paged_ops.integrations.transformers.latent import as_they_are, latent_modul
 from paged_ops.integrations.transformers.own_attention import (
     carry_step,
     dense_implementation,
-    has_indexers,
     has_own_attention,
     replace_attention,
 )
@@ -158,7 +158,7 @@ class PagedCausalLM:
         def wrap() -> None:
             probes.append(self._wrap(freezes, latent and context is None))
             if of_context is not None:
-                refuse_context(model, self.states, probes[0].reaches())
+                refuse_context(model, self.states, probes[0])
 
         try:
             if (together := everyone or self.process_group) is None:
@@ -218,7 +218,7 @@ class PagedCausalLM:
             dense = DenseRun.of(model, logits)
             self.sums = watch.fuse(self._wrapping)
         self.states = StateLayers.find(model)
-        refuse_layers(model, self.states, has_indexers(model, self.max_model_len))
+        refuse_layers(model, self.states, indexers.install(self._wrapping, model, self.max_model_len))
         if self.states is not None:
             self._wrapping.keep_states(self.states)
         if self.batch_invariant:
@@ -387,21 +387,22 @@ class PagedCausalLM:
         kinds: dict[Any, Callable[..., Any]] = {}
         for layer, (modules, keeping) in layers.items():
             noted = [attending[module] for module in modules]
-            reaches = tuple((each.window, each.chunk, each.writes, each.pool) for each in noted)
+            forms = tuple(each.form for each in noted)
             fusion = getattr(layer, "paged_fusion", None)
             fused = None if fusion is None else (fusion.attention is None, fusion.mlp is None)
-            kind = type(layer), fused, reaches, tuple((each.keys, each.continues) for each in keeping)
+            kind = type(layer), fused, forms, tuple((each.keys, each.continues) for each in keeping)
             if kind not in kinds:
                 kinds[kind] = torch.compile(copy_of(run_layer), **options)
-            for place, module in enumerate(modules):
-                self._wrapping.note(module, dataclasses.replace(attending[module], place=place))
+            caches: list[int] = []
+            for module, how in zip(modules, noted, strict=True):
+                self._wrapping.note(module, dataclasses.replace(how, place=len(caches)))
+                caches += how.caches
             for place, each in enumerate(keeping):
                 each.position = place
-            caches = [attending[module].cache for module in modules]
             places = [each.index for each in keeping]
             if fusion is not None and layer is next(iter(layers)):
                 self._wrapping.compile(layer.get_submodule("input_layernorm"), **options)
-            latent = any(each.latent for each in noted)
+            latent = any(each.latent and not each.selects for each in noted)
             self._wrapping.replace_forward(layer, CompiledLayer(kinds[kind], layer, caches, places, latent))
         for decoder in decoders:
             for name, part in decoder.named_children():

@@ -3,7 +3,6 @@
 - Bloom, Falcon and MPT compute attention, with ALiBi or rotary positions, in their own code instead of transformers'
   AttentionInterface.
 - Layers of StableLM and Nemotron pass only transformers' cache to attention.
-- DeepSeek-V3.2 and GLM-MoE-DSA have an indexer. They are served as long as it would select all tokens.
 
 The step is then passed in place of transformers' cache (:class:`StepCache`). While a model is wrapped, its attention
 modules have a subclass with another ``forward``; they keep their projections.
@@ -20,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from transformers.masking_utils import causal_mask_function
 from paged_ops.integrations.transformers.attention_function import attention
 from paged_ops.integrations.transformers.probe import NoArgumentsError, Probe, request_mask
 from paged_ops.integrations.transformers.wrapping import UNDO, StepCache, Wrapping
-
-_WITH_INDEXER = ("DeepseekV32Attention", "GlmMoeDsaAttention")
 
 
 def _attend(
@@ -106,16 +103,12 @@ def dense_implementation(model: Any) -> str:
 
 
 def replace_attention(wrapping: Wrapping, model: Any) -> None:
-    """Let such attention modules call :func:`attention`, and replace indexers by one that selects all tokens."""
+    """Let such attention modules call :func:`attention`."""
     for module in model.modules():
         if name := _family(module):
             kind: Any = type(module)
             wrapping.set_attribute(module, "paged_slopes", _slopes(model, module, name))
             wrapping.retype(module, _paged(kind, name))
-    for module in _with_indexer(model):
-        if getattr(module, "indexer", None) is not None:  # otherwise it shares another layer's
-            of_indexer: Any = type(module.indexer)
-            wrapping.retype(module.indexer, _all_tokens(of_indexer))
 
 
 @functools.cache
@@ -162,37 +155,3 @@ def _carrying(kind: Any) -> type:
         return kind.forward(self, *args, past_key_values=past_key_values, **kwargs)
 
     return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})
-
-
-# Attention with an indexer, as long as it selects all tokens
-
-
-@functools.cache
-def _all_tokens(kind: Any) -> type:
-    """An indexer that keeps its weights, for ``state_dict``. No index is read: attention is dense."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.empty(1, 0, 0, dtype=torch.int32, device=hidden_states.device)
-
-    return type(f"Paged{kind.__name__}", (kind,), {"forward": forward})
-
-
-def has_indexers(model: Any, length: int | None) -> bool:
-    """Whether the model has indexers of DeepSeek-V3.2's kind.
-
-    Raises:
-        ValueError: they do not select all tokens of sequences of ``length`` tokens.
-    """
-    if not any(_with_indexer(model)):
-        return False
-    most = model.config.get_text_config(decoder=True).index_topk
-    if length is None or length > most:
-        raise ValueError(
-            f"max_model_len: expected at most {most}, up to which the indexer of {type(model).__name__} chooses all"
-            f" tokens, got {length}; selected keys are not served"
-        )
-    return True
-
-
-def _with_indexer(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if type(module).__name__ in _WITH_INDEXER)

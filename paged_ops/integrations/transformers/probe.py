@@ -43,7 +43,8 @@ class NoArgumentsError(ValueError):
 
 
 class CacheSpec(NamedTuple):
-    """The sizes of one layer's cache, and its window and chunk in tokens; 0 is off."""
+    """The sizes of one layer's cache, and its window and chunk in tokens; 0 is off. A cache of index keys has no
+    values: ``value_head_size`` 0."""
 
     num_kv_heads: int
     head_size: int
@@ -51,6 +52,14 @@ class CacheSpec(NamedTuple):
     window: int
     chunk: int
     latent: bool = False  # rows of R + P (head_size) columns; the first R (value_head_size) are also the values
+
+
+class Index(NamedTuple):
+    """The result of an indexer for the tokens of a step: T tokens, Hi heads of size Di."""
+
+    query: Tensor  # [T, Hi, Di]
+    key: Tensor  # [T, Di]
+    weights: Tensor | None  # [T, Hi], float32
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,20 @@ class Attending:
     window: int
     chunk: int
     latent: bool = False
+    selects: bool = False  # it sees selected keys alone
+    index_cache: int | None = None  # of a module with an indexer: of its index keys, next to ``cache`` in its layer
     pool: int = 0  # index, in a cache with one pool per window or chunk
     context: Any = None  # the handle of a Context, with context parallelism
     batch_invariant: bool = False
+
+    @property
+    def caches(self) -> list[int]:
+        return [self.cache] if self.index_cache is None else [self.cache, self.index_cache]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Modules of one form share compiled code."""
+        return self.window, self.chunk, self.writes, self.pool, self.selects, len(self.caches)
 
 
 @dataclass
@@ -101,6 +121,8 @@ class _Call:
     cache: int
     writes: bool
     reach: tuple[int, int]
+    selects: bool
+    index_cache: int | None = None
 
 
 @dataclass
@@ -133,8 +155,11 @@ class Probe:
     def begin_step(self) -> None:
         self._called.clear()
 
-    def attend(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Attending, Tensor]:
-        """How ``module`` attends, and its cache.
+    def attend(
+        self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, selected: Any = None
+    ) -> tuple[Attending, Tensor]:
+        """How ``module`` attends, and its cache. ``selected``: the keys it sees, or the :class:`Index` of its indexer;
+        None is all.
 
         Raises:
             ValueError: it attends twice in a step, its keys change their shape, or its mask is neither causal nor
@@ -148,16 +173,22 @@ class Probe:
             )
         self._called.add(module)
         if module not in self.calls:
-            self.calls[module] = self._first_call(name, module, key, value, mask)
+            self.calls[module] = self._first_call(name, module, key, value, mask, selected)
         call = self.calls[module]
         if self._sizes(module, key, value) != self.specs[call.cache][:3]:
             raise ValueError(f"keys and values of one shape in every step, but {name} changes them")
         return self.attending(call), self.caches[call.cache]
 
     def attending(self, call: _Call) -> Attending:
-        latent, batch_invariant = self.specs[call.cache].latent, self.batch_invariant
         return Attending(
-            call.cache, call.cache, call.writes, *call.reach, latent=latent, batch_invariant=batch_invariant
+            call.cache,
+            call.cache,
+            call.writes,
+            *call.reach,
+            latent=self.specs[call.cache].latent,
+            selects=call.selects,
+            index_cache=call.index_cache,
+            batch_invariant=self.batch_invariant,
         )
 
     def reaches(self) -> list[tuple[int, int]]:
@@ -173,18 +204,31 @@ class Probe:
         K, D, Dv = key.shape[1], key.shape[3], value.shape[3]
         return (K, D + Dv, D) if is_latent(module) else (K, D, Dv)
 
-    def _first_call(self, name: str, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None) -> _Call:
-        reach = self._reach(name, mask)
-        for other in self.calls.values():
-            if _same(key, other.key) and _same(value, other.value):
-                return _Call(name, key, value, other.cache, False, reach)
-        K, D, Dv = self._sizes(module, key, value)
-        layout = Layout.LATENT if is_latent(module) else self.layout
-        shape = (self.num_blocks, self.block_size, K, D)
-        cache = allocate_kv_cache(layout, *shape, key.dtype, key.device, value_head_size=Dv)
-        self.caches.append(cache)
-        self.specs.append(CacheSpec(K, D, Dv, *reach, is_latent(module)))
-        return _Call(name, key, value, len(self.caches) - 1, True, reach)
+    def _first_call(
+        self, name: str, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, selected: Any
+    ) -> _Call:
+        reach, selects = self._reach(name, mask), selected is not None
+        if selects and reach != (0, 0):
+            raise ValueError(f"no window or chunk where keys are selected, but {name} has {reach}")
+        whose = [other for other in self.calls.values() if _same(key, other.key) and _same(value, other.value)]
+        if whose:
+            call = _Call(name, key, value, whose[0].cache, False, reach, selects)
+        else:
+            sizes = self._sizes(module, key, value)
+            cache = self._allocate(CacheSpec(*sizes, *reach, is_latent(module)), key)
+            call = _Call(name, key, value, cache, True, reach, selects)
+        if isinstance(selected, Index):
+            call.index_cache = self._allocate(CacheSpec(1, selected.key.shape[1], 0, *reach), key)
+        return call
+
+    def _allocate(self, spec: CacheSpec, key: Tensor) -> int:
+        """One more cache; returns its index."""
+        layout = Layout.LATENT if spec.latent else self.layout
+        sizes = self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_size
+        options: dict[str, Any] = {"value_head_size": spec.value_head_size}
+        self.caches.append(allocate_kv_cache(layout, *sizes, key.dtype, key.device, **options))
+        self.specs.append(spec)
+        return len(self.caches) - 1
 
     def _reach(self, name: str, mask: Any) -> tuple[int, int]:
         if mask is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,8 @@ from paged_ops.integrations.transformers.probe import Probe
 from paged_ops.integrations.transformers.recurrent import StateLayers
 from paged_ops.layouts import Layout
 
-_OTHER_ATTENTION = ("indexed_attention", "compressed_attention", "heavily_compressed_attention")
+_OF_INDEXERS = ("indexed_attention", "minimax_m3_sparse")
+_OTHER_ATTENTION = (*_OF_INDEXERS, "compressed_attention", "heavily_compressed_attention")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -73,23 +74,22 @@ def _reads_mode(kind: type) -> bool:
 
 
 def refuse_layers(model: Any, states: StateLayers | None, has_indexers: bool) -> None:
-    """Refuse layers that neither attend nor keep state in transformers' cache. ``has_indexers``: the model's layers
-    have indexers, which select all tokens."""
+    """Refuse layers that neither attend nor keep state in transformers' cache. ``has_indexers``: the model has
+    indexers that are served."""
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     for layer_type in layer_types:
-        if has_indexers and layer_type == "indexed_attention":
+        if has_indexers and layer_type in _OF_INDEXERS:
             continue
         served = layer_type in _LAYER_TYPES or (states is not None and layer_type not in _OTHER_ATTENTION)
         if not served:
             raise ValueError(f"model: expected layers of {_LAYER_TYPES}, got {layer_type!r} in {type(model).__name__}")
 
 
-def refuse_context(model: Any, states: StateLayers | None, reaches: Sequence[tuple[int, int]]) -> None:
-    """Refuse context parallelism if no layer's tokens would be sharded, or not all layers attend.
-
-    ``reaches``: the window and the chunk of each cache.
-    """
-    name = type(model).__name__
+def refuse_context(model: Any, states: StateLayers | None, probe: Probe) -> None:
+    """Refuse context parallelism if no layer's tokens would be sharded, not all layers attend, or keys are selected."""
+    name, reaches = type(model).__name__, probe.reaches()
+    if any(call.selects for call in probe.calls.values()):
+        raise ValueError(f"context: expected a model whose layers see all keys, got {name}, whose indexers select keys")
     if states is not None:
         raise ValueError(f"context: expected a model whose layers all attend, got {name}, whose layers keep state")
     if (0, 0) not in reaches:
@@ -147,7 +147,8 @@ def expect_cache_of_model(paged: Any, kv_cache: KVCache | HybridCache) -> None:
                 f" {sizes}"
             )
         latent = pool.layout is Layout.LATENT
-        expect(latent == spec.latent, "kv_cache", f"latents: {spec.latent}, in layer {layer}", pool.layout)
+        fits = latent == spec.latent or not spec.value_head_size  # index keys are alike in all layouts
+        expect(fits, "kv_cache", f"latents: {spec.latent}, in layer {layer}", pool.layout)
         shard = UNSHARDED if paged.context is None or spec.window or spec.chunk else paged.context.shard
         expect(pool.shard == shard, "kv_cache", f"{shard} in layer {layer}, like the model", pool.shard)
         for name, has, needs in (

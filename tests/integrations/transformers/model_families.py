@@ -85,6 +85,9 @@ SIZES: dict[str, Any] = dict(
 
 # Per family: what its config needs beyond the sizes above.
 _LATENT = dict(num_key_value_heads=4)
+# Of the keys of most prompts some are selected. With fewer heads, relu makes many scores 0: among equal scores
+# transformers takes any keys, the op the first ones.
+_INDEXED = dict(_LATENT, index_topk=8, index_n_heads=16, index_head_dim=16)
 _ROBERTA = dict(pad_token_id=1)
 _KINDS = ["sliding_attention", "full_attention"] * 2
 _BYTES = dict(
@@ -115,7 +118,7 @@ _ASSISTED = dict(
 )
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
-    "axk2": _LATENT,
+    "axk2": _INDEXED,
     "bailing_hybrid": dict(_LATENT, layer_types=_LINEAR),
     "bamba": dict(attn_layer_indices=[1, 3]),
     "blt": dict(
@@ -140,10 +143,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "data2vec-text": _ROBERTA,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,
+    "deepseek_v32": _INDEXED,
     "dots1": dict(n_shared_experts=1),
     "dots3_note_text": dict(
-        _LATENT, index_topk=16, index_head_dim=16, index_n_heads=2, shared_experts_intermediate_size=32
+        _INDEXED,
+        shared_experts_intermediate_size=32,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=4,
+        swa_q_lora_rank=24,
+        swa_kv_lora_rank=16,
+        swa_head_dim=24,
+        swa_qk_nope_head_dim=16,
+        swa_v_head_dim=16,
     ),
     "emu3": dict(pad_token_id=0, bos_token_id=0, eos_token_id=0),
     "falcon_h1": dict(mamba_d_ssm=128),
@@ -167,7 +178,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": dict(global_head_dim=32),
     "gemma4_unified_assistant": dict(text_config=dict(_ASSISTED, model_type="gemma4_unified_text")),
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT,
+    "glm_moe_dsa": dict(_INDEXED, indexer_types=["full", "shared"] * 2),
+    "hy_v4": dict(_INDEXED, indexer_types=["full", "shared"] * 2),
     "granitemoehybrid": dict(layer_types=_LINEAR),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_dt_rank=4),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=WINDOW),
@@ -240,7 +252,7 @@ UNBUILT = {"gemma4_assistant": "drafts for a Gemma 4 and attends to that model's
 
 # Layer types that the config of a family names and its tiny model does not have, and why.
 LEFT_OUT = {
-    "dots3_note_text": "refused for its other attention",
+    "dots3_note_text": "all of its full layers have indexers, or none has one",
     "qwen4_exp_text": "refused for its other attention",
     "deepseek_v4": "refused for its other attention",
 }

@@ -22,7 +22,6 @@ import transformers
 from paged_ops import supports
 from paged_ops.generation import GenerationLoop, SamplingParams
 from paged_ops.integrations.transformers import PagedCausalLM
-from paged_ops.integrations.transformers.own_attention import has_indexers
 from tests.integrations.transformers.model_families import (
     FAMILIES,
     UNBUILT,
@@ -124,12 +123,12 @@ def _keeps(paged: PagedCausalLM) -> str:
     for spec, count in kinds.items():
         heads = f"{spec.num_kv_heads} × {spec.head_size}"
         heads += f"/{spec.value_head_size}" if spec.value_head_size != spec.head_size else ""
+        if not spec.value_head_size:
+            heads = f"index keys of {spec.head_size}"
         if spec.latent:
             heads = f"latent {spec.value_head_size} + {spec.head_size - spec.value_head_size}"
         reach = f" window {spec.window}" if spec.window else f" chunk {spec.chunk}" if spec.chunk else ""
         parts.append(f"{count}: {heads}{reach}")
-    if has_indexers(paged.model, 1):
-        parts.append("indexers, up to max_model_len of index_topk")
     if paged.states is not None:
         parts.append(f"{len(paged.states.layers)}: state")
     return ", ".join(parts)

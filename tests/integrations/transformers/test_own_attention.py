@@ -1,4 +1,4 @@
-"""Families whose attention is code of their own, and attention with an indexer that chooses all tokens."""
+"""Families whose attention is code of their own."""
 
 import pytest
 import torch
@@ -52,33 +52,6 @@ def test_a_wrapped_model_is_run_by_steps_alone_and_unwrapped_is_as_before(family
     assert [type(module) for module in model.modules()] == kinds
     assert torch.equal(model(ids).logits, before)
     assert not any("paged_slopes" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_indexers_are_served_while_they_choose_all_tokens(family):
-    model = make_model(family, index_topk=32)
-    with pytest.raises(ValueError, match=r"max_model_len: expected at most 32, up to which the indexer .* got 256"):
-        PagedCausalLM(model)
-    with pytest.raises(ValueError, match=r"got 33; selected keys are not served"):
-        PagedCausalLM(model, max_model_len=33)
-    paged = PagedCausalLM(model, max_model_len=32)
-    assert paged.max_model_len == 32
-    loop = GenerationLoop(paged, paged.allocate_kv_cache(64, 4), max_num_tokens=32)
-    given = [prompt[:24] for prompt in prompts()]
-    tokens = loop.generate(given, SamplingParams(max_new_tokens=8, stop_token_ids=()))
-    model = paged.unwrap()
-    for prompt, new in zip(given, tokens, strict=True):
-        whole = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-        assert whole[0, len(prompt) :].tolist() == new
-
-
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_wrapped_model_saves_its_indexers(family):
-    model = make_model(family)
-    names = set(model.state_dict())
-    assert any("indexer" in name for name in names)
-    PagedCausalLM(model)
-    assert set(model.state_dict()) == names
 
 
 def test_the_length_of_mpt():
