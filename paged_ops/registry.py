@@ -199,13 +199,14 @@ def _repeated(
     overload, which are not in kwargs.
     """
     is_list, returns = schema.endswith("[]"), not (out or schema.endswith("()"))
+    repeat: Callable[..., Any]
 
     def at_first(*args: Any) -> Any:
         nonlocal repeat
         repeat = getattr(find(), "repeat", None) or (lambda *args: None)
         return repeat(*args)
 
-    repeat: Callable[..., Any] = at_first
+    repeat = at_first
 
     def kernel_repeated(*args: Any, **kwargs: Any) -> Any:
         results = tuple([kwargs.pop(name) for name in out]) if out else ()
