@@ -53,6 +53,19 @@ def quantise_rows(latent: Tensor, rotated: Tensor) -> Tensor:
     return rows
 
 
+def quantise_index(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Index keys ``[..., 128]`` as e4m3, and their scales ``[...]``: the power of two at or above ``max(amax, 1e-4) /
+    448``, where amax is the largest magnitude, ignoring NaN, with infinity as the largest float32.
+
+    Source: vLLM's writer of DeepSeek-V3.2's index cache (scales in ue8m0), which has the same scales for finite input.
+    """
+    real = keys.float()
+    largest = real.abs().nan_to_num(0.0, torch.finfo(torch.float32).max).amax(-1).clamp(min=1e-4)
+    least = largest / torch.full_like(largest, 448.0)
+    scales = ((least.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return saturated(real / scales[..., None], None, torch.float8_e4m3fn).to(torch.float8_e4m3fn), scales
+
+
 def dequantise_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows with scales, uint8 ``[..., 656]``, as ``[..., 576]`` in ``dtype``; computed in float32 at least."""
     latent, scales, rotated = row_parts(rows)

@@ -92,6 +92,8 @@ def paged_kv(
     with scales the views are e4m3 with the right sizes and strides, but only the first R columns hold e4m3 numbers.
     """
     present("kv_cache", kv_cache)
+    only = f"another format: latent_cache_write and select_keys alone take {FP8_DS_INDEX!r}"
+    expect(not has_index_scales(kv_cache_dtype), "kv_cache_dtype", only, repr(kv_cache_dtype))
     if has_row_scales(kv_cache_dtype):
         expect(value_cache is None, "value_cache", f"None with a kv_cache [N, B, {ROW_BYTES}]", value_cache)
         return _scaled_rows_kv(kv_cache, value_head_size)
@@ -154,6 +156,34 @@ def row_parts(rows: Tensor) -> RowParts:
         rows[..., scales:rotated].view(torch.float32),
         rows[..., rotated:].view(torch.bfloat16),
     )
+
+
+class IndexParts(NamedTuple):
+    """The parts of an index cache with scales: ``keys [N, B, 128]`` e4m3 and ``scales [N, B]`` float32."""
+
+    keys: Tensor
+    scales: Tensor
+
+
+def index_parts(cache: Tensor, argument: str = "kv_cache") -> IndexParts:
+    """Views of an index cache with ``kv_cache_dtype="fp8_ds_index"``, uint8 ``[N, B, 132]``.
+
+    A block is 128 numbers in e4m3 per token, then one float32 scale per token (``real = stored * scale``). Its bytes
+    are contiguous. Source: the index cache of DeepSeek-V3.2 in DeepGEMM and vLLM.
+    """
+    name = f"uint8 [N, B, {INDEX_BYTES}] (kv_cache_dtype={FP8_DS_INDEX!r})"
+    expect(cache.dim() == 3, argument, name, cache)
+    expect(cache.dtype == torch.uint8, argument, name, cache)
+    expect(cache.shape[2] == INDEX_BYTES, argument, name, cache)
+    strides, offset = cache.stride(), cache.storage_offset()
+    inside = strides[2] == 1 and (cache.shape[1] == 1 or strides[1] == INDEX_BYTES)
+    expect(inside, argument, "blocks of contiguous bytes", f"strides {strides}")
+    aligned = strides[0] % 4 == 0 and offset % 4 == 0
+    expect(aligned, argument, "blocks that begin at multiples of 4 bytes", f"strides {strides}, offset {offset}")
+    B = cache.shape[1]
+    blocks = cache.flatten(1)
+    keys = blocks[:, : B * INDEX_COLUMNS].view(torch.float8_e4m3fn).unflatten(1, (B, INDEX_COLUMNS))
+    return IndexParts(keys, blocks[:, B * INDEX_COLUMNS :].view(torch.float32))
 
 
 def _two_planes(kv_cache: Tensor, value_cache: Tensor | None) -> PagedKV:
@@ -383,6 +413,16 @@ ROW_BYTES = ROW_LATENT + 4 * (ROW_LATENT // ROW_GROUP) + 2 * ROW_ROTATED
 ROW_ALIGNMENT = 16  # bytes
 
 
+# The kv_cache_dtype of an index cache [N, B, 132] of bytes, whose blocks hold a scale per token: see index_parts.
+FP8_DS_INDEX = "fp8_ds_index"
+INDEX_COLUMNS, INDEX_BYTES = 128, 132
+
+
+def has_index_scales(kv_cache_dtype: str) -> bool:
+    """Whether the blocks of an index cache hold a scale per token."""
+    return kv_cache_dtype == FP8_DS_INDEX
+
+
 def has_row_scales(kv_cache_dtype: str) -> bool:
     """Whether the rows of a latent cache hold scales of their own."""
     return kv_cache_dtype == FP8_DS_MLA
@@ -396,6 +436,8 @@ def stored_as(kv_cache: Tensor) -> str:
 def check_storage(dtype: torch.dtype, kv_cache_dtype: str) -> None:
     """Check that storage of ``dtype`` can hold the format ``kv_cache_dtype``."""
     _known(kv_cache_dtype)
+    whole = f"another format: a cache of {FP8_DS_INDEX!r} is allocated as uint8 [N, B, {INDEX_BYTES}]"
+    expect(not has_index_scales(kv_cache_dtype), "kv_cache_dtype", whole, repr(kv_cache_dtype))
     if has_row_scales(kv_cache_dtype):
         expect(dtype == torch.uint8, "dtype", f"torch.uint8 with kv_cache_dtype={FP8_DS_MLA!r}", dtype)
     elif kv_cache_dtype != "auto":
@@ -407,9 +449,9 @@ def element_dtype(kv_cache: Tensor, kv_cache_dtype: str, argument: str = "kv_cac
     """The dtype of a cache's elements: its own, or for uint8 storage the one that ``kv_cache_dtype`` names. Errors call
     the cache by the name of its ``argument``."""
     _known(kv_cache_dtype)
-    if has_row_scales(kv_cache_dtype):
+    if has_row_scales(kv_cache_dtype) or has_index_scales(kv_cache_dtype):
         expect(kv_cache.dtype == torch.uint8, argument, f"uint8 ({kv_cache_dtype=})", kv_cache)
-        return torch.float8_e4m3fn  # of the latent columns
+        return torch.float8_e4m3fn  # of the columns with scales
     if kv_cache_dtype == "auto":
         allowed = (*MODEL_DTYPES, *FP8_DTYPES)
         expect(
@@ -427,5 +469,5 @@ def element_dtype(kv_cache: Tensor, kv_cache_dtype: str, argument: str = "kv_cac
 
 
 def _known(kv_cache_dtype: str) -> None:
-    names = ("auto", *_FP8, FP8_DS_MLA)
+    names = ("auto", *_FP8, FP8_DS_MLA, FP8_DS_INDEX)
     expect(kv_cache_dtype in names, "kv_cache_dtype", f"one of {names}", repr(kv_cache_dtype))

@@ -97,12 +97,17 @@ def latent_cache_write(
     above. amax is the largest magnitude of the group; infinities count as the largest float32, and NaN does not count.
     Rotated columns are rounded to bfloat16. The order is 512 numbers, 4 scales, 64 columns.
 
+    It also writes the keys of :func:`select_keys`: R columns, P = 0. With ``kv_cache_dtype="fp8_ds_index"``, R = 128,
+    a block holds 128 e4m3 numbers per token, then a float32 scale per token: the power of two at or above ``max(amax,
+    1e-4) / 448``, with amax as above.
+
     Args:
         latent: ``[T', R]``, the compressed part (512 columns in DeepSeek-V3), any strides, the cache's dtype or, if
             that is fp8, any model dtype.
         rotated: ``[T', P]``, the rotated part (64), as latent; P may be 0.
         kv_cache: ``[N, B, R + P]``, mutated; uint8 ``[N, B, 656]`` of rows with scales, where R is 512 and P 64, the
-            bytes of a row lie side by side, and strides and offset are multiples of 16 bytes.
+            bytes of a row lie side by side, and strides and offset are multiples of 16 bytes; uint8 ``[N, B, 132]`` of
+            index keys with scales, where the bytes of a block lie side by side and begin at a multiple of 4.
         slot_mapping: int32 or int64 ``[T]``, ``T <= T'``, as in :func:`reshape_and_cache`.
         k_scale: float32 ``[1]`` of an fp8 cache, for all R + P columns; None for rows with scales.
         kv_cache_dtype: what uint8 storage holds.
@@ -275,8 +280,9 @@ def select_keys(
 
     Args:
         index_query: ``[T, Hi, Di]``, float32, float16 or bfloat16, any strides.
-        index_cache: ``[N, B, Di]``, one key per token for all heads, in the query's dtype or fp8, any strides. It has
-            the blocks of the sequence's other caches; :func:`latent_cache_write` with P = 0 writes it.
+        index_cache: ``[N, B, Di]``, one key per token for all heads, in the query's dtype or fp8, any strides; or uint8
+            ``[N, B, 132]`` with ``kv_cache_dtype="fp8_ds_index"``, where Di = 128 and each token has its own scale. It
+            has the blocks of the sequence's other caches; :func:`latent_cache_write` with P = 0 writes it.
         block_tables, seq_lens, query_start_loc: as in :func:`paged_attention`.
         k: the number of entries per list, at least 1.
         weights: ``[T, Hi]``, float32 or the query's dtype; not with ``per_head``.

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from paged_ops.fake.models import EXCHANGES, REDUCERS, NormOptions
 from paged_ops.features import Features, kept_keys, with_value_scale
-from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_rows
-from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
+from paged_ops.fp8 import dequantise, dequantise_rows, quantise, quantise_index, quantise_rows
+from paged_ops.layouts import (
+    FP8_DTYPES,
+    PagedKV,
+    element_dtype,
+    has_index_scales,
+    has_row_scales,
+    index_parts,
+    paged_kv,
+)
 from paged_ops.registry import without_autocast
 
 
@@ -50,6 +58,14 @@ def latent_cache_write(
     k_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
+    if has_index_scales(kv_cache_dtype):
+        parts = index_parts(kv_cache)
+        for t, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                place = divmod(slot, kv_cache.shape[1])
+                key, parts.scales[place] = quantise_index(latent[t])
+                parts.keys[place].copy_(key)
+        return
     stored = element_dtype(kv_cache, kv_cache_dtype)
     row_scales = has_row_scales(kv_cache_dtype)
     rows = kv_cache if row_scales else _typed(paged_kv(kv_cache), stored).key[:, :, 0, 0]  # [N, B, R + P]
@@ -195,7 +211,11 @@ def index_scores(
     """For each row of a sequence: its index, the block that it is in, and the scores ``[G, entries]`` of the entries
     that it sees, in float32 or, for a float64 query, in float64. NaN is -inf."""
     wide = torch.promote_types(index_query.dtype, torch.float32)
-    paged = _numbers(index_cache, None, None, kv_cache_dtype, wide)
+    if has_index_scales(kv_cache_dtype):
+        parts = index_parts(index_cache)
+        paged = paged_kv(parts.keys.to(wide) * parts.scales.to(wide)[..., None])
+    else:
+        paged = _numbers(index_cache, None, None, kv_cache_dtype, wide)
     starts = query_start_loc.tolist()
     for s, seq_len in enumerate(seq_lens.tolist()):
         keys = _read_sequence(paged, block_tables[s], seq_len, k_scale, None, wide)[0][:, 0]  # [n, Di]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paged_ops.features import conflicts
-from paged_ops.layouts import Layout, has_row_scales
+from paged_ops.layouts import FP8_DS_INDEX, Layout, has_index_scales, has_row_scales
 from paged_ops.registry import DISPATCH_KEYS, OPS, lowering, module_of
 
 # Properties of tensors: features of supports() in addition to the op's arguments.
@@ -53,6 +53,8 @@ def supports(op: str, device: str, **features: Any) -> list[str]:
     except NotImplementedError as error:
         return [str(error)]
     reasons = conflicts(features)
+    if has_index_scales(features.get("kv_cache_dtype", "auto")) and op not in ("latent_cache_write", "select_keys"):
+        reasons.append(f"kv_cache_dtype: latent_cache_write and select_keys alone take {FP8_DS_INDEX!r}")
     latent = features.get("layout") == Layout.LATENT
     if latent and op == "reshape_and_cache":
         reasons.append("layout: a cache of the LATENT layout is written by latent_cache_write")

@@ -188,6 +188,27 @@ def latent_rows(device):
     return function, (torch.zeros(N, B, 656, dtype=torch.uint8, device=device),)
 
 
+def select_and_attend(qkv, kv, index, tables, lens, starts, slots):
+    """A layer with an indexer, which has the blocks of the latents and a scale per token."""
+    row, format_ = qkv[:, H], {"kv_cache_dtype": "fp8_ds_index"}
+    key = row.repeat(1, 128 // D)
+    paged_ops.latent_cache_write(row[:, :24], row[:, 24:], kv, slots)
+    paged_ops.latent_cache_write(key, key[:, :0], index, slots, **format_)
+    index_query = qkv[:, :H].repeat(1, 1, 128 // D)
+    selected = paged_ops.select_keys(index_query, index, tables, lens, starts, 3, relu=True, **format_)
+    return paged_ops.paged_attention(
+        qkv[:, :H], kv, tables, lens, starts, 0.2, value_head_size=24, selected_keys=selected
+    )
+
+
+def indexed_latents(device):
+    def function(kv, index, qkv, *batch):
+        out = select_and_attend(qkv, kv, index, *batch)
+        return out + select_and_attend(qkv * 2, kv, index, *batch)  # as a second layer would
+
+    return function, (torch.randn(N, B, D, device=device), torch.zeros(N, B, 132, dtype=torch.uint8, device=device))
+
+
 def copy_of_all_layers(device):
     def function(layers, mapping, qkv, *rest):
         paged_ops.copy_blocks(layers, mapping)
@@ -267,6 +288,7 @@ WITHOUT_COPY = [
     uint8_with_dtype_name,
     latents,
     latent_rows,
+    indexed_latents,
     out_overload,
     copy_of_all_layers,
     write_before_use,
@@ -602,6 +624,22 @@ def test_export_of_latent_rows():
 
 
 @pytest.mark.slow
+def test_export_of_an_indexer():
+    class Indexed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kv", torch.zeros(N, B, D))
+            self.register_buffer("index", torch.zeros(N, B, 132, dtype=torch.uint8))
+
+        def forward(self, qkv, tables, lens, starts, slots):
+            return select_and_attend(qkv, self.kv, self.index, tables, lens, starts, slots)
+
+    model = Indexed()
+    program = exported(model, decode_batch())
+    for batch in (decode_batch(), decode_batch(tokens=9)):
+        torch.testing.assert_close(program.module()(*batch), model(*batch), rtol=0, atol=0)
+
+
 def test_export_saved_and_loaded_elsewhere(tmp_path):
     model, batch = decoder_and_batch()
     program = exported(model, batch)

@@ -30,6 +30,8 @@ GATHER = ("gather_kv", "nhd-fp32")
 LATENT = ("paged_attention", "latent-mixed-fp32")
 LATENT_FP8 = ("paged_attention", "latent-e4m3-fp16")
 INDEX = ("select_keys", "dsa-decode-fp32")
+INDEX_BLOCKS = ("select_keys", "index-fp32-b16-decode")
+INDEX_WRITE = ("latent_cache_write", "index-fp32-b16")
 INDEX_FP8 = ("select_keys", "e4m3-auto-fp16")
 LATENT_WRITE = ("latent_cache_write", "latent-fp32")
 LATENT_FP8_WRITE = ("latent_cache_write", "latent-e4m3-tensor-bf16")
@@ -186,6 +188,19 @@ STATIC = [
     (INDEX, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
     (INDEX, "kv_cache_dtype", "fp8", r"index_cache: expected uint8 or torch.float8_e4m3fn .*, got a float32"),
     (INDEX, "kv_cache_dtype", "fp8_ds_mla", r"kv_cache_dtype: expected another format than 'fp8_ds_mla', .* got 'fp8_ds_mla'"),
+    # index keys with a scale per token
+    (INDEX_BLOCKS, "index_query", lambda t: t[..., :64], r"index_query: expected Di = 128 with kv_cache_dtype='fp8_ds_index', got 64"),
+    (INDEX_BLOCKS, "index_cache", lambda t: t[..., :128], r"index_cache: expected uint8 \[N, B, 132\] \(kv_cache_dtype='fp8_ds_index'\), got"),
+    (INDEX_BLOCKS, "index_cache", lambda t: t.view(testing.F8_E4M3), r"index_cache: expected uint8 \[N, B, 132\] .*, got a float8_e4m3fn"),
+    (INDEX_BLOCKS, "index_cache", ones(4, 16, 140, dtype=torch.uint8)[..., :132], r"index_cache: expected blocks of contiguous bytes, got strides"),
+    (INDEX_BLOCKS, "index_cache", ones(8500, dtype=torch.uint8)[1:8449].view(4, 16, 132), r"index_cache: expected blocks that begin at multiples of 4 bytes, got .* offset 1"),
+    (INDEX_BLOCKS, "k_scale", ones(1), r"k_scale: expected None, as blocks of fp8_ds_index hold their scales, got"),
+    (INDEX_WRITE, "k_scale", ones(1), r"k_scale: expected None, as blocks of fp8_ds_index hold their scales, got"),
+    (INDEX_WRITE, "latent", lambda t: t[:, :64], r"latent: expected 128 columns with kv_cache_dtype='fp8_ds_index', got .*64\]"),
+    (INDEX_WRITE, "rotated", ones(24, 8), r"rotated: expected 0 columns with kv_cache_dtype='fp8_ds_index', got .*8\]"),
+    (LATENT, "kv_cache_dtype", "fp8_ds_index", r"kv_cache_dtype: expected another format: latent_cache_write and select_keys alone take"),
+    (GATHER, "kv_cache_dtype", "fp8_ds_index", r"kv_cache_dtype: expected another format: latent_cache_write and select_keys alone take"),
+    (WRITE, "kv_cache_dtype", "fp8_ds_index", r"kv_cache_dtype: expected another format: latent_cache_write and select_keys alone take"),
     (INDEX_FP8, "k_scale", ones(2), r"k_scale: expected 1 in dimension 0 of \[1\], got .*\[2\]"),
     (ATTEND, "k_scale", ones(1), r"k_scale: expected None, as a torch.float32 cache has no scales, got"),
     (ATTEND, "block_sparse", [16, 1], r"block_sparse: expected 7 numbers .*, got 2"),
@@ -407,6 +422,10 @@ SUPPORT = [
     ("gather_kv", "cuda", {}, []),
     ("latent_cache_write", "cuda", {}, []),
     ("select_keys", "cpu", {"pool": "max", "k_scale": True, "cache_dtype": torch.float8_e4m3fn}, []),
+    ("select_keys", "cuda", {"kv_cache_dtype": "fp8_ds_index", "cache_dtype": torch.uint8, "head_size": 128, "value_head_size": None}, []),
+    ("select_keys", "cuda", {"block_size": 512, "head_size": 128, "value_head_size": None}, ["block_size: a GPU takes at most 256 keys, got 512"]),
+    ("latent_cache_write", "xla", {"kv_cache_dtype": "fp8_ds_index"}, ["kv_cache_dtype: 'fp8_ds_index' is not served through XLA"]),
+    ("paged_attention", "cpu", {"kv_cache_dtype": "fp8_ds_index"}, ["kv_cache_dtype: latent_cache_write and select_keys alone"]),
     ("select_keys", "xla", {}, ["paged_ops.select_keys: no lowering for XLA yet"]),
     ("paged_attention", "cpu", {"num_kv_heads": 2}, ["num_kv_heads: expected 1 in the LATENT layout, got 2"]),
     ("paged_attention", "cpu", {"value_head_size": 600}, ["value_head_size: expected at most head_size = R + P = 576 in"]),

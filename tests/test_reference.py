@@ -428,6 +428,30 @@ def test_selected_keys_are_the_only_ones_seen():
     assert all(map(torch.equal, plain, reference.paged_attention_with_lse(*call, selected_keys=every)))
 
 
+def test_index_keys_that_hold_their_scales():
+    keys = torch.zeros(3, 128)
+    keys[0, :3] = floats(896, -6, 1)  # the scale is 2
+    keys[1, :3] = floats(900, INF, NAN)  # and here, of the largest number, 2**120
+    kv_cache = torch.full((2, 4, 132), 0xFF, dtype=torch.uint8)
+    slots = torch.tensor([5, -1, 6])
+    reference.latent_cache_write(keys[[0, 2, 1]], torch.empty(3, 0), kv_cache, slots, kv_cache_dtype="fp8_ds_index")
+    assert bool((kv_cache[0] == 0xFF).all())
+    block = kv_cache[1].flatten()  # 4 * 128 numbers, then 4 scales
+    assert block[128:131].tolist() == [0x7E, 0xC4, 0x30]  # 448, -3, 1/2
+    assert block[256:259].tolist() == [0, 0x7E, 0x7F]
+    assert block[512:].view(torch.float32)[1:3].tolist() == [2, 2.0**120]
+    assert bool((block[:128] == 0xFF).all())
+    query = torch.zeros(2, 1, 128)
+    query[:, 0, 1] = -1
+    batch = ints(1)[None], ints(4), ints(0, 2)
+    kv_cache[1] = 0
+    kv_cache[1].flatten()[129] = 0xC4  # -3 of token 1, whose scale is the smaller one
+    kv_cache[1].flatten()[257] = 0xC0  # -2 of token 2
+    kv_cache[1].flatten()[512:].view(torch.float32).copy_(floats(1, 1, 2, 1))
+    got = reference.select_keys(query, kv_cache, *batch, 1, kv_cache_dtype="fp8_ds_index")
+    assert got.tolist() == [[[2]], [[2]]]
+
+
 def select(query, keys, k, **options):
     """The lists of one sequence whose last tokens have the indexer's queries ``[q, Hi, 1]``."""
     used = -(-len(keys) // 2)

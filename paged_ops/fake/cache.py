@@ -10,14 +10,18 @@ from torch import Tensor
 from paged_ops import checks
 from paged_ops.checks import expect
 from paged_ops.layouts import (
+    FP8_DS_INDEX,
     FP8_DS_MLA,
     FP8_DTYPES,
+    INDEX_COLUMNS,
     MODEL_DTYPES,
     ROW_LATENT,
     ROW_ROTATED,
     PagedKV,
     element_dtype,
+    has_index_scales,
     has_row_scales,
+    index_parts,
     is_latent,
     paged_kv,
 )
@@ -63,12 +67,18 @@ def latent_cache_write(
     checks.tensor("latent", latent, (None, None), MODEL_DTYPES, names="[T', R]")
     checks.tensor("rotated", rotated, (latent.shape[0], None), latent.dtype, latent.device, "[T', P]")
     checks.tensor("kv_cache", kv_cache, (None, None, None), names="[N, B, R + P]")
-    check_cache(kv_cache, None, k_scale, None, kv_cache_dtype, latent.dtype)
+    index_scales = has_index_scales(kv_cache_dtype)
+    if index_scales:
+        index_parts(kv_cache)
+        expect(k_scale is None, "k_scale", f"None, as blocks of {FP8_DS_INDEX} hold their scales", k_scale)
+    else:
+        check_cache(kv_cache, None, k_scale, None, kv_cache_dtype, latent.dtype)
     expect(kv_cache.device == latent.device, "kv_cache", f"a tensor on {latent.device}, the latent's device", kv_cache)
     R, P = latent.shape[1], rotated.shape[1]
-    if has_row_scales(kv_cache_dtype):
-        for name, part, size in (("latent", latent, ROW_LATENT), ("rotated", rotated, ROW_ROTATED)):
-            expect(part.shape[1] == size, name, f"{size} columns with kv_cache_dtype={FP8_DS_MLA!r}", part)
+    if has_row_scales(kv_cache_dtype) or index_scales:
+        sizes = (INDEX_COLUMNS, 0) if index_scales else (ROW_LATENT, ROW_ROTATED)
+        for name, part, size in zip(("latent", "rotated"), (latent, rotated), sizes, strict=True):
+            expect(part.shape[1] == size, name, f"{size} columns with {kv_cache_dtype=}", part)
     else:
         expect(kv_cache.shape[2] == R + P, "kv_cache", f"R + P = {R} + {P} columns in [N, B, R + P]", kv_cache)
     checks.tensor("slot_mapping", slot_mapping, (None,), (torch.int64, torch.int32), latent.device, "[T]")

@@ -12,7 +12,17 @@ from paged_ops.checks import expect
 from paged_ops.fake.attention import check_batch
 from paged_ops.fake.cache import result
 from paged_ops.features import LARGEST, POOLS, IndexOptions
-from paged_ops.layouts import FP8_DS_MLA, FP8_DTYPES, MODEL_DTYPES, element_dtype, has_row_scales
+from paged_ops.layouts import (
+    FP8_DS_INDEX,
+    FP8_DS_MLA,
+    FP8_DTYPES,
+    INDEX_COLUMNS,
+    MODEL_DTYPES,
+    element_dtype,
+    has_index_scales,
+    has_row_scales,
+    index_parts,
+)
 
 
 def select_keys(
@@ -49,6 +59,12 @@ def select_keys(
 
 def _check_cache(index_cache: Tensor, index_query: Tensor, o: IndexOptions) -> None:
     Di, device = index_query.shape[2], index_query.device
+    if has_index_scales(o.kv_cache_dtype):
+        checks.tensor("index_cache", index_cache, (None, None, None), device=device, names="[N, B, 132]")
+        index_parts(index_cache, "index_cache")
+        expect(Di == INDEX_COLUMNS, "index_query", f"Di = {INDEX_COLUMNS} with kv_cache_dtype={FP8_DS_INDEX!r}", Di)
+        expect(o.k_scale is None, "k_scale", f"None, as blocks of {FP8_DS_INDEX} hold their scales", o.k_scale)
+        return
     checks.tensor("index_cache", index_cache, (None, None, Di), device=device, names="[N, B, Di]")
     other = f"another format than {FP8_DS_MLA!r}, whose rows are latents"
     expect(not has_row_scales(o.kv_cache_dtype), "kv_cache_dtype", other, repr(o.kv_cache_dtype))

@@ -313,12 +313,19 @@ def _latent_specs() -> Iterator[tuple[str, CacheSpec]]:
         yield f"{form}-rows-{short(dtype)}-b{B}", _scaled_rows(form, B, dtype)
 
 
+def _index_specs() -> Iterator[tuple[str, CacheSpec]]:
+    """Caches of index keys with a scale per token."""
+    for form, dtype, B in zip(("latent", "latent_padded", "latent"), layouts.MODEL_DTYPES, (16, 64, 1), strict=True):
+        name = f"index-{short(dtype)}-b{B}"
+        yield name, CacheSpec(form, 1, 128, 128, B, dtype, torch.uint8, layouts.FP8_DS_INDEX)
+
+
 def _scaled_rows(form: str, B: int, dtype: torch.dtype) -> CacheSpec:
     return CacheSpec(form, 1, 576, 512, B, dtype, torch.uint8, layouts.FP8_DS_MLA)
 
 
 def _latent_write_cases() -> Iterator[LatentWriteCase]:
-    for name, spec in _latent_specs():
+    for name, spec in itertools.chain(_latent_specs(), _index_specs()):
         blocks = max(4, -(-32 // spec.block_size))
         yield LatentWriteCase(name, spec, num_blocks=blocks)
         yield LatentWriteCase(f"{name}-strided", spec, num_blocks=blocks, strided=True, slots=torch.int32, special=True)
@@ -392,6 +399,10 @@ def _index_cases() -> Iterator[IndexCase]:
         fp8: dict[str, Any] = {"cache_dtype": stored, "kv_cache_dtype": name}
         yield case(f"{short(stored)}-{name}-fp16", dtype=torch.float16, scales="tensor", **fp8, **dsa)
         yield case(f"{short(stored)}-{name}-exact", "decode", dtype=torch.bfloat16, exact=True, **fp8, **msa)
+    for (name, spec), batch in zip(_index_specs(), ("decode", "speculative", "holes"), strict=True):
+        chosen = tuple(dsa.items())
+        yield IndexCase(f"{name}-{batch}", BATCHES[batch], spec, 64, chosen)
+        yield IndexCase(f"{name}-{batch}-exact", BATCHES[batch], spec, 4, chosen, exact=True)
     yield case("no-padding-exact", "decode", padding=(0, 0), exact=True, **dsa)
 
 
@@ -464,7 +475,7 @@ COMPILED: dict[str, tuple[str, ...]] = {
     "reshape_and_cache": ("nhd-fp32", "hnd-bf16", "plane_first-fp16", "interleaved-fp32", "separate-e4m3-head-bf16",
                           "x_packed-fp16", "x_packed-e4m3-tensor-fp16-strided", "uint8-fp8_e5m2", "only-padding"),
     "latent_cache_write": ("latent-fp32", "latent_padded-bf16-strided", "latent-e4m3-tensor-bf16", "only-padding",
-                           "latent_padded-rows-fp16-b64-strided"),
+                           "latent_padded-rows-fp16-b64-strided", "index-fp16-b64"),
     "paged_attention": ("decode-fp32", "mixed-bf16", "prefill-fp16", "holes-fp32", "padding_only-fp32", "window-cap",
                         "noncausal-sinks", "chunk-alibi", "window-sinks-bf16-decode", "sinks-sparse",
                         "hnd-all-features", "interleaved-fp16", "x_packed-fp16", "separate-e4m3-auto-fp16",
@@ -477,7 +488,7 @@ COMPILED: dict[str, tuple[str, ...]] = {
                                  "invariant-long-fp32"),
     "merge_attention_states": ("fp32-d32-h1", "bf16-d128-h4", "all-empty"),
     "cascade_attention": ("decode-prefix64", "mixed-prefix75", "hnd-bf16", "fp8", "latent-e4m3", "latent-rows"),
-    "select_keys": ("dsa-mixed-fp16", "msa-decode-exact", "e4m3-auto-fp16"),
+    "select_keys": ("dsa-mixed-fp16", "msa-decode-exact", "e4m3-auto-fp16", "index-fp16-b64-speculative"),
     "copy_blocks": ("nhd-fp32", "x_packed-bf16", "latent-bf16", "latent-rows", "device-mapping", "no-caches"),
     "swap_blocks": ("nhd-fp32", "hnd-bf16", "both-roles"),
     "gather_kv": ("nhd-fp32", "x_packed-e4m3-tensor-fp16", "uint8-fp8_e5m2", "capacity-20", "latent-bf16",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paged_ops import reference
-from paged_ops.layouts import ROW_ALIGNMENT, ROW_BYTES, has_row_scales
+from paged_ops.layouts import INDEX_BYTES, ROW_ALIGNMENT, ROW_BYTES, has_index_scales, has_row_scales
 
 F8_E4M3, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GUARD_BYTE, GUARD_BYTES = 0xA5, 1024
@@ -110,6 +110,10 @@ class CacheSpec:
             return nan((N, B, 2 * K, D), self.stored), None
         if self.form == "separate":
             return nan((N, B, K, D), self.stored), nan((N, B, K, self.value_size), self.stored)
+        if has_index_scales(self.kv_cache_dtype):
+            nbytes, gap = B * INDEX_BYTES, 12 if self.form == "latent_padded" else 0
+            blocks = nan((N, nbytes + gap), self.stored).fill_(0xFF)  # NaN in both dtypes of a block
+            return blocks[:, :nbytes].unflatten(1, (B, INDEX_BYTES)), None
         if has_row_scales(self.kv_cache_dtype):
             gap = ROW_ALIGNMENT if self.form == "latent_padded" else 0
             rows = nan((N, B, ROW_BYTES + gap), self.stored)

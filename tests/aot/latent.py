@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES
+from paged_ops.layouts import FP8_DS_INDEX, FP8_DS_MLA, INDEX_BYTES, ROW_BYTES
 from paged_ops.lowerings import gpu as lowering
 from paged_ops.lowerings.gpu.target import NEWEST_KNOWN, OLDEST_GLUON, TRITON
 from tests.aot.attention import BF16, E4M3, FP16, FP32, MASKS, RDNA, SPLIT
@@ -54,19 +54,19 @@ def selecting(H: int, **options: Any) -> Any:
     return run
 
 
-def indexing(
-    heads: int, dtype: torch.dtype = BF16, stored: torch.dtype | None = None, T: int = 4, **options: Any
-) -> Any:
-    """The indexer with heads of 128: of 2048 keys, or of 16 blocks."""
+def indexing(heads: int, T: int = 4, token_scales: bool = False, **options: Any) -> Any:
+    """The indexer with heads of 128: of 2048 keys, or of 16 blocks. ``token_scales``: also the write to its cache."""
 
     def run() -> None:
         k, S = 16 if options.get("per_head") else 2048, 4
-        tables, lens, starts = (gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
-        named = {} if stored is None else {"k_scale": gpu(1, dtype=FP32)}
-        if not options.get("per_head"):
-            named |= {"weights": gpu(T, heads, dtype=FP32), "relu": True}
-        cache = gpu(8, 64, 128, dtype=stored or dtype)
-        lowering.select_keys(gpu(T, heads, 128, dtype=dtype), cache, tables, lens, starts, k, **named, **options)
+        batch = tuple(gpu(*shape, dtype=torch.int32) for shape in ((S, 64), (S,), (S + 1,)))
+        named = {} if options.get("per_head") else {"weights": gpu(T, heads, dtype=FP32), "relu": True}
+        cache = gpu(8, 64, 128, dtype=BF16)
+        if token_scales:
+            cache, named["kv_cache_dtype"] = gpu(8, 64, INDEX_BYTES, dtype=torch.uint8), FP8_DS_INDEX
+            slots = gpu(T, dtype=torch.int64)
+            lowering.latent_cache_write(gpu(T, 128), gpu(T, 0), cache, slots, kv_cache_dtype=FP8_DS_INDEX)
+        lowering.select_keys(gpu(T, heads, 128), cache, *batch, k, **named, **options)
 
     return run
 
@@ -101,7 +101,7 @@ VARIANTS = [
         {"cuda:90": (r"wgmma\.mma_async", r"cp\.async")},
         targets=("cuda:90", "hip:gfx942"),
     ),
-    Variant("latent-index-e4m3-h64", indexing(64, stored=E4M3), targets=("cuda:80",)),
+    Variant("latent-index-e4m3-h64", indexing(64, token_scales=True), targets=("cuda:90", "cuda:80")),
     Variant(
         "latent-index-blocks",
         indexing(4, T=64, per_head=True, pool="max", block_size=128, local_blocks=1),

@@ -19,7 +19,7 @@ from torch import Tensor
 import paged_ops
 from paged_ops import registry
 
-from . import truth
+from . import indexer, truth
 from .caches import BITS, Store
 from .runner import INTERPRETER, Case
 from .settings import E4M3, KINDS, Setting, setting_of
@@ -157,6 +157,7 @@ class World:
         self.check_memory("memory after reading", self.store)
         self.copies()
         self.read_checks()
+        indexer.check(case)  # last, so that the numbers drawn before are those of earlier versions
         case.counts["tokens written"] += int(self.lens.sum())
 
     def count(self, op: str, calls: int = 1) -> None:

@@ -82,6 +82,9 @@ WRONG = {
     "merge_attention_states": lambda original, a, la, b, lb: original(a, la, b, lb + 1e-3),
     "copy_blocks": lambda original, caches, mapping: original(caches[:1], mapping[:-1]),
     "gather_kv": lambda original, *args, **f: original(*args, **f)[::-1],
+    "select_keys": lambda original, q, c, tables, lens, *args, **f: original(
+        q, c, tables, (lens - 1).clamp(0), *args, **f
+    ),
     "cascade_attention": lambda original, q, c, table, n, *args, **f: original(
         q, c, table, (n - 1).clamp(0), *args, **f
     ),

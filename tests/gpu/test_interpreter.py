@@ -100,10 +100,12 @@ def test_any_number_of_programs(case, programs, monkeypatch):
 
 LATENT_24 = testing.CacheSpec("latent", 1, 24)
 E4M3_24 = testing.CacheSpec("latent", 1, 24, dtype=torch.float16, cache_dtype=testing.F8_E4M3, scales="tensor")
+INDEX_128 = testing.CacheSpec("latent_padded", 1, 128, 128, 16, torch.float16, torch.uint8, layouts.FP8_DS_INDEX)
 INDEXED = {
     "dsa": (LATENT_24, 40, True, {"weights": torch.float32, "relu": True}),
     "msa": (LATENT_24, 7, True, {"per_head": True, "pool": "max", "block_size": 8, "local_blocks": 2}),
     "e4m3": (E4M3_24, 7, False, {"relu": True, "local_blocks": 1}),
+    "token scales": (INDEX_128, 7, False, {"relu": True}),
     "mean": (LATENT_24, 7, False, {"pool": "mean", "block_size": 5, "causal": False}),
 }
 

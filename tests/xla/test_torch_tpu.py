@@ -24,7 +24,7 @@ REFUSED = [
     (name, case)
     for name, case in COMPILED
     if ("rows" in case.name and not name.endswith("blocks"))
-    or case.name.startswith(("invariant", "selected", "latent-selected"))
+    or case.name.startswith(("invariant", "selected", "latent-selected", "index-"))
 ]
 CASES = [each for each in COMPILED if each not in REFUSED]
 FUNCTIONAL = [
@@ -43,7 +43,7 @@ def test_refused_calls(name, case):
     inputs = case.inputs()
     with pytest.raises(
         ValueError,
-        match=r"kv_cache_dtype: 'fp8_ds_mla' is not served through XLA|(batch_invariant|selected_keys): .*XLA",
+        match=r"kv_cache_dtype: 'fp8_ds_(mla|index)' is not served through XLA|(batch_invariant|selected_keys): .*XLA",
     ):
         getattr(tpu, name)(*inputs.args, **inputs.kwargs)
 

@@ -26,7 +26,7 @@ REFUSED = [
     (name, case)
     for name, case in COMPILED
     if ("rows" in case.name and not name.endswith("blocks"))
-    or case.name.startswith(("invariant", "selected", "latent-selected"))
+    or case.name.startswith(("invariant", "selected", "latent-selected", "index-"))
 ]
 CASES = [each for each in COMPILED if each not in REFUSED]
 
@@ -35,7 +35,7 @@ CASES = [each for each in COMPILED if each not in REFUSED]
 def test_what_no_xla_device_serves_is_refused(name, case):
     inputs = case.inputs("xla")
     with pytest.raises(
-        ValueError, match=r"kv_cache_dtype: 'fp8_ds_mla' is not served|(batch_invariant|selected_keys): .*XLA"
+        ValueError, match=r"kv_cache_dtype: 'fp8_ds_(mla|index)' is not served|(batch_invariant|selected_keys): .*XLA"
     ):
         registry.OPS[name](*inputs.args, **inputs.kwargs)
 

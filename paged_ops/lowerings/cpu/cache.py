@@ -13,8 +13,18 @@ from torch import Tensor
 
 from paged_ops import checks, fake
 from paged_ops.features import CacheOptions, refuse_others
-from paged_ops.fp8 import dequantise_rows, quantise, quantise_rows
-from paged_ops.layouts import FP8_DTYPES, PagedKV, element_dtype, has_row_scales, paged_kv
+from paged_ops.fp8 import dequantise_rows, quantise, quantise_index, quantise_rows
+from paged_ops.layouts import (
+    FP8_DS_INDEX,
+    FP8_DS_MLA,
+    FP8_DTYPES,
+    PagedKV,
+    element_dtype,
+    has_index_scales,
+    has_row_scales,
+    index_parts,
+    paged_kv,
+)
 from paged_ops.lowerings.cpu import write
 
 # Supported formats of the cache: values of kv_cache_dtype, and dtypes of elements.
@@ -26,6 +36,7 @@ FORMATS = frozenset(
     }
 )
 APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # the supported arguments of the cache ops, and formats
+INDEX_FORMATS = (FORMATS - {FP8_DS_MLA}) | {FP8_DS_INDEX}  # of a cache of index keys
 # The bytes of the buffer for copies between blocks.
 COPY_BYTES = 1 << 24
 
@@ -46,9 +57,15 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping
 def latent_cache_write(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **options: Any) -> None:
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, **options)
     given = CacheOptions(**options)
-    refuse_others(given, kv_cache, APPLIES, "the CPU")
+    refuse_others(given, kv_cache, APPLIES | INDEX_FORMATS, "the CPU")
     stored = element_dtype(kv_cache, given.kv_cache_dtype)
     if not kv_cache.numel():
+        return
+    if has_index_scales(given.kv_cache_dtype):
+        keys, scales = index_parts(kv_cache)
+        keys_of = (storage(keys), lambda rows: quantise_index(latent[rows])[0])
+        scales_of = (scales, lambda rows: quantise_index(latent[rows])[1])
+        _write([keys_of, scales_of], slot_mapping)
         return
     if has_row_scales(given.kv_cache_dtype):
         _write([(kv_cache, lambda rows: quantise_rows(latent[rows], rotated[rows]))], slot_mapping)

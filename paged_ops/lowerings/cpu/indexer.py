@@ -14,11 +14,11 @@ from torch import Tensor
 
 from paged_ops import checks, fake
 from paged_ops.features import IndexOptions, refuse_others
-from paged_ops.layouts import element_dtype
+from paged_ops.layouts import element_dtype, has_index_scales, index_parts
 from paged_ops.lowerings.cpu import processor
-from paged_ops.lowerings.cpu.cache import FORMATS, real_of, storage
+from paged_ops.lowerings.cpu.cache import INDEX_FORMATS, real_of, storage
 
-APPLIES = (FORMATS - {"fp8_ds_mla"}) | frozenset(IndexOptions._fields)
+APPLIES = INDEX_FORMATS | frozenset(IndexOptions._fields)
 # Scores of one tile, in elements: 16 MiB of float32.
 TILE_ELEMENTS = 1 << 22
 # Keys of a chunk, at least, so that few chunks are merged.
@@ -91,8 +91,13 @@ def _keys(index_cache: Tensor, table: Tensor, j: Tensor, o: IndexOptions) -> Ten
     """The keys ``[n, Di]`` at adjacent positions, in float32, without k_scale."""
     B = index_cache.shape[1]
     first, last = int(j[0]) // B, int(j[-1]) // B
-    cells = storage(index_cache).index_select(0, table[first : last + 1]).flatten(0, 1)
-    return real_of(cells[int(j[0]) - first * B :][: len(j)], element_dtype(index_cache, o.kv_cache_dtype)).float()
+    blocks, tokens = table[first : last + 1], slice(int(j[0]) - first * B, int(j[-1]) + 1 - first * B)
+    keys, scales = index_cache, None
+    if has_index_scales(o.kv_cache_dtype):
+        keys, scales = index_parts(index_cache)
+    cells = storage(keys).index_select(0, blocks).flatten(0, 1)[tokens]
+    real = real_of(cells, element_dtype(index_cache, o.kv_cache_dtype)).float()
+    return real if scales is None else real * scales.index_select(0, blocks).flatten()[tokens, None]
 
 
 def _scores(query: Tensor, keys: Tensor, weights: Tensor | None, o: IndexOptions) -> Tensor:

@@ -19,7 +19,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.features import CacheOptions, refuse_others
-from paged_ops.layouts import PagedKV, element_dtype, has_row_scales, paged_kv
+from paged_ops.layouts import (
+    FP8_DS_INDEX,
+    FP8_DS_MLA,
+    PagedKV,
+    element_dtype,
+    has_index_scales,
+    has_row_scales,
+    paged_kv,
+)
 from paged_ops.lowerings.gpu import scaled_rows
 from paged_ops.lowerings.gpu.fp8 import divide, encode_fp8, stored_format
 from paged_ops.lowerings.gpu.launch import MOST_KINDS, Launcher
@@ -34,6 +42,7 @@ FORMATS = frozenset(
     }
 )
 APPLIES = FORMATS | {"value_cache", "k_scale", "v_scale"}  # arguments and formats that cache ops apply
+INDEX_FORMATS = (FORMATS - {FP8_DS_MLA}) | {FP8_DS_INDEX}  # of a cache of index keys
 
 
 def reshape_and_cache(
@@ -201,7 +210,10 @@ def _plan_latent_write(
     kv_cache_dtype: str,
 ) -> Write:
     fake.latent_cache_write(latent, rotated, kv_cache, slot_mapping, k_scale=k_scale, kv_cache_dtype=kv_cache_dtype)
-    refuse_others(CacheOptions(k_scale=k_scale, kv_cache_dtype=kv_cache_dtype), kv_cache, APPLIES, "a GPU")
+    options = CacheOptions(k_scale=k_scale, kv_cache_dtype=kv_cache_dtype)
+    refuse_others(options, kv_cache, APPLIES | INDEX_FORMATS, "a GPU")
+    if has_index_scales(kv_cache_dtype):
+        return _plan_index(latent, kv_cache, slot_mapping)
     if has_row_scales(kv_cache_dtype):
         return _plan_scaled_rows(latent, rotated, kv_cache, slot_mapping)
     R, rows = latent.shape[1], kv_cache[:, :, None]  # [N, B, 1, R + P]
@@ -216,6 +228,15 @@ def _plan_scaled_rows(latent: Tensor, rotated: Tensor, kv_cache: Tensor, slot_ma
         return Write(None, 1, False, N * B)
     strides = (kv_cache.stride()[:2], latent.stride(), rotated.stride(), slot_mapping.stride(0))
     launcher = scaled_rows.write_launcher(B, strides, (latent.dtype, slot_mapping.dtype), target_of(latent.device))
+    return Write(launcher, scaled_rows.TOKENS, False, N * B)
+
+
+def _plan_index(latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Write:
+    T, (N, B, _) = slot_mapping.shape[0], kv_cache.shape
+    if not (T and kv_cache.numel()):
+        return Write(None, 1, False, N * B)
+    strides = (kv_cache.stride(0), latent.stride(), slot_mapping.stride(0))
+    launcher = scaled_rows.index_launcher(B, strides, (latent.dtype, slot_mapping.dtype), target_of(latent.device))
     return Write(launcher, scaled_rows.TOKENS, False, N * B)
 
 

@@ -35,15 +35,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paged_ops import checks, fake
 from paged_ops.features import POOLS, IndexOptions, dtype_name, refuse_others
-from paged_ops.layouts import element_dtype
+from paged_ops.layouts import element_dtype, has_index_scales, index_parts
 from paged_ops.lowerings.gpu.attention.shared import tile as tiling
-from paged_ops.lowerings.gpu.cache import FORMATS, together
-from paged_ops.lowerings.gpu.fp8 import stored_format
+from paged_ops.lowerings.gpu.cache import INDEX_FORMATS, together
+from paged_ops.lowerings.gpu.fp8 import E4M3FN, stored_format
 from paged_ops.lowerings.gpu.launch import launcher_of
 from paged_ops.lowerings.gpu.spec import Side
 from paged_ops.lowerings.gpu.target import Target, target_of
 
-APPLIES = (FORMATS - {"fp8_ds_mla"}) | frozenset(IndexOptions._fields)
+APPLIES = INDEX_FORMATS | frozenset(IndexOptions._fields)
 WORKSPACE = 224 << 20
 # What one tile holds, at most.
 MOST_HEADS, WIDEST, LARGEST_BLOCK = 128, 256, 256
@@ -91,6 +91,7 @@ class Spec(NamedTuple):
     local_blocks: int
     causal: bool
     has_scale: bool
+    token_scales: bool  # whether blocks hold a scale per token
     dtypes: tuple[str, ...]  # of query, cache and weights
 
 
@@ -178,15 +179,19 @@ def too_large(heads: int | None, Di: int | None, block_size: int | None) -> list
 
 
 def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: IndexOptions, target: Target) -> Spec:
-    _, B, Di = index_cache.shape
-    n, b, d = index_cache.stride()
+    B = index_cache.shape[1]
+    token_scales = has_index_scales(o.kv_cache_dtype)
+    keys = index_parts(index_cache, "index_cache").keys if token_scales else index_cache
+    n, b, d = keys.stride()
     cache = _readable(index_cache, o, target)
     dtypes = [each.dtype for each in (index_query, cache, o.weights) if each is not None]
     stored = stored_format(element_dtype(index_cache, o.kv_cache_dtype), index_cache.dtype, target)
+    if token_scales:
+        stored = E4M3FN.value  # on every device
     return Spec(
         heads=index_query.shape[1],
         per_head=o.per_head,
-        key=Side(Di, Di, 1, n, b, 0, 0, d, None),
+        key=Side(keys.shape[2], keys.shape[2], 1, n, b, 0, 0, d, None),
         B=B,
         query=index_query.stride(),
         weights=() if o.weights is None else o.weights.stride(),
@@ -198,6 +203,7 @@ def spec_of(index_query: Tensor, index_cache: Tensor, block_tables: Tensor, o: I
         local_blocks=o.local_blocks,
         causal=o.causal,
         has_scale=o.k_scale is not None,
+        token_scales=token_scales,
         dtypes=tuple(map(dtype_name, dtypes)),
     )
 
@@ -290,6 +296,10 @@ def scores_kernel(
             block = tl.load(table + (j // SPEC.B) * SPEC.table, mask=exists, other=0)
             key = tiling.load_tile(tensors.cache, block, j % SPEC.B, exists, exists, SIDE, TILE.D, SPEC.format, q.dtype)
             score = tiling.dot_keys(key, q) * factor  # [N, M]
+            if SPEC.token_scales:
+                first_scale = tensors.cache + (block.to(tl.int64) * SIDE.n + SPEC.B * SIDE.size)
+                place = first_scale.to(tl.pointer_type(tl.float32)) + j % SPEC.B
+                score *= tl.load(place, mask=exists, other=0.0)[:, None]
             if SPEC.relu:
                 score = tl.where(score < 0.0, 0.0, score)  # keeps NaN
             if not SPEC.per_head:

@@ -83,6 +83,51 @@ def write_scaled_rows_kernel(
         gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
 
 
+@functools.lru_cache(maxsize=1024)
+def index_launcher(B: int, strides: tuple[Any, ...], dtypes: tuple[torch.dtype, ...], target: Target) -> Launcher:
+    """The kernel that writes index keys with scales. ``strides``: of the cache (n), latent and slot_mapping."""
+    named = dict(zip(("BLOCK", "DENSE", "SLOTS"), strides, strict=True))
+    tile = {"BLOCK_T": TOKENS, "NATIVE": target.has_fp8_cvt, "num_warps": TOKENS}
+    constants = {"B": B, "C": layouts.INDEX_COLUMNS, **named, **tile, **target.overlap()}
+    return Launcher(write_index_kernel, constants, target.device, can_wait=True)
+
+
+@triton.jit(do_not_specialize=["T"])
+def write_index_kernel(
+    tensors,  # keys, None's stand-in, the cache as uint8, again, slot_mapping, None, None
+    T,
+    B: tl.constexpr,
+    C: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # bytes from one block to the next
+    DENSE: tl.constexpr,  # strides of the keys: t, d
+    SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Index keys and their scales, as ``quantise_index`` of fp8.py: 128 bytes per token, then a scale per token."""
+    keys, _, cache, _, slot_mapping, _, _ = tensors
+    if PDL:
+        gdc_wait()
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(slot_mapping + t * SLOTS, mask=t < T, other=-1).to(tl.int64)
+    live = slot >= 0
+    slot = tl.where(live, slot, 0)
+    column = tl.arange(0, C).to(tl.int64)
+    real = tl.load(keys + t[:, None] * DENSE[0] + column[None, :] * DENSE[1], mask=(t < T)[:, None], other=1.0)
+    real = real.to(tl.float32)
+    size = tl.abs(real)
+    size = tl.where(size == size, tl.minimum(size, LARGEST), 0.0)  # without NaN
+    least = tl.div_rn(tl.maximum(tl.max(size, 1), 1e-4), 448.0)  # [tokens]
+    scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    codes = encode_fp8(tl.div_rn(real, scale[:, None]), E4M3FN, NATIVE)
+    block = cache + (slot // B) * BLOCK
+    tl.store((block + slot % B * C)[:, None] + column[None, :], codes, mask=live[:, None])
+    tl.store((block + B * C).to(tl.pointer_type(tl.float32)) + slot % B, scale, mask=live)
+    if PDL:
+        gdc_launch_dependents()  # last: the next kernel may overwrite what was read here, without waiting
+
+
 @triton.jit
 def scales_of(row):
     """The address of the first scale of a row, from the address of its first byte."""

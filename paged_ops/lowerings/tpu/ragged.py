@@ -14,7 +14,15 @@ from torch import Tensor
 
 from paged_ops import checks
 from paged_ops.features import Features
-from paged_ops.layouts import FP8_DS_MLA, FP8_DTYPES, Layout, has_row_scales, is_latent
+from paged_ops.layouts import (
+    FP8_DS_INDEX,
+    FP8_DS_MLA,
+    FP8_DTYPES,
+    Layout,
+    has_index_scales,
+    has_row_scales,
+    is_latent,
+)
 from paged_ops.lowerings.tpu import runtime, write
 
 # Formats of the cache that ops on XLA support: values of kv_cache_dtype, and dtypes of elements.
@@ -45,6 +53,7 @@ BLOCK_TABLE_BYTES = 15 << 16
 # Bytes of a TPU v4's 16 MiB of vector memory (other TPUs: 128 MiB) for the kernel's two buffers of pages.
 V4_PAGES_BYTES = 4 << 20
 NO_LATENT = "the ragged kernel has no latent attention: decompress keys and values, and cache those"
+NO_INDEX_SCALES = f"kv_cache_dtype: {FP8_DS_INDEX!r} is not served through XLA, which has no indexer"
 NO_ROW_SCALES = (
     f"kv_cache_dtype: {FP8_DS_MLA!r} is not served through XLA, as its rows hold numbers of three types in bytes: keep"
     " latents in bfloat16 or float8_e4m3fn"
@@ -145,7 +154,9 @@ def _per_query_head(scale: Tensor, H: int, K: int) -> Tensor:
 
 
 def refuse_row_scales(kv_cache_dtype: str = "auto") -> None:
-    """Raise ValueError for a latent cache whose rows have their own scales."""
+    """Raise ValueError for a cache whose rows or blocks have their own scales."""
+    if has_index_scales(kv_cache_dtype):
+        raise ValueError(NO_INDEX_SCALES)
     if has_row_scales(kv_cache_dtype):
         raise ValueError(NO_ROW_SCALES)
 
@@ -163,6 +174,8 @@ def unsupported(op: str, device: str, features: dict[str, Any]) -> list[str]:
     """Why an op would not run on ``device`` (``"xla"``): a TPU, unless torch_xla is loaded with another device."""
     if has_row_scales(features.get("kv_cache_dtype", "auto")):
         return [NO_ROW_SCALES]
+    if op == "latent_cache_write" and has_index_scales(features.get("kv_cache_dtype", "auto")):
+        return [NO_INDEX_SCALES]
     if features.get("batch_invariant"):
         return [NO_INVARIANCE]
     if features.get("selected_keys") is not None:
