@@ -465,7 +465,7 @@ def test_causality_by_request(window: int, images: bool) -> None:
         output = torch.zeros(sum(QUERY_LENS), H, D)
         impl.forward(layer, step.query[: len(output)], None, None, step.kv_cache, metadata, output)
         whole = {s: [(0, n - 1)] for s, n in enumerate(SEQ_LENS) if not causal[s]}
-        ranges = {s: [*whole.get(s, []), *(LONG_RANGES[s] if images else [])] for s in range(4)}
+        ranges = {s: [*whole.get(s, []), *(LONG_RANGES.get(s, []) if images else [])] for s in range(4)}
         expected = step.expected(**features, ranges=ranges, clamp=True)
         torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     assert len(addresses) == 1, "captured graphs read it"
