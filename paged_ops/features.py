@@ -44,6 +44,7 @@ class Features(NamedTuple):
     batch_invariant: bool = False
     selected_keys: Tensor | None = None
     selected_block_size: int = 1
+    ranges_in_window: bool = False
 
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -261,6 +262,7 @@ def kept_keys(
         is_causal=f.causal,
         sparse=sparse,
         ranges=ranges,
+        later_only=f.ranges_in_window,
         **{name: getattr(f, name) for name in masks.NUMBERS},
     )
     if f.selected_keys is None:

@@ -38,7 +38,7 @@ NUMBERED = (window, chunk)
 ARGUMENTS = {mask: tuple(inspect.signature(mask).parameters)[2:] for mask in NUMBERED}
 NUMBERS = tuple(name for names in ARGUMENTS.values() for name in names)
 # All arguments of attention that :func:`keep` applies.
-NAMES = frozenset({"causal", *NUMBERS, "block_sparse", "bidirectional_ranges"})
+NAMES = frozenset({"causal", *NUMBERS, "block_sparse", "bidirectional_ranges", "ranges_in_window"})
 
 
 def oldest_key(i: int, window: int, chunk: int) -> int:
@@ -49,10 +49,13 @@ def oldest_key(i: int, window: int, chunk: int) -> int:
     return max(of_window, of_chunk, 0)
 
 
-def bidirectional(i: Tensor, j: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
+def bidirectional(i: Tensor, j: Tensor, start: Tensor | int, end: Tensor | int, later_only: bool) -> Tensor:
     """Two positions in one range ``start <= position < end`` see each other, whatever their order and the other masks
-    (the image tokens of Gemma-3 and PaliGemma, the prefix of a prefix-LM). A range with a negative start is padding."""
+    (the image tokens of Gemma-3 and PaliGemma, the prefix of a prefix-LM). A range with a negative start is padding.
+    With ``later_only`` the other masks hold for earlier keys (the image tokens of Gemma-4)."""
     both = (i >= start) & (i < end) & (j >= start) & (j < end)
+    if later_only:
+        both = both & (j > i)
     return both & (start >= 0)
 
 
@@ -151,12 +154,13 @@ def keep(
     is_causal: bool,
     sparse: SparsePattern | None = None,
     ranges: Sequence[Sequence[Any]] = (),
+    later_only: bool = False,
     **numbers: int,
 ) -> Tensor:
     """The mask of a call for positions ``i [q]`` and ``j [k]``: bool ``[H or 1, q, k]``.
 
-    ``ranges``: pairs (start, end) of integers, or of tensors ``[q, 1]`` if each row has its own. ``numbers``: of
-    :data:`NUMBERS`; 0 if not given.
+    ``ranges``: pairs (start, end) of integers, or of tensors ``[q, 1]`` if each row has its own;
+    ``later_only`` as in :func:`bidirectional`. ``numbers``: of :data:`NUMBERS`; 0 if not given.
     """
     i, j = i[None, :, None], j[None, None, :]
     kept = in_order(i, j, is_causal, **numbers)
@@ -164,5 +168,5 @@ def keep(
         offset = torch.tensor(block_sparse_offsets(sparse, num_heads, num_kv_heads), device=i.device)[:, None, None]
         kept = kept & block_sparse(i, j, offset, sparse)
     for start, end in ranges:
-        kept = kept | bidirectional(i, j, start, end)
+        kept = kept | bidirectional(i, j, start, end, later_only)
     return kept

@@ -143,6 +143,7 @@ def paged_attention(
     batch_invariant: bool = False,
     selected_keys: Tensor | None = None,
     selected_block_size: int = 1,
+    ranges_in_window: bool = False,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache: decode, speculative verification, (chunked) prefill, any mix.
 
@@ -197,6 +198,8 @@ def paged_attention(
             padding, and entries past the sequence select nothing. A repeated entry is an error. The time grows with k,
             not with the sequence (DeepSeek-V3.2's sparse attention, MiniMax-M3's block selection).
         selected_block_size: keys per entry of ``selected_keys``, at least 1.
+        ranges_in_window: ``bidirectional_ranges`` add only keys after the query; earlier ones are seen by window and
+            chunk alone (the image tokens of Gemma-4). Without ranges it changes nothing.
 
     Returns:
         ``[T, H, Dv]`` in the query's dtype (float8_e4m3fn with output_scale); rows of padding are 0.
@@ -236,6 +239,7 @@ def paged_attention_with_lse(
     batch_invariant: bool = False,
     selected_keys: Tensor | None = None,
     selected_block_size: int = 1,
+    ranges_in_window: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention`, and the log of the softmax's sum: float32 ``[T, H]``, natural log, sinks included.
 

@@ -175,40 +175,40 @@ query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, Sym
 attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
 kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, SymInt
-num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1) ->
-Tensor
+num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1, bool
+ranges_in_window=False) -> Tensor
 
 paged_ops::paged_attention.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor
 query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
 attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
 kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, SymInt
-num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1,
-Tensor(out0!) out) -> ()
+num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1, bool
+ranges_in_window=False, Tensor(out0!) out) -> ()
 
 paged_ops::paged_attention.list(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor
 query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0, SymInt
 attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
 kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, SymInt
-num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1) ->
-Tensor[]
+num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1, bool
+ranges_in_window=False) -> Tensor[]
 
 paged_ops::paged_attention_with_lse(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
 Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
 SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
 kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, SymInt
-num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1) ->
-(Tensor, Tensor)
+num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1, bool
+ranges_in_window=False) -> (Tensor, Tensor)
 
 paged_ops::paged_attention_with_lse.out(Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,
 Tensor query_start_loc, float scale, *, Tensor? value_cache=None, bool causal=True, SymInt sliding_window=0,
 SymInt attention_chunk=0, float soft_cap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, SymInt[]?
 block_sparse=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? output_scale=None, str
 kv_cache_dtype="auto", Tensor? bidirectional_ranges=None, SymInt? value_head_size=None, SymInt
-num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1,
-Tensor(out0!) out, Tensor(out1!) lse) -> ()
+num_first_tokens=0, bool batch_invariant=False, Tensor? selected_keys=None, SymInt selected_block_size=1, bool
+ranges_in_window=False, Tensor(out0!) out, Tensor(out1!) lse) -> ()
 
 paged_ops::reshape_and_cache(Tensor key, Tensor value, Tensor(a2!) kv_cache, Tensor slot_mapping, *,
 Tensor(a4!)? value_cache=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto") -> ()

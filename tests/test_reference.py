@@ -146,6 +146,15 @@ def test_a_range_is_seen_beyond_window_and_chunk():
     assert means(6, 3, bidirectional_ranges=ranges, attention_chunk=2) == ([2.5, 2.5, 4.5], [4, 4, 2])
 
 
+def test_a_range_in_the_window_adds_only_later_keys():
+    # Window 2, range 1 to 4: row 3 sees 2 and 3, and 4 of its range; row 4 sees 3 and 4. Chunk 2: row 3 sees 2, 3, 4.
+    ranges = {"bidirectional_ranges": ints(1, 5)[None, None], "ranges_in_window": True}
+    assert means(6, 3, **ranges, sliding_window=2) == ([3, 3.5, 4.5], [3, 2, 2])
+    assert means(6, 3, **ranges, attention_chunk=2) == ([3, 4, 4.5], [3, 1, 2])
+    assert means(6, 6, **ranges) == means(6, 6, bidirectional_ranges=ranges["bidirectional_ranges"])
+    assert means(6, 3, ranges_in_window=True, sliding_window=2) == means(6, 3, sliding_window=2)
+
+
 def test_ranges_that_are_padding_that_overlap_and_that_end_past_the_keys():
     padding = [(-1, 4), (4, 4), (3, 0), (0, -1)]
     assert means(4, 2, bidirectional_ranges=ints(*sum(padding, ())).view(1, 4, 2)) == ([1, 1.5], [3, 4])

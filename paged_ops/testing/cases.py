@@ -139,6 +139,17 @@ def _attention_cases() -> Iterator[AttentionCase]:
     for scale in (0.0, -0.125, 1e-40, 1e-50):  # of any sign and size; the last is 0 in float32
         for batch, dtype in (("mixed", torch.float32), ("prefill", torch.float16), ("decode", torch.bfloat16)):
             yield case(f"scale{scale:g}-{batch}", batch, dtype=dtype, scale=scale)
+    later = (FEATURES["ranges"], FEATURES["window"], ("ranges_in_window", True))
+    for batch, dtype, others in (
+        ("mixed", torch.float32, ()),
+        ("speculative", torch.bfloat16, ("alibi", "sinks", "cap")),
+        ("holes", torch.float16, ("first", "chunk")),
+        ("decode", torch.bfloat16, ()),
+        ("long", torch.bfloat16, ("first",)),
+    ):
+        chosen = (*later, *(FEATURES[name] for name in others))
+        yield case("-".join(("later-ranges", batch, *others)), batch, dtype=dtype, features=chosen)
+    yield case("later-ranges-invariant", features=(*later, ("batch_invariant", True)))
     for name in ("window", "cap", "sparse", "ranges"):
         yield case(f"scale0-{name}", features=(FEATURES[name],), scale=0.0)
     for batch, dtype, how in (
@@ -175,6 +186,7 @@ def _latent_cases() -> Iterator[AttentionCase]:
         yield case(name, features=(feature,))
         yield case(f"{name}-long", "long", features=(feature,))
         yield case(f"{name}-bf16-decode", "decode", features=(feature,), dtype=torch.bfloat16)
+    yield case("later-ranges", features=(FEATURES["ranges"], FEATURES["window"], ("ranges_in_window", True)))
     every = tuple(FEATURES[name] for name in ("window", "first", "chunk", "cap", "alibi", "sinks"))
     for form in LATENT_FORMS:
         yield case(f"{form}-all-features", form=form, features=every, strided_query=True, dtype=torch.float16)
@@ -482,7 +494,7 @@ COMPILED: dict[str, tuple[str, ...]] = {
                         "plane_first-uint8-fp8-fp16", "nhd-e5m2-auto-fp16", "fp8-output-bf16", "window-ranges",
                         "d192-dv128", "d13", "latent-mixed-fp32", "latent-e4m3-decode-bf16", "latent-sinks",
                         "latent-rows-decode-bf16", "invariant-decode-fp16", "invariant-window",
-                        "selected16-uneven-fp32", "latent-selected"),
+                        "selected16-uneven-fp32", "latent-selected", "later-ranges-mixed"),
     "paged_attention_with_lse": ("mixed-fp32", "speculative-fp16", "sinks", "cap-alibi", "query_past_keys-fp32",
                                  "x_packed-all-features", "h71-k1", "b544-decode", "latent-mixed-fp16",
                                  "invariant-long-fp32"),

@@ -428,7 +428,8 @@ class World:
         f = self.features
         if ranges is not None:
             of_nowhere = np.zeros((1, *ranges.shape[2:]), dtype=np.int64)
-            f = f._replace(ranges=self.put(np.concatenate([ranges.reshape(C * S, -1, 2), of_nowhere]))[rows[3]])
+            of_rows = self.put(np.concatenate([ranges.reshape(C * S, -1, 2), of_nowhere]))[rows[3]]
+            f = f._replace(ranges=of_rows, later="ranges_in_window" in self.on)
         if selected is not None:
             of_nowhere = np.full((1, *selected.shape[2:]), -1, dtype=np.int64)
             of_rows = np.concatenate([selected.reshape(C * T, *selected.shape[2:]), of_nowhere])

@@ -161,6 +161,8 @@ def _features(rng: random.Random, B: int, longest: int) -> tuple[tuple[str, Any]
         on["sinks"] = rng.choice((1.0, 5.0))  # their standard deviation
     if "causal" not in on and "block_sparse" not in on and rng.random() < 0.3:
         on["bidirectional_ranges"] = rng.choice((0, 1, 1, 2, 3, 4, 8, 17))  # how many a sequence
+        if rng.random() < 0.3:
+            on["ranges_in_window"] = True
     elif "causal" not in on and "block_sparse" not in on and rng.random() < 0.15:
         # keys per entry, whether each key/value head has its own entries, and their number
         on["selected_keys"] = rng.choice((1, 1, 3, B)), rng.random() < 0.5, rng.choice((0, 1, 5, 17, 40))

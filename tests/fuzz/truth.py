@@ -27,6 +27,7 @@ class Features(NamedTuple):
     sinks: Tensor | None = None  # [H]
     sparse: list[int] | None = None
     ranges: Tensor | None = None  # [W, R, Q, 2]: of each row's sequence
+    later: bool = False  # these add only keys after the row
     selected: Tensor | None = None  # [W, R, 1 or K, entries], of blocks of so many keys:
     block: int = 1
 
@@ -59,7 +60,8 @@ def seen(f: Features, i: Tensor, n: Tensor, L: int, H: int, K: int) -> Tensor:
         keep = keep & chosen.any(3)[:, :, :, None]
     for q in range(0 if f.ranges is None else f.ranges.shape[2]):
         start, end = f.ranges[:, None, :, None, None, q].unbind(-1)
-        keep = keep | ((start >= 0) & (start <= i) & (i < end) & (start <= j) & (j < end) & (j < n))
+        first = i if f.later else start
+        keep = keep | ((start >= 0) & (start <= i) & (i < end) & (first <= j) & (j < end) & (j < n))
     return keep
 
 

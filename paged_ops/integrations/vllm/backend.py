@@ -100,7 +100,7 @@ class PagedOpsBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Tokens of an image that see each other (Gemma-3, PaliGemma): yes, unless a window limits what they see."""
+        """Tokens of an image that see each other (Gemma-3, Gemma-4, PaliGemma): yes."""
         return True
 
     @classmethod
@@ -273,11 +273,6 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
         if kv_cache is not self._warm and self.can_warm_up(query, kv_cache):
             self.warm_up(layer, query, kv_cache, output, output_scale)
         if attn_metadata is None:
-            if self.sliding_window and getattr(layer, "mm_prefix_clamp_sliding_window", False):
-                raise NotImplementedError(
-                    "mm_prefix_clamp_sliding_window: expected ranges without a window, got a layer whose window"
-                    " clamps them (Gemma-4): choose another attention backend, such as TRITON_ATTN"
-                )
             return output.fill_(0)
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         return output
@@ -323,6 +318,10 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
             return
         # A group may have layers with and without a window; all have full block tables.
         ranges = attn_metadata.mm_prefix_range_tensor
+        in_window = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        if attn_metadata.bidirectional_requests is not None:
+            ranges = self._with_requests(ranges, in_window, attn_metadata)
+            in_window = True
         plain = not self.sliding_window and self._slopes is None and ranges is None and not self._batch_invariant
         if attn_metadata.prefix is not None and plain:
             _attend_by_cascade(
@@ -359,9 +358,29 @@ class PagedOpsImpl(AttentionImpl[PagedOpsMetadata], CompilesAhead):
             output_scale=scale_of_output,
             kv_cache_dtype=self._stored_as,
             bidirectional_ranges=ranges,
+            ranges_in_window=ranges is not None and in_window,
             batch_invariant=self._batch_invariant,
             out=out,
         )
+
+    def _with_requests(self, ranges: Tensor | None, in_window: bool, attn_metadata: PagedOpsMetadata) -> Tensor:
+        """The ranges of images, and a range over each request whose tokens see later ones. Within a window, that is the
+        same as a window to both sides, if it is not shorter than the request's rows."""
+        requests, window = attn_metadata.bidirectional_requests, self.sliding_window
+        assert requests is not None
+        if 0 < window < attn_metadata.max_query_len:
+            raise ValueError(
+                f"causal: expected at most {window} tokens per request, the window, where causality differs between"
+                f" requests, got {attn_metadata.max_query_len}"
+            )
+        if ranges is None:
+            return requests
+        if window and not in_window:
+            raise ValueError(
+                "causal: expected True or False for all requests of a step with images whose tokens see each other"
+                " beyond a window, got one value per request"
+            )
+        return torch.cat([ranges, requests], dim=1)
 
     def warm_up(
         self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, output_scale: Tensor | None = None

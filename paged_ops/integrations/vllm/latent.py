@@ -146,8 +146,14 @@ class PagedOpsMLAMetadataBuilder(PagedOpsMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedOpsMLAMetadata:
-        """The metadata of one step for the layers of one group."""
+        """The metadata of one step for the layers of one group.
+
+        Raises:
+            ValueError: causality differs between requests.
+        """
         common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise ValueError("causal: expected True or False for all requests of a step, got one value per request")
         step = PagedOpsMLAMetadata(**vars(super().build(common_prefix_len, common, fast_build)))
         tensors = common.block_table_tensor, common.seq_lens, common.query_start_loc
         step.num_decodes, step.num_decode_tokens = len(common.seq_lens), common.num_actual_tokens

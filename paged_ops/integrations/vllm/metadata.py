@@ -37,6 +37,8 @@ class PagedOpsMetadata(AttentionMetadata):
         block_table: int32 ``[S, M]``.
         slot_mapping: ``[T]``.
         causal: False if tokens of a step see later ones.
+        bidirectional_requests: int32 ``[S, 1, 2]``, where causality differs between requests: the range of all tokens
+            of each request whose tokens see later ones, and padding for the others.
         prefix: the prefix that the requests share, if the engine searches for it.
         mm_prefix_range_tensor: int32 ``[S, R, 2]``, the half-open ranges whose tokens see each other; None without any.
             Gemma-4 sets it to None for layers that have none, by this name.
@@ -57,6 +59,7 @@ class PagedOpsMetadata(AttentionMetadata):
     history_lens: Tensor | None = None
     lens: Tensor | None = None
     max_query_len: int = 1
+    bidirectional_requests: Tensor | None = None
 
 
 class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
@@ -77,6 +80,7 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
             most = vllm_config.scheduler_config.max_num_seqs
             # captured graphs read these: tokens before the step, and with those of the step
             self._lens = torch.zeros(2, most, dtype=torch.int32, device=device)
+        self._requests: Tensor | None = None
         self._finder: PrefixFinder | None = None
         looks = vllm_config is not None and self._group is None and vllm_plugin.wants_cascade(vllm_config)
         if looks and _is_full_attention(kv_cache_spec):
@@ -94,24 +98,40 @@ class PagedOpsMetadataBuilder(AttentionMetadataBuilder[PagedOpsMetadata]):
         ``common_prefix_len`` is 0: see :meth:`use_cascade_attention`.
 
         Raises:
-            ValueError: causality differs between requests.
+            ValueError: causality differs between requests, and the cache's tokens are sharded over ranks.
         """
         common = common_attn_metadata
-        if isinstance(common.causal, Tensor):
-            raise ValueError("causal: expected True or False for all requests of a step, got one value per request")
+        per_request = isinstance(common.causal, Tensor)
+        causal = True if isinstance(common.causal, Tensor) else common.causal  # ranges open the other requests
+        if per_request and self._group is not None:
+            raise ValueError(
+                "causal: expected True or False for all requests of a step with context parallelism, got one value per"
+                " request"
+            )
         return PagedOpsMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            causal=common.causal,
-            prefix=self._shared(common),
-            mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and common.causal else None,
+            causal=causal,
+            prefix=None if per_request else self._shared(common),
+            mm_prefix_range_tensor=_ranges(common) if common.mm_req_doc_ranges and causal else None,
             history_lens=None if self._group is None else self._own_lens(common, False),
             lens=None if self._group is None or common.max_query_len > 1 else self._own_lens(common, True),
             max_query_len=common.max_query_len,
+            bidirectional_requests=self._bidirectional(common) if per_request else None,
         )
+
+    def _bidirectional(self, common: CommonAttentionMetadata) -> Tensor:
+        """The range of each request whose tokens see later ones, ``[S, 1, 2]``. Captured graphs read it."""
+        S = common.seq_lens.shape[0]
+        if self._requests is None or len(self._requests) < S:
+            most = S if self.vllm_config is None else max(S, self.vllm_config.scheduler_config.max_num_seqs)
+            self._requests = torch.zeros(most, 1, 2, dtype=torch.int32, device=common.seq_lens.device)
+        requests = self._requests[:S]
+        torch.mul(common.seq_lens, common.causal[:S] == 0, out=requests[:, 0, 1])
+        return requests
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

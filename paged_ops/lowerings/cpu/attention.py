@@ -38,7 +38,7 @@ APPLIES = FORMATS | {
     *("soft_cap", "alibi_slopes", "sinks", "batch_invariant", "selected_keys", "selected_block_size"),
 }
 # The masks that _oldest_key and _opened bound. With any other mask, every tile applies the predicate.
-BOUNDED = frozenset({"causal", "sliding_window", "attention_chunk", "bidirectional_ranges"})
+BOUNDED = frozenset({"causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "ranges_in_window"})
 # Bytes of keys (and of values) that decode gathers at once, so that they stay in a shared processor cache.
 SCRATCH_BYTES = 1 << 22
 # A sequence with at least PREFILL_ROWS rows gathers larger chunks, which need fewer merges.
@@ -471,7 +471,7 @@ def _opened(i: int, rows: int, f: Features) -> list[tuple[int, int]]:
 def _reach(i: int, rows: int, f: Features) -> tuple[int, int]:
     """The interval of keys that the rows from position i see with causality: its first key and its end."""
     starts, ends = zip((_oldest_key(i, f), i + rows), *_opened(i, rows, f), strict=True)
-    return min(starts), max(ends)
+    return starts[0] if f.ranges_in_window else min(starts), max(ends)
 
 
 def _oldest_key(i: int, f: Features) -> int:  # ignores bidirectional ranges

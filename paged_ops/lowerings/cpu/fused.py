@@ -32,6 +32,7 @@ APPLIES = frozenset(
     {
         *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale", "kv_cache_dtype"),
         *("causal", "sliding_window", "attention_chunk", "bidirectional_ranges", "num_first_tokens"),
+        "ranges_in_window",
         *("soft_cap", "alibi_slopes", "sinks", "batch_invariant"),
     }
 )
@@ -57,7 +58,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_sequences", "T", "N", "M", "H", "K", "D", "Dv", "B", "x")),
         *((name, ctypes.c_int64) for name in ("cell", "query_cell", "out_cell")),
         *((name, ctypes.c_int64) for name in ("causal", "window", "chunk", "first_tokens", "R", "threads")),
-        ("batch_invariant", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("batch_invariant", "ranges_in_window")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
     )
 
@@ -135,6 +136,7 @@ def described(
         R=0 if f.bidirectional_ranges is None else f.bidirectional_ranges.shape[1],
         threads=torch.get_num_threads(),
         batch_invariant=f.batch_invariant,
+        ranges_in_window=f.ranges_in_window,
         scale=scale,
         soft_cap=f.soft_cap,
     )

@@ -29,7 +29,7 @@ struct Call {
     int64_t query_strides[2], key_strides[5], value_strides[4], table_strides[2];
     int64_t num_sequences, T, N, M, H, K, D, Dv, B, x;
     int64_t cell, query_cell, out_cell;  // formats; query and out have one of the first three
-    int64_t causal, window, chunk, first_tokens, R, threads, batch_invariant;
+    int64_t causal, window, chunk, first_tokens, R, threads, batch_invariant, ranges_in_window;
     float scale, soft_cap;
 };
 
@@ -218,7 +218,7 @@ struct Attention {
         high = last(s, i + rows - 1);
         for (const int32_t* range = c.ranges + s.sequence * c.R * 2, *end = range + c.R * 2; range < end; range += 2)
             if (range[0] >= 0 && range[0] < range[1] && range[0] < i + rows && i < range[1]) {
-                low = std::min<int64_t>(low, range[0]);
+                if (!c.ranges_in_window) low = std::min<int64_t>(low, range[0]);
                 high = std::max<int64_t>(high, std::min<int64_t>(range[1], s.keys));
             }
     }

@@ -26,6 +26,7 @@ from paged_ops.lowerings.gpu.target import Target
 MASK_ARGUMENTS = frozenset(
     {
         *("causal", "sliding_window", "attention_chunk", "block_sparse", "bidirectional_ranges", "num_first_tokens"),
+        "ranges_in_window",
         *("selected_keys", "selected_block_size"),
     }
 )
@@ -108,6 +109,7 @@ class Masks(NamedTuple):
     first: int = 0  # first tokens that stay visible with a window; 0: none, or no window
     selected: bool = False
     selection: Selection = Selection()
+    later: bool = False  # ranges add only keys after the query
 
 
 class Logits(NamedTuple):
@@ -289,6 +291,7 @@ def spec_of(
             min(f.num_first_tokens, MOST_FIRST_TOKENS) if f.sliding_window > 0 else 0,
             f.selected_keys is not None,
             selection,
+            f.ranges_in_window and ranges > 0,
         ),
         logits=Logits(f.soft_cap > 0, f.alibi_slopes is not None, f.sinks is not None),
         storage=Storage(key.dtype, cache_format, _paired(query, key, value, cache_format), row_scales),

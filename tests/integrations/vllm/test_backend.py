@@ -127,8 +127,10 @@ class Step:
         sinks: Tensor | None = None,
         ranges: dict[int, list[tuple[int, int]]] | None = None,
         chunk: int | None = None,
+        clamp: bool = False,
     ) -> Tensor:
-        """Dense attention in float64; ranges as vLLM gives them, first and last token."""
+        """Dense attention in float64; ranges as vLLM gives them, first and last token; clamped: inside the window to
+        both sides."""
         rows, start = [], 0
         for s, (keys, values, q, n) in enumerate(zip(self.keys, self.values, QUERY_LENS, SEQ_LENS, strict=True)):
             query = self.query[start : start + q].double()
@@ -146,7 +148,8 @@ class Step:
             if chunk is not None:
                 seen = seen & (i // chunk == j // chunk)
             for first, last in (ranges or {}).get(s, ()):
-                seen = seen | ((first <= i) & (i <= last) & (first <= j) & (j <= last))
+                both = (first <= i) & (i <= last) & (first <= j) & (j <= last)
+                seen = seen | (both & (i - j < (sliding_window or n)) if clamp else both)
             logits = logits.masked_fill(~seen, -torch.inf)
             if sinks is not None:
                 logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, q, 1)], dim=-1)
@@ -443,11 +446,50 @@ def test_every_step_can_be_a_cuda_graph() -> None:
     assert metadata.block_table.data_ptr() == step.common.block_table_tensor.data_ptr()
 
 
-def test_causality_by_request_is_refused() -> None:
-    step = Step()
-    step.common.causal = torch.ones(4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="causal: expected True or False"):
-        build(step.common)
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("window", [0, 12])
+def test_causality_by_request(window: int, images: bool) -> None:
+    """With a window, a request that is not causal sees as many tokens to both sides."""
+    features = {"sliding_window": window} if window else {}
+    step, (impl, layer) = Step(), make(**features)
+    step.write(impl, layer)
+    layer.mm_prefix_clamp_sliding_window = True
+    builder = PagedOpsMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+    if images:
+        step.common.mm_req_doc_ranges = LONG_RANGES
+    addresses = set()
+    for causal in ([1, 0, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]):
+        step.common.causal = torch.tensor(causal, dtype=torch.int32)
+        metadata = builder.build(0, step.common)
+        addresses.add(metadata.bidirectional_requests.data_ptr())
+        output = torch.zeros(sum(QUERY_LENS), H, D)
+        impl.forward(layer, step.query[: len(output)], None, None, step.kv_cache, metadata, output)
+        whole = {s: [(0, n - 1)] for s, n in enumerate(SEQ_LENS) if not causal[s]}
+        ranges = {s: [*whole.get(s, []), *(LONG_RANGES.get(s, []) if images else [])] for s in range(4)}
+        expected = step.expected(**features, ranges=ranges, clamp=True)
+        torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    assert len(addresses) == 1, "captured graphs read it"
+
+
+def test_causality_by_request_needs_a_window_as_long_as_the_step() -> None:
+    step, (impl, layer) = Step(), make(sliding_window=11)
+    step.common.causal = torch.ones(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"causal: expected at most 11 tokens per request, the window, .* got 12"):
+        attend(step, impl, layer)
+    step, (impl, layer) = Step(), make(sliding_window=12)
+    step.common.causal, step.common.mm_req_doc_ranges = torch.ones(4, dtype=torch.int32), RANGES
+    with pytest.raises(ValueError, match=r"causal: expected True or False .* with images"):
+        attend(step, impl, layer)
+
+
+def test_causality_by_request_is_refused_where_tokens_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_plugin, "context_group", lambda: SimpleNamespace(world_size=2, rank_in_group=0))
+    config = engine_with_cascade(False)
+    config.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=1)
+    builder, step = PagedOpsMetadataBuilder(FullAttentionSpec(**SPEC), ["layer"], config, torch.device("cpu")), Step()
+    step.common.causal = torch.ones(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"causal: expected True or False .* with context parallelism"):
+        builder.build(0, step.common)
 
 
 def test_encoders_are_refused() -> None:
@@ -812,12 +854,20 @@ def test_models_with_images_have_whole_graphs_of_decodes_alone() -> None:
         assert PagedOpsMetadataBuilder.get_cudagraph_support(config, None) == level
 
 
-def test_ranges_within_windows_are_refused_before_requests_come() -> None:
-    impl, layer = make(sliding_window=8)
+LONG_RANGES = {0: [(2, 9)], 3: [(3, 20), (20, 38)]}  # longer than the windows
+
+
+@pytest.mark.parametrize("features", list(FEATURES))
+def test_a_window_bounds_what_tokens_of_an_image_see(features: str) -> None:
+    """Layers of Gemma-4 say so. Without a window nothing changes."""
+    step, (impl, layer) = Step(), make(**FEATURES[features])
+    step.write(impl, layer)
+    step.common.mm_req_doc_ranges = LONG_RANGES
     layer.mm_prefix_clamp_sliding_window = True
-    states = torch.zeros(2, H, D)
-    with pytest.raises(NotImplementedError, match="mm_prefix_clamp_sliding_window"):
-        impl.forward(layer, states, states, states, torch.tensor([]), None, states)
+    expected = step.expected(**FEATURES[features], ranges=LONG_RANGES, clamp=True)
+    is_same = torch.allclose(expected, step.expected(**FEATURES[features], ranges=LONG_RANGES), atol=1e-3)
+    assert is_same == ("sliding_window" not in FEATURES[features])
+    torch.testing.assert_close(attend(step, impl, layer).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_context_parallelism_is_for_layers_that_see_all(monkeypatch: pytest.MonkeyPatch) -> None:

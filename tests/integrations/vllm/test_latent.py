@@ -304,6 +304,13 @@ def test_which_requests_the_engine_puts_last(config: Any) -> None:
     assert not builder.supports_update_block_table
 
 
+def test_causality_by_request_is_refused(config: Any) -> None:
+    step = Step(make_layer(config, SMALL, torch.float32))
+    step.common.causal = torch.ones(5, dtype=torch.int32)
+    with pytest.raises(ValueError, match="causal: expected True or False"):
+        step.attend(config)
+
+
 @pytest.mark.parametrize("use_mla", [True, False])
 def test_one_name_serves_both_kinds_of_models(use_mla: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks for the class while it creates the layers of a model."""

@@ -75,7 +75,9 @@ SHORT_OF_MANY_ROWS = 8192  # as SHORT, from MANY_ROWS on
 
 
 # What its roles apply, by the names of spec.needs.
-APPLIES = frozenset({"causal", "window", "first", "chunk", "ranges", "soft_cap", "sinks", "float16", "bfloat16"})
+APPLIES = frozenset(
+    {"causal", "window", "first", "chunk", "ranges", "later", "soft_cap", "sinks", "float16", "bfloat16"}
+)
 
 
 def serves(spec: Spec, target: Target) -> list[str]:

@@ -40,7 +40,7 @@ from paged_ops.lowerings.gpu.target import Target
 STORED = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = 64, 128  # head sizes
 # The features that it applies, by the names of spec.needs.
-APPLIES = frozenset({"causal", "window", "chunk", "ranges", "soft_cap", "sinks", "k_scale", "v_scale"})
+APPLIES = frozenset({"causal", "window", "chunk", "ranges", "later", "soft_cap", "sinks", "k_scale", "v_scale"})
 APPLIES |= {"float8_e4m3fn", "float8_e5m2"}
 MOST_STAGES = 4  # tiles of bytes in shared memory
 AT_ONCE = 128  # sequences that the scheduler's warp counts in one vector

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 # The masks that the functions here apply, by the names of spec.Masks. A Gluon kernel names its own.
-MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "pattern", "first"})
+MASKS_APPLIED = frozenset({"causal", "window", "chunk", "ranges", "sparse", "pattern", "first", "later"})
 
 
 class KeyTiles(NamedTuple):
@@ -175,19 +175,20 @@ def ranges_at(bidirectional_ranges, RANGES: tl.constexpr):
 
 
 @triton.jit
-def reach_of_ranges(ranges, s, first_i, end_i, low, high, RANGES: tl.constexpr):
+def reach_of_ranges(ranges, s, first_i, end_i, low, high, MASKS: tl.constexpr):
     """Widen the keys ``low : high`` of queries ``first_i : end_i`` of sequences ``s``, all of one shape, by the
-    bidirectional ranges that hold one of these queries.
+    bidirectional ranges that hold one of these queries; only ``high``, if ranges add only later keys.
 
     The ranges that hold a query also hold its own key, so all keys that it sees are one interval.
     """
     AXIS: tl.constexpr = len(low.shape)
-    at = ranges + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (RANGES * 2)
+    at = ranges + tl.expand_dims((s + first_i * 0).to(tl.int64), AXIS) * (MASKS.ranges * 2)
     start = tl.load(at)
     end = tl.load(at + 1)
     holds = (start >= 0) & (start < end)
     holds = holds & (start < tl.expand_dims(end_i, AXIS)) & (end > tl.expand_dims(first_i, AXIS))
-    low = tl.minimum(low, tl.min(tl.where(holds, start, 2147483647), AXIS))
+    if not MASKS.later:
+        low = tl.minimum(low, tl.min(tl.where(holds, start, 2147483647), AXIS))
     high = tl.maximum(high, tl.max(tl.where(holds, end, -1), AXIS))
     return low, high
 
@@ -196,7 +197,7 @@ def reach_of_ranges(ranges, s, first_i, end_i, low, high, RANGES: tl.constexpr):
 def reach_of_rows(batch, s, i, MASKS: tl.constexpr):
     """The first key that each of the rows at positions ``i [M]`` of sequence ``s`` sees, and the end of those: ``[M]``
     each, with all masks."""
-    return reach_of_ranges(batch.ranges, s, i, i + 1, oldest_key(i, batch.numbers, MASKS), i + 1, MASKS.ranges)
+    return reach_of_ranges(batch.ranges, s, i, i + 1, oldest_key(i, batch.numbers, MASKS), i + 1, MASKS)
 
 
 @triton.jit
@@ -222,14 +223,15 @@ def seen_whole(sees, first_i, last_i, seq_len, first_tile, numbers, MASKS: tl.co
 
 
 @triton.jit
-def widen_by_ranges(ranges, s, first_i, last_i, low, end, RANGES: tl.constexpr):
+def widen_by_ranges(ranges, s, first_i, last_i, low, end, MASKS: tl.constexpr):
     """As :func:`reach_of_ranges`, for queries ``first_i`` to ``last_i`` of one sequence, or one by one."""
-    for n in range(RANGES):
-        at = ranges + (s.to(tl.int64) * RANGES + n) * 2
+    for n in range(MASKS.ranges):
+        at = ranges + (s.to(tl.int64) * MASKS.ranges + n) * 2
         start = tl.load(at)
         stop = tl.load(at + 1)
         holds = (start >= 0) & (start < stop) & (start <= last_i) & (stop > first_i)
-        low = tl.where(holds, tl.minimum(low, start), low)
+        if not MASKS.later:
+            low = tl.where(holds, tl.minimum(low, start), low)
         end = tl.where(holds, tl.maximum(end, stop), end)
     return low, end
 
@@ -258,7 +260,7 @@ def key_tiles(s, first_i, last_i, seq_len, ranges, numbers, MASKS: tl.constexpr,
         newest = tl.minimum(seq_len, last_i + 1)
     opened = seq_len
     if MASKS.ranges:
-        opened, newest = widen_by_ranges(ranges, s, first_i, last_i, opened, newest, MASKS.ranges)
+        opened, newest = widen_by_ranges(ranges, s, first_i, last_i, opened, newest, MASKS)
         newest = tl.minimum(newest, seq_len)
     end = tl.maximum(tl.cdiv(newest, N), 1)  # one masked tile, if no key is seen
     count = end
@@ -285,7 +287,7 @@ def keys_of_rows(i, s, ranges, numbers, MASKS: tl.constexpr):
     if MASKS.window or MASKS.chunk:
         low = oldest_key(i, numbers, MASKS)
     if MASKS.ranges:
-        low, end = widen_by_ranges(ranges, s, i, i, low, i + 1, MASKS.ranges)
+        low, end = widen_by_ranges(ranges, s, i, i, low, i + 1, MASKS)
         i = end - 1
     return low, i
 
