@@ -48,8 +48,8 @@ WORKSPACE = 224 << 20
 # What one tile holds, at most.
 MOST_HEADS, WIDEST, LARGEST_BLOCK = 128, 256, 256
 CHUNK = 16
-# Programs of the first kernel per multiprocessor, so that uneven sequences do not leave many idle.
-PROGRAMS = 4
+# Programs of the first kernel per multiprocessor: several waves, so that uneven sequences and the last leave few idle.
+PROGRAMS = 16
 INTERPRETER_PROGRAMS = 5
 # Entries that the second kernel loads at once, and fewer in the interpreter, to have several tiles.
 AT_ONCE, INTERPRETER_AT_ONCE = 8192, 256
