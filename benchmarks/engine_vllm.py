@@ -11,6 +11,7 @@ tokens are compared. Results are written after each measurement, so that a time 
     python benchmarks/engine_vllm.py --out DIR --backends        # only compare the results in DIR
     python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2                        # on two GPUs
     python benchmarks/engine_vllm.py --out DIR --tensor-parallel 2 --context-parallel 2 --shape one-kv-head
+    python benchmarks/engine_vllm.py --out DIR --shape deepseek-v2-lite --backends PAGED_OPS FLASHMLA TRITON_MLA
 
 The workers of several GPUs find this package by its plugin, so it must be installed.
 """
@@ -52,6 +53,25 @@ SHAPES = {
         "num_key_value_heads": 1,
         "max_position_embeddings": 16384,
         "rope_theta": 500000.0,
+    },
+    "deepseek-v2-lite": {  # its attention; all layers have one MLP, so that attention is not a small part of a step
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 16384,
+        "rope_theta": 10000.0,
     },
     "tiny": {
         "vocab_size": 512,
@@ -120,6 +140,7 @@ class Engine:
             max_num_seqs=8 if self.tiny else 256,
             max_num_batched_tokens=args.chunk,
             enable_prefix_caching=bool(args.sharing),
+            kv_cache_dtype=args.kv_cache_dtype,
             gpu_memory_utilization=args.memory,
             **({"kv_cache_memory_bytes": args.cache << 30} if args.cache else {}),
             disable_log_stats=True,
@@ -426,6 +447,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--block-size", type=int, default=None, help="tokens a block; vLLM's default without it")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 on the CPU")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's name")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--cache", type=int, default=None, help="GiB of the cache on each GPU, instead of a share")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")

@@ -160,6 +160,12 @@ VARIANTS = [
         targets=("cuda:90",),
     ),
     Variant(
+        "attention-ranges-in-window",
+        call("prefill", D=64, ranges=4, ranges_in_window=True, **MASKS),
+        PREFILL,
+        targets=("cuda:90", "hip:gfx942"),
+    ),
+    Variant(
         "attention-ranges-speculative-fp8",
         call("speculative", stored=E4M3, ranges=1, sliding_window=512),
         spills={(3, 9): 56},
