@@ -27,6 +27,7 @@ from paged_ops.support import Explanation
 APPLIES = FORMATS | {
     *("value_cache", "value_head_size", "k_scale", "v_scale", "output_scale"),
     *("causal", "sliding_window", "num_first_tokens", "attention_chunk", "block_sparse", "bidirectional_ranges"),
+    "ranges_in_window",
     *("soft_cap", "alibi_slopes", "sinks"),
 }
 # Bytes of float32 keys and values that one tile of rows gathers on XLA's CPU device.
