@@ -49,12 +49,12 @@ def model_of(family: str, **changes: Any) -> Any:
     return make_model(family, **{**FAMILIES[family], **changes})
 
 
-def two_layers_of(family: str) -> Any:
+def two_layers_of(family: str, **others: Any) -> Any:
     """With an indexer and without: the first or the last layer."""
     changes = {
         name: value[:2] for name, value in {**OVERRIDES[family], **FAMILIES[family]}.items() if type(value) is list
     }
-    return model_of(family, num_hidden_layers=2, **changes)
+    return model_of(family, num_hidden_layers=2, **{**changes, **others})
 
 
 @functools.cache
@@ -166,7 +166,8 @@ def test_compiled_layers(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text"])
 def test_compiled_whole_without_copies(family: str) -> None:
-    paged = PagedCausalLM(two_layers_of(family))
+    dense = {"mlp_layer_types": ["dense"] * 2} if family == "deepseek_v32" else {}  # experts compile for long
+    paged = PagedCausalLM(two_layers_of(family, **dense))
     want = generate(paged)
     kv_cache = paged.allocate_kv_cache(64, 5)
     with CompileReport(kv_cache.layers) as report:
