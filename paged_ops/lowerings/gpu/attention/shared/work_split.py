@@ -150,7 +150,7 @@ def sequence(s, batch, SPEC: tl.constexpr, DIVISION: tl.constexpr, N: tl.constex
     if SPEC.masks.window or SPEC.masks.chunk:
         if SPEC.masks.ranges:
             s_ = tl.where(live, s, 0)
-            oldest, _ = reach_of_ranges(batch.ranges, s_, seq_len - q_len, seq_len, oldest, seq_len, SPEC.masks)
+            oldest, _ = reach_of_ranges(batch.ranges, s_, seq_len - q_len, seq_len, oldest, seq_len, MASKS)
     first_tile = first_key_tile(oldest, seq_len - q_len, batch.numbers, MASKS, N)
     end_tile = tl.maximum(tl.cdiv(seq_len, N), first_tile + 1)
     if DIVISION.start:
