@@ -384,6 +384,27 @@ def test_values_are_checked_before_anything_is_written(where, argument, change, 
     unchanged(op, replaced(testing.case_named(op, case).inputs(), op, argument, change), message)
 
 
+FUNCTIONAL = [row for row in VALUES if "out" in getattr(torch.ops.paged_ops, row[0][0]).overloads()]
+
+
+@pytest.mark.parametrize(
+    ("where", "argument", "change", "message"),
+    FUNCTIONAL,
+    ids=[f"{n}-{row[0][0]}-{row[1]}" for n, row in enumerate(FUNCTIONAL)],
+)
+def test_values_are_checked_before_a_given_result_is_written(where, argument, change, message):
+    op, case = where
+    packet = getattr(torch.ops.paged_ops, op)
+    right = testing.case_named(op, case).inputs()
+    results = OPS[op](*right.args, **right.kwargs)
+    results = results if isinstance(results, tuple) else (results,)
+    names = [each.name for each in packet.out._schema.arguments if each.is_out]
+    call = replaced(right, op, argument, change)
+    with pytest.raises(ValueError, match=message):
+        packet.out(*call.args, **call.kwargs, **dict(zip(names, [each.fill_(7) for each in results], strict=True)))
+    assert all((each == 7).all() for each in results)
+
+
 # One wrong number each, in a batch that is right in all else: every entry of its tables is a block.
 ONE_WRONG = [
     ("query_start_loc", [0, 3, 2, 5], r"query_start_loc: expected non-decreasing offsets, got \[0, 3, 2, 5\]"),

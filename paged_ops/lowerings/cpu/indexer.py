@@ -39,21 +39,22 @@ def select_keys(
     **options: Any,
 ) -> Tensor:
     batch = block_tables, seq_lens, query_start_loc
-    selected = fake.select_keys(index_query, index_cache, *batch, k, out=out, **options).fill_(-1)
+    selected = fake.select_keys(index_query, index_cache, *batch, k, out=out, **options)
     o = IndexOptions(**options)
     refuse_others(o, index_cache, APPLIES, "the indexer on the CPU")
     if not (index_query.numel() and index_cache.numel()):
-        return selected
+        return selected.fill_(-1)
     # Copies: another thread may write the caller's tensors between check and use.
     N, B, _ = index_cache.shape
     seq_lens, query_start_loc = seq_lens.clone(), query_start_loc.clone()
     checks.lengths("seq_lens", seq_lens, block_tables.shape[1], B)
     block_tables = block_tables.narrow(1, 0, -(-int(seq_lens.max()) // B) if len(seq_lens) else 0).clone()
     checks.batch(block_tables, seq_lens, query_start_loc, len(index_query), N, B)
-    starts = query_start_loc.tolist()
+    selected.fill_(-1)
+    starts, step = query_start_loc.tolist(), _rows_at_once(index_query, k)
     for s, n in enumerate(seq_lens.tolist()):
-        for start in range(starts[s], starts[s + 1] if n else starts[s], _rows_at_once(index_query, k)):
-            rows = slice(start, min(start + _rows_at_once(index_query, k), starts[s + 1]))
+        for start in range(starts[s], starts[s + 1] if n else starts[s], step):
+            rows = slice(start, min(start + step, starts[s + 1]))
             i = torch.arange(rows.start, rows.stop, device="cpu") + (n - starts[s + 1])  # positions
             selected[rows] = _best(index_query[rows], rows, i, index_cache, block_tables[s], n, k, o)
     return selected
@@ -114,8 +115,8 @@ def _scores(query: Tensor, keys: Tensor, weights: Tensor | None, o: IndexOptions
 
 
 def _entries(scores: Tensor, seen: Tensor, first: int, i: Tensor, o: IndexOptions) -> Tensor:
-    """Entries as int64 ``[q, G, E]``: of keys from position ``first``, a multiple of the block size, of which rows at
-    positions i have seen some."""
+    """Entries as int64 ``[q, G, E]`` of the keys from position ``first`` on, a multiple of the block size, for rows at
+    positions i. ``seen [q, n]``: the keys that each row sees."""
     scores = _without_nan(scores).masked_fill_(~seen[:, None], -torch.inf)
     count = seen
     if o.pool != "none":
