@@ -1,10 +1,10 @@
 """Latent attention (MLA) of vLLM's models on paged_ops: DeepSeek-V2, V3 and R1, Kimi-K2 and their relatives.
 
-vLLM's layer projects, absorbs and expands; it asks for two things of the rows of a step. The first rows attend in the
-absorbed form (``forward_mqa``), the last by keys and values of all heads (``forward_mha``). Here the first are ragged:
-decodes, drafts, prompts and chunks alike. Only long prompts at the end of a step, for which it pays, are the last
-(:mod:`paged_ops.integrations.expanded`). Latents are cached as the engine stores them: ``[N, B, R + P]``, or
-``[N, B, 656]`` as ``fp8_ds_mla``.
+vLLM's layer projects, absorbs and expands. It divides the rows of a step: the first ones attend in the absorbed form
+(``forward_mqa``), the others by keys and values of all heads (``forward_mha``). Here ``forward_mqa`` serves any ragged
+batch of decodes, drafts, prompts and chunks. ``forward_mha`` serves long prompts at the end of a step, where expanding
+them saves time (:mod:`paged_ops.integrations.expanded`). Latents are cached as the engine stores them:
+``[N, B, R + P]``, or ``[N, B, 656]`` as ``fp8_ds_mla``.
 
 Letters: T tokens of the step, S sequences, H query heads, R latent size, P rotated size, Dn and Dv sizes of the heads'
 own keys (without the rotated part) and values, N blocks, B tokens per block.
@@ -25,11 +25,10 @@ from paged_ops.integrations.expanded import Batch, Run, Sizes
 from paged_ops.integrations.vllm import plugin as vllm_plugin
 from paged_ops.integrations.vllm.backend import MODEL_DTYPES, CompilesAhead, PagedOpsBackend, device
 from paged_ops.integrations.vllm.metadata import PagedOpsMetadata, PagedOpsMetadataBuilder
-from paged_ops.layouts import FP8_DS_MLA, ROW_LATENT, ROW_ROTATED, Layout
+from paged_ops.layouts import FP8_DS_MLA, ROW_BYTES, ROW_LATENT, ROW_ROTATED, Layout
 from paged_ops.ops import latent_cache_write, paged_attention
 from paged_ops.support import supports
 
-ROW_BYTES = 656  # of a token as fp8_ds_mla
 _FP8 = ("fp8", "fp8_e4m3")
 
 

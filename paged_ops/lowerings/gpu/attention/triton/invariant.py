@@ -88,8 +88,9 @@ def tiles_of(spec: Spec, target: Target) -> tuple[tuning.Tile, tuning.Tile]:
     if target.device.type == "cpu":
         tile = tuning.Tile(max(16 if spec.rotated else 64, group), 32, 4, 1)
     elif width > tuning.WIDEST:  # two accumulators of so many columns are in registers
-        large = target.shared_memory >= LARGE_MEMORY and spec.dtype.itemsize == 2
-        tile = tuning.Tile(max(16, group), *((32, 8, 2) if large else (16, 8 if spec.dtype.itemsize == 2 else 4, 1)))
+        tile = tuning.Tile(max(16, group), 16, 4 if spec.dtype.itemsize == 4 else 8, 1)
+        if target.shared_memory >= LARGE_MEMORY and spec.dtype.itemsize == 2:
+            tile = tile._replace(block_n=32, num_stages=2)
     elif spec.dtype.itemsize == 4:
         tile = tuning.Tile(max(16, group), 32 if width <= 128 else 16, 4, 1)
     elif not target.is_hopper:

@@ -1,5 +1,5 @@
-"""How the segments of batch-invariant attention merge: their states, and the kernel that merges those of a unit which
-several programs share. invariant.py names the kernels before it.
+"""The states of segments in batch-invariant attention, and the kernel that merges them if several programs share a
+unit. It runs after the kernels of invariant.py.
 
 Letters as in :mod:`paged_ops.lowerings.gpu.attention.call`.
 """
